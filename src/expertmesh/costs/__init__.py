@@ -1,0 +1,1 @@
+"""Torch-free cost models: parameters, FLOPs, memory."""

@@ -1,0 +1,17 @@
+"""The exceptions that ExpertMesh raises on purpose, in one leaf module."""
+
+
+class ConfigError(ValueError):
+    """A value given by the user breaks a rule.
+
+    The message is one line and says the value, the rule and the fix, so that the command line can
+    print it as it is.
+    """
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, damaged or of another model; the message names the file and the fix."""
+
+
+class TrainingDivergedError(RuntimeError):
+    """Too many steps in a row had a non-finite loss or gradient; names the last good checkpoint."""

@@ -1,0 +1,1 @@
+"""Inference: cache, sampling, engine."""

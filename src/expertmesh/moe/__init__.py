@@ -1,0 +1,1 @@
+"""The mixture-of-experts layer: route -> assign -> dispatch -> experts -> combine. Knows no torch.distributed."""

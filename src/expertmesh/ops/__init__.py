@@ -1,0 +1,1 @@
+"""One file per operator, each with a plain-PyTorch oracle in reference.py."""

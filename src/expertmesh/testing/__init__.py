@@ -1,0 +1,1 @@
+"""Helpers for tests and benchmarks; the runtime never imports this package."""

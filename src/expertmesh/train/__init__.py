@@ -1,0 +1,1 @@
+"""The training stack: data, optimiser, loop, checkpoints, metrics."""
