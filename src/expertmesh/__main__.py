@@ -3,4 +3,4 @@
 from expertmesh.cli.main import main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,0 +1,141 @@
+"""`expertmesh VERB ...`: picks the verb, and turns every expected failure into one line on stderr.
+
+Exit codes: 0 done; 1 the run failed (damaged checkpoint, diverged training, full disk, ...); 2 the user's input breaks
+a rule; 130 interrupted by Ctrl-C; 143 stopped by SIGTERM. A verb is a module with `run(argv) -> int`; it is imported
+only when it is called, so that `--help` answers without torch.
+"""
+
+import difflib
+import errno
+import sys
+from collections.abc import Callable, Sequence
+
+from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
+
+
+def _train(argv: list[str]) -> int:
+    from expertmesh.cli.train import run
+
+    return run(argv)
+
+
+def _generate(argv: list[str]) -> int:
+    from expertmesh.cli.generate import run
+
+    return run(argv)
+
+
+def _report(argv: list[str]) -> int:
+    from expertmesh.cli.report import run
+
+    return run(argv)
+
+
+def _doctor(argv: list[str]) -> int:
+    from expertmesh.cli.doctor import run
+
+    return run(argv)
+
+
+VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (
+        _train,
+        "train a model from a recipe:  expertmesh train gpt-moe-demo --train.steps 100",
+    ),
+    "generate": (
+        _generate,
+        'continue a text:              expertmesh generate --run runs/demo "def main"',
+    ),
+    "report": (_report, "summarise a run:              expertmesh report --run runs/demo"),
+    "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
+}
+
+
+def help_text() -> str:
+    """The text of `expertmesh --help`."""
+    verbs = "\n".join(f"  {name:<10} {text}" for name, (_, text) in VERBS.items())
+    return f"""\
+ExpertMesh trains and runs mixture-of-experts models.
+
+usage: expertmesh [--debug] VERB [options]
+
+verbs:
+{verbs}
+
+`expertmesh VERB --help` lists the options of a verb. `--debug` shows the traceback of an error.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code.
+
+    Args:
+        argv: Words after the program's name; None: those of this process.
+
+    Returns:
+        0, 1, 2, 130 or 143, see the module's docstring. With `--debug`, an error leaves this function as the exception
+        that it is.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help_text(), end="")
+        return 0
+    if words[0] == "--version":
+        from expertmesh import __version__
+
+        print(f"expertmesh {__version__}")
+        return 0
+    try:
+        return _verb(words[0])(words[1:])
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        return _fail("interrupted", 130)
+    except Exception as error:
+        if debug:
+            raise
+        return _report_error(error)
+
+
+def _verb(name: str) -> Callable[[list[str]], int]:
+    if name in VERBS:
+        return VERBS[name][0]
+    near = difflib.get_close_matches(name, VERBS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(VERBS)}"
+    raise ConfigError(f"unknown verb {name!r}; {hint}")
+
+
+def _report_error(error: Exception) -> int:
+    """Prints one line for an error and returns the exit code."""
+    if isinstance(error, ConfigError):
+        return _fail(str(error), 2)
+    if isinstance(error, CheckpointError | TrainingDivergedError):
+        return _fail(str(error), 1)
+    if isinstance(error, OSError) and error.errno is not None:
+        return _fail(_os_error_text(error), 1)
+    return _fail(
+        f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1
+    )
+
+
+def _os_error_text(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename is not None else ""
+    fixes: dict[int | None, str] = {
+        errno.ENOSPC: "free some space or choose another folder",
+        errno.EDQUOT: "free some space or choose another folder",
+        errno.EACCES: "choose a folder that you may write, or change its permissions",
+        errno.EPERM: "choose a folder that you may write, or change its permissions",
+        errno.EROFS: "choose a folder on a disk that can be written",
+        errno.ENOENT: "check the path",
+        errno.ENOTDIR: "check the path: a part of it is a file",
+        errno.EISDIR: "name a file, not a folder",
+    }
+    fix = fixes.get(error.errno, "run again with --debug for the traceback")
+    return f"{error.strerror}{where}; {fix}"
+
+
+def _fail(message: str, code: int) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return code
