@@ -1,0 +1,57 @@
+# `make demo` and `make test` need Python 3.11 or newer and nothing else; everything is installed into .venv.
+# Settings: PYTHON=/path/to/python3.12  RUN_DIR=runs/other  PYTEST_ARGS="-k router"  PYTEST_WORKERS=4
+
+RUN_DIR ?= runs/demo
+PYTEST_ARGS ?=
+PYTEST_WORKERS ?= auto
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-fast check format bench clean
+
+help:
+	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
+	@echo "make test    run every test"
+	@echo "make check   run the linters, the type checker and the design rules"
+	@echo "make bench   run the benchmarks"
+	@echo "make format  format the code"
+	@echo "make clean   remove .venv and caches; runs/ stays"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt tools/setup.sh
+	@sh tools/setup.sh
+
+demo: $(STAMP)
+	@$(BIN)/expertmesh train gpt-moe-demo --train.run-dir $(RUN_DIR) --train.resume auto
+	@$(BIN)/expertmesh report --run $(RUN_DIR)
+
+# One thread per worker: small tensors gain nothing from more, and workers would fight for the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 8
+
+test: $(STAMP)
+	@$(PYTEST) $(PYTEST_ARGS)
+
+test-fast: $(STAMP)
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/repo
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@set -e; for script in benchmarks/bench_*.py; do \
+	  [ -e "$$script" ] || { echo "error: there are no benchmarks/bench_*.py" >&2; exit 1; }; \
+	  echo "== $$script"; $(BIN)/python "$$script"; \
+	done
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis
