@@ -1,0 +1,144 @@
+"""The one place with tolerances: the two-times rule and the FP64 rule.
+
+A fixed tolerance of 1e-2 lets a scale bug of half a percent pass. The two-times rule asks instead whether we are as
+exact as plain PyTorch is in the same precision, measured against an FP64 oracle:
+
+    err(ours, oracle) <= 2 * err(plain PyTorch in the same precision, oracle) + floor
+
+with err the largest absolute difference. The floor covers lucky references (a scalar, three elements) and is a few
+units in the last place of the largest oracle value. `docs/numerics.md` has the policy in words.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TWO = 2.0
+"""How much worse than plain PyTorch in the same precision we may be."""
+FLOOR_ULPS = 2.0
+"""Floor of the two-times rule in units of eps(dtype) * largest oracle value."""
+FP64_RELATIVE = 1e-10
+"""Largest difference between two FP64 computations of the same thing, relative to the largest value."""
+SMALLEST_SCALE = 1e-30
+"""Stands for the largest value where everything is zero, so that a relative rule stays defined."""
+
+Array = Tensor | np.ndarray | float
+
+
+def as_fp64(value: Array) -> np.ndarray:
+    """Any tensor, array or number as a NumPy FP64 array (copies to the CPU, synchronises)."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", torch.float64).numpy()
+    return np.asarray(value, dtype=np.float64)
+
+
+def max_error(value: Array, oracle: Array) -> float:
+    """Largest absolute difference; 0 for empty arrays, inf where one side is not finite and the other is another value.
+
+    Raises:
+        AssertionError: the shapes differ.
+    """
+    a, b = as_fp64(value), as_fp64(oracle)
+    assert a.shape == b.shape, f"shapes differ: {a.shape} and {b.shape}"
+    if a.size == 0:
+        return 0.0
+    same = a == b
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same, 0.0, np.abs(a - b))
+    return float(np.where(np.isfinite(difference), difference, np.inf).max())
+
+
+def magnitude(oracle: Array) -> float:
+    """Largest absolute value, never below `SMALLEST_SCALE`; what relative errors are relative to."""
+    values = np.abs(as_fp64(oracle))
+    return max(float(values.max()) if values.size else 0.0, SMALLEST_SCALE)
+
+
+def relative_error(value: Array, oracle: Array) -> float:
+    """`max_error` divided by the `magnitude` of the oracle."""
+    return max_error(value, oracle) / magnitude(oracle)
+
+
+def two_times_bound(
+    references: Tensor | Sequence[Tensor], oracle: Array, *, dtype: torch.dtype | None = None
+) -> float:
+    """The largest error that the two-times rule allows.
+
+    Args:
+        references: plain PyTorch's result in the same precision, or several of them computed in different orders;
+            the worst counts, so that one lucky summation order does not decide.
+        oracle: the FP64 result.
+        dtype: precision whose eps scales the floor; None: the references' own.
+    """
+    references = [references] if isinstance(references, Tensor) else list(references)
+    eps = torch.finfo(dtype or references[0].dtype).eps
+    worst = max(max_error(reference, oracle) for reference in references)
+    return TWO * worst + FLOOR_ULPS * eps * magnitude(oracle)
+
+
+def assert_two_times(
+    ours: Tensor,
+    same_precision_reference: Tensor | Sequence[Tensor],
+    oracle: Array,
+    *,
+    what: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Assert err(ours, oracle) <= 2 * err(plain PyTorch in the same precision, oracle) + floor.
+
+    Args:
+        ours: the tensor under test, any floating dtype.
+        same_precision_reference: plain PyTorch's result in the same precision, or several (see `two_times_bound`).
+        oracle: the FP64 result: NumPy array or tensor of the same shape.
+        what: named in the message.
+        dtype: precision whose eps scales the floor; None: the references' own. Give it where a value of high
+            precision comes from low-precision ones (an FP32 loss of a BF16 layer).
+
+    Raises:
+        AssertionError: too far off, not finite where the oracle is, or of another shape or dtype than the reference.
+    """
+    first = (
+        same_precision_reference
+        if isinstance(same_precision_reference, Tensor)
+        else same_precision_reference[0]
+    )
+    assert ours.dtype == first.dtype, f"{what}: dtype {ours.dtype}, the reference has {first.dtype}"
+    bound = two_times_bound(same_precision_reference, oracle, dtype=dtype)
+    error = max_error(ours, oracle)
+    scale = magnitude(oracle)
+    assert error <= bound, (
+        f"{what}: error {error / scale:.3e} of the largest value, allowed {bound / scale:.3e} "
+        f"(twice plain PyTorch's in {ours.dtype})"
+    )
+
+
+def assert_close_fp64(ours: Array, oracle: Array, *, what: str, scale: float | None = None) -> None:
+    """Assert that two FP64 results agree to 1e-10 of the largest oracle value.
+
+    Args:
+        ours: FP64 tensor or array.
+        oracle: the other one, same shape.
+        what: named in the message.
+        scale: what the error is relative to; None: the oracle's largest value. Give the size of the summands where
+            they cancel.
+
+    Raises:
+        AssertionError: too far off, another shape, or `ours` is a tensor that is not FP64.
+    """
+    assert not isinstance(ours, Tensor) or ours.dtype == torch.float64, (
+        f"{what}: dtype is {ours.dtype}, not float64"
+    )
+    error = max_error(ours, oracle) / (scale or magnitude(oracle))
+    assert error <= FP64_RELATIVE, (
+        f"{what}: relative error {error:.3e}, allowed {FP64_RELATIVE:.0e}"
+    )
+
+
+def assert_differs(a: Array, b: Array, *, what: str) -> None:
+    """Assert that two results differ by more than rounding could explain (1000 times the FP64 rule, or in shape)."""
+    a64, b64 = as_fp64(a), as_fp64(b)
+    if a64.shape != b64.shape:
+        return
+    assert a64.size and relative_error(a64, b64) > 1000 * FP64_RELATIVE, f"{what}: nothing changed"

@@ -1,0 +1,106 @@
+"""Seeds, threads, hypothesis and the skip rule: more skips than tests/allowed_skips.txt lists is a failure."""
+
+import fnmatch
+import random
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+hypothesis.settings.register_profile(
+    "expertmesh",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("expertmesh")
+
+ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
+SKIPS = pytest.StashKey[set]()
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Every test starts from the same random state."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def read_allowed_skips(text: str) -> list[tuple[int, str]]:
+    """Lines "MOST PATTERN  # why": at most MOST skipped tests may match the file-name pattern of node ids."""
+    rules = []
+    for line in text.splitlines():
+        words = line.split("#")[0].split()
+        if words:
+            rules.append((int(words[0]), words[1]))
+    return rules
+
+
+def skips_over_the_list(skipped: set[str], rules: list[tuple[int, str]]) -> list[str]:
+    """One line per broken rule; a skip counts for the first pattern that it matches."""
+    counts: Counter[str] = Counter()
+    problems = []
+    for node_id in sorted(skipped):
+        pattern = next((p for _, p in rules if fnmatch.fnmatch(node_id, p)), None)
+        if pattern is None:
+            problems.append(f"{node_id} was skipped and is not listed in {ALLOWED_SKIPS.name}")
+        else:
+            counts[pattern] += 1
+    for most, pattern in rules:
+        if counts[pattern] > most:
+            problems.append(
+                f"{counts[pattern]} tests matching {pattern} were skipped, {most} allowed"
+            )
+    return problems
+
+
+def pytest_configure(config):
+    config.stash[SKIPS] = set()
+    # One thread per test process: repeatable sums, and no fight between the workers of xdist.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """A machine without a GPU skips the tests marked so (they are in the list)."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+class _SkipCounter:
+    def __init__(self, config):
+        self.skipped = config.stash[SKIPS]
+
+    def pytest_runtest_logreport(self, report):
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.skipped.add(report.nodeid)
+
+    def pytest_collectreport(self, report):
+        if report.skipped:
+            self.skipped.add(report.nodeid)
+
+
+def pytest_sessionstart(session):
+    session.config.pluginmanager.register(_SkipCounter(session.config))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    if hasattr(session.config, "workerinput"):
+        return  # the controller of xdist sees all reports
+    rules = read_allowed_skips(ALLOWED_SKIPS.read_text())
+    if exitstatus == 0 and skips_over_the_list(session.config.stash[SKIPS], rules):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    rules = read_allowed_skips(ALLOWED_SKIPS.read_text())
+    for problem in skips_over_the_list(config.stash[SKIPS], rules):
+        terminalreporter.write_line(f"SKIP RULE: {problem}", red=True)
