@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from expertmesh.config.base import Config
+from expertmesh.errors import ConfigError
 
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu"]
 ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
@@ -115,3 +116,28 @@ class ModelConfig(Config):
     """Every n-th layer is MoE, counted from the first group's last layer (2: layers 1, 3, 5, ...)."""
     moe: MoEConfig = MoEConfig()
     """The mixture-of-experts layers."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of one head, resolved."""
+        return self.dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    def experts_per_layer(self) -> tuple[int, ...]:
+        """Number of experts of every layer; 0 where the feed-forward is dense."""
+        counts = self.moe.num_experts
+        moe_layers = [i for i in range(self.num_layers) if i % self.moe_every == self.moe_every - 1]
+        if not counts or not moe_layers:
+            return (0,) * self.num_layers
+        counts = counts * len(moe_layers) if len(counts) == 1 else counts
+        if len(counts) != len(moe_layers):
+            raise ConfigError(
+                f"moe.num_experts={self.moe.num_experts}: {len(counts)} numbers for {len(moe_layers)} MoE layers"
+                f" ({self.num_layers} layers, moe_every={self.moe_every}); give one number, or one per MoE layer"
+            )
+        experts = dict(zip(moe_layers, counts, strict=True))
+        return tuple(experts.get(i, 0) for i in range(self.num_layers))

@@ -1,1 +1,12 @@
-"""Recipes: functions that return a complete RunConfig."""
+"""Recipes: functions that return a complete RunConfig. Importing them does not import torch."""
+
+from collections.abc import Callable
+
+from expertmesh.config.run import RunConfig
+from expertmesh.recipes.gpt_demo import gpt_dense_demo, gpt_moe_demo, gpt_moe_test
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "gpt-moe-test": gpt_moe_test,
+    "gpt-moe-demo": gpt_moe_demo,
+    "gpt-dense-demo": gpt_dense_demo,
+}

@@ -1,0 +1,273 @@
+"""A GPT with mixture-of-experts layers: the forward pass, the initial weights, nothing of training or parallelism."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from expertmesh.config.model import ModelConfig
+from expertmesh.models.layers import Attention, LayerCache, RMSNorm, rope_tables
+from expertmesh.moe.experts import DenseMLP
+from expertmesh.moe.init import draw_seed, init_normal_
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.types import RoutingStats
+
+
+@dataclass(frozen=True)
+class GPTOutput:
+    """What one forward pass returns; a pytree.
+
+    Attributes:
+        logits_BSV: (B, S, V), or (B, num_logits, V), in the compute dtype.
+        stats: one RoutingStats per MoE layer, in layer order; empty for a dense model.
+    """
+
+    logits_BSV: Tensor
+    stats: tuple[RoutingStats, ...]
+
+
+torch.utils._pytree.register_dataclass(
+    GPTOutput, field_names=["logits_BSV", "stats"], drop_field_names=[]
+)
+
+
+class SequenceCache(LayerCache, Protocol):
+    """What the model needs of a key-value cache; `expertmesh.infer.cache.KVCache` is one."""
+
+    def begin(
+        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Announce new tokens: returns their positions (S,) and the attention mask, None where causal serves."""
+        ...
+
+
+def causal_mask(token_mask_BS: Tensor) -> Tensor:
+    """(B, 1, S, S), True where query i may look at key j: j <= i, and j is no padding or j = i.
+
+    A padding token looks at itself, so that no row of the softmax is empty.
+    """
+    S = token_mask_BS.shape[1]
+    square = torch.ones(S, S, dtype=torch.bool, device=token_mask_BS.device)
+    itself = torch.eye(S, dtype=torch.bool, device=token_mask_BS.device)
+    return (square.tril() & (token_mask_BS.bool()[:, None, :] | itself))[:, None]
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)), where the feed-forward is dense or MoE.
+
+    Args:
+        config: the model.
+        layer_index: which layer this is, from 0.
+        num_experts: experts of this layer; 0: a dense feed-forward layer.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layer_index: int,
+        num_experts: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dim, eps = config.dim, config.norm_eps
+        self.attention_norm = RMSNorm(dim, eps=eps, device=device, dtype=dtype)
+        self.attention = Attention(
+            dim=dim,
+            num_heads=config.num_heads,
+            num_kv_heads=config.kv_heads,
+            head_dim=config.head_size,
+            qk_norm=config.qk_norm,
+            norm_eps=eps,
+            layer_index=layer_index,
+            device=device,
+            dtype=dtype,
+        )
+        self.ffn_norm = RMSNorm(dim, eps=eps, device=device, dtype=dtype)
+        self.moe: MoELayer | None = None
+        self.ffn: DenseMLP | None = None
+        if num_experts:
+            self.moe = MoELayer.from_config(
+                config.moe,
+                dim=dim,
+                num_experts=num_experts,
+                activation=config.activation,
+                residual_hidden_dim=config.ffn_hidden_dim,
+                layer_index=layer_index,
+                device=device,
+                dtype=dtype,
+            )
+        else:
+            self.ffn = DenseMLP(
+                dim=dim,
+                hidden_dim=config.ffn_hidden_dim,
+                activation=config.activation,
+                bias=False,
+                device=device,
+                dtype=dtype,
+            )
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        *,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: LayerCache | None,
+        ids_T: Tensor,
+        token_mask_T: Tensor | None,
+        token_index: Tensor | None,
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """(B, S, D) -> (B, S, D), and the routing statistics of a MoE layer."""
+        attended = self.attention(
+            self.attention_norm(x_BSD), cos=cos, sin=sin, mask=mask, cache=cache
+        )
+        x_BSD = x_BSD + attended
+        h_TD = self.ffn_norm(x_BSD).flatten(0, 1)
+        stats: RoutingStats | None = None
+        if self.moe is not None:
+            y_TD, stats = self.moe(
+                h_TD, token_mask=token_mask_T, token_ids=ids_T, token_index=token_index
+            )
+        else:
+            assert self.ffn is not None
+            y_TD = self.ffn(h_TD)
+        return x_BSD + y_TD.view_as(x_BSD), stats
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, MoE in every n-th layer.
+
+    Args:
+        config: the model.
+        device: of the parameters; "meta" makes none (then `to_empty` and `init_weights`).
+        dtype: of the parameters; None: torch's default.
+        seed: of the initial weights; None: a fresh one from torch's default generator.
+
+    Raises:
+        ConfigError: a value breaks a rule.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = False
+        # Built without storage first, so that every weight is drawn once, by init_weights.
+        self.embedding = nn.Embedding(config.vocab_size, config.dim, device="meta", dtype=dtype)
+        self.layers = nn.ModuleList(
+            Block(config, layer_index=index, num_experts=experts, device="meta", dtype=dtype)
+            for index, experts in enumerate(config.experts_per_layer())
+        )
+        self.final_norm = RMSNorm(config.dim, eps=config.norm_eps, device="meta", dtype=dtype)
+        self.output: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.output = nn.Linear(
+                config.dim, config.vocab_size, bias=False, device="meta", dtype=dtype
+            )
+        target = torch.get_default_device() if device is None else torch.device(device)
+        if target.type != "meta":
+            self.to_empty(device=target)
+            self.init_weights(seed)
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw every parameter anew: N(0, init_std^2), norms 1, biases 0.
+
+        Projections back to the residual stream have init_std / sqrt(2 num_layers) (Radford et al. 2019, 2.3). The
+        numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
+
+        Args:
+            seed: None: a fresh one from torch's default generator.
+        """
+        seed = draw_seed() if seed is None else seed
+        std = self.config.init_std
+        out_std = std * (2 * self.config.num_layers) ** -0.5
+        for block in self.layers:
+            assert isinstance(block, Block)
+            if block.moe is not None:
+                block.moe.reset_parameters(seed, std=std, out_std=out_std)
+        for name, parameter in self.named_parameters():
+            if ".moe." in name:
+                continue
+            if name.endswith("norm.weight"):
+                nn.init.ones_(parameter)
+                continue
+            returns = name.endswith(("attention.out.weight", "ffn.w_out"))
+            init_normal_(
+                parameter, std=out_std if returns else std, seed=seed, name=name, per_expert=False
+            )
+
+    def set_activation_checkpointing(self, enabled: bool) -> None:
+        """Keep only the input of every layer in training, and compute the rest again in the backward pass."""
+        self.activation_checkpointing = enabled
+
+    def forward(
+        self,
+        ids_BS: Tensor,
+        *,
+        token_mask_BS: Tensor | None = None,
+        token_index: Tensor | None = None,
+        cache: SequenceCache | None = None,
+        num_logits: int | None = None,
+    ) -> GPTOutput:
+        """Logits of the next token at every position.
+
+        Does not synchronise with the device.
+
+        Args:
+            ids_BS: (B, S) int64 token ids. S (and the length of the cache) must not pass config.max_seq_len.
+            token_mask_BS: (B, S) bool, False for padding: no token looks at it, no expert computes it.
+            token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
+            cache: keys and values of the tokens before these; gets those of these.
+            num_logits: only the last so many positions get logits; None: all.
+
+        Returns:
+            Logits and the routing statistics of every MoE layer.
+        """
+        if cache is not None:
+            positions_S, mask = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
+        else:
+            positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+            mask = None if token_mask_BS is None else causal_mask(token_mask_BS)
+        x_BSD = self.embedding(ids_BS)
+        cos, sin = rope_tables(
+            positions_S,
+            head_dim=self.config.head_size,
+            base=self.config.rope_base,
+            dtype=torch.promote_types(x_BSD.dtype, torch.float32),
+        )
+        context = {
+            "cos": cos,
+            "sin": sin,
+            "mask": mask,
+            "cache": cache,
+            "ids_T": ids_BS.flatten(),
+            "token_mask_T": None if token_mask_BS is None else token_mask_BS.flatten(),
+            "token_index": token_index,
+        }
+        recompute = self.activation_checkpointing and self.training and cache is None
+        all_stats = []
+        for block in self.layers:
+            if recompute:
+                x_BSD, stats = checkpoint(block, x_BSD, use_reentrant=False, **context)
+            else:
+                x_BSD, stats = block(x_BSD, **context)
+            if stats is not None:
+                all_stats.append(stats)
+        if num_logits is not None:
+            x_BSD = x_BSD[:, x_BSD.shape[1] - num_logits :]
+        weight = self.embedding.weight if self.output is None else self.output.weight
+        return GPTOutput(F.linear(self.final_norm(x_BSD), weight), tuple(all_stats))

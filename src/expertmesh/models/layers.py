@@ -1,0 +1,169 @@
+"""What all transformer families here are made of: RMSNorm, rotary positions, grouped-query attention.
+
+The dense feed-forward layer is `expertmesh.moe.experts.DenseMLP`, the same module as a shared expert.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LayerCache(Protocol):
+    """What attention needs of a key-value cache; `expertmesh.infer.cache.KVCache` is one."""
+
+    def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of new tokens and return those of all tokens so far."""
+        ...
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, eq. 4).
+
+    Computed in FP32 (FP64 for FP64 input) and returned in the dtype of the input.
+
+    Args:
+        dim: size of the last axis.
+        eps: added to the mean square.
+        device: of the weight.
+        dtype: of the weight.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        eps: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim) in the dtype of x."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(dtype)
+        return F.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)
+
+
+def rope_tables(
+    positions_S: Tensor, *, head_dim: int, base: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
+
+    Pair i of a head turns by position * base^(-2 i / head_dim).
+
+    Args:
+        positions_S: (S,) or (B, S) integer positions.
+        head_dim: size of one head, even.
+        base: base of the frequencies.
+        dtype: FP32 or FP64.
+
+    Returns:
+        Cosines and sines, each (..., S, head_dim / 2).
+    """
+    half = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=dtype)
+    frequency = torch.pow(base, -half / head_dim)
+    angle = positions_S.to(dtype)[..., None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x_BHSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pair (i, i + head_dim / 2) of every head by its position's angle.
+
+    Args:
+        x_BHSD: (B, H, S, head_dim) queries or keys.
+        cos: (S, head_dim / 2), or (B, 1, S, head_dim / 2).
+        sin: like cos.
+
+    Returns:
+        The turned x, in its dtype; computed in the dtype of the tables.
+    """
+    first, second = x_BHSD.to(cos.dtype).chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x_BHSD.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions.
+
+    One matrix makes queries, keys and values. Its rows are grouped by key-value head: the queries that use the head,
+    its key, its value. So a contiguous slice of it is the projection of a slice of the heads.
+
+    Args:
+        dim: model width.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads.
+        head_dim: size of one head, even.
+        qk_norm: RMSNorm over head_dim on queries and keys, before the rotation.
+        norm_eps: its epsilon.
+        layer_index: which layer of a cache is this one's.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qk_norm: bool,
+        norm_eps: float,
+        layer_index: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.layer_index = layer_index
+        rows = (num_heads + 2 * num_kv_heads) * head_dim
+        self.qkv = nn.Linear(dim, rows, bias=False, device=device, dtype=dtype)
+        self.out = nn.Linear(num_heads * head_dim, dim, bias=False, device=device, dtype=dtype)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm:
+            self.q_norm = RMSNorm(head_dim, eps=norm_eps, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(head_dim, eps=norm_eps, device=device, dtype=dtype)
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        *,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x_BSD: (B, S, D).
+            cos: rotary cosines of the S positions, see `apply_rope`.
+            sin: rotary sines.
+            mask: boolean, broadcastable to (B, H, S, keys), True where a query may look; None: causal.
+            cache: holds the keys and values of earlier tokens; the mask is then needed unless S = 1 or it is empty.
+
+        Returns:
+            (B, S, D).
+        """
+        B, S, _ = x_BSD.shape
+        group = self.num_heads // self.num_kv_heads
+        qkv = self.qkv(x_BSD).view(B, S, self.num_kv_heads, group + 2, self.head_dim)
+        q, k, v = qkv.split([group, 1, 1], dim=3)
+        q, k, v = (t.reshape(B, S, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if cache is not None:
+            k, v = cache.update(self.layer_index, k_BHSD=k, v_BHSD=v)
+        # One new token may look at everything so far, so it needs no mask at all.
+        causal = mask is None and S > 1
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1
+        )
+        return self.out(y.transpose(1, 2).reshape(B, S, -1))
