@@ -1,1 +1,1 @@
-"""One file per operator, each with a plain-PyTorch oracle in reference.py."""
+"""Operators of the mixture-of-experts layer, one file each, every one with an oracle in `reference`."""

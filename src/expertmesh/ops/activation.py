@@ -1,0 +1,69 @@
+"""The experts' activations: names, forward and backward on rows already in memory.
+
+A gated activation (G = 2) is act(gate) * up with gate = h[:, 0] and up = h[:, 1]; a plain one (G = 1) is act(h).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+
+_INNER = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "reglu": "relu",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+}
+_GATED = frozenset({"swiglu", "geglu", "reglu"})
+
+
+def num_branches(activation: str) -> int:
+    """Give G, the number of branches of `w_in`: 2 for gated activations, else 1.
+
+    Raises:
+        ConfigError: the activation is unknown.
+    """
+    if activation not in _INNER:
+        raise ConfigError(
+            f"activation is {activation!r}; known are {', '.join(_INNER)}; use one of these"
+        )
+    return 2 if activation in _GATED else 1
+
+
+def inner_name(activation: str) -> str:
+    """Give the point-wise function inside an activation: silu, gelu, relu or relu2."""
+    return _INNER[activation]
+
+
+def pointwise(h: Tensor, inner: str) -> Tensor:
+    """Apply the point-wise function; differentiable by autograd. GELU is the exact one (erf)."""
+    if inner == "silu":
+        return F.silu(h)
+    if inner == "gelu":
+        return F.gelu(h)
+    if inner == "relu":
+        return F.relu(h)
+    return F.relu(h).square()
+
+
+def pointwise_backward(grad: Tensor, h: Tensor, inner: str) -> Tensor:
+    """Give grad times the derivative of the point-wise function at h; no autograd."""
+    if inner == "silu":
+        return torch.ops.aten.silu_backward(grad, h)
+    if inner == "gelu":
+        return torch.ops.aten.gelu_backward(grad, h)
+    if inner == "relu":
+        return torch.ops.aten.threshold_backward(grad, h, 0)
+    return F.relu(h).mul_(2).mul_(grad)
+
+
+def activate(h_RGF: Tensor, activation: str) -> Tensor:
+    """Apply an activation to pre-activation rows (R, G, F) -> (R, F); differentiable by autograd."""
+    inner = _INNER[activation]
+    if activation in _GATED:
+        return pointwise(h_RGF[:, 0], inner) * h_RGF[:, 1]
+    return pointwise(h_RGF[:, 0], inner)

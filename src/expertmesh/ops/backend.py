@@ -1,0 +1,59 @@
+"""Which implementation of the operators runs, and why."""
+
+from dataclasses import dataclass
+
+import torch
+
+from expertmesh.errors import ConfigError
+
+BACKENDS = ("auto", "torch", "reference")
+
+
+@dataclass(frozen=True)
+class BackendReport:
+    """One line of `expertmesh doctor`.
+
+    Attributes:
+        name: the implementation.
+        works: whether it can run here.
+        why: the reason, one line.
+    """
+
+    name: str
+    works: bool
+    why: str
+
+
+def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Give the implementation that runs for tensors of this device and dtype.
+
+    Args:
+        backend: "auto", "torch" (per-expert GEMMs of PyTorch) or "reference" (plain autograd, slow).
+        device: where the tensors are.
+        dtype: their floating-point type.
+
+    Returns:
+        "torch" or "reference".
+
+    Raises:
+        ConfigError: the backend is unknown or the dtype is not one the operators take.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(
+            f"backend is {backend!r}; known are {', '.join(BACKENDS)}; use one of these"
+        )
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"dtype is {dtype}; the operators take float64, float32, bfloat16 and float16; convert the input"
+        )
+    return "torch" if backend == "auto" else backend
+
+
+def explain_backends() -> list[BackendReport]:
+    """List the implementations, whether they work here, and why."""
+    return [
+        BackendReport(
+            "torch", True, f"per-expert GEMMs of PyTorch {torch.__version__}; what auto uses"
+        ),
+        BackendReport("reference", True, "plain autograd, the oracle of the tests; slow"),
+    ]

@@ -1,0 +1,151 @@
+"""Moving rows between token order and expert order, and the sum per token."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.ops.reference import accumulate_dtype
+from expertmesh.ops.route_metadata import RouteMetadata
+
+
+def permute(x_TD: Tensor, metadata: RouteMetadata) -> Tensor:
+    """Copy tokens (T, D) to rows in expert order (R, D); rows behind the last live one are zero.
+
+    Differentiable any number of times; no host synchronisation on a GPU.
+    """
+    return _tokens_to_rows(
+        x_TD, metadata.offsets_E, metadata.token_of_row_N, metadata.row_of_slot_N
+    )
+
+
+def unpermute(y_RD: Tensor, metadata: RouteMetadata, top_k: int) -> Tensor:
+    """Copy rows in expert order (R, D) to slots (T, K, D); dead slots are zero. Differentiable any number of times."""
+    slots_ND = _rows_to_slots(
+        y_RD, metadata.offsets_E, metadata.slot_of_row_N, metadata.row_of_slot_N
+    )
+    return slots_ND.view(slots_ND.shape[0] // top_k, top_k, y_RD.shape[1])
+
+
+def combine(y_RD: Tensor, metadata: RouteMetadata, top_k: int) -> Tensor:
+    """Sum each token's live rows, (R, D) -> (T, D), in FP32 (FP64 for FP64) and a fixed order.
+
+    Differentiable any number of times; bitwise deterministic.
+    """
+    return _sum_rows(
+        y_RD, metadata.offsets_E, metadata.token_of_row_N, metadata.row_of_slot_N, top_k
+    )
+
+
+def _live(index: Tensor, offsets_E: Tensor) -> Tensor:
+    return torch.arange(index.shape[0], device=index.device) < offsets_E[-1]
+
+
+@torch.library.custom_op("expertmesh::tokens_to_rows", mutates_args=())
+def _tokens_to_rows(
+    x_TD: Tensor, offsets_E: Tensor, token_of_row_N: Tensor, row_of_slot_N: Tensor
+) -> Tensor:
+    if x_TD.device.type == "cpu":
+        out = x_TD.new_empty(token_of_row_N.shape[0], x_TD.shape[1])
+        num_live = int(offsets_E[-1])
+        torch.index_select(x_TD.contiguous(), 0, token_of_row_N[:num_live], out=out[:num_live])
+        out[num_live:].zero_()
+        return out
+    live = _live(token_of_row_N, offsets_E)
+    return torch.where(live[:, None], x_TD[token_of_row_N], 0)
+
+
+@_tokens_to_rows.register_fake
+def _(x_TD: Tensor, offsets_E: Tensor, token_of_row_N: Tensor, row_of_slot_N: Tensor) -> Tensor:
+    return x_TD.new_empty(token_of_row_N.shape[0], x_TD.shape[1])
+
+
+def sum_rows(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int) -> Tensor:
+    """Sum each token's live rows in FP32 (FP64 for FP64), in slot order; not seen by autograd."""
+    num_tokens = row_of_slot_N.shape[0] // top_k
+    index_TK = row_of_slot_N.view(num_tokens, top_k)
+    live_TK = index_TK < offsets_E[-1]
+    index_TK = torch.where(live_TK, index_TK, 0)
+    out = y_RD.new_zeros(num_tokens, y_RD.shape[1], dtype=accumulate_dtype(y_RD.dtype))
+    if y_RD.shape[0] == 0:
+        return out.to(y_RD.dtype)
+    for j in range(top_k):
+        # where, not a product with 0: rows behind the last live one may hold anything, NaN too
+        out += torch.where(live_TK[:, j, None], y_RD[index_TK[:, j]], 0)
+    return out.to(y_RD.dtype)
+
+
+@torch.library.custom_op("expertmesh::sum_rows", mutates_args=())
+def _sum_rows(
+    y_RD: Tensor, offsets_E: Tensor, token_of_row_N: Tensor, row_of_slot_N: Tensor, top_k: int
+) -> Tensor:
+    return sum_rows(y_RD, offsets_E, row_of_slot_N, top_k)
+
+
+@_sum_rows.register_fake
+def _(
+    y_RD: Tensor, offsets_E: Tensor, token_of_row_N: Tensor, row_of_slot_N: Tensor, top_k: int
+) -> Tensor:
+    return y_RD.new_empty(row_of_slot_N.shape[0] // top_k, y_RD.shape[1])
+
+
+@torch.library.custom_op("expertmesh::rows_to_slots", mutates_args=())
+def _rows_to_slots(
+    y_RD: Tensor, offsets_E: Tensor, slot_of_row_N: Tensor, row_of_slot_N: Tensor
+) -> Tensor:
+    live = row_of_slot_N < offsets_E[-1]
+    if y_RD.shape[0] == 0:
+        return y_RD.new_zeros(row_of_slot_N.shape[0], y_RD.shape[1])
+    return torch.where(live[:, None], y_RD[torch.where(live, row_of_slot_N, 0)], 0)
+
+
+@_rows_to_slots.register_fake
+def _(y_RD: Tensor, offsets_E: Tensor, slot_of_row_N: Tensor, row_of_slot_N: Tensor) -> Tensor:
+    return y_RD.new_empty(row_of_slot_N.shape[0], y_RD.shape[1])
+
+
+@torch.library.custom_op("expertmesh::slots_to_rows", mutates_args=())
+def _slots_to_rows(
+    slots_ND: Tensor, offsets_E: Tensor, slot_of_row_N: Tensor, row_of_slot_N: Tensor
+) -> Tensor:
+    live = _live(slot_of_row_N, offsets_E)
+    return torch.where(live[:, None], slots_ND[slot_of_row_N], 0)
+
+
+@_slots_to_rows.register_fake
+def _(slots_ND: Tensor, offsets_E: Tensor, slot_of_row_N: Tensor, row_of_slot_N: Tensor) -> Tensor:
+    return slots_ND.new_empty(slot_of_row_N.shape[0], slots_ND.shape[1])
+
+
+# Each copy is the transpose of another one, so they are each other's gradients, to any order.
+
+
+def _save_maps(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *maps = inputs
+    ctx.top_k = maps.pop() if isinstance(maps[-1], int) else None
+    ctx.save_for_backward(*maps)
+    ctx.num_slots = maps[2].shape[0]
+    ctx.num_tokens = inputs[0].shape[0]
+
+
+def _tokens_to_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    top_k = ctx.num_slots // ctx.num_tokens if ctx.num_tokens else 1
+    return _sum_rows(grad, *ctx.saved_tensors, top_k), None, None, None
+
+
+def _sum_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _tokens_to_rows(grad, *ctx.saved_tensors), None, None, None, None
+
+
+def _rows_to_slots_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _slots_to_rows(grad, *ctx.saved_tensors), None, None, None
+
+
+def _slots_to_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _rows_to_slots(grad, *ctx.saved_tensors), None, None, None
+
+
+_tokens_to_rows.register_autograd(_tokens_to_rows_backward, setup_context=_save_maps)
+_sum_rows.register_autograd(_sum_rows_backward, setup_context=_save_maps)
+_rows_to_slots.register_autograd(_rows_to_slots_backward, setup_context=_save_maps)
+_slots_to_rows.register_autograd(_slots_to_rows_backward, setup_context=_save_maps)

@@ -1,0 +1,84 @@
+"""Plain-PyTorch oracles of the operators: short, obviously right, differentiable as often as one likes, slow.
+
+They are the "reference" backend and what the tests compare every other backend with.
+"""
+
+import torch
+from torch import Tensor
+
+from expertmesh.ops.activation import activate
+
+
+def route_metadata(
+    expert_ids_TK: Tensor, num_experts: int, max_rows: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Give (offsets, token_of_row, slot_of_row, row_of_slot) by one pass over the experts per list."""
+    top_k = max(expert_ids_TK.shape[1], 1)
+    ids_N = expert_ids_TK.reshape(-1)
+    slots_by_expert = [torch.nonzero(ids_N == e).flatten() for e in range(num_experts + 1)]
+    counts = torch.tensor([0, *[len(slots) for slots in slots_by_expert[:num_experts]]])
+    order = torch.cat(slots_by_expert)
+    row_of_slot_N = torch.empty_like(order)
+    row_of_slot_N[order] = torch.arange(len(order), device=order.device)
+    order = order[: len(order) if max_rows is None else max_rows]
+    offsets_E = counts.cumsum(0).to(ids_N.device)
+    maps = (offsets_E, order // top_k, order, row_of_slot_N)
+    offsets, token_of_row, slot_of_row, row_of_slot = (m.to(torch.int32) for m in maps)
+    return offsets, token_of_row, slot_of_row, row_of_slot
+
+
+def gather_rows(source: Tensor, index_R: Tensor, num_live: int) -> Tensor:
+    """Rows source[index] for the first num_live rows, zeros behind."""
+    live = torch.arange(len(index_R), device=index_R.device) < num_live
+    return torch.where(live[:, None], source[index_R.long().clamp(max=max(len(source) - 1, 0))], 0)
+
+
+def rows_to_slots(rows_RD: Tensor, row_of_slot_N: Tensor, num_live: int) -> Tensor:
+    """(R, D) rows back to (N, D) slots, zeros where a slot is dead."""
+    live = row_of_slot_N < num_live
+    padded = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])])
+    return padded[torch.where(live, row_of_slot_N.long(), len(rows_RD))]
+
+
+def combine(rows_RD: Tensor, row_of_slot_N: Tensor, num_live: int, top_k: int) -> Tensor:
+    """Sum of each token's rows, in FP32 (FP64 for FP64 rows), rounded once."""
+    wide = rows_to_slots(rows_RD, row_of_slot_N, num_live).to(accumulate_dtype(rows_RD.dtype))
+    num_tokens = len(row_of_slot_N) // top_k
+    return wide.view(num_tokens, top_k, rows_RD.shape[1]).sum(1).to(rows_RD.dtype)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Give the type sums are taken in: FP64 for FP64, FP32 for the rest."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def moe_mlp(
+    x_TD: Tensor,
+    w_in_EGFD: Tensor,
+    w_out_EDF: Tensor,
+    weights_TK: Tensor,
+    offsets_E: Tensor,
+    token_of_row_N: Tensor,
+    slot_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    *,
+    activation: str,
+    b_in_EGF: Tensor | None = None,
+    b_out_ED: Tensor | None = None,
+) -> Tensor:
+    """Experts on sorted rows, the routing weight applied to the activation, and the sum per token."""
+    num_experts, num_branches, hidden_dim, dim = w_in_EGFD.shape
+    bounds = offsets_E.tolist()
+    rows = [x_TD.new_zeros(0, dim)]
+    for e in range(num_experts):
+        span = slice(bounds[e], bounds[e + 1])
+        h = x_TD[token_of_row_N[span].long()] @ w_in_EGFD[e].reshape(-1, dim).T
+        if b_in_EGF is not None:
+            h = h + b_in_EGF[e].reshape(-1)
+        scale = weights_TK.reshape(-1)[slot_of_row_N[span].long()].to(x_TD.dtype)[:, None]
+        y = (activate(h.view(-1, num_branches, hidden_dim), activation) * scale) @ w_out_EDF[e].T
+        if b_out_ED is not None:
+            y = y + scale * b_out_ED[e]
+        rows.append(y)
+    y_RD = torch.cat(rows)
+    return combine(y_RD, row_of_slot_N, bounds[-1], weights_TK.shape[1])

@@ -1,0 +1,120 @@
+"""Where every routed row goes: the stable order of (token, choice) slots by expert."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+from expertmesh.ops import reference
+from expertmesh.ops.backend import resolve_backend
+
+
+@dataclass(frozen=True)
+class RouteMetadata:
+    """The map between slots (slot = t * K + j, token t's j-th choice) and rows sorted by expert; a pytree.
+
+    Rows of one expert are in slot order. Slots without an expert (dropped, masked) sort behind all rows, so a
+    slot is live if and only if row_of_slot < offsets[-1].
+
+    Attributes:
+        offsets_E: (E + 1,) int32, exclusive prefix sum of rows: expert e owns rows [offsets[e], offsets[e + 1]).
+        token_of_row_N: (R,) int32, the token of each row; rows from offsets[-1] on are of dead slots.
+        slot_of_row_N: (R,) int32, the slot of each row.
+        row_of_slot_N: (T * K,) int32, the inverse.
+    """
+
+    offsets_E: Tensor
+    token_of_row_N: Tensor
+    slot_of_row_N: Tensor
+    row_of_slot_N: Tensor
+
+
+torch.utils._pytree.register_dataclass(
+    RouteMetadata,
+    field_names=["offsets_E", "token_of_row_N", "slot_of_row_N", "row_of_slot_N"],
+    drop_field_names=[],
+)
+
+
+def route_metadata(
+    expert_ids_TK: Tensor,
+    num_experts: int,
+    *,
+    max_rows: int | None = None,
+    backend: str = "auto",
+) -> RouteMetadata:
+    """Order the (token, choice) slots by expert, stably, in time linear in their number.
+
+    Args:
+        expert_ids_TK: (T, K) integers in [0, num_experts]; num_experts means "no expert". Detached.
+        num_experts: E.
+        max_rows: a bound on live rows that the caller guarantees (E * C under a capacity); rows get this length.
+        backend: see `resolve_backend`.
+
+    Returns:
+        The metadata with R = min(T * K, max_rows). Does not synchronise with the device.
+
+    Raises:
+        ConfigError: shape or dtype of the ids is wrong, or (CPU only) an id is out of range.
+    """
+    if expert_ids_TK.dim() != 2:
+        raise ConfigError(
+            f"expert_ids has shape {tuple(expert_ids_TK.shape)}; it must be (tokens, top_k); reshape it"
+        )
+    if expert_ids_TK.is_floating_point() or expert_ids_TK.dtype == torch.bool:
+        raise ConfigError(
+            f"expert_ids has dtype {expert_ids_TK.dtype}; it must be an integer type; convert it"
+        )
+    if num_experts < 1 or num_experts > 65535:
+        raise ConfigError(f"num_experts is {num_experts}; it must be in 1..65535; choose another")
+    ids = expert_ids_TK.detach()
+    name = resolve_backend(backend, ids.device, torch.float32)
+    if name == "reference":
+        return RouteMetadata(*reference.route_metadata(ids, num_experts, max_rows))
+    return RouteMetadata(*_route_metadata(ids, num_experts, max_rows))
+
+
+def _num_rows(num_slots: int, max_rows: int | None) -> int:
+    return num_slots if max_rows is None else torch.sym_min(num_slots, max_rows)
+
+
+@torch.library.custom_op("expertmesh::route_metadata", mutates_args=())
+def _route_metadata(
+    expert_ids_TK: Tensor, num_experts: int, max_rows: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    top_k = max(expert_ids_TK.shape[1], 1)
+    ids_N = expert_ids_TK.reshape(-1)
+    num_slots = ids_N.numel()
+    num_rows = _num_rows(num_slots, max_rows)
+    if (
+        ids_N.device.type == "cpu"
+        and num_slots
+        and not 0 <= int(ids_N.min()) <= int(ids_N.max()) <= num_experts
+    ):
+        raise ConfigError(
+            f"expert_ids holds values from {int(ids_N.min())} to {int(ids_N.max())}; they must be in "
+            f"0..{num_experts} (the last means no expert); check the router"
+        )
+    # int32 keys take the radix sort of PyTorch's CPU build, which is linear in the number of slots.
+    sorted_N, slot_of_row_N = torch.sort(ids_N.to(torch.int32), stable=True)
+    bounds_E = torch.arange(num_experts + 1, dtype=torch.int32, device=ids_N.device)
+    offsets_E = torch.searchsorted(sorted_N, bounds_E, out_int32=True)
+    row_of_slot_N = torch.empty(num_slots, dtype=torch.int32, device=ids_N.device)
+    rows_N = torch.arange(num_slots, dtype=torch.int32, device=ids_N.device)
+    row_of_slot_N[slot_of_row_N] = rows_N
+    slot_of_row_N = slot_of_row_N[:num_rows].to(torch.int32)
+    return offsets_E, slot_of_row_N // top_k, slot_of_row_N, row_of_slot_N
+
+
+@_route_metadata.register_fake
+def _(
+    expert_ids_TK: Tensor, num_experts: int, max_rows: int | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_slots = expert_ids_TK.shape[0] * expert_ids_TK.shape[1]
+    num_rows = _num_rows(num_slots, max_rows)
+
+    def empty(size: int) -> Tensor:
+        return expert_ids_TK.new_empty((size,), dtype=torch.int32)
+
+    return empty(num_experts + 1), empty(num_rows), empty(num_rows), empty(num_slots)
