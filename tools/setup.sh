@@ -32,12 +32,24 @@ find_python() {
     fail "Python $need or newer is needed, found${found:- none}; install one, or name one with: make PYTHON=/path/to/python$need"
 }
 
+disk_full() {
+    fail "the disk is full while $1; about 6 GB are needed in $(pwd) and for temporary files in ${TMPDIR:-/tmp}: free some space, then run make again"
+}
+
+# venv hides why it could not unpack pip, so ask the disk itself.
+can_write() {
+    head -c 20000000 /dev/zero 2>/dev/null >.venv/.probe
+    written=$?
+    rm -f .venv/.probe
+    return $written
+}
+
 # Turns the stderr of a failed step ($2) into one line; $1 says what the step was.
 explain() {
     case $2 in
     *"No space left"* | *"Errno 28"* | *"ENOSPC"* | *"Disk quota"*)
-        fail "the disk is full while $1; about 6 GB are needed in $(pwd) and for temporary files in ${TMPDIR:-/tmp}: free some space, then run make again" ;;
-    *"ensurepip is not"* | *"No module named venv"* | *"No module named ensurepip"* | *"ensurepip"*)
+        disk_full "$1" ;;
+    *"No module named venv"* | *ensurepip*)
         fail "$python has no venv module; install it (Debian, Ubuntu: apt install python3-venv) or name another Python: make PYTHON=..." ;;
     *"NewConnectionError"* | *"Failed to establish"* | *"name resolution"* | *"Max retries"* | *"timed out"* | \
     *"onnection refused"* | *"ProxyError"* | *"SSLError"* | *"Could not fetch URL"* | *"onnection broken"* | *"from versions: none"*)
@@ -56,7 +68,10 @@ find_python
 if ! .venv/bin/python -c 'import pip' >/dev/null 2>&1 || ! new_enough .venv/bin/python; then
     echo "Making .venv with $("$python" --version 2>&1) ..."
     # The messages are kept in memory, not in a file: the disk may be what failed. venv reports on both streams.
-    messages=$("$python" -m venv --clear .venv 2>&1) || explain "making .venv" "$messages"
+    messages=$("$python" -m venv --clear .venv 2>&1) || {
+        [ ! -d .venv ] || can_write || disk_full "making .venv"
+        explain "making .venv" "$messages"
+    }
 fi
 
 echo "Installing into .venv (a few minutes the first time) ..."
