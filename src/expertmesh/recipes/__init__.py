@@ -4,9 +4,12 @@ from collections.abc import Callable
 
 from expertmesh.config.run import RunConfig
 from expertmesh.recipes.gpt_demo import gpt_dense_demo, gpt_moe_demo, gpt_moe_test
+from expertmesh.recipes.gpt_published import PUBLISHED, gpt_moe_1b
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "gpt-moe-test": gpt_moe_test,
     "gpt-moe-demo": gpt_moe_demo,
     "gpt-dense-demo": gpt_dense_demo,
+    "gpt-moe-1b": gpt_moe_1b,
+    **{recipe.name: recipe for recipe in PUBLISHED},
 }

@@ -1,7 +1,7 @@
 """A GPT with mixture-of-experts layers: the forward pass, the initial weights, nothing of training or parallelism."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -249,7 +249,7 @@ class GPT(nn.Module):
             base=self.config.rope_base,
             dtype=torch.promote_types(x_BSD.dtype, torch.float32),
         )
-        context = {
+        context: dict[str, Any] = {
             "cos": cos,
             "sin": sin,
             "mask": mask,

@@ -1,0 +1,106 @@
+"""Exact parameter counts of a GPT, from its configuration alone."""
+
+from dataclasses import dataclass, fields
+
+from expertmesh.config.model import ModelConfig
+
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu"})
+
+
+def mlp_parameters(*, dim: int, hidden_dim: int, activation: str, bias: bool) -> int:
+    """Parameters of one feed-forward network or expert: w_in (G, F, D), w_out (D, F), and their biases."""
+    branches = 2 if activation in GATED_ACTIVATIONS else 1
+    matrices = (branches + 1) * dim * hidden_dim
+    return matrices + (branches * hidden_dim + dim if bias else 0)
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters by what they do. `total` is all of them, each counted once.
+
+    Attributes:
+        embedding: token embedding.
+        output: output projection; 0 when it is the embedding.
+        attention: projections and query-key norms.
+        norms: of the residual stream.
+        dense_ffn: feed-forward layers without experts.
+        router: of all MoE layers.
+        experts: routed experts.
+        shared: shared experts.
+        residual: residual MLPs and coefficients.
+        inactive_experts: routed experts' parameters that one token does not use: all but K experts per MoE layer.
+    """
+
+    embedding: int
+    output: int
+    attention: int
+    norms: int
+    dense_ffn: int
+    router: int
+    experts: int
+    shared: int
+    residual: int
+    inactive_experts: int
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        parts = (f.name for f in fields(self) if f.name != "inactive_experts")
+        return sum(getattr(self, name) for name in parts)
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token uses, the embedding included (the convention of "47B, 13B active")."""
+        return self.total - self.inactive_experts
+
+
+def router_parameters(config: ModelConfig, num_experts: int) -> int:
+    """Parameters of one layer's router."""
+    moe = config.moe
+    if moe.router == "hash":
+        return 0
+    if moe.router == "cosine":
+        # A projection of the token, one vector per expert, the temperature.
+        return moe.cosine_dim * config.dim + num_experts * moe.cosine_dim + 1
+    return num_experts * config.dim
+
+
+def count_parameters(config: ModelConfig) -> ParameterCount:
+    """Counts the parameters of a GPT exactly, without building it.
+
+    Args:
+        config: the model.
+
+    Returns:
+        The counts; `total` equals the sum over `GPT(config, device="meta").parameters()`.
+
+    Raises:
+        ConfigError: the numbers of experts do not fit the layers.
+    """
+    moe, dim = config.moe, config.dim
+    layers = config.experts_per_layer()
+    moe_layers = [experts for experts in layers if experts]
+    heads = config.num_heads + 2 * config.kv_heads
+    attention = dim * heads * config.head_size + config.num_heads * config.head_size * dim
+    attention += 2 * config.head_size if config.qk_norm else 0
+
+    def mlp(hidden_dim: int, *, bias: bool) -> int:
+        return mlp_parameters(
+            dim=dim, hidden_dim=hidden_dim, activation=config.activation, bias=bias
+        )
+
+    expert = mlp(moe.hidden_dim, bias=moe.bias)
+    shared = mlp(moe.num_shared_experts * moe.hidden_dim, bias=moe.bias)
+    residual = mlp(config.ffn_hidden_dim, bias=moe.bias) + 2 * dim + 2
+    return ParameterCount(
+        embedding=config.vocab_size * dim,
+        output=0 if config.tie_embeddings else config.vocab_size * dim,
+        attention=len(layers) * attention,
+        norms=(2 * len(layers) + 1) * dim,
+        dense_ffn=(len(layers) - len(moe_layers)) * mlp(config.ffn_hidden_dim, bias=False),
+        router=sum(router_parameters(config, experts) for experts in moe_layers),
+        experts=sum(moe_layers) * expert,
+        shared=len(moe_layers) * shared if moe.num_shared_experts else 0,
+        residual=len(moe_layers) * residual if moe.residual else 0,
+        inactive_experts=sum(max(experts - moe.top_k, 0) for experts in moe_layers) * expert,
+    )
