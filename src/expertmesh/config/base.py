@@ -1,12 +1,209 @@
 """What all configuration models share: frozen, no unknown keys, one-line errors. Never imports torch."""
 
-from pydantic import BaseModel, ConfigDict
+import difflib
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from expertmesh.errors import ConfigError
+
+Location = tuple[int | str, ...]
+
+
+class FieldError(ConfigError):
+    """A configuration field breaks a rule; the message is `field=value: rule; fix` in one line.
+
+    Attributes:
+        location: Names from the outermost configuration down to the field; numbers are places in a tuple.
+        value: The offending value.
+        rule: The rule it breaks.
+        fix: What to do.
+    """
+
+    def __init__(self, location: Location | str, value: object, rule: str, fix: str) -> None:
+        self.location: Location = (location,) if isinstance(location, str) else location
+        self.value = value
+        self.rule = rule
+        self.fix = fix
+        super().__init__(f"{dotted(self.location)}={shown(value)}: {rule}; {fix}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles by the four parts, because the base class keeps only the text."""
+        return type(self), (self.location, self.value, self.rule, self.fix)
+
+    def inside(self, outer: Location) -> "FieldError":
+        """The same error seen from a configuration that holds this one under `outer`."""
+        return FieldError((*outer, *self.location), self.value, self.rule, self.fix)
 
 
 class Config(BaseModel):
     """A frozen, validated, torch-free group of options.
 
-    Unknown keys are errors. The text under a field is its help on the command line.
+    Unknown keys are errors. The text under a field is its help on the command line. A value that breaks a rule raises
+    `ConfigError` with one line, from the constructor and from every `model_validate*`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+    def __init__(self, **values: Any) -> None:
+        """Checks the values.
+
+        Raises:
+            ConfigError: A name is unknown or a value breaks a rule.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise first_error(error, type(self)) from None
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """As pydantic's, but raises `ConfigError`."""
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise first_error(error, cls) from None
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """As pydantic's, but raises `ConfigError`."""
+        try:
+            return super().model_validate_json(json_data, **options)
+        except ValidationError as error:
+            raise first_error(error, cls) from None
+
+    def updated(self, changes: Mapping[str, Any]) -> Self:
+        """A validated copy with some values replaced.
+
+        Args:
+            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`.
+
+        Raises:
+            ConfigError: A name is unknown or a value breaks a rule.
+        """
+        values = self.model_dump()
+        for name, value in changes.items():
+            *sections, field = name.split(".")
+            group = values
+            for section in sections:
+                inner = group.get(section)
+                if not isinstance(inner, dict):
+                    raise _unknown((name,), value, option_names(type(self)))
+                group = inner
+            group[field] = value
+        return type(self)(**values)
+
+
+def option_names(config_type: type[BaseModel], prefix: str = "") -> list[str]:
+    """Dotted names of all fields of a configuration, sections opened."""
+    names = []
+    for name, field in config_type.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names += option_names(field.annotation, f"{prefix}{name}.")
+        else:
+            names.append(prefix + name)
+    return names
+
+
+def nearest_name(name: str, names: list[str]) -> str | None:
+    """The known name closest to a mistyped one: by its last part first, so that a wrong section is found too."""
+    leaves = {known.rsplit(".", 1)[-1]: known for known in reversed(names)}
+    for wanted, known in ((name, {n: n for n in names}), (name.rsplit(".", 1)[-1], leaves)):
+        near = difflib.get_close_matches(wanted, known, n=1, cutoff=0.75)
+        if near:
+            return known[near[0]]
+    return None
+
+
+def first_error(error: ValidationError, config_type: type[BaseModel]) -> FieldError:
+    """The first of pydantic's findings as one line."""
+    found = error.errors(include_url=False)[0]
+    cause = found.get("ctx", {}).get("error")
+    if isinstance(cause, FieldError):
+        return cause.inside(found["loc"])
+    if found["type"] in ("json_invalid", "json_type"):
+        return FieldError(
+            "configuration", found["input"], found["msg"], "restore the file from a copy"
+        )
+    location, value = found["loc"], found["input"]
+    if found["type"] == "extra_forbidden":
+        prefix = "".join(f"{part}." for part in location[:-1])
+        return _unknown(location, value, option_names(_holder(config_type, location), prefix))
+    rule, fix = _rule_and_fix(found, _default(config_type, location))
+    return FieldError(location, value, rule, fix)
+
+
+def dotted(location: Location) -> str:
+    """`("model", "moe", "num_experts", 1)` as `model.moe.num_experts[1]`."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def shown(value: object) -> str:
+    """A value for an error message: short, on one line."""
+    text = " ".join(str(value).split()) if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _unknown(location: Location, value: object, names: list[str]) -> FieldError:
+    near = nearest_name(dotted(location), names)
+    fix = f"did you mean {near}?" if near else f"known here: {', '.join(names)}"
+    return FieldError(location, value, "unknown option", fix)
+
+
+def _holder(config_type: type[BaseModel], location: Location) -> type[BaseModel]:
+    for part in location[:-1]:
+        inner = config_type.model_fields[str(part)].annotation
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            break
+        config_type = inner
+    return config_type
+
+
+def _default(config_type: type[BaseModel], location: Location) -> object:
+    names = [part for part in location if isinstance(part, str)]
+    field = _holder(config_type, tuple(names)).model_fields.get(names[-1]) if names else None
+    return (
+        None
+        if field is None or field.is_required()
+        else field.get_default(call_default_factory=True)
+    )
+
+
+def _rule_and_fix(found: ErrorDetails, default: object) -> tuple[str, str]:
+    """Our words for pydantic's error types; anything else keeps pydantic's own sentence."""
+    kind, limits = found["type"], found.get("ctx", {})
+    if kind == "literal_error":
+        choices = [word.strip("'") for word in limits["expected"].replace(" or ", ", ").split(", ")]
+        near = difflib.get_close_matches(str(found["input"]), choices, n=1)
+        return (
+            f"must be one of {', '.join(choices)}",
+            f"did you mean {near[0]}?" if near else "choose one",
+        )
+    comparisons = {
+        "greater_than": ("greater than", "gt"),
+        "greater_than_equal": ("at least", "ge"),
+        "less_than": ("less than", "lt"),
+        "less_than_equal": ("at most", "le"),
+    }
+    if kind in comparisons:
+        words, key = comparisons[kind]
+        rule = f"must be {words} {limits[key]}"
+    elif kind.startswith("int_"):
+        rule = "must be a whole number"
+    elif kind in ("finite_number", "float_parsing", "float_type"):
+        rule = "must be a finite number"
+    elif kind.startswith("bool_"):
+        rule = "must be true or false"
+    elif kind == "missing":
+        rule = "must be given"
+    else:
+        rule = found["msg"][:1].lower() + found["msg"][1:]
+    usable = default is not None and not isinstance(default, BaseModel)
+    return rule, f"for example {shown(default)}" if usable else "change it or leave it out"

@@ -1,15 +1,22 @@
 """The complete configuration of a training run, in sections that are also the command line's."""
 
-from typing import Literal
+import re
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from expertmesh.config.base import Config
+from expertmesh.config.base import Config, FieldError
 from expertmesh.config.model import ModelConfig
 
+MIN_VOCAB_SIZE = 257
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Schedule = Literal["cosine", "wsd"]
 Resume = Literal["auto", "never", "required"]
+
+
+def _check_not_empty(name: str, value: str | None) -> None:
+    if value is not None and not value.strip():
+        raise FieldError(name, value, "must not be empty", "give a name, or leave the option out")
 
 
 class DataConfig(Config):
@@ -21,12 +28,25 @@ class DataConfig(Config):
     """Name of a Hugging Face dataset (needs the 'train' extra); its 'text' column is used."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
     """Share of the documents kept for validation; a document is on one side only."""
-    max_bytes: int | None = None
+    max_bytes: int | None = Field(default=None, gt=0)
     """Use only about this many bytes of the corpus, chosen by a hash of the document's name; none: all."""
     seq_len: int = Field(default=256, gt=0)
     """Tokens per training sequence; at most model.max_seq_len."""
     cache_dir: str | None = None
     """Folder for tokenizers and token shards; none: the user's cache folder."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("path", "dataset", "cache_dir"):
+            _check_not_empty(name, getattr(self, name))
+        if self.path is not None and self.dataset is not None:
+            raise FieldError(
+                "dataset",
+                self.dataset,
+                f"conflicts with path={self.path}",
+                "give only one of the two",
+            )
+        return self
 
 
 class OptimConfig(Config):
@@ -61,7 +81,7 @@ class TrainConfig(Config):
     """Optimiser steps."""
     batch_size: int = Field(default=16, gt=0)
     """Sequences per optimiser step."""
-    micro_batch_size: int | None = None
+    micro_batch_size: int | None = Field(default=None, gt=0)
     """Sequences per forward pass (gradient accumulation); none: batch_size."""
     seed: int = Field(default=0, ge=0)
     """Seed of initialisation, data order and router noise."""
@@ -88,11 +108,27 @@ class TrainConfig(Config):
     tensorboard: bool = True
     """Write TensorBoard events where the package is installed."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_not_empty("run_dir", self.run_dir)
+        if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device) is None:
+            raise FieldError(
+                "device", self.device, "must be auto, cpu, cuda or cuda:N", "for example cpu"
+            )
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise FieldError(
+                "micro_batch_size",
+                self.micro_batch_size,
+                f"must divide batch_size, {self.batch_size}",
+                "choose a divisor",
+            )
+        return self
+
 
 class ParallelConfig(Config):
     """How the machine is used."""
 
-    num_threads: int | None = None
+    num_threads: int | None = Field(default=None, gt=0)
     """CPU threads of this process; none: PyTorch's choice."""
 
 
@@ -104,3 +140,28 @@ class RunConfig(Config):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.data.seq_len > self.model.max_seq_len:
+            raise FieldError(
+                ("data", "seq_len"),
+                self.data.seq_len,
+                f"must be at most model.max_seq_len, {self.model.max_seq_len}",
+                "lower it or raise model.max_seq_len",
+            )
+        if self.model.vocab_size < MIN_VOCAB_SIZE:
+            raise FieldError(
+                ("model", "vocab_size"),
+                self.model.vocab_size,
+                f"must be at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document",
+                "raise it",
+            )
+        if self.optim.warmup_steps > self.train.steps:
+            raise FieldError(
+                ("optim", "warmup_steps"),
+                self.optim.warmup_steps,
+                f"must be at most train.steps, {self.train.steps}",
+                "lower it or train longer",
+            )
+        return self
