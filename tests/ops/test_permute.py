@@ -1,0 +1,107 @@
+"""Row moves are exact copies, the sum per token is the FP32 sum, and gradients of any order are right."""
+
+import pytest
+import torch
+
+from expertmesh.functional import combine, permute, route_metadata, unpermute
+from expertmesh.testing.numerics import assert_two_times
+from expertmesh.testing.poison import poisoned_empty
+
+SHAPES = [(0, 2, 3, 4), (1, 1, 1, 1), (7, 3, 5, 5), (40, 2, 4, 33), (9, 8, 8, 16)]
+
+
+def _routing(num_tokens, top_k, num_experts, *, max_rows=None):
+    ids = torch.randint(0, num_experts + 1, (num_tokens, top_k))
+    return ids, route_metadata(ids, num_experts, max_rows=max_rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_moves_are_copies(shape, dtype):
+    num_tokens, top_k, num_experts, dim = shape
+    ids, metadata = _routing(num_tokens, top_k, num_experts)
+    live = int(metadata.offsets_E[-1])
+    x = torch.randn(num_tokens, dim).to(dtype)
+    with poisoned_empty():
+        rows = permute(x, metadata)
+        slots = unpermute(rows, metadata, top_k)
+    assert torch.equal(rows[:live], x[metadata.token_of_row_N[:live].long()])
+    assert torch.equal(rows[live:], torch.zeros_like(rows[live:]))
+    expected = torch.where((ids < num_experts)[..., None], x[:, None].expand(-1, top_k, -1), 0)
+    assert torch.equal(slots, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_combine_sums_live_rows_once_rounded(shape, dtype):
+    num_tokens, top_k, num_experts, dim = shape
+    _, metadata = _routing(num_tokens, top_k, num_experts)
+    rows = torch.randn(num_tokens * top_k, dim).to(dtype)
+    rows[int(metadata.offsets_E[-1]) :] = float("nan")  # a dead row may hold anything
+    with poisoned_empty():
+        y = combine(rows, metadata, top_k)
+    slots = unpermute(rows, metadata, top_k)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert_two_times(y, slots.to(wide).sum(1).to(dtype), slots.double().sum(1), what="combine")
+
+
+def test_max_rows_shortens_the_rows():
+    ids = torch.tensor([[0, 2], [1, 2], [2, 2]])  # 2 means no expert
+    metadata = route_metadata(ids, 2, max_rows=3)
+    x = torch.randn(3, 4)
+    rows = permute(x, metadata)
+    assert rows.shape == (3, 4)
+    assert torch.equal(rows[:2], x[:2])
+    assert torch.equal(combine(rows, metadata, 2), torch.cat([x[:2], torch.zeros(1, 4)]))
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:4])
+def test_gradients_of_first_and_second_order(shape):
+    num_tokens, top_k, num_experts, dim = shape
+    _, metadata = _routing(num_tokens, top_k, num_experts)
+    x = torch.randn(num_tokens, dim, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(num_tokens * top_k, dim, dtype=torch.float64, requires_grad=True)
+    for fn, inputs in (
+        (lambda v: permute(v, metadata), (x,)),
+        (lambda v: unpermute(v, metadata, top_k), (rows,)),
+        (lambda v: combine(v, metadata, top_k), (rows,)),
+    ):
+        torch.autograd.gradcheck(fn, inputs)
+        torch.autograd.gradgradcheck(fn, inputs)
+
+
+def test_compile_without_breaks_or_recompiles():
+    def moves(x, ids):
+        metadata = route_metadata(ids, 4)
+        rows = permute(x, metadata)
+        return combine(rows, metadata, 2) + unpermute(rows, metadata, 2).sum(1)
+
+    compiled = torch.compile(moves, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.compiler.set_stance("default"):
+        for step, num_tokens in enumerate((6, 9, 33)):
+            x = torch.randn(num_tokens, 8, requires_grad=True)
+            ids = torch.randint(0, 5, (num_tokens, 2))
+            stance = "fail_on_recompile" if step else "default"
+            with torch.compiler.set_stance(stance):
+                y = compiled(x, ids)
+            assert torch.equal(y, moves(x, ids))
+            y.sum().backward()
+
+
+def test_opcheck():
+    _, m = _routing(9, 2, 4)
+    x = torch.randn(9, 6, requires_grad=True)
+    rows = torch.randn(18, 6, requires_grad=True)
+    ops = torch.ops.expertmesh
+    torch.library.opcheck(
+        ops.tokens_to_rows.default, (x, m.offsets_E, m.token_of_row_N, m.row_of_slot_N)
+    )
+    torch.library.opcheck(
+        ops.sum_rows.default, (rows, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, 2)
+    )
+    torch.library.opcheck(
+        ops.rows_to_slots.default, (rows, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N)
+    )
+    torch.library.opcheck(
+        ops.slots_to_rows.default, (rows, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N)
+    )
