@@ -147,7 +147,7 @@ def dotted(location: Location) -> str:
 
 def shown(value: object) -> str:
     """A value for an error message: short, on one line."""
-    text = " ".join(str(value).split()) if isinstance(value, str) else repr(value)
+    text = (" ".join(value.split()) or "''") if isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -194,7 +194,7 @@ def _rule_and_fix(found: ErrorDetails, default: object) -> tuple[str, str]:
     }
     if kind in comparisons:
         words, key = comparisons[kind]
-        rule = f"must be {words} {limits[key]}"
+        rule = f"must be {words} {limits[key]:g}"
     elif kind.startswith("int_"):
         rule = "must be a whole number"
     elif kind in ("finite_number", "float_parsing", "float_type"):

@@ -1,0 +1,272 @@
+"""From command-line words to a validated configuration: `expertmesh train RECIPE --section.field value ...`.
+
+The names, defaults and help texts of the options are those of `RunConfig`; tyro renders the help. Values are checked by
+the configuration itself, so that the command line and Python give the same one-line errors
+(docs/decisions/002-command-line-flags.md says why tyro does not parse them).
+"""
+
+import argparse
+import difflib
+import re
+import shutil
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+from pydantic import BaseModel
+
+from expertmesh.config.base import FieldError, Location, nearest_name, option_names, shown
+from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
+
+
+class ParsedRun(NamedTuple):
+    """What `expertmesh train` was asked to do."""
+
+    recipe: str
+    config: RunConfig
+    dry_run: bool
+
+
+@dataclass(frozen=True)
+class _Option:
+    name: str  # dotted, as in the configuration: "model.moe.top_k"
+    is_bool: bool
+    is_tuple: bool
+    is_optional: bool
+
+
+class OptionParser(argparse.ArgumentParser):
+    """argparse for the small verbs, with errors as one-line `ConfigError` and the nearest option named."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises `ConfigError` where argparse would print its usage and exit."""
+        unknown = re.search(r"unrecognized arguments: (\S+)", message)
+        if unknown is not None and unknown.group(1).startswith("-"):
+            word = unknown.group(1).split("=")[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            raise ConfigError(f"unknown option {word}; {hint}")
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def parse_run_config(
+    argv: Sequence[str], *, recipes: Mapping[str, Callable[[], RunConfig]] | None = None
+) -> ParsedRun:
+    """Reads the words after `expertmesh train`.
+
+    A recipe whose warm-up does not fit into a shorter `--train.steps` keeps the warm-up's share of the steps, unless
+    `--optim.warmup-steps` is given too.
+
+    Args:
+        argv: RECIPE, `--section.field value` in any order, `--dry-run`.
+        recipes: Functions by name; None: those of `expertmesh.recipes`.
+
+    Raises:
+        ConfigError: Something cannot be understood or breaks a rule; one line that names it and the fix.
+        SystemExit: With code 0 after `--help`.
+    """
+    if recipes is None:
+        from expertmesh.recipes import RECIPES
+
+        recipes = RECIPES
+    words, flags, switches = _split(argv)
+    if "help" in switches:
+        print_train_help(words[0] if words else None, recipes)
+        raise SystemExit(0)
+    if not words:
+        raise ConfigError(f"no recipe given; say one after 'train': {', '.join(recipes)}")
+    if len(words) > 1:
+        raise ConfigError(
+            f"unexpected word {shown(words[1])!r}; options look like --section.field value"
+        )
+    default = _recipe(words[0], recipes)()
+    values: dict[str, Any] = {
+        name: _value(option, texts) for name, (option, texts) in flags.items()
+    }
+    steps = values.get("train.steps")
+    if steps is not None and "optim.warmup_steps" not in values:
+        values["optim.warmup_steps"] = _fitting_warmup(default, steps)
+    try:
+        return ParsedRun(words[0], default.updated(values), "dry-run" in switches)
+    except FieldError as error:
+        raise as_flag_error(error) from None
+
+
+def as_flag_error(error: FieldError) -> ConfigError:
+    """The same error in the spelling of the command line: `--model.moe.top-k 9: rule; fix`."""
+    name = flag_name(error.location)
+    value = (
+        " ".join(map(str, error.value))
+        if isinstance(error.value, tuple | list)
+        else shown(error.value)
+    )
+    return ConfigError(f"{name} {value}: {error.rule}; {error.fix}")
+
+
+def flag_name(location: Location | str) -> str:
+    """The option's spelling on the command line; places in a tuple are left out."""
+    parts = (
+        location.split(".")
+        if isinstance(location, str)
+        else [part for part in location if isinstance(part, str)]
+    )
+    return "--" + ".".join(parts).replace("_", "-")
+
+
+def print_train_help(recipe: str | None, recipes: Mapping[str, Callable[[], RunConfig]]) -> None:
+    """Prints the options with the defaults of a recipe (None: of the library)."""
+    import tyro
+
+    default = RunConfig() if recipe is None else _recipe(recipe, recipes)()
+    print(_train_help_head(recipe, recipes))
+    try:
+        tyro.cli(
+            RunConfig,
+            default=default,
+            args=["--help"],
+            prog=f"expertmesh train {recipe or 'RECIPE'}",
+        )
+    except SystemExit:
+        return
+
+
+def _train_help_head(recipe: str | None, recipes: Mapping[str, Callable[[], RunConfig]]) -> str:
+    lines = [
+        "Trains a model from a recipe; every value of the recipe can be changed by an option.",
+        "",
+        "  expertmesh train gpt-moe-demo",
+        "  expertmesh train gpt-moe-demo --train.steps 100 --train.run-dir runs/short --data.path my_texts/",
+        "  expertmesh train gpt-moe-demo --model.moe.num-experts 16 --model.moe.top-k 4 --dry-run",
+        "",
+        "  --dry-run        print the resolved configuration, parameter counts and memory, and stop",
+    ]
+    if recipe is None:
+        width = max(map(len, recipes), default=0)
+        lines += ["", "recipes (their defaults: expertmesh train NAME --help):"]
+        lines += [
+            f"  {name:<{width}}  {_first_line(function)}" for name, function in recipes.items()
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _first_line(function: Callable[[], RunConfig]) -> str:
+    text = (getattr(function, "summary", None) or function.__doc__ or "").strip().partition("\n")[0]
+    width = shutil.get_terminal_size().columns - 20
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _recipe(name: str, recipes: Mapping[str, Callable[[], RunConfig]]) -> Callable[[], RunConfig]:
+    if name in recipes:
+        return recipes[name]
+    near = difflib.get_close_matches(name, recipes, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"unknown recipe {shown(name)!r}; {hint}known: {', '.join(recipes)}")
+
+
+def _fitting_warmup(default: RunConfig, steps: object) -> int:
+    warmup, usual_steps = default.optim.warmup_steps, default.train.steps
+    try:
+        wanted = int(str(steps))
+    except ValueError:
+        return warmup  # the configuration refuses the text of `steps` itself
+    return warmup if warmup <= wanted else warmup * wanted // usual_steps
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, tuple[_Option, list[str]]], set[str]]:
+    """Bare words, texts by option, and the switches `help` and `dry-run`."""
+    options = _options(RunConfig)
+    words: list[str] = []
+    flags: dict[str, tuple[_Option, list[str]]] = {}
+    switches: set[str] = set()
+    place = 0
+    while place < len(argv):
+        word = argv[place]
+        place += 1
+        if word in ("-h", "--help", "--dry-run"):
+            switches.add("dry-run" if word == "--dry-run" else "help")
+        elif not word.startswith("-") or word == "-":
+            words.append(word)
+        else:
+            spelled, equals, text = word.partition("=")
+            option, negated = _find(spelled, options)
+            if equals:
+                texts = [text]
+            else:
+                texts = _texts_after(option, argv, place, recipe_seen=bool(words))
+                place += len(texts)
+            if option.is_bool and (negated or not texts):
+                if negated and texts:
+                    raise ConfigError(f"{spelled} takes no value; leave {shown(texts[0])!r} out")
+                texts = ["false" if negated else "true"]
+            if option.name in flags:
+                raise ConfigError(f"{flag_name(option.name)} is given twice; give it once")
+            flags[option.name] = (option, texts)
+    return words, flags, switches
+
+
+def _options(config_type: type[BaseModel], prefix: str = "") -> dict[str, _Option]:
+    found: dict[str, _Option] = {}
+    for name, field in config_type.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found |= _options(kind, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = _Option(
+                name=prefix + name,
+                is_bool=kind is bool,
+                is_tuple=typing.get_origin(kind) is tuple,
+                is_optional=type(None) in typing.get_args(kind),
+            )
+    return found
+
+
+def _find(spelled: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
+    """The option of a word, and whether it was spelled `--section.no-field`."""
+    name = spelled.lstrip("-").replace("-", "_")
+    if spelled.startswith("--") and name in options:
+        return options[name], False
+    section, dot, leaf = name.rpartition(".")
+    if spelled.startswith("--") and leaf.startswith("no_"):
+        positive = options.get(section + dot + leaf.removeprefix("no_"))
+        if positive is not None and positive.is_bool:
+            return positive, True
+    inside = [known for known in options if known.startswith(f"{name}.")]
+    if inside:
+        raise ConfigError(
+            f"{spelled} is a section; name a field of it, for example {flag_name(inside[0])}"
+        )
+    near = nearest_name(name, ["dry_run", "help", *option_names(RunConfig)])
+    hint = f"did you mean {flag_name(near)}?" if near else "see expertmesh train --help"
+    raise ConfigError(f"unknown option {spelled}; {hint}")
+
+
+def _texts_after(
+    option: _Option, argv: Sequence[str], place: int, *, recipe_seen: bool
+) -> list[str]:
+    """The words that belong to an option: one; as many as there are for a tuple; true, false or none for a switch."""
+    following: list[str] = []
+    for word in argv[place:]:
+        if word.startswith("--") or word in ("-h", "-"):
+            break
+        if option.is_bool and not recipe_seen and word.lower() not in ("true", "false"):
+            break  # it is the recipe's name
+        if option.is_tuple and not re.fullmatch(r"[-+0-9.,]+|none", word.lower()) and following:
+            break
+        following.append(word)
+        if not option.is_tuple:
+            break
+    if not following and not option.is_bool and not option.is_tuple:
+        raise ConfigError(f"{flag_name(option.name)} needs a value; write it after the option")
+    return following
+
+
+def _value(option: _Option, texts: list[str]) -> Any:
+    """The value as the configuration takes it; numbers stay text, which the configuration converts and checks."""
+    if option.is_tuple:
+        words = [word for text in texts for word in text.split(",") if word]
+        return () if [word.lower() for word in words] == ["none"] else tuple(words)
+    if option.is_optional and texts[0].lower() == "none":
+        return None
+    return texts[0]
