@@ -1,0 +1,103 @@
+"""Floating-point operations of a GPT per token, from its configuration alone.
+
+Only matrix multiplications count, two operations per multiply-add, as is usual (Narayanan et al. 2021, appendix).
+Routed experts count K times per token: nothing is spent on experts that a token does not use. Under a capacity this is an
+upper bound, because dropped rows are not computed.
+"""
+
+from dataclasses import dataclass
+
+from expertmesh.config.model import ModelConfig
+from expertmesh.costs.parameters import mlp_parameters
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Operations of one forward pass per token, summed over the layers.
+
+    Attributes:
+        projections_flops: query, key, value and output projections.
+        attention_flops: scores and weighted values.
+        dense_ffn_flops: feed-forward layers without experts.
+        router_flops: router logits.
+        experts_flops: K routed experts per MoE layer.
+        shared_flops: shared experts, residual MLPs and residual coefficients.
+        output_flops: logits over the vocabulary.
+    """
+
+    projections_flops: int
+    attention_flops: int
+    dense_ffn_flops: int
+    router_flops: int
+    experts_flops: int
+    shared_flops: int
+    output_flops: int
+
+    @property
+    def layers_flops(self) -> int:
+        """The transformer layers, without the output projection."""
+        return (
+            self.projections_flops
+            + self.attention_flops
+            + self.dense_ffn_flops
+            + self.router_flops
+            + self.experts_flops
+            + self.shared_flops
+        )
+
+    @property
+    def total_flops(self) -> int:
+        """One forward pass per token."""
+        return self.layers_flops + self.output_flops
+
+    def training_flops(self, *, activation_checkpointing: bool = False) -> int:
+        """Forward and backward per token: three times the forward, and once more the layers if they are recomputed."""
+        return 3 * self.total_flops + (self.layers_flops if activation_checkpointing else 0)
+
+
+def router_flops(config: ModelConfig, num_experts: int) -> int:
+    """Operations of one layer's router per token."""
+    moe = config.moe
+    if moe.router == "hash":
+        return 0
+    if moe.router == "cosine":
+        return 2 * moe.cosine_dim * (config.dim + num_experts)
+    return 2 * config.dim * num_experts
+
+
+def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> ForwardFlops:
+    """Operations of a forward pass over sequences of one length, per token.
+
+    Args:
+        config: the model.
+        seq_len: tokens per sequence (S).
+        causal: count the (S + 1) / 2 keys that a token sees on average; False: all S, as kernels without causal
+            skipping compute and as many published utilisation figures assume.
+
+    Returns:
+        Operations per token; attention is rounded down to a whole number.
+    """
+    moe, dim = config.moe, config.dim
+    layers = config.experts_per_layer()
+    moe_layers = [experts for experts in layers if experts]
+    heads = config.num_heads + 2 * config.kv_heads
+    width = config.num_heads * config.head_size
+    # Two products of S x head_size per head: scores and values.
+    attention = 4 * width * seq_len if not causal else 2 * width * (seq_len + 1)
+
+    def mlp(hidden_dim: int) -> int:
+        return 2 * mlp_parameters(
+            dim=dim, hidden_dim=hidden_dim, activation=config.activation, bias=False
+        )
+
+    shared = mlp(moe.num_shared_experts * moe.hidden_dim)
+    shared += mlp(config.ffn_hidden_dim) + 4 * dim if moe.residual else 0
+    return ForwardFlops(
+        projections_flops=len(layers) * 2 * dim * (heads * config.head_size + width),
+        attention_flops=len(layers) * attention,
+        dense_ffn_flops=(len(layers) - len(moe_layers)) * mlp(config.ffn_hidden_dim),
+        router_flops=sum(router_flops(config, experts) for experts in moe_layers),
+        experts_flops=len(moe_layers) * moe.top_k * mlp(moe.hidden_dim),
+        shared_flops=len(moe_layers) * shared,
+        output_flops=2 * dim * config.vocab_size,
+    )

@@ -1,0 +1,122 @@
+"""Memory of training a GPT on one device: exact for weights, gradients and optimiser, estimated for activations."""
+
+from dataclasses import dataclass
+
+from expertmesh.config.model import ModelConfig
+from expertmesh.costs.parameters import GATED_ACTIVATIONS, count_parameters
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of training.
+
+    Attributes:
+        weights_bytes: the parameters as the optimiser keeps them: FP32, or FP64 in an FP64 run.
+        compute_copy_bytes: their copies in BF16 or FP16, where the run computes in one of these.
+        gradients_bytes: in the dtype of the weights.
+        optimizer_bytes: both AdamW moments.
+        activations_bytes: what one micro-batch keeps for the backward pass, estimated.
+    """
+
+    weights_bytes: int
+    compute_copy_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return (
+            self.weights_bytes
+            + self.compute_copy_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+        )
+
+
+def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
+    """Elements that a dense feed-forward network keeps per token: input, pre-activations, branches, product."""
+    branches = 2 if config.activation in GATED_ACTIVATIONS else 1
+    kept = branches * hidden_dim + (2 * hidden_dim if branches == 2 else hidden_dim)
+    return config.dim + kept
+
+
+def layer_activation_bytes(config: ModelConfig, *, num_experts: int, dtype: str) -> int:
+    """Bytes that one layer keeps per token for its backward pass.
+
+    Args:
+        config: the model.
+        num_experts: of this layer; 0: dense.
+        dtype: compute dtype.
+
+    Returns:
+        An estimate from the tensors that the operators save: normalised inputs, queries, keys, values and attention
+        output, and for experts the input and the pre-activations (nothing else, see `ops/moe_mlp.py`).
+    """
+    compute = DTYPE_BYTES[dtype]
+    stream = max(compute, 4)
+    moe = config.moe
+    width = config.num_heads * config.head_size
+    kv_width = config.kv_heads * config.head_size
+    # Two norms keep their input; in the compute dtype: input of the projections, q, k, v, attention output.
+    bytes_per_token = 2 * config.dim * stream
+    bytes_per_token += (config.dim + 2 * width + 2 * kv_width) * compute
+    if config.qk_norm:
+        bytes_per_token += (width + kv_width) * stream
+    if not num_experts:
+        return bytes_per_token + _mlp_elements(config.ffn_hidden_dim, config) * compute
+    branches = 2 if config.activation in GATED_ACTIVATIONS else 1
+    elements = config.dim + moe.top_k * branches * moe.hidden_dim
+    if moe.num_shared_experts:
+        elements += _mlp_elements(moe.num_shared_experts * moe.hidden_dim, config)
+    if moe.residual:
+        # Beside the MLP's own, both outputs wait for the gradient of their coefficients.
+        elements += _mlp_elements(config.ffn_hidden_dim, config) + 2 * config.dim
+    # The router keeps its scores and logits in FP32.
+    return bytes_per_token + elements * compute + 3 * num_experts * stream
+
+
+def estimate_memory(
+    config: ModelConfig,
+    *,
+    micro_batch_size: int,
+    seq_len: int,
+    dtype: str = "float32",
+    activation_checkpointing: bool = False,
+) -> MemoryEstimate:
+    """Memory of a training step on one device.
+
+    Args:
+        config: the model.
+        micro_batch_size: sequences per forward pass.
+        seq_len: tokens per sequence.
+        dtype: compute dtype: float32, bfloat16, float16 or float64.
+        activation_checkpointing: keep only the inputs of the layers, and one layer's activations at a time.
+
+    Returns:
+        Bytes by purpose. The activations leave out temporary buffers.
+    """
+    compute = DTYPE_BYTES[dtype]
+    master = max(compute, 4)
+    parameters = count_parameters(config).total
+    tokens = micro_batch_size * seq_len
+    per_layer = [
+        layer_activation_bytes(config, num_experts=experts, dtype=dtype)
+        for experts in config.experts_per_layer()
+    ]
+    layers = sum(per_layer)
+    if activation_checkpointing:
+        layers = len(per_layer) * config.dim * master + max(per_layer)
+    # Final norm and its output; logits in the compute dtype, and the loss's log-probabilities in FP32.
+    head = config.dim * (master + compute) + config.vocab_size * (compute + master)
+    return MemoryEstimate(
+        weights_bytes=parameters * master,
+        compute_copy_bytes=parameters * compute if compute < master else 0,
+        gradients_bytes=parameters * master,
+        optimizer_bytes=2 * parameters * master,
+        activations_bytes=tokens * (layers + head),
+    )

@@ -1,0 +1,114 @@
+"""A preallocated key-value cache: what attention keeps of the tokens it has seen."""
+
+import torch
+from torch import Tensor
+
+from expertmesh.config.model import ModelConfig
+from expertmesh.errors import ConfigError
+
+
+class KVCache:
+    """Keys and values of every layer for up to `max_len` tokens of every sequence, in one allocation.
+
+    The model announces new tokens once with `begin`, then every layer stores its part with `update`.
+
+    Args:
+        config: of the model.
+        batch_size: sequences.
+        max_len: most tokens per sequence, padding included; None: config.max_seq_len.
+        device: of the cache.
+        dtype: of keys and values: the compute dtype of the model.
+
+    Raises:
+        ConfigError: max_len is more than the model's longest sequence.
+
+    Attributes:
+        length: tokens stored so far.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        batch_size: int,
+        max_len: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocates the cache."""
+        max_len = config.max_seq_len if max_len is None else max_len
+        if max_len > config.max_seq_len:
+            raise ConfigError(
+                f"max_len={max_len}: a cache longer than the model's max_seq_len={config.max_seq_len};"
+                " ask for fewer tokens"
+            )
+        shape = (config.num_layers, batch_size, config.kv_heads, max_len, config.head_size)
+        self.max_len = max_len
+        self.length = 0
+        self._start = 0
+        self._k = torch.zeros(shape, device=device, dtype=dtype)
+        self._v = torch.zeros(shape, device=device, dtype=dtype)
+        self._is_token_BS: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of keys and values."""
+        return 2 * self._k.numel() * self._k.element_size()
+
+    def begin(
+        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Make room for new tokens. Does not synchronise with the device.
+
+        Args:
+            ids_BS: (B, S) the new tokens; only the shape and the device matter.
+            token_mask_BS: (B, S) bool, False for padding, which no later token looks at.
+
+        Returns:
+            (S,) positions of the new tokens, counted in columns of the batch, and a mask of shape (1 or B, 1, S, keys),
+            True where a query may look; None where plain causal attention serves.
+
+        Raises:
+            ConfigError: the cache has no room for S more tokens.
+        """
+        B, S = ids_BS.shape
+        self._start, end = self.length, self.length + S
+        if end > self.max_len:
+            raise ConfigError(
+                f"{end} tokens: the cache holds {self.max_len}; make a longer cache or ask for fewer tokens"
+            )
+        self.length = end
+        device = ids_BS.device
+        positions_S = torch.arange(self._start, end, device=device)
+        if token_mask_BS is not None and self._is_token_BS is None:
+            self._is_token_BS = torch.ones(B, self.max_len, dtype=torch.bool, device=device)
+        if self._is_token_BS is None:
+            if S == 1 or self._start == 0:
+                return positions_S, None
+            return positions_S, self._causal(positions_S)[None, None]
+        if token_mask_BS is not None:
+            self._is_token_BS[:, self._start : end] = token_mask_BS
+        keys = torch.arange(end, device=device)
+        # A padding token looks at itself, so that no row of the softmax is empty.
+        visible = self._is_token_BS[:, None, :end] | (keys == positions_S[:, None])
+        return positions_S, (self._causal(positions_S) & visible)[:, None]
+
+    def _causal(self, positions_S: Tensor) -> Tensor:
+        keys = torch.arange(self.length, device=positions_S.device)
+        return keys <= positions_S[:, None]
+
+    def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the announced tokens' keys and values of one layer.
+
+        Args:
+            layer_index: from 0.
+            k_BHSD: (B, kv_heads, S, head_size), rotated keys.
+            v_BHSD: values, of the same shape.
+
+        Returns:
+            Keys and values of all tokens so far: views of the cache, (B, kv_heads, length, head_size).
+        """
+        k, v = self._k[layer_index], self._v[layer_index]
+        k[:, :, self._start : self.length] = k_BHSD
+        v[:, :, self._start : self.length] = v_BHSD
+        return k[:, :, : self.length], v[:, :, : self.length]

@@ -1,0 +1,105 @@
+"""From logits to the next token: greedy, temperature, top-k, top-p."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        greedy: take the most likely token (the smallest id on a tie); the other options then have no effect.
+        temperature: logits are divided by this; above 0.
+        top_k: only the k most likely tokens stay; None: all.
+        top_p: of those, the fewest most likely tokens whose probabilities sum to at least p stay (nucleus sampling,
+            Holtzman et al. 2020); in (0, 1]; None: all.
+        seed: of the random numbers.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature={self.temperature}: must be above 0; use greedy for the most likely token"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(
+                f"top_k={self.top_k}: must be at least 1; leave it out to keep all tokens"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(
+                f"top_p={self.top_p}: must be above 0 and at most 1; leave it out to keep all tokens"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed}: must be from 0 to 2^63 - 1; choose another seed")
+
+
+def next_token_probs(logits_BV: Tensor, sampling: Sampling) -> Tensor:
+    """The distribution that the next token is drawn from.
+
+    Args:
+        logits_BV: (B, V), any float dtype.
+        sampling: temperature, top-k and top-p, applied in this order; `greedy` is not looked at.
+
+    Returns:
+        (B, V) FP64 probabilities. Where tokens tie at the edge of top-k or top-p, those with smaller ids stay.
+    """
+    scaled = logits_BV.double() / sampling.temperature
+    if sampling.top_k is None and sampling.top_p is None:
+        return scaled.softmax(-1)
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    if sampling.top_k is not None:
+        ordered[:, sampling.top_k :] = -torch.inf
+    probs = ordered.softmax(-1)
+    if sampling.top_p is not None:
+        before = probs.cumsum(-1) - probs
+        probs = probs.masked_fill(before >= sampling.top_p, 0.0)
+        # Rounding must not remove the most likely token, whose sum before it is 0 <= top_p.
+        probs = probs / probs.sum(-1, keepdim=True)
+    return torch.zeros_like(probs).scatter(-1, order, probs)
+
+
+def choose(logits_BV: Tensor, sampling: Sampling, *, uniform_B: Tensor | None = None) -> Tensor:
+    """The next token of every sequence.
+
+    Args:
+        logits_BV: (B, V), any float dtype.
+        sampling: how to choose.
+        uniform_B: (B,) FP64 numbers in [0, 1), one per sequence; needed unless greedy. The token is the one whose
+            interval of the cumulative distribution holds the number, so it depends on nothing else.
+
+    Returns:
+        (B,) int64 token ids, on the device of the logits.
+    """
+    if sampling.greedy:
+        return logits_BV.argmax(-1)
+    assert uniform_B is not None
+    cumulative = next_token_probs(logits_BV, sampling).cumsum(-1)
+    # Scaled by the last value, because rounding may leave that a little below 1.
+    threshold = uniform_B.to(cumulative)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+
+
+def sequence_generators(seed: int, batch_size: int) -> list[torch.Generator]:
+    """One CPU generator per sequence, so that a sequence's numbers do not depend on how many others there are."""
+    return [torch.Generator().manual_seed((seed + index) % 2**63) for index in range(batch_size)]
+
+
+def draw_uniform(generators: list[torch.Generator]) -> Tensor:
+    """(B,) FP64 numbers in [0, 1), one from each generator."""
+    draws = [torch.rand((), generator=g, dtype=torch.float64) for g in generators]
+    return torch.stack(draws)
