@@ -27,7 +27,15 @@ _HOME = {
     "TrainingDivergedError": "expertmesh.errors",
 }
 
-__all__ = [*_HOME, "functional"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "MoELayer",
+    "Routing",
+    "RoutingStats",
+    "TrainingDivergedError",
+    "functional",
+]
 
 
 def __getattr__(name: str) -> Any:
