@@ -21,6 +21,8 @@ FLOOR_ULPS = 2.0
 """Floor of the two-times rule in units of eps(dtype) * largest oracle value."""
 FP64_RELATIVE = 1e-10
 """Largest difference between two FP64 computations of the same thing, relative to the largest value."""
+FINITE_DIFFERENCE_RELATIVE = 1e-6
+"""Largest difference between a hand-written derivative and a central difference, relative to their size."""
 SMALLEST_SCALE = 1e-30
 """Stands for the largest value where everything is zero, so that a relative rule stays defined."""
 
@@ -133,6 +135,16 @@ def assert_close_fp64(ours: Array, oracle: Array, *, what: str, scale: float | N
     error = max_error(ours, oracle) / (scale or magnitude(oracle))
     assert error <= FP64_RELATIVE, (
         f"{what}: relative error {error:.3e}, allowed {FP64_RELATIVE:.0e}"
+    )
+
+
+def assert_close_to_difference(
+    derivative: float, difference: float, *, what: str, scale: float
+) -> None:
+    """Assert that a directional derivative equals a central difference, relative to `scale` (the gradient's size)."""
+    error = abs(derivative - difference) / max(scale, SMALLEST_SCALE)
+    assert error <= FINITE_DIFFERENCE_RELATIVE, (
+        f"{what}: {derivative!r} by hand, {difference!r} by differences"
     )
 
 

@@ -1,0 +1,243 @@
+"""The oracle of oracles: the whole layer as an FP64 NumPy loop over tokens and choices, with gradients by hand.
+
+Written from the semantics (docs/numerics.md), not from the layer's code, and slow on purpose.
+"""
+
+import numpy as np
+
+from expertmesh.testing.oracle_losses import (
+    balance_loss,
+    balance_loss_backward,
+    z_loss,
+    z_loss_backward,
+)
+from expertmesh.testing.oracle_mlp import MLP, mlp_of
+from expertmesh.testing.oracle_router import (
+    Routed,
+    capacity_of,
+    load_backward,
+    logits_backward,
+    route,
+    routing_groups,
+    scores_backward,
+    softmax,
+    softmax_backward,
+)
+from expertmesh.testing.oracle_types import Array, OracleInputs, OracleOptions, OracleOutput
+
+
+def oracle_forward(inputs: OracleInputs, options: OracleOptions) -> OracleOutput:
+    """Run the layer on T tokens; T = 0 is fine."""
+    x_TD = inputs.x_TD
+    mask_T = _mask(inputs)
+    routed = route(inputs, options)
+    ids_TK = np.where(mask_T[:, None], routed.ids_TK, options.num_experts)
+    routed.ids_TK, routed.raw_TK = (
+        ids_TK,
+        np.where(ids_TK < options.num_experts, routed.raw_TK, 0.0),
+    )
+    weights_TK = _weights(routed.raw_TK, np.ones(ids_TK.shape, dtype=bool), inputs, options)
+    kept_TK = _assign(ids_TK, weights_TK, inputs, options, routed.gaps)
+    final_TK = _weights(routed.raw_TK, kept_TK, inputs, options)
+    moe_TD = np.zeros_like(x_TD)
+    for t, x_D in enumerate(x_TD):
+        for k, e in enumerate(ids_TK[t]):
+            if kept_TK[t, k]:
+                moe_TD[t] += final_TK[t, k] * _expert(inputs, options, int(e)).forward(x_D)
+    y_TD = _beside_forward(inputs, options, moe_TD, mask_T)
+    counts_E = np.array([(ids_TK == e).sum() for e in range(options.num_experts)], dtype=np.int64)
+    return OracleOutput(
+        y_TD=y_TD,
+        aux_loss=options.aux_loss_weight * balance_loss(routed, mask_T, options),
+        z_loss=options.z_loss_weight * z_loss(routed, mask_T, options),
+        num_tokens_per_expert_E=counts_E,
+        num_dropped=int((ids_TK < options.num_experts).sum() - kept_TK.sum()),
+        topk_expert_ids_TK=ids_TK,
+        topk_weights_TK=weights_TK,
+        kept_TK=kept_TK,
+        scores_TE=routed.scores_TE,
+        logits_TE=routed.logits_TE,
+        margin=min([abs(g) for g in routed.gaps if g != 0.0], default=np.inf),
+        tape={"routed": routed, "final_TK": final_TK, "moe_TD": moe_TD, "mask_T": mask_T},
+    )
+
+
+def oracle_backward(
+    inputs: OracleInputs,
+    options: OracleOptions,
+    output: OracleOutput,
+    dy_TD: Array,
+    *,
+    dlosses: float = 1.0,
+) -> dict[str, Array]:
+    """Gradients of sum(dy * y) + dlosses * (aux_loss + z_loss): of "x" and of every parameter by name."""
+    tape = output.tape
+    routed: Routed = tape["routed"]
+    mask_T, final_TK = tape["mask_T"], tape["final_TK"]
+    grads = {name: np.zeros_like(value) for name, value in inputs.params.items()}
+    dmoe_TD, dx_TD = _beside_backward(inputs, options, tape["moe_TD"], dy_TD, mask_T, grads)
+    dfinal_TK = np.zeros_like(final_TK)
+    for t, x_D in enumerate(inputs.x_TD):
+        for k, e in enumerate(output.topk_expert_ids_TK[t]):
+            if output.kept_TK[t, k]:
+                expert = _expert(inputs, options, int(e))
+                into = mlp_of(grads, "experts.", options.activation, int(e))
+                dfinal_TK[t, k] = float(expert.forward(x_D) @ dmoe_TD[t])
+                dx_TD[t] += expert.backward(x_D, final_TK[t, k] * dmoe_TD[t], into)
+    draw_TK = _weights_backward(routed.raw_TK, dfinal_TK, output.kept_TK, inputs, options)
+    dprobabilities_TE, dload_TE = balance_loss_backward(
+        routed, mask_T, options, dlosses * options.aux_loss_weight
+    )
+    dlogits_TE = scores_backward(routed, draw_TK, dprobabilities_TE, options)
+    dlogits_TE += load_backward(inputs, routed, dload_TE, options)
+    dlogits_TE += z_loss_backward(routed, mask_T, options, dlosses * options.z_loss_weight)
+    dx_TD += logits_backward(inputs, routed, dlogits_TE, options, grads)
+    return {"x": dx_TD, **grads}
+
+
+def _mask(inputs: OracleInputs) -> Array:
+    num_tokens = len(inputs.x_TD)
+    if inputs.token_mask_T is None:
+        return np.ones(num_tokens, dtype=bool)
+    return np.asarray(inputs.token_mask_T, dtype=bool).reshape(num_tokens)
+
+
+def _expert(inputs: OracleInputs, options: OracleOptions, e: int) -> MLP:
+    return mlp_of(dict(inputs.params), "experts.", options.activation, e)
+
+
+def _divides(options: OracleOptions, slots: int) -> str:
+    """Which sum the weights are divided by: none, topk or kept."""
+    if options.normalize_weights != "auto":
+        return options.normalize_weights
+    return "topk" if slots > 1 and options.router != "expert_choice" else "none"
+
+
+def _weights(raw_TK: Array, kept_TK: Array, inputs: OracleInputs, options: OracleOptions) -> Array:
+    """Routing weights; those of rows that are not kept count in the sum of "topk" but not in that of "kept"."""
+    if inputs.weights_TK is not None:
+        return np.asarray(inputs.weights_TK, dtype=np.float64) * _mask(inputs)[:, None]
+    how = _divides(options, raw_TK.shape[1])
+    weights_TK = np.zeros_like(raw_TK)
+    for t, raw_K in enumerate(raw_TK):
+        total = {"none": 1.0, "topk": raw_K.sum(), "kept": (raw_K * kept_TK[t]).sum()}[how]
+        weights_TK[t] = raw_K / total if total > 0 else 0.0
+    return weights_TK * options.weight_scale
+
+
+def _weights_backward(
+    raw_TK: Array, dfinal_TK: Array, kept_TK: Array, inputs: OracleInputs, options: OracleOptions
+) -> Array:
+    draw_TK = np.zeros_like(raw_TK)
+    if inputs.weights_TK is not None:
+        return draw_TK
+    how = _divides(options, raw_TK.shape[1])
+    for t, raw_K in enumerate(raw_TK):
+        d_K = dfinal_TK[t] * kept_TK[t] * options.weight_scale
+        counted_K = kept_TK[t] if how == "kept" else np.ones_like(kept_TK[t])
+        total = (raw_K * counted_K).sum()
+        if how == "none":
+            draw_TK[t] = d_K
+        elif total > 0:
+            draw_TK[t] = d_K / total - counted_K * float(d_K @ raw_K) / total**2
+    return draw_TK
+
+
+def _assign(
+    ids_TK: Array,
+    weights_TK: Array,
+    inputs: OracleInputs,
+    options: OracleOptions,
+    gaps: list[float],
+) -> Array:
+    """(T, K) bool: rows that exist and are not dropped."""
+    kept_TK = ids_TK < options.num_experts
+    mask_T = _mask(inputs)
+    for members in routing_groups(len(ids_TK), options.routing_group_size):
+        limit = _limit(int(mask_T[members].sum()) if len(members) else 0, options)
+        if limit is None:
+            continue
+        for e in range(options.num_experts):
+            queue = [(k, t) for k in range(ids_TK.shape[1]) for t in members if ids_TK[t, k] == e]
+            if options.drop_policy == "priority":
+                key = [-weights_TK[t, k] for k, t in queue]
+            elif options.drop_policy == "random":
+                assert inputs.keys_TK is not None or len(queue) <= limit, "random drops need keys"
+                key = [0.0 if inputs.keys_TK is None else inputs.keys_TK[t, k] for k, t in queue]
+            else:
+                key = [0.0 for _ in queue]
+            order = sorted(range(len(queue)), key=lambda i: (key[i], queue[i]))
+            for i in order[limit:]:
+                kept_TK[queue[i][1], queue[i][0]] = False
+            if limit < len(queue):
+                gaps.append(key[order[limit]] - key[order[limit - 1]])
+    return kept_TK
+
+
+def _limit(num_valid: int, options: OracleOptions) -> int | None:
+    """Most rows per expert in a group with `num_valid` tokens; None: no limit."""
+    if options.router == "expert_choice":
+        return None
+    limits = []
+    if options.capacity_factor is not None:
+        limits.append(capacity_of(num_valid, options))
+    if options.max_capacity_factor is not None:
+        bound = OracleOptions(
+            num_experts=options.num_experts,
+            top_k=options.top_k,
+            min_capacity=options.min_capacity,
+            capacity_factor=options.max_capacity_factor,
+        )
+        limits.append(capacity_of(num_valid, bound))
+    return min(limits) if limits else None
+
+
+def _beside_forward(
+    inputs: OracleInputs, options: OracleOptions, moe_TD: Array, mask_T: Array
+) -> Array:
+    """Residual mixture and shared experts: y = a moe + b mlp + shared, (a, b) = softmax(W x + b)."""
+    params = dict(inputs.params)
+    y_TD = moe_TD.copy()
+    for t, x_D in enumerate(inputs.x_TD):
+        if "residual_mlp.w_in" in params:
+            a, b = _coefficients(params, x_D)
+            mlp = mlp_of(params, "residual_mlp.", options.activation)
+            y_TD[t] = a * moe_TD[t] + b * mlp.forward(x_D)
+        if "shared_experts.w_in" in params:
+            y_TD[t] += mlp_of(params, "shared_experts.", options.activation).forward(x_D)
+    return y_TD
+
+
+def _coefficients(params: dict[str, Array], x_D: Array) -> Array:
+    weight, bias = params["residual_coefficient.weight"], params["residual_coefficient.bias"]
+    return softmax(weight @ x_D + bias)
+
+
+def _beside_backward(
+    inputs: OracleInputs,
+    options: OracleOptions,
+    moe_TD: Array,
+    dy_TD: Array,
+    mask_T: Array,
+    grads: dict[str, Array],
+) -> tuple[Array, Array]:
+    """Gradients of the routed part's output and, so far, of x."""
+    params = dict(inputs.params)
+    dmoe_TD, dx_TD = np.array(dy_TD, dtype=np.float64), np.zeros_like(inputs.x_TD)
+    for t, x_D in enumerate(inputs.x_TD):
+        if "residual_mlp.w_in" in params:
+            mlp = mlp_of(params, "residual_mlp.", options.activation)
+            into = mlp_of(grads, "residual_mlp.", options.activation)
+            ab = _coefficients(params, x_D)
+            dab = np.array([dy_TD[t] @ moe_TD[t], dy_TD[t] @ mlp.forward(x_D)])
+            dlogits = softmax_backward(ab, dab)
+            grads["residual_coefficient.weight"] += np.outer(dlogits, x_D)
+            grads["residual_coefficient.bias"] += dlogits
+            dx_TD[t] += params["residual_coefficient.weight"].T @ dlogits
+            dmoe_TD[t] = ab[0] * dy_TD[t]
+            dx_TD[t] += mlp.backward(x_D, ab[1] * dy_TD[t], into)
+        if "shared_experts.w_in" in params:
+            into = mlp_of(grads, "shared_experts.", options.activation)
+            shared = mlp_of(params, "shared_experts.", options.activation)
+            dx_TD[t] += shared.backward(x_D, dy_TD[t], into)
+    return dmoe_TD, dx_TD

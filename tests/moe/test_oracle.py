@@ -1,0 +1,221 @@
+"""The oracle itself: its hand-written gradients against finite differences, and that it notices injected faults."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from expertmesh.testing import numerics
+from expertmesh.testing.loop_layer import LoopInputs, loop_forward
+from expertmesh.testing.oracle import oracle_backward, oracle_forward
+from expertmesh.testing.oracle_types import OracleInputs, OracleOptions
+
+T, D, F, E, K = 9, 5, 6, 4, 2
+COSINE_DIM = 3
+
+
+def make_params(rng, options, *, bias=True, shared=True, residual=True):
+    """Random FP64 parameters under the layer's names."""
+    groups = 2 if options.activation in ("swiglu", "geglu", "reglu") else 1
+    n = options.num_experts
+    params = {
+        "experts.w_in": rng.normal(size=(n, groups, F, D)),
+        "experts.w_out": rng.normal(size=(n, D, F)),
+    }
+    if options.router == "cosine":
+        params["router.proj.weight"] = rng.normal(size=(COSINE_DIM, D))
+        params["router.expert_embeddings"] = rng.normal(size=(n, COSINE_DIM))
+        params["router.log_scale"] = np.array(0.7)
+    elif options.router != "hash":
+        params["router.proj.weight"] = rng.normal(size=(n, D))
+    if bias:
+        params["experts.b_in"] = rng.normal(size=(n, groups, F))
+        params["experts.b_out"] = rng.normal(size=(n, D))
+    for prefix, wanted in (("shared_experts.", shared), ("residual_mlp.", residual)):
+        if wanted:
+            params[prefix + "w_in"] = rng.normal(size=(groups, F, D))
+            params[prefix + "w_out"] = rng.normal(size=(D, F))
+            params[prefix + "b_in"] = rng.normal(size=(groups, F))
+            params[prefix + "b_out"] = rng.normal(size=D)
+    if residual:
+        params["residual_coefficient.weight"] = rng.normal(size=(2, D))
+        params["residual_coefficient.bias"] = rng.normal(size=2)
+    return params
+
+
+BASE = OracleOptions(num_experts=E, top_k=K, aux_loss_weight=0.7, z_loss_weight=0.3)
+TIGHT = {"capacity_factor": 0.75, "min_capacity": 1}
+CASES = {
+    "plain": {},
+    "sigmoid": {"score_function": "sigmoid", "weight_scale": 2.5},
+    "after_topk": {"score_function": "softmax_after_topk", "logit_temperature": 0.6},
+    "unnormalised": {"normalize_weights": "none"},
+    "top1": {"top_k": 1},
+    "all": {"top_k": E, "activation": "relu2"},
+    "kept_first": {"normalize_weights": "kept", **TIGHT},
+    "priority_groups": {"drop_policy": "priority", "routing_group_size": 4, **TIGHT},
+    "random": {"drop_policy": "random", "activation": "geglu", **TIGHT},
+    "dropped_sigmoid_kept": {"score_function": "sigmoid", "normalize_weights": "kept", **TIGHT},
+    "importance": {
+        "balance_loss": "importance_load",
+        "routing_group_size": 5,
+        "activation": "reglu",
+    },
+    "load": {"balance_loss": "importance_load", "router_noise": "gaussian", "activation": "gelu"},
+    "cosine": {"router": "cosine", "activation": "silu"},
+    "expert_choice": {"router": "expert_choice", "routing_group_size": 5},
+    "expert_choice_kept": {"router": "expert_choice", "normalize_weights": "kept"},
+    "hash": {"router": "hash"},
+    "expert_groups": {"num_expert_groups": 2, "num_limited_groups": 1, "activation": "relu"},
+    "global_loss": {"balance_loss_scope": "global", "routing_group_size": 4},
+    "bound": {"max_capacity_factor": 0.5, "min_capacity": 1},
+}
+
+
+def make_case(name, *, mask=True, seed=0):
+    """Inputs and options of a named case."""
+    rng = np.random.default_rng(seed)
+    options = dataclasses.replace(BASE, **CASES[name])
+    inputs = OracleInputs(
+        x_TD=rng.normal(size=(T, D)),
+        params=make_params(rng, options),
+        token_mask_T=rng.random(T) < 0.8 if mask else None,
+        noise_TE=rng.normal(size=(T, E)) if options.router_noise == "gaussian" else None,
+        keys_TK=rng.random((T, options.top_k)) if options.drop_policy == "random" else None,
+        input_factor_TD=rng.uniform(0.9, 1.1, size=(T, D)),
+        expert_ids_TK=rng.permuted(np.tile(np.arange(E), (T, 1)), axis=1)[:, : options.top_k]
+        if options.router == "hash"
+        else None,
+    )
+    return inputs, options
+
+
+def objective(inputs, options, dy_TD):
+    out = oracle_forward(inputs, options)
+    return float((out.y_TD * dy_TD).sum()) + out.aux_loss + out.z_loss
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hand_written_gradients_equal_finite_differences(name):
+    inputs, options = make_case(name)
+    rng = np.random.default_rng(1)
+    dy_TD = rng.normal(size=(T, D))
+    grads = oracle_backward(inputs, options, oracle_forward(inputs, options), dy_TD)
+    step = 1e-5
+    assert set(grads) == {"x", *inputs.params}
+    for key, grad in grads.items():
+        direction = rng.normal(size=grad.shape)
+        value = inputs.x_TD if key == "x" else inputs.params[key]
+
+        def moved(sign, key=key, value=value, direction=direction):
+            new = value + sign * step * direction
+            if key == "x":
+                return dataclasses.replace(inputs, x_TD=new)
+            return dataclasses.replace(inputs, params={**inputs.params, key: new})
+
+        difference = (
+            objective(moved(1), options, dy_TD) - objective(moved(-1), options, dy_TD)
+        ) / (2 * step)
+        numerics.assert_close_to_difference(
+            float((grad * direction).sum()),
+            difference,
+            what=key,
+            scale=1.0 + float(np.abs(grad).sum()),
+        )
+
+
+def loop_case(inputs, options, dtype, *, requires_grad=True):
+    """The same call for the plain PyTorch loop, with the oracle's choice."""
+    out = oracle_forward(inputs, options)
+
+    def tensor(a):
+        return None if a is None else torch.tensor(a, dtype=dtype)
+
+    params = {k: tensor(v).requires_grad_(requires_grad) for k, v in inputs.params.items()}
+    mask = np.ones(T, dtype=bool) if inputs.token_mask_T is None else inputs.token_mask_T
+    loop = LoopInputs(
+        x_TD=tensor(inputs.x_TD).requires_grad_(requires_grad),
+        params=params,
+        expert_ids_TK=torch.tensor(out.topk_expert_ids_TK),
+        kept_TK=torch.tensor(out.kept_TK),
+        mask_T=torch.tensor(mask),
+        input_factor_TD=tensor(inputs.input_factor_TD),
+        noise_TE=tensor(inputs.noise_TE),
+    )
+    return out, loop
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loop_and_autograd_equal_the_oracle_in_fp64(name):
+    inputs, options = make_case(name, mask=name != "load")
+    out, loop = loop_case(inputs, options, torch.float64)
+    dy_TD = np.random.default_rng(1).normal(size=(T, D))
+    y, aux, z = loop_forward(loop, options)
+    numerics.assert_close_fp64(y, out.y_TD, what="y")
+    numerics.assert_close_fp64(aux, out.aux_loss, what="aux_loss")
+    numerics.assert_close_fp64(z, out.z_loss, what="z_loss")
+    ((y * torch.tensor(dy_TD)).sum() + aux + z).backward()
+    grads = oracle_backward(inputs, options, out, dy_TD)
+    for key, tensor in {"x": loop.x_TD, **loop.params}.items():
+        grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        numerics.assert_close_fp64(grad, grads[key], what=f"gradient of {key}")
+
+
+def test_the_cases_are_not_trivial():
+    """The cases drop rows, mask tokens and have non-zero losses where they claim to."""
+    for name in ("kept_first", "priority_groups", "random", "bound"):
+        inputs, options = make_case(name)
+        assert oracle_forward(inputs, options).num_dropped > 0, name
+    for name in set(CASES) - {"hash"}:
+        inputs, options = make_case(name)
+        out = oracle_forward(inputs, options)
+        assert out.aux_loss > 0 and out.z_loss > 0, name
+
+
+FAULTS = {
+    "half a percent of scale": lambda y, w: (y * 1.005, w),
+    "gate and up swapped": lambda y, w: (y, {**w, "experts.w_in": w["experts.w_in"].flip(1)}),
+    "one row dropped": lambda y, w: (torch.cat([torch.zeros_like(y[:1]), y[1:]]), w),
+    "two experts swapped": lambda y, w: (y, {**w, "experts.w_out": w["experts.w_out"].roll(1, 0)}),
+    "one element of a bias": lambda y, w: (
+        y,
+        {**w, "experts.b_out": w["experts.b_out"] + 0.01 * torch.eye(E, D, dtype=y.dtype)},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_two_times_rule_notices_faults(fault):
+    """Without a fault FP32 passes the rule; with one it does not."""
+    inputs, options = make_case("plain", mask=False)
+    out, loop = loop_case(inputs, options, torch.float32, requires_grad=False)
+    reference = loop_forward(loop, options)[0]
+    numerics.assert_two_times(reference, reference, out.y_TD, what="no fault")
+    y, params = FAULTS[fault](reference, loop.params)
+    if params is not loop.params:
+        y = loop_forward(dataclasses.replace(loop, params=params), options)[0]
+    with pytest.raises(AssertionError, match="allowed"):
+        numerics.assert_two_times(y, reference, out.y_TD, what=fault)
+
+
+def test_the_two_times_rule_notices_nan_shape_and_dtype():
+    good = torch.ones(3)
+    numerics.assert_two_times(good, good, np.ones(3), what="good")
+    for bad in (
+        torch.tensor([1.0, float("nan"), 1.0]),
+        torch.ones(4),
+        torch.ones(3, dtype=torch.float64),
+    ):
+        with pytest.raises(AssertionError):
+            numerics.assert_two_times(bad, good, np.ones(3), what="bad")
+
+
+def test_uniform_routing_has_a_balance_loss_of_one():
+    """Zero logits make every probability 1/E; any choice gives 1.0 times the weight."""
+    inputs, options = make_case("plain", mask=False)
+    inputs = dataclasses.replace(
+        inputs, params={**inputs.params, "router.proj.weight": np.zeros((E, D))}
+    )
+    out = oracle_forward(inputs, options)
+    numerics.assert_close_fp64(out.aux_loss, options.aux_loss_weight, what="uniform")
