@@ -1,7 +1,9 @@
 """What all configuration models share: frozen, no unknown keys, one-line errors. Never imports torch."""
 
 import difflib
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -207,3 +209,9 @@ def _rule_and_fix(found: ErrorDetails, default: object) -> tuple[str, str]:
         rule = found["msg"][:1].lower() + found["msg"][1:]
     usable = default is not None and not isinstance(default, BaseModel)
     return rule, f"for example {shown(default)}" if usable else "change it or leave it out"
+
+
+def user_cache_dir() -> Path:
+    """Folder for what can be computed again: $XDG_CACHE_HOME/expertmesh, or ~/.cache/expertmesh."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "expertmesh"

@@ -1,0 +1,83 @@
+"""Byte-level BPE (Radford et al. 2019, 2.2; Sennrich et al. 2016), trained on the training split only."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from expertmesh.errors import CheckpointError
+
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = 0
+"""Its id in every tokenizer trained here."""
+TRAINING_BYTES = 16_000_000
+"""The merges are learned from about so many bytes of the training split; more changes little."""
+
+
+def train_tokenizer(training_texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+    """Learn the merges.
+
+    Args:
+        training_texts: documents of the training split; about the first `TRAINING_BYTES` characters are used.
+        vocab_size: tokens at most, at least 257: the 256 bytes and the end of text.
+
+    Returns:
+        A tokenizer that encodes any text without loss and treats `END_OF_TEXT` in a text as text.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first_bytes(training_texts, TRAINING_BYTES), trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer that a run saved.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises plain Exception.
+        reason = " ".join(str(error).split())[:120]
+        raise CheckpointError(
+            f"{path}: is not a readable tokenizer ({reason}); restore the file or train again"
+        ) from None
+    # Not in the file: without it a text that quotes the end-of-text token would become that token.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
+    """Bytes of text that every token stands for.
+
+    Args:
+        tokenizer: byte-level BPE.
+        vocab_size: V of the model, at least the tokenizer's.
+
+    Returns:
+        (V,) int64; 0 for the end of text and for ids without a token.
+    """
+    sizes = np.zeros(vocab_size, dtype=np.int64)
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
+        if token != END_OF_TEXT:
+            sizes[token_id] = len(token)  # A byte-level vocabulary writes each byte as one character.
+    return sizes
+
+
+def _first_bytes(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
+    seen = 0
+    for text in texts:
+        if seen >= num_bytes:
+            return
+        seen += len(text)
+        yield text
