@@ -1,7 +1,20 @@
-"""The operators without the layer: what another mixture-of-experts system needs to use them."""
+"""Operators and losses for other mixture-of-experts systems: what our layer is made of, without the layer."""
 
+from expertmesh.moe.assignment import count_choices
+from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
 from expertmesh.ops.moe_mlp import moe_mlp
 from expertmesh.ops.permute import combine, permute, unpermute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 
-__all__ = ["RouteMetadata", "combine", "moe_mlp", "permute", "route_metadata", "unpermute"]
+__all__ = [
+    "RouteMetadata",
+    "combine",
+    "count_choices",
+    "importance_load_loss",
+    "moe_mlp",
+    "permute",
+    "route_metadata",
+    "router_z_loss",
+    "switch_loss",
+    "unpermute",
+]

@@ -1,68 +1,143 @@
-"""The routed experts (grouped) and the dense MLPs beside them."""
+"""The routed experts (grouped tensors, or a module of the user's per expert) and the dense MLPs beside them."""
+
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.moe.init import init_normal_
-
-GATED = frozenset({"swiglu", "geglu", "reglu"})
-
-
-def activate(h: Tensor, activation: str) -> Tensor:
-    """(..., G, F) pre-activations -> (..., F)."""
-    if activation in GATED:
-        gate, up = h.unbind(-2)
-        fn = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu}[activation]
-        return fn(gate) * up
-    h = h.squeeze(-2)
-    if activation == "gelu":
-        return F.gelu(h)
-    if activation == "silu":
-        return F.silu(h)
-    return F.relu(h) if activation == "relu" else F.relu(h).square()
+from expertmesh.ops.activation import activate, num_branches
+from expertmesh.ops.moe_mlp import moe_mlp
+from expertmesh.ops.permute import combine, permute
+from expertmesh.ops.route_metadata import route_metadata
 
 
 class DenseMLP(nn.Module):
-    """Shared experts or the residual MLP: w_in (G, F, D), w_out (D, F)."""
+    """A feed-forward block that every token passes: shared experts, or the residual MLP of PR-MoE.
 
-    def __init__(self, *, dim: int, hidden_dim: int, activation: str, bias: bool, device=None, dtype=None) -> None:
+    Parameters: w_in (G, F, D) with G = 2 (gate, up) for gated activations and 1 otherwise, w_out (D, F), and with
+    bias b_in (G, F), b_out (D,).
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        hidden_dim: int,
+        activation: str,
+        bias: bool,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate the parameters; the layer initialises them."""
         super().__init__()
-        groups = 2 if activation in GATED else 1
-        kw = {"device": device, "dtype": dtype}
+        branches = num_branches(activation)
         self.activation = activation
-        self.w_in = nn.Parameter(torch.empty(groups, hidden_dim, dim, **kw))
-        self.w_out = nn.Parameter(torch.empty(dim, hidden_dim, **kw))
-        self.b_in = nn.Parameter(torch.zeros(groups, hidden_dim, **kw)) if bias else None
-        self.b_out = nn.Parameter(torch.zeros(dim, **kw)) if bias else None
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        self.w_in = parameter(branches, hidden_dim, dim)
+        self.w_out = parameter(dim, hidden_dim)
+        self.b_in = parameter(branches, hidden_dim) if bias else None
+        self.b_out = parameter(dim) if bias else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """(T, D) -> (T, D)."""
+        """(T, D) -> (T, D), in x's dtype or autocast's."""
         b_in = None if self.b_in is None else self.b_in.flatten()
-        h = F.linear(x_TD, self.w_in.flatten(0, 1), b_in).unflatten(-1, self.w_in.shape[:2])
-        return F.linear(activate(h, self.activation), self.w_out, self.b_out)
+        h_TGF = F.linear(x_TD, self.w_in.flatten(0, 1), b_in).unflatten(-1, self.w_in.shape[:2])
+        return F.linear(activate(h_TGF, self.activation), self.w_out, self.b_out)
 
 
 class GroupedExperts(nn.Module):
-    """E experts in two tensors: w_in (E, G, F, D), w_out (E, D, F)."""
+    """E experts in stacked tensors, run by one autograd operator (`expertmesh.functional.moe_mlp`).
 
-    def __init__(self, *, num_experts: int, dim: int, hidden_dim: int, activation: str, bias: bool, device=None, dtype=None) -> None:
+    Parameters: w_in (E, G, F, D), w_out (E, D, F), and with bias b_in (E, G, F), b_out (E, D).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        dim: int,
+        hidden_dim: int,
+        activation: str,
+        bias: bool,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Allocate the parameters; the layer initialises them."""
         super().__init__()
-        groups = 2 if activation in GATED else 1
-        kw = {"device": device, "dtype": dtype}
-        self.activation = activation
-        self.w_in = nn.Parameter(torch.empty(num_experts, groups, hidden_dim, dim, **kw))
-        self.w_out = nn.Parameter(torch.empty(num_experts, dim, hidden_dim, **kw))
-        self.b_in = nn.Parameter(torch.zeros(num_experts, groups, hidden_dim, **kw)) if bias else None
-        self.b_out = nn.Parameter(torch.zeros(num_experts, dim, **kw)) if bias else None
+        branches = num_branches(activation)
+        self.num_experts, self.activation, self.backend = num_experts, activation, backend
 
-    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts' outputs; ids equal to E are skipped."""
-        y = torch.zeros_like(x_TD, dtype=weights_TK.dtype)
-        for e in range(self.w_in.shape[0]):
-            t, k = (ids_TK == e).nonzero(as_tuple=True)
-            b_in = None if self.b_in is None else self.b_in[e].flatten()
-            h = F.linear(x_TD[t], self.w_in[e].flatten(0, 1), b_in).unflatten(-1, self.w_in.shape[1:3])
-            out = F.linear(activate(h, self.activation), self.w_out[e], None if self.b_out is None else self.b_out[e])
-            y = y.index_add(0, t, out.to(y.dtype) * weights_TK[t, k, None])
-        return y.to(x_TD.dtype)
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        self.w_in = parameter(num_experts, branches, hidden_dim, dim)
+        self.w_out = parameter(num_experts, dim, hidden_dim)
+        self.b_in = parameter(num_experts, branches, hidden_dim) if bias else None
+        self.b_out = parameter(num_experts, dim) if bias else None
+
+    def forward(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, *, max_rows: int | None
+    ) -> Tensor:
+        """Weighted sum of the chosen experts' outputs per token.
+
+        Args:
+            x_TD: (T, D).
+            expert_ids_TK: (T, K) in [0, E]; E is skipped.
+            weights_TK: (T, K).
+            max_rows: a bound on the ids below E that the caller guarantees.
+
+        Returns:
+            (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
+        """
+        metadata = route_metadata(
+            expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend
+        )
+        return moe_mlp(
+            x_TD,
+            self.w_in,
+            self.w_out,
+            weights_TK,
+            metadata,
+            activation=self.activation,
+            b_in_EGF=self.b_in,
+            b_out_ED=self.b_out,
+            backend=self.backend,
+        )
+
+
+class ExpertList(nn.ModuleList):
+    """One module of the user's per expert, each called on its own (n, D) rows with n > 0."""
+
+    def __init__(self, experts: Iterable[nn.Module], *, backend: str = "auto") -> None:
+        """Hold the modules; their parameters are named experts.INDEX.NAME."""
+        super().__init__(experts)
+        self.num_experts, self.backend = len(self), backend
+
+    def forward(
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, *, max_rows: int | None
+    ) -> Tensor:
+        """As GroupedExperts.forward, but waits for the number of rows of each expert on the host.
+
+        The routing weight multiplies an expert's output. An expert without a row is not called, so that its
+        parameters get no gradient (None).
+        """
+        metadata = route_metadata(
+            expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend
+        )
+        x_RD = permute(x_TD, metadata)
+        bounds = metadata.offsets_E.tolist()
+        rows = [
+            expert(x_RD[start:end])
+            for expert, start, end in zip(self, bounds, bounds[1:], strict=False)
+            if end > start
+        ]
+        dead = x_RD.new_zeros(x_RD.shape[0] - bounds[-1], x_TD.shape[1])
+        y_RD = torch.cat([*rows, dead.to(rows[0].dtype) if rows else dead])
+        weights_R = weights_TK.flatten()[metadata.slot_of_row_N.long()]
+        weighted_RD = y_RD.to(weights_R.dtype) * weights_R[:, None]
+        return combine(weighted_RD, metadata, expert_ids_TK.shape[1]).to(y_RD.dtype)

@@ -3,7 +3,7 @@
 import hashlib
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def _generator(seed: int, name: str, index: int | None) -> torch.Generator:
@@ -29,14 +29,34 @@ def init_normal_(param: Tensor, *, std: float, seed: int, name: str, per_expert:
     if param.is_meta:
         return
     if not per_expert:
-        values = torch.randn(param.shape, generator=_generator(seed, name, None), dtype=torch.float32)
+        values = torch.randn(
+            param.shape, generator=_generator(seed, name, None), dtype=torch.float32
+        )
         param.copy_(values.mul_(std))
         return
     for index, rows in enumerate(param):
-        values = torch.randn(rows.shape, generator=_generator(seed, name, index), dtype=torch.float32)
+        values = torch.randn(
+            rows.shape, generator=_generator(seed, name, index), dtype=torch.float32
+        )
         rows.copy_(values.mul_(std))
 
 
 def draw_seed() -> int:
     """A fresh 63-bit seed from torch's default generator, so that torch.manual_seed governs unseeded layers."""
     return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu").item())
+
+
+def reset_custom_modules(module: nn.Module, *, seed: int, name: str) -> None:
+    """Call `reset_parameters` of every submodule that has it, under a seed of its own; the global generator is left alone.
+
+    Args:
+        module: of the user.
+        seed: of the whole model.
+        name: of the module in the model.
+    """
+    for path, child in module.named_modules():
+        reset = getattr(child, "reset_parameters", None)
+        if callable(reset):
+            with torch.random.fork_rng():
+                torch.manual_seed(_generator(seed, f"{name}.{path}", None).initial_seed())
+                reset()

@@ -1,5 +1,7 @@
 """The mixture-of-experts layer: route -> assign -> dispatch -> experts -> combine (+ shared)."""
 
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -7,80 +9,525 @@ from torch import Tensor, nn
 
 from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.experts import DenseMLP, GroupedExperts
-from expertmesh.moe.init import draw_seed, init_normal_
-from expertmesh.moe.losses import switch_loss, z_loss
-from expertmesh.moe.router import TopKRouter
-from expertmesh.moe.types import RoutingStats
+from expertmesh.moe.assignment import (
+    Assignment,
+    CapacityOptions,
+    assign,
+    count_choices,
+    exact_ratio,
+    smaller_factor,
+)
+from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher
+from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
+from expertmesh.moe.init import draw_seed, init_normal_, reset_custom_modules
+from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
+from expertmesh.moe.random import fresh_key
+from expertmesh.moe.router import ROUTERS, full_precision, keep_full_precision
+from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, route
+from expertmesh.moe.selection import SelectionOptions
+from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
+from expertmesh.moe.validation import (
+    check_factor,
+    check_input,
+    check_options,
+    check_routing,
+    check_top_k,
+    flat_argument,
+)
 
 
 class MoELayer(nn.Module):
-    """A drop-in mixture-of-experts layer."""
+    """A mixture-of-experts layer: each token passes the K of E experts that a router chooses for it.
 
-    def __init__(self, *, dim: int, hidden_dim: int, num_experts: int, top_k: int, activation: str = "swiglu", bias: bool = False,
-                 num_shared_experts: int = 0, shared_hidden_dim: int | None = None, residual: bool = False, residual_hidden_dim: int | None = None,
-                 aux_loss_weight: float = 0.01, z_loss_weight: float = 0.0, dispatcher: Any = None, seed: int | None = None, layer_index: int = 0,
-                 device=None, dtype=None, **later: Any) -> None:
+    Parameters, by their names in `state_dict()`: `router.proj.weight` (E, D), `experts.w_in` (E, G, F, D) with G = 2
+    (gate, up) for gated activations and 1 otherwise, `experts.w_out` (E, D, F), with bias `experts.b_in` (E, G, F)
+    and `experts.b_out` (E, D); optional `shared_experts.*`, `residual_mlp.*`, `residual_coefficient.*`; buffers
+    `expert_bias_E` (with bias_update_rate) and `router.hash_key` (hash router). The router and the balancing bias stay
+    FP32 (FP64 in an FP64 layer) whatever the layer's dtype, under `layer.to(torch.bfloat16)` too.
+
+    Args:
+        dim: size of a token (D).
+        hidden_dim: hidden size of one expert (F).
+        num_experts: E.
+        top_k: experts per token (K), from 1 to E.
+        router: "topk" (linear), "cosine" (cosine of a projection with expert embeddings), "expert_choice" (experts
+            choose tokens), "hash" (by token id, nothing learned), or an nn.Module of your own: its forward takes x_TD, and
+            those of `token_mask_T`, `token_ids_T`, `token_index_T`, `top_k` that it names, and returns logits (T, E),
+            which are then scored and chosen from by the options below, or a RouterOutput, which is used as it is.
+        score_function: "softmax" over all experts, "sigmoid", or "softmax_after_topk" (over the chosen logits).
+        normalize_weights: divide the weights by their sum over the chosen experts ("topk"), or over those that survive
+            the capacity ("kept"); "none"; "auto": topk if top_k > 1, and none for expert_choice.
+        weight_scale: factor on the routing weights.
+        router_noise: "gumbel" or "gaussian" noise on the logits in training. It decides on the choice only: weights and
+            losses come from the clean logits (as DeepSpeed's RSample), so replaying the choice replays the weights.
+        router_noise_std: factor on the noise, in logits.
+        input_jitter: the router's input times a uniform factor in 1 +- this, in training.
+        input_dropout: dropout probability on the router's input, in training.
+        logit_temperature: the logits are divided by this.
+        num_expert_groups: groups of consecutive experts for group-limited routing; 1: no limit.
+        num_limited_groups: groups that a token may use: those with the largest sum of their two best scores.
+        bias_update_rate: step of `update_expert_bias`; above 0 the layer has the buffer `expert_bias_E`, which is added
+            to the scores for the choice only.
+        cosine_dim: size of the space in which the cosine router compares.
+        capacity_factor: rows per expert and routing group in training, as a ratio of the even share K * T_g / E;
+            None (or inf): dropless. For expert_choice None is 1.
+        eval_capacity_factor: the same in evaluation.
+        min_capacity: least rows per expert and routing group when a capacity is set.
+        max_capacity_factor: upper bound on the factor, for a dropless layer as well; None: no bound.
+        drop_policy: who stays when an expert is over capacity: "first", "priority" (by routing weight) or "random"
+            (in training; "first" in evaluation).
+        routing_group_size: tokens per routing group, for capacity and losses; None: all tokens of a call.
+        experts: an nn.ModuleList of E modules of your own, or a function from the expert's index to a module; each is
+            called on its (n, D) rows. They synchronise with the host. None: grouped experts.
+        activation: of the experts, the shared experts and the residual MLP.
+        bias: biases in them.
+        num_shared_experts: experts that every token passes: one dense MLP of this many times hidden_dim.
+        shared_hidden_dim: hidden size of that MLP; None: num_shared_experts * hidden_dim.
+        residual: PR-MoE's residual layer, y = a * MoE(x) + b * MLP(x) with (a, b) = softmax(W_c x + b_c) (arXiv
+            2201.05596, section 4.1.2). Shared experts are added outside.
+        residual_hidden_dim: hidden size of the residual MLP; None: hidden_dim.
+        balance_loss: "switch", "importance_load" or "none".
+        balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call.
+        aux_loss_weight: weight of the balance loss in `RoutingStats.aux_loss`.
+        z_loss_weight: weight of the router z-loss in `RoutingStats.z_loss`.
+        dispatcher: sends rows to other processes; None: all experts are here.
+        backend: "auto", "torch" or "reference": implementation of the operators.
+        seed: of the initial weights and the hash; None: from torch's default generator.
+        layer_index: makes weights and noise of the layers of one model differ.
+        device: of the parameters; "meta" allocates none.
+        dtype: of the parameters but the router's; None: torch's default.
+
+    Raises:
+        ConfigError: an option breaks a rule; one line with the value, the rule and the fix.
+    """
+
+    noise_key: Tensor
+    expert_bias_E: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int,
+        router: str | nn.Module = "topk",
+        score_function: str = "softmax",
+        normalize_weights: str = "auto",
+        weight_scale: float = 1.0,
+        router_noise: str = "none",
+        router_noise_std: float = 1.0,
+        input_jitter: float = 0.0,
+        input_dropout: float = 0.0,
+        logit_temperature: float = 1.0,
+        num_expert_groups: int = 1,
+        num_limited_groups: int = 1,
+        bias_update_rate: float = 0.0,
+        cosine_dim: int = 256,
+        capacity_factor: float | None = None,
+        eval_capacity_factor: float | None = None,
+        min_capacity: int = 4,
+        max_capacity_factor: float | None = None,
+        drop_policy: str = "random",
+        routing_group_size: int | None = None,
+        experts: nn.ModuleList | Callable[[int], nn.Module] | None = None,
+        activation: str = "swiglu",
+        bias: bool = False,
+        num_shared_experts: int = 0,
+        shared_hidden_dim: int | None = None,
+        residual: bool = False,
+        residual_hidden_dim: int | None = None,
+        balance_loss: str = "switch",
+        balance_loss_scope: str = "group",
+        aux_loss_weight: float = 0.01,
+        z_loss_weight: float = 0.0,
+        dispatcher: TokenDispatcher | None = None,
+        backend: str = "auto",
+        seed: int | None = None,
+        layer_index: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Build and initialise the layer; see the class for the arguments."""
+        options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        check_options(options)
         super().__init__()
-        if not 1 <= top_k <= num_experts:
-            raise ConfigError(f"top_k={top_k}: must be from 1 to num_experts={num_experts}; lower top_k or add experts")
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
+        self.layer_index, self.seed = layer_index, seed
+        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
+        self.max_capacity_factor, self.min_capacity = max_capacity_factor, min_capacity
+        self.drop_policy, self.routing_group_size = drop_policy, routing_group_size
+        self.balance_loss, self.balance_loss_scope = balance_loss, balance_loss_scope
         self.aux_loss_weight, self.z_loss_weight = aux_loss_weight, z_loss_weight
-        self.layer_index = layer_index
-        kw = {"device": device, "dtype": dtype}
-        self.router = TopKRouter(dim=dim, num_experts=num_experts, **kw)
-        self.experts = GroupedExperts(num_experts=num_experts, dim=dim, hidden_dim=hidden_dim, activation=activation, bias=bias, **kw)
-        shared = shared_hidden_dim or num_shared_experts * hidden_dim
-        self.shared_experts = DenseMLP(dim=dim, hidden_dim=shared, activation=activation, bias=bias, **kw) if shared else None
-        self.residual_mlp = self.residual_coefficient = None
-        if residual:
-            self.residual_mlp = DenseMLP(dim=dim, hidden_dim=residual_hidden_dim or hidden_dim, activation=activation, bias=bias, **kw)
-            self.residual_coefficient = nn.Linear(dim, 2, **kw)
-        self.dispatcher = dispatcher or LocalDispatcher()
-        self.reset_parameters(seed)
+        self.bias_update_rate = bias_update_rate
+        self.routing_options = RoutingOptions(
+            kind=router if isinstance(router, str) else "module",
+            noise=router_noise if router_noise_std > 0 else "none",
+            input_jitter=input_jitter,
+            input_dropout=input_dropout,
+            logit_temperature=logit_temperature,
+            with_load=balance_loss == "importance_load",
+            selection=SelectionOptions(
+                num_experts=num_experts,
+                score_function=score_function,
+                normalize_weights=normalize_weights,
+                weight_scale=weight_scale,
+                num_expert_groups=num_expert_groups,
+                num_limited_groups=num_limited_groups,
+                noise_std=router_noise_std,
+            ),
+        )
+        self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
+        self._build(options)
+        self._reset(self._seed(None), std=None, out_std=None, custom=False)
+
+    def _build(self, options: dict[str, Any]) -> None:
+        """Make submodules and buffers."""
+        place = {"device": options["device"], "dtype": options["dtype"]}
+        exact = full_precision(options["dtype"] or torch.get_default_dtype())
+        router, experts, E = options["router"], options["experts"], self.num_experts
+        if isinstance(router, str):
+            router = ROUTERS[router](
+                dim=self.dim,
+                num_experts=E,
+                cosine_dim=options["cosine_dim"],
+                device=options["device"],
+                dtype=exact,
+            )
+        self.router: nn.Module = router
+        mlp = {
+            "dim": self.dim,
+            "activation": options["activation"],
+            "bias": options["bias"],
+        } | place
+        hidden_dim, backend = options["hidden_dim"], options["backend"]
+        self.experts: GroupedExperts | ExpertList
+        if experts is None:
+            self.experts = GroupedExperts(
+                num_experts=E, hidden_dim=hidden_dim, backend=backend, **mlp
+            )
+        elif isinstance(experts, nn.ModuleList):
+            self.experts = ExpertList(experts, backend=backend)
+        else:
+            self.experts = ExpertList((experts(e) for e in range(E)), backend=backend)
+        shared_dim = options["shared_hidden_dim"] or options["num_shared_experts"] * hidden_dim
+        self.shared_experts = DenseMLP(hidden_dim=shared_dim, **mlp) if shared_dim else None
+        self.residual_mlp: DenseMLP | None = None
+        self.residual_coefficient: nn.Linear | None = None
+        if options["residual"]:
+            residual_dim = options["residual_hidden_dim"] or hidden_dim
+            self.residual_mlp = DenseMLP(hidden_dim=residual_dim, **mlp)
+            self.residual_coefficient = nn.Linear(self.dim, 2, **place)
+        bias_E = (
+            torch.zeros(E, device=options["device"], dtype=exact) if self.bias_update_rate else None
+        )
+        self.register_buffer("expert_bias_E", bias_E)
+        key = torch.zeros(2, dtype=torch.int64, device=options["device"])
+        self.register_buffer("noise_key", key, persistent=False)
+        self.noise_is_keyed = False
 
     @classmethod
-    def from_config(cls, moe: MoEConfig, *, dim: int, num_experts: int, activation: str, residual_hidden_dim: int | None = None,
-                    layer_index: int = 0, device=None, dtype=None) -> "MoELayer":
-        """Build from the configuration."""
-        options = moe.model_dump(exclude={"num_experts"})
-        return cls(dim=dim, num_experts=num_experts, activation=activation, residual_hidden_dim=residual_hidden_dim,
-                   layer_index=layer_index, device=device, dtype=dtype, **options)
-
-    def reset_parameters(self, seed: int | None = None, *, std: float | None = None, out_std: float | None = None) -> None:
-        """Initialise every parameter; std None: 1/sqrt(fan_in)."""
-        seed = draw_seed() if seed is None else seed
-        for name, p in self.named_parameters():
-            if name.split(".")[-1] in ("b_in", "b_out", "bias"):
-                nn.init.zeros_(p)
-                continue
-            given = out_std if name.endswith("w_out") else std
-            init_normal_(p, std=p.shape[-1] ** -0.5 if given is None else given, seed=seed,
-                         name=f"layers.{self.layer_index}.moe.{name}", per_expert=name.startswith("experts."))
-
-    def update_expert_bias(self, num_tokens_per_expert_E: Tensor) -> None:
-        """Aux-loss-free balancing step."""
-
-    def forward(self, x: Tensor, *, token_mask: Tensor | None = None, token_ids: Tensor | None = None, token_index: Tensor | None = None,
-                routing: Any = None, top_k: int | None = None, capacity_factor: float | None = None) -> tuple[Tensor, RoutingStats]:
-        """x (..., D) -> y like x, and the routing statistics."""
-        x_TD = x.reshape(-1, self.dim)
-        r = self.router(x_TD, top_k or self.top_k)
-        counts = torch.bincount(r.topk_expert_ids_TK.flatten(), minlength=self.num_experts)
-        sent = self.dispatcher.dispatch(x_TD, r.topk_expert_ids_TK, r.topk_weights_TK)
-        y = self.dispatcher.combine(self.experts(sent.x_TD, sent.expert_ids_TK, sent.weights_TK), sent)
-        if self.residual_mlp is not None:
-            a, b = self.residual_coefficient(x_TD).softmax(-1).unbind(-1)
-            y = a[:, None] * y + b[:, None] * self.residual_mlp(x_TD)
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x_TD)
-        stats = RoutingStats(
-            aux_loss=self.aux_loss_weight * switch_loss(r.scores_TE, counts),
-            z_loss=self.z_loss_weight * z_loss(r.logits_TE),
-            num_tokens_per_expert_E=counts,
-            num_dropped=torch.zeros((), dtype=torch.int64, device=x.device),
-            topk_expert_ids_TK=r.topk_expert_ids_TK.detach(),
-            topk_weights_TK=r.topk_weights_TK.detach(),
+    def from_config(
+        cls,
+        moe: MoEConfig,
+        *,
+        dim: int,
+        num_experts: int,
+        activation: str,
+        residual_hidden_dim: int | None = None,
+        layer_index: int = 0,
+        seed: int | None = None,
+        dispatcher: TokenDispatcher | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> "MoELayer":
+        """Build one layer of a model from its configuration; see the class for the arguments."""
+        return cls(
+            dim=dim,
+            num_experts=num_experts,
+            activation=activation,
+            residual_hidden_dim=residual_hidden_dim,
+            layer_index=layer_index,
+            seed=seed,
+            dispatcher=dispatcher,
+            device=device,
+            dtype=dtype,
+            **moe.model_dump(exclude={"num_experts"}),
         )
-        return y.reshape(x.shape), stats
+
+    def _seed(self, seed: int | None) -> int:
+        if seed is not None:
+            return seed
+        return draw_seed() if self.seed is None else self.seed
+
+    def reset_parameters(
+        self, seed: int | None = None, *, std: float | None = None, out_std: float | None = None
+    ) -> None:
+        """Draw every parameter anew and forget bias, noise key and, for custom modules, their own weights.
+
+        Values depend on (seed, layer_index, parameter name, expert) only: the same on any device, after construction on
+        the meta device, and on any number of ranks. Biases become zero. Custom routers and experts are reset by the
+        `reset_parameters` of their submodules.
+
+        Args:
+            seed: None: the one given at construction, else a fresh one from torch's default generator.
+            std: standard deviation of all matrices; None: 1 / sqrt(fan_in).
+            out_std: the same for the matrices back to D (w_out); None: std's rule.
+        """
+        self._reset(
+            self._seed(seed), std=std, out_std=std if out_std is None else out_std, custom=True
+        )
+
+    def _builtin_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.named_parameters():
+            custom_router = self.routing_options.kind == "module" and name.startswith("router.")
+            custom_expert = isinstance(self.experts, ExpertList) and name.startswith("experts.")
+            if not (custom_router or custom_expert):
+                yield name, parameter
+
+    @torch.no_grad()
+    def _reset(self, seed: int, *, std: float | None, out_std: float | None, custom: bool) -> None:
+        prefix = f"layers.{self.layer_index}.moe."
+        for name, parameter in self._builtin_parameters():
+            if name.endswith((".b_in", ".b_out", ".bias")):
+                parameter.zero_()
+            elif name == "router.log_scale":
+                parameter.fill_(math.log(2.0))  # a temperature of 0.5, as Tutel's
+            else:
+                given = out_std if name.endswith("w_out") else std
+                init_normal_(
+                    parameter,
+                    std=parameter.shape[-1] ** -0.5 if given is None else given,
+                    seed=seed,
+                    name=prefix + name,
+                    per_expert=name.startswith("experts."),
+                )
+        if self.routing_options.kind == "hash":
+            assert isinstance(self.router.hash_key, Tensor)
+            self.router.hash_key[0].fill_(seed)
+            self.router.hash_key[1].fill_(self.layer_index)
+        if self.expert_bias_E is not None:
+            self.expert_bias_E.zero_()
+        self.noise_key.zero_()
+        self.noise_is_keyed = False
+        if custom and self.routing_options.kind == "module":
+            reset_custom_modules(self.router, seed=seed, name=prefix + "router")
+        if custom and isinstance(self.experts, ExpertList):
+            for index, expert in enumerate(self.experts):
+                reset_custom_modules(expert, seed=seed, name=f"{prefix}experts.{index}")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoELayer":
+        before = self.expert_bias_E
+        super()._apply(fn, recurse)
+        if before is not None:
+            self.expert_bias_E = keep_full_precision(fn)(before)
+        return self
+
+    def extra_repr(self) -> str:
+        """One line for print(layer)."""
+        return (
+            f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"router={self.routing_options.kind}, capacity_factor={self.capacity_factor}"
+        )
+
+    @torch.no_grad()
+    def update_expert_bias(self, num_tokens_per_expert_E: Tensor) -> None:
+        """Aux-loss-free balancing: bias_e += rate * sign(mean load - load_e) (DeepSeek, arXiv 2408.15664, alg. 1).
+
+        Call it once per optimiser step with the counts of all micro-batches and all ranks. Does nothing when
+        bias_update_rate is 0. Does not synchronise.
+
+        Args:
+            num_tokens_per_expert_E: (E,) tokens per expert, as in RoutingStats.
+
+        Raises:
+            ConfigError: wrong shape.
+        """
+        if self.expert_bias_E is None:
+            return
+        if tuple(num_tokens_per_expert_E.shape) != (self.num_experts,):
+            raise ConfigError(
+                f"num_tokens_per_expert_E has shape {tuple(num_tokens_per_expert_E.shape)}; it must be "
+                f"({self.num_experts},); pass RoutingStats.num_tokens_per_expert_E, summed over calls"
+            )
+        load_E = num_tokens_per_expert_E.to(self.expert_bias_E)
+        self.expert_bias_E.add_((load_E.mean() - load_E).sign(), alpha=self.bias_update_rate)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_mask: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        token_index: Tensor | None = None,
+        routing: Routing | RoutingStats | None = None,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+    ) -> tuple[Tensor, RoutingStats]:
+        """Route every token through its experts.
+
+        Args:
+            x: (..., D), of the experts' dtype unless autocast is on.
+            token_mask: (...) bool, True for real tokens. The others take no expert's time, no capacity and no part in
+                losses and counts, may hold anything (NaN too), and their output is zero.
+            token_ids: (...) integer vocabulary ids; the hash router needs them.
+            token_index: (...) integer global indices of the tokens, which key the noise; None: 0 to T - 1.
+            routing: a choice to replay, before capacity. A Routing with weights uses these; without, and for the
+                RoutingStats of an earlier call, the weights are recomputed at the given ids.
+            top_k: for this call only.
+            capacity_factor: for this call only; inf: dropless.
+
+        Returns:
+            y of x's shape and dtype, and the routing statistics. With grouped experts it does not synchronise with a GPU.
+
+        Raises:
+            ConfigError: an argument does not fit the layer.
+        """
+        call = self._call_inputs(
+            x, token_mask, token_ids, token_index, routing, top_k, capacity_factor
+        )
+        routed = route(self.router, call, self.routing_options)
+        aux_loss, z_loss, counts_E = self._losses(routed, call)
+        assigned = self._assign(routed, call, capacity_factor)
+        sent = self.dispatcher.dispatch(
+            call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, max_rows=assigned.max_rows
+        )
+        partial_TD = self.experts(
+            sent.x_TD, sent.expert_ids_TK, sent.weights_TK, max_rows=sent.max_rows
+        )
+        y_TD = self._add_dense(call, self.dispatcher.combine(partial_TD, sent))
+        stats = RoutingStats(
+            aux_loss=aux_loss,
+            z_loss=z_loss,
+            num_tokens_per_expert_E=counts_E,
+            num_dropped=assigned.num_dropped,
+            topk_expert_ids_TK=routed.topk_expert_ids_TK.detach(),
+            topk_weights_TK=routed.topk_weights_TK.detach(),
+        )
+        return y_TD.to(x.dtype).reshape(x.shape), stats
+
+    def _call_inputs(
+        self,
+        x: Tensor,
+        token_mask: Tensor | None,
+        token_ids: Tensor | None,
+        token_index: Tensor | None,
+        routing: Routing | RoutingStats | None,
+        top_k: int | None,
+        capacity_factor: float | None,
+    ) -> CallInputs:
+        """Check and flatten the arguments of forward."""
+        weight = self.experts.w_in if isinstance(self.experts, GroupedExperts) else None
+        check_input(x, dim=self.dim, weight=weight)
+        check_factor("capacity_factor", capacity_factor)
+        if top_k is not None:
+            check_top_k(top_k, self.num_experts)
+        mask_T = (
+            None if token_mask is None else flat_argument("token_mask", token_mask, x, boolean=True)
+        )
+        ids_T = (
+            None if token_ids is None else flat_argument("token_ids", token_ids, x, boolean=False)
+        )
+        x_TD = x.reshape(-1, self.dim)
+        T = x_TD.shape[0]
+        if token_index is None:
+            index_T = torch.arange(T, device=x.device)
+        else:
+            index_T = flat_argument("token_index", token_index, x, boolean=False).to(torch.int64)
+        if mask_T is not None:
+            x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
+        if isinstance(routing, RoutingStats):
+            routing = Routing(routing.topk_expert_ids_TK)
+        if routing is not None:
+            check_routing(routing, num_tokens=T, num_experts=self.num_experts, top_k=top_k)
+            top_k = routing.expert_ids_TK.shape[1]
+        return CallInputs(
+            x_TD=x_TD,
+            token_mask_T=mask_T,
+            token_ids_T=ids_T,
+            token_index_T=index_T,
+            routing=routing,
+            top_k=self.top_k if top_k is None else top_k,
+            training=self.training,
+            noise_key=self._noise_key(x.device),
+            layer_index=self.layer_index,
+            expert_bias_E=self.expert_bias_E,
+            group_size=self.routing_group_size,
+            choice_factor=exact_ratio(self._factor(capacity_factor) or 1.0),
+        )
+
+    def _noise_key(self, device: torch.device) -> Tensor:
+        random_drop = self.drop_policy == "random" and self.routing_options.kind != "expert_choice"
+        draws = self.training and (random_drop or needs_noise(self.routing_options))
+        return fresh_key(device) if draws and not self.noise_is_keyed else self.noise_key
+
+    def _factor(self, capacity_factor: float | None) -> float | None:
+        """The capacity factor in force; None: dropless."""
+        if capacity_factor is None:
+            capacity_factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        return smaller_factor(capacity_factor, self.max_capacity_factor)
+
+    def _assign(
+        self, routed: RouterOutput, call: CallInputs, capacity_factor: float | None
+    ) -> Assignment:
+        """Apply the capacity; expert-choice routing has applied its own."""
+        factor = self._factor(capacity_factor)
+        if self.routing_options.kind == "expert_choice":
+            factor = None
+        random_in_eval = self.drop_policy == "random" and not self.training
+        return assign(
+            routed.topk_expert_ids_TK,
+            routed.topk_weights_TK,
+            num_experts=self.num_experts,
+            options=CapacityOptions(
+                factor=None if factor is None else exact_ratio(factor),
+                min_capacity=self.min_capacity,
+                policy="first" if random_in_eval else self.drop_policy,
+                group_size=self.routing_group_size,
+                renormalize=self.routing_options.selection.normalize_weights == "kept",
+            ),
+            token_mask_T=call.token_mask_T,
+            noise_key=call.noise_key,
+            token_index_T=call.token_index_T,
+            layer_index=self.layer_index,
+        )
+
+    def _losses(self, routed: RouterOutput, call: CallInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Weighted balance loss, weighted z-loss, and choices per expert before dropping."""
+        group_size = None if self.balance_loss_scope == "global" else self.routing_group_size
+        mask_T, scores_TE = call.token_mask_T, routed.scores_TE
+        zero = routed.topk_weights_TK.new_zeros(())
+        aux_loss, z_loss = zero, zero
+        counts_GE = count_choices(routed.topk_expert_ids_TK, self.num_experts, group_size)
+        with torch.autocast(call.x_TD.device.type, enabled=False):
+            if not self.aux_loss_weight or scores_TE is None:
+                pass
+            elif self.balance_loss == "switch":
+                aux_loss = self.aux_loss_weight * switch_loss(
+                    scores_TE, counts_GE, token_mask_T=mask_T, group_size=group_size
+                )
+            elif self.balance_loss == "importance_load":
+                aux_loss = self.aux_loss_weight * importance_load_loss(
+                    scores_TE,
+                    counts_GE,
+                    load_TE=routed.load_TE,
+                    token_mask_T=mask_T,
+                    group_size=group_size,
+                )
+            if self.z_loss_weight and routed.logits_TE is not None:
+                z_loss = self.z_loss_weight * router_z_loss(routed.logits_TE, token_mask_T=mask_T)
+        return aux_loss, z_loss, counts_GE.sum(0)
+
+    def _add_dense(self, call: CallInputs, y_TD: Tensor) -> Tensor:
+        """Mix in the residual MLP, add the shared experts, and hide masked tokens."""
+        x_TD = call.x_TD
+        if self.residual_mlp is not None:
+            assert self.residual_coefficient is not None
+            exact = full_precision(x_TD.dtype)
+            mix_T2 = self.residual_coefficient(x_TD).to(exact).softmax(-1)
+            y_TD = mix_T2[:, :1] * y_TD + mix_T2[:, 1:] * self.residual_mlp(x_TD)
+        if self.shared_experts is not None:
+            y_TD = y_TD + self.shared_experts(x_TD)
+        if call.token_mask_T is not None:
+            y_TD = y_TD.masked_fill(~call.token_mask_T[:, None], 0)
+        return y_TD

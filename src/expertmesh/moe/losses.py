@@ -1,17 +1,110 @@
-"""Balance losses and the router z-loss."""
+"""Balance losses and the router z-loss, normalised by the number of valid tokens."""
 
 import torch
 from torch import Tensor
 
-
-def switch_loss(scores_TE: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-    """E * sum_e f_e * P_e; 1.0 when uniform (Switch Transformer, eq. 4-6)."""
-    num_tokens, num_experts = scores_TE.shape
-    p_E = scores_TE.sum(0) / max(num_tokens, 1)
-    counts = num_tokens_per_expert_E.to(scores_TE.dtype)
-    return num_experts * torch.dot(counts / counts.sum().clamp(min=1), p_E)
+from expertmesh.moe.assignment import group_sizes, valid_tokens_per_group
 
 
-def z_loss(logits_TE: Tensor) -> Tensor:
-    """mean_t logsumexp(logits_t)^2 (ST-MoE, eq. 5)."""
-    return logits_TE.logsumexp(-1).square().sum() / max(logits_TE.shape[0], 1)
+def _sum_groups(values_TE: Tensor, token_mask_T: Tensor | None, group_size: int | None) -> Tensor:
+    """(T, E) -> (number of groups, E), sums over the valid tokens of each routing group."""
+    if token_mask_T is not None:
+        values_TE = values_TE.masked_fill(~token_mask_T[:, None], 0)
+    T, E = values_TE.shape
+    num_groups, size = group_sizes(T, group_size)
+    if num_groups == 1:
+        return values_TE.sum(0, keepdim=True)
+    padded = torch.nn.functional.pad(values_TE, (0, 0, 0, num_groups * size - T))
+    return padded.view(num_groups, size, E).sum(1)
+
+
+def _mean_groups(loss_G: Tensor, valid_G: Tensor) -> Tensor:
+    """Mean over the routing groups, weighted by their valid tokens; 0 if there are none."""
+    share = valid_G.to(loss_G.dtype) / valid_G.sum().clamp(min=1)
+    return (loss_G * share).sum()
+
+
+def switch_loss(
+    scores_TE: Tensor,
+    num_choices_GE: Tensor,
+    *,
+    token_mask_T: Tensor | None = None,
+    group_size: int | None = None,
+) -> Tensor:
+    """Load-balancing loss E * sum_e f_e * P_e; 1.0 when routing is uniform.
+
+    f_e is the share of all choices that fell on expert e, P_e the mean score of e (Switch Transformer, arXiv
+    2101.03961, eq. 4-6, and GShard for K = 1; here over all K choices). Per routing group, then averaged over the
+    groups by their valid tokens.
+
+    Args:
+        scores_TE: (T, E) clean scores, summing to 1 per token; differentiable.
+        num_choices_GE: (number of groups, E) integers, choices per expert, before dropping (`count_choices`).
+        token_mask_T: (T,) bool, True for real tokens; None: all are.
+        group_size: tokens per routing group; None: all tokens are one group.
+
+    Returns:
+        Scalar, not weighted. Does not synchronise.
+    """
+    valid_G = valid_tokens_per_group(scores_TE.shape[0], group_size, token_mask_T, scores_TE.device)
+    counts = num_choices_GE.to(scores_TE.dtype)
+    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    mean = _sum_groups(scores_TE, token_mask_T, group_size) / valid_G.clamp(min=1)[:, None]
+    return _mean_groups(scores_TE.shape[1] * (share * mean).sum(-1), valid_G)
+
+
+def _cv_squared(values_GE: Tensor) -> Tensor:
+    """Squared coefficient of variation over the experts: variance (population) / mean^2; 0 where all are 0."""
+    mean = values_GE.mean(-1, keepdim=True)
+    tiny = torch.finfo(values_GE.dtype).tiny
+    return (values_GE - mean).square().mean(-1) / mean.square().clamp_min(tiny).squeeze(-1)
+
+
+def importance_load_loss(
+    scores_TE: Tensor,
+    num_choices_GE: Tensor,
+    *,
+    load_TE: Tensor | None = None,
+    token_mask_T: Tensor | None = None,
+    group_size: int | None = None,
+) -> Tensor:
+    """Importance and load loss (CV^2(importance) + CV^2(load)) / 2; 0 when routing is uniform.
+
+    Importance is the sum of the scores of an expert over the tokens, load the expected number of tokens that choose
+    it (Shazeer et al. 2017, arXiv 1701.06538, eq. 6-11; halved as in V-MoE). Without Gaussian noise the load is the
+    number of choices made, which has no gradient.
+
+    Args:
+        scores_TE: (T, E) clean scores.
+        num_choices_GE: (number of groups, E) choices per expert before dropping.
+        load_TE: (T, E) probability of being chosen, differentiable, or None.
+        token_mask_T: (T,) bool, True for real tokens; None: all are.
+        group_size: tokens per routing group; None: all tokens are one group.
+
+    Returns:
+        Scalar, not weighted. Does not synchronise.
+    """
+    valid_G = valid_tokens_per_group(scores_TE.shape[0], group_size, token_mask_T, scores_TE.device)
+    importance_GE = _sum_groups(scores_TE, token_mask_T, group_size)
+    if load_TE is None:
+        load_GE = num_choices_GE.to(scores_TE.dtype)
+    else:
+        load_GE = _sum_groups(load_TE, token_mask_T, group_size)
+    return _mean_groups((_cv_squared(importance_GE) + _cv_squared(load_GE)) / 2, valid_G)
+
+
+def router_z_loss(logits_TE: Tensor, *, token_mask_T: Tensor | None = None) -> Tensor:
+    """mean over valid tokens of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5).
+
+    Args:
+        logits_TE: (T, E) clean logits (after the temperature).
+        token_mask_T: (T,) bool, True for real tokens; None: all are.
+
+    Returns:
+        Scalar, not weighted; 0 for no tokens. Does not synchronise.
+    """
+    squares_T = logits_TE.logsumexp(-1).square()
+    if token_mask_T is None:
+        return squares_T.sum() / max(logits_TE.shape[0], 1)
+    valid = token_mask_T.sum().clamp(min=1)
+    return squares_T.masked_fill(~token_mask_T, 0).sum() / valid

@@ -1,7 +1,122 @@
-"""Counter-based randomness for routing."""
+"""Counter-based randomness for routing: Philox4x32-10 in plain torch operations.
 
-from torch import nn
+Noise is a pure function of (seed, step, layer, stream, token index, column): the same on any number of ranks, in
+eager mode and under torch.compile, and when activation checkpointing recomputes a layer. The layout of the counter
+is in docs/decisions/001-token-index.md.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+# Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), and the Random123 library.
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_MASK32 = 0xFFFFFFFF
+_MASK16 = 0xFFFF
+
+STREAM_ROUTER_NOISE = 0
+STREAM_INPUT_JITTER = 1
+STREAM_INPUT_DROPOUT = 2
+STREAM_RANDOM_DROP = 3
+STREAM_HASH = 4
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Philox4x32-10.
+
+    Products are built from 16-bit halves: a 32 x 32 bit product overflows int64, which compilers may exploit.
+
+    Args:
+        counter: four int64 tensors of values in [0, 2^32), broadcast together.
+        key: two int64 tensors of values in [0, 2^32), broadcast with the counter.
+
+    Returns:
+        (..., 4) int64, uniform in [0, 2^32). Does not synchronise.
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    # Two of the four words are multiplied in each round: keep them together, halving the number of launches.
+    even, odd = torch.stack((c0, c2), -1), torch.stack((c1, c3), -1)
+    key_pair = torch.stack(torch.broadcast_tensors(*key), -1)
+    multiplier, weyl = even.new_tensor(_MULTIPLIERS), even.new_tensor(_WEYL)
+    for _ in range(_ROUNDS):
+        low_product = (even & _MASK16) * multiplier
+        middle = (even >> 16) * multiplier + (low_product >> 16)
+        high, low = middle >> 16, ((middle & _MASK16) << 16) | (low_product & _MASK16)
+        even, odd = high.flip(-1) ^ odd ^ key_pair, low.flip(-1)
+        key_pair = (key_pair + weyl) & _MASK32
+    return torch.stack((even[..., 0], odd[..., 0], even[..., 1], odd[..., 1]), -1)
+
+
+def random_bits(
+    noise_key: Tensor, token_index_T: Tensor, num_columns: int, *, layer_index: int, stream: int
+) -> Tensor:
+    """Uniform 32-bit integers for each (token, column).
+
+    Args:
+        noise_key: (2,) int64, (seed, step), on the device of the result.
+        token_index_T: (T,) int64 global token indices, below 2^48.
+        num_columns: numbers per token, at most 2^18.
+        layer_index: of the layer, below 2^24.
+        stream: one of the STREAM_ constants.
+
+    Returns:
+        (T, num_columns) int64 in [0, 2^32). Does not synchronise.
+    """
+    seed, step = noise_key.unbind(0)
+    num_blocks = -(-num_columns // 4)
+    block = torch.arange(num_blocks, device=token_index_T.device)
+    index = token_index_T[:, None]
+    c1 = (((index >> 32) & _MASK16) << 16) | block
+    c3 = torch.full_like(step, ((layer_index & 0xFFFFFF) << 8) | stream)
+    words = philox4x32(
+        (index & _MASK32, c1, step & _MASK32, c3), (seed & _MASK32, (seed >> 32) & _MASK32)
+    )
+    return words.flatten(-2)[:, :num_columns]
+
+
+def uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """32 random bits -> a number in the open interval (0, 1), exact in FP32 (24 bits are used)."""
+    return ((bits >> 8).to(dtype) + 0.5) * 2.0**-24
+
+
+def gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """32 random bits -> a standard Gumbel number, -log(-log(u))."""
+    return -(-uniform(bits, dtype).log()).log()
+
+
+def gaussian(bits: Tensor, more_bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Two times 32 random bits -> a standard normal number (Box-Muller)."""
+    radius = (-2.0 * uniform(bits, dtype).log()).sqrt()
+    return radius * (2.0 * math.pi * uniform(more_bits, dtype)).cos()
+
+
+def fresh_key(device: torch.device) -> Tensor:
+    """A (2,) int64 key from torch's default generator of this device.
+
+    Activation checkpointing restores that generator before it recomputes, so the recomputed key is the same.
+    """
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=device)
 
 
 def key_noise(module: nn.Module, *, seed: int, step: int) -> None:
-    """Set the (seed, step) key of every MoE layer inside."""
+    """Set the (seed, step) key of the router noise and random dropping of every MoE layer inside.
+
+    Call it before each optimiser step. A layer that was never keyed draws a fresh key from torch's default
+    generator in each training forward. The key is a tensor, so a new step does not recompile. Does not synchronise.
+
+    Args:
+        module: a model or a layer.
+        seed: of the run; any 64-bit integer.
+        step: of the optimiser.
+    """
+    for layer in module.modules():
+        key = getattr(layer, "noise_key", None)
+        if isinstance(key, Tensor):
+            key[0].fill_(seed)
+            key[1].fill_(step)
+            layer.noise_is_keyed = True  # type: ignore[assignment]

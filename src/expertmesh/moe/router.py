@@ -1,25 +1,178 @@
-"""Routers: from a token to scores over experts and the chosen few."""
+"""Routers: from tokens to logits over the experts. What is chosen with the logits is in selection.py.
+
+To add one: write an nn.Module whose forward takes x_TD and returns logits_TE (or a RouterOutput), add it to
+ROUTERS below, and add its name to RouterKind in config/model.py.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 
-from expertmesh.moe.types import RouterOutput
+_MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
 
 
-class TopKRouter(nn.Module):
-    """Linear router with top-k choice."""
+def full_precision(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of all router arithmetic: FP64 for FP64 input, else FP32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
-    def __init__(self, *, dim: int, num_experts: int, device=None, dtype=None) -> None:
-        super().__init__()
-        self.proj = nn.Linear(dim, num_experts, bias=False, device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
 
-    def forward(self, x_TD: Tensor, top_k: int) -> RouterOutput:
-        """Softmax scores, top-k."""
+class _RouterLinear(Function):
+    """x @ w.T in FP32 that saves x in its own dtype and casts again in the backward."""
+
+    @staticmethod
+    def forward(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+        dtype = full_precision(x_TD.dtype)
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits = F.linear(x_TD.to(self.proj.weight.dtype), self.proj.weight)
-            scores = logits.softmax(-1)
-            weights, ids = scores.topk(top_k, dim=-1)
-            if top_k > 1:
-                weights = weights / weights.sum(-1, keepdim=True)
-            return RouterOutput(ids, weights, scores, logits)
+            return F.linear(x_TD.to(dtype), w_ED.to(dtype))
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TD, w_ED = ctx.saved_tensors
+        with torch.autocast(x_TD.device.type, enabled=False):
+            dx = (
+                (grad_TE @ w_ED.to(grad_TE.dtype)).to(x_TD.dtype)
+                if ctx.needs_input_grad[0]
+                else None
+            )
+            dw = (
+                (grad_TE.t() @ x_TD.to(grad_TE.dtype)).to(w_ED.dtype)
+                if ctx.needs_input_grad[1]
+                else None
+            )
+        return dx, dw
+
+
+def router_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    """Linear map in FP32 (FP64 for FP64 input), whatever the autocast state.
+
+    Args:
+        x_TD: (T, D), any float dtype; saved for the backward as it is, without an FP32 copy.
+        w_ED: (E, D), any float dtype.
+
+    Returns:
+        (T, E) in FP32 or FP64. Differentiable, also twice. Does not synchronise.
+    """
+    return _RouterLinear.apply(x_TD, w_ED)
+
+
+class _FullPrecisionModule(nn.Module):
+    """A module whose floating-point tensors stay FP32 (or FP64) when it is cast to a smaller dtype."""
+
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> "_FullPrecisionModule":
+        return super()._apply(keep_full_precision(fn), recurse)
+
+
+def keep_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Wrap what nn.Module._apply applies so that it moves tensors but never casts them below FP32."""
+
+    def wrapped(t: Tensor) -> Tensor:
+        out = fn(t)
+        if t.is_floating_point() and torch.finfo(out.dtype).bits < 32:
+            return t.to(out.device)
+        return out
+
+    return wrapped
+
+
+class LinearRouter(_FullPrecisionModule):
+    """logits = W x.
+
+    The weight is FP32 (FP64 in an FP64 layer) whatever the layer's dtype, and stays so under `.to(torch.bfloat16)`
+    and `.half()`, because a rounded router weight changes which expert is chosen.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_experts: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Make a router without bias; `dtype` is FP32 or FP64."""
+        super().__init__()
+        self.proj = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """(T, D) -> logits (T, E) in FP32, or FP64 for FP64 input."""
+        return router_linear(x_TD, self.proj.weight)
+
+
+class CosineRouter(_FullPrecisionModule):
+    """logits = cos(P x, v_e) * min(exp(s), 100): cosine of a projection with expert embeddings.
+
+    The learnable temperature exp(-s) starts at 0.5 and is kept at 0.01 or above (Tutel's cosine router, and the
+    scaled cosine attention of Swin Transformer V2, arXiv 2111.09883, eq. 2).
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_experts: int,
+        cosine_dim: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """Make a router that compares in `cosine_dim` dimensions."""
+        super().__init__()
+        self.proj = nn.Linear(dim, cosine_dim, bias=False, device=device, dtype=dtype)
+        self.expert_embeddings = nn.Parameter(
+            torch.empty(num_experts, cosine_dim, device=device, dtype=dtype)
+        )
+        self.log_scale = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """(T, D) -> logits (T, E) in FP32, or FP64 for FP64 input."""
+        projected = router_linear(x_TD, self.proj.weight)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            token = F.normalize(projected, dim=-1, eps=1e-6)
+            expert = F.normalize(self.expert_embeddings.to(token.dtype), dim=-1, eps=1e-6)
+            scale = self.log_scale.to(token.dtype).clamp(max=_MAX_LOG_SCALE).exp()
+            return (token @ expert.t()) * scale
+
+
+class HashRouter(nn.Module):
+    """Experts by a keyed hash of the token's id: nothing is learned (Roller et al., arXiv 2106.04426).
+
+    The seed of the hash is a persistent buffer, so that a loaded model routes as the saved one did.
+    """
+
+    hash_key: Tensor
+
+    def __init__(self, *, device: torch.device | str | None = None) -> None:
+        """Make a router; MoELayer.reset_parameters sets its key."""
+        super().__init__()
+        self.register_buffer("hash_key", torch.zeros(2, dtype=torch.int64, device=device))
+
+
+def make_linear_router(*, dim: int, num_experts: int, cosine_dim: int, **kwargs: Any) -> nn.Module:
+    """A LinearRouter; takes and ignores the options of other routers."""
+    return LinearRouter(dim=dim, num_experts=num_experts, **kwargs)
+
+
+def make_hash_router(
+    *, dim: int, num_experts: int, cosine_dim: int, device: Any = None, dtype: Any = None
+) -> nn.Module:
+    """A HashRouter; takes and ignores the options of other routers."""
+    return HashRouter(device=device)
+
+
+ROUTERS: dict[str, Callable[..., nn.Module]] = {
+    "topk": make_linear_router,
+    "expert_choice": make_linear_router,
+    "cosine": CosineRouter,
+    "hash": make_hash_router,
+}

@@ -11,8 +11,9 @@ class Routing:
     """A choice of experts to replay (activation recomputation, RL rollouts).
 
     Attributes:
-        expert_ids_TK: (T, K) integer expert ids, before any capacity is applied.
-        weights_TK: (T, K) routing weights, or None: recomputed from the scores at these ids.
+        expert_ids_TK: (T, K) integer expert ids in [0, E], before any capacity is applied; E means "no expert".
+        weights_TK: (T, K) routing weights, used as they are (no normalisation, no scale), or None: recomputed
+            from the router's scores at these ids, so that the router gets its gradient.
     """
 
     expert_ids_TK: Tensor
@@ -27,14 +28,18 @@ class RouterOutput:
         topk_expert_ids_TK: (T, K) int64 in [0, E]; E means "no expert" (expert-choice routing uses K = E slots
             and leaves those of experts that did not choose the token empty).
         topk_weights_TK: (T, K) routing weights, FP32 (FP64 for FP64 input), differentiable.
-        scores_TE: (T, E) the clean scores over all experts that the balance loss uses, differentiable.
-        logits_TE: (T, E) the logits that the z-loss uses, differentiable.
+        scores_TE: (T, E) the clean scores over all experts that the balance loss uses, differentiable, summing to
+            1 per token; None: this router has nothing to balance, and the balance loss is 0.
+        logits_TE: (T, E) the logits that the z-loss uses, differentiable; None: the z-loss is 0.
+        load_TE: (T, E) probability that the expert is among the token's choices when its noise is drawn anew,
+            differentiable; None: the load half of the importance+load loss counts the choices made.
     """
 
     topk_expert_ids_TK: Tensor
     topk_weights_TK: Tensor
-    scores_TE: Tensor
-    logits_TE: Tensor
+    scores_TE: Tensor | None = None
+    logits_TE: Tensor | None = None
+    load_TE: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,8 @@ class RoutingStats:
         z_loss: scalar, weighted router z-loss, differentiable; add it to the training loss.
         num_tokens_per_expert_E: (E,) int64, rows chosen per expert before dropping, detached.
         num_dropped: scalar int64, rows dropped because an expert was over capacity, detached.
-        topk_expert_ids_TK: (T, K) int64 expert ids before dropping, detached.
-        topk_weights_TK: (T, K) routing weights before dropping, detached.
+        topk_expert_ids_TK: (T, K) int64 expert ids before dropping, detached; E at masked tokens.
+        topk_weights_TK: (T, K) routing weights before dropping, detached; 0 at masked tokens.
     """
 
     aux_loss: Tensor
@@ -58,19 +63,6 @@ class RoutingStats:
     topk_weights_TK: Tensor
 
 
-for _cls, _fields in (
-    (Routing, ["expert_ids_TK", "weights_TK"]),
-    (RouterOutput, ["topk_expert_ids_TK", "topk_weights_TK", "scores_TE", "logits_TE"]),
-    (
-        RoutingStats,
-        [
-            "aux_loss",
-            "z_loss",
-            "num_tokens_per_expert_E",
-            "num_dropped",
-            "topk_expert_ids_TK",
-            "topk_weights_TK",
-        ],
-    ),
-):
-    torch.utils._pytree.register_dataclass(_cls, field_names=_fields, drop_field_names=[])
+for _cls in (Routing, RouterOutput, RoutingStats):
+    # Public, and it makes the classes pytrees for torch.compile, checkpointing and export alike.
+    torch.export.register_dataclass(_cls, serialized_type_name=f"expertmesh.{_cls.__name__}")

@@ -1,0 +1,232 @@
+"""Capacity: which of the chosen (token, expert) slots stay, per routing group."""
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from expertmesh.moe.random import STREAM_RANDOM_DROP, random_bits
+
+IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
+
+_LARGEST_DENOMINATOR = 10**6
+
+Ratio = tuple[int, int]
+"""Numerator and denominator."""
+
+
+@dataclass(frozen=True)
+class CapacityOptions:
+    """What limits the rows of an expert in one call.
+
+    Attributes:
+        factor: capacity factor in force, exact; None: dropless.
+        min_capacity: least rows per expert and routing group.
+        policy: first, priority or random.
+        group_size: tokens per routing group; None: all tokens of the call.
+        renormalize: scale the weights of a token's surviving slots to the sum they had with the dropped ones.
+    """
+
+    factor: Ratio | None
+    min_capacity: int
+    policy: str
+    group_size: int | None
+    renormalize: bool
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What is left of the choices.
+
+    Attributes:
+        expert_ids_TK: (T, K) int64, E where a slot was dropped.
+        weights_TK: (T, K) routing weights, differentiable.
+        num_dropped: scalar int64.
+        max_rows: a bound on the live slots that depends on sizes only; None: none better than T * K.
+    """
+
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    num_dropped: Tensor
+    max_rows: int | None
+
+
+def smaller_factor(factor: float | None, max_factor: float | None) -> float | None:
+    """The smaller of two capacity factors; None and inf mean dropless."""
+    given = [f for f in (factor, max_factor) if f is not None and not math.isinf(f)]
+    return min(given) if given else None
+
+
+def exact_ratio(factor: float) -> Ratio:
+    """A capacity factor as the simplest fraction near it: 1.1 is 11/10.
+
+    With fractions the capacity is integer arithmetic, equal on host and device; in floating point ceil(10 * 1.1) is 12.
+    Continued fractions in plain arithmetic, which torch.compile can trace.
+    """
+    rest, (p0, q0), (p1, q1) = factor, (0, 1), (1, 0)
+    while True:
+        whole = int(rest)
+        p2, q2 = whole * p1 + p0, whole * q1 + q0
+        if q2 > _LARGEST_DENOMINATOR:
+            return p1, q1
+        p0, q0, p1, q1 = p1, q1, p2, q2
+        if abs(p1 / q1 - factor) <= factor * 1e-15:
+            return p1, q1
+        rest = 1.0 / (rest - whole)
+
+
+def capacity_of(
+    num_tokens: IntOrTensor, top_k: int, num_experts: int, factor: Ratio, *, min_capacity: int
+) -> IntOrTensor:
+    """C = max(min_capacity, ceil(K * T_g / E * factor)), for a number or a tensor of numbers of tokens."""
+    share, divisor = top_k * factor[0], num_experts * factor[1]
+    if isinstance(num_tokens, Tensor):
+        return ((num_tokens * share + (divisor - 1)) // divisor).clamp(min=min_capacity)
+    return torch.sym_max(min_capacity, (num_tokens * share + (divisor - 1)) // divisor)
+
+
+def group_sizes(num_tokens: int, group_size: int | None) -> tuple[int, int]:
+    """(number of routing groups, tokens in each but the last); the last one holds the rest."""
+    if group_size is None or num_tokens <= group_size:
+        return 1, num_tokens
+    return -(-num_tokens // group_size), group_size
+
+
+def valid_tokens_per_group(
+    num_tokens: int, group_size: int | None, token_mask_T: Tensor | None, device: torch.device
+) -> Tensor:
+    """(number of groups,) int64, tokens in each routing group that the mask does not hide. Does not synchronise."""
+    num_groups, size = group_sizes(num_tokens, group_size)
+    tail = num_tokens - (num_groups - 1) * size
+    if token_mask_T is None:
+        last = torch.arange(num_groups, device=device) == num_groups - 1
+        return torch.where(last, tail, size)
+    padded = torch.nn.functional.pad(token_mask_T, (0, size - tail))
+    return padded.view(num_groups, size).sum(1)
+
+
+def count_choices(expert_ids_TK: Tensor, num_experts: int, group_size: int | None) -> Tensor:
+    """(number of groups, E) int64, slots that chose each expert; ids equal to E count nowhere."""
+    T = expert_ids_TK.shape[0]
+    num_groups, size = group_sizes(T, group_size)
+    segment_TK = expert_ids_TK
+    if num_groups > 1:
+        group_T = torch.arange(T, device=expert_ids_TK.device) // size
+        segment_TK = segment_TK + group_T[:, None] * (num_experts + 1)
+    flat = segment_TK.reshape(-1)
+    counts = flat.new_zeros(num_groups * (num_experts + 1))
+    counts = counts.scatter_add(0, flat, torch.ones_like(flat))
+    return counts.view(num_groups, num_experts + 1)[:, :num_experts]
+
+
+def _queue_order(
+    weights_TK: Tensor, policy: str, noise_key: Tensor, token_index_T: Tensor, layer_index: int
+) -> Tensor | None:
+    """Order in which slots, counted choice by choice (j * T + t), queue for their experts; None: as counted."""
+    if policy == "first":
+        return None
+    if policy == "priority":
+        keys = -weights_TK.detach()
+    else:
+        keys = random_bits(
+            noise_key,
+            token_index_T,
+            weights_TK.shape[1],
+            layer_index=layer_index,
+            stream=STREAM_RANDOM_DROP,
+        )
+    return torch.sort(keys.t().reshape(-1), stable=True).indices
+
+
+def queue_positions(segment_N: Tensor, order_N: Tensor | None, num_segments: int) -> Tensor:
+    """Position of each slot in the queue of its segment, from 0.
+
+    Args:
+        segment_N: (N,) int64, which queue a slot stands in.
+        order_N: (N,) int64 slots in order of arrival; None: as they are.
+        num_segments: number of queues.
+
+    Returns:
+        (N,) int64. Linear in N but for the stable sort of small integers; no (N, segments) one-hot.
+    """
+    arrived = segment_N if order_N is None else segment_N[order_N]
+    sorted_N, by_segment = torch.sort(arrived.to(torch.int32), stable=True)
+    starts = torch.searchsorted(
+        sorted_N, torch.arange(num_segments, dtype=torch.int32, device=segment_N.device)
+    )
+    rows = torch.arange(segment_N.shape[0], device=segment_N.device)
+    rank_sorted = rows - starts[sorted_N]
+    slot_sorted = by_segment if order_N is None else order_N[by_segment]
+    return torch.empty_like(rank_sorted).scatter(0, slot_sorted, rank_sorted)
+
+
+def assign(
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    num_experts: int,
+    options: CapacityOptions,
+    token_mask_T: Tensor | None,
+    noise_key: Tensor,
+    token_index_T: Tensor,
+    layer_index: int,
+) -> Assignment:
+    """Drop what exceeds C = max(min_capacity, ceil(K * T_g / E * factor)) rows of an expert in a routing group.
+
+    T_g counts the tokens that the mask does not hide, as a tensor; buffer sizes come from the static size, so
+    nothing synchronises with the host. Who stays, per `options.policy`: first (all first choices in token order,
+    then second choices, ...; GShard), priority (larger routing weight first; V-MoE, arXiv 2106.05974, for single
+    choices), random (uniform over the queue: DeepSpeed's Random Token Selection), ties in the order of "first".
+
+    Args:
+        expert_ids_TK: (T, K) int64 in [0, E]; E at slots that are not live.
+        weights_TK: (T, K) routing weights.
+        num_experts: E.
+        options: the limit.
+        token_mask_T: (T,) True for real tokens, or None.
+        noise_key: (2,) int64, for "random".
+        token_index_T: (T,) int64, for "random".
+        layer_index: for "random".
+
+    Returns:
+        Choices, weights and a static bound on rows.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=expert_ids_TK.device)
+    T, K = expert_ids_TK.shape
+    if options.factor is None or T == 0:
+        return Assignment(expert_ids_TK, weights_TK, zero, None)
+    num_groups, size = group_sizes(T, options.group_size)
+    factor, least = options.factor, options.min_capacity
+    valid_G = valid_tokens_per_group(T, options.group_size, token_mask_T, expert_ids_TK.device)
+    capacity_G = capacity_of(valid_G, K, num_experts, factor, min_capacity=least)
+    group_T = torch.arange(T, device=expert_ids_TK.device) // size
+    segment_TK = expert_ids_TK + group_T[:, None] * (num_experts + 1)
+    order = _queue_order(weights_TK, options.policy, noise_key, token_index_T, layer_index)
+    position_KT = queue_positions(
+        segment_TK.t().reshape(-1), order, num_groups * (num_experts + 1)
+    ).view(K, T)
+    live_TK = expert_ids_TK < num_experts
+    kept_TK = live_TK & (position_KT.t() < capacity_G[group_T][:, None])
+    if options.renormalize:
+        weights_TK = _renormalize(weights_TK, live_TK, kept_TK)
+    tail = T - (num_groups - 1) * size
+    max_rows = num_experts * (
+        (num_groups - 1) * capacity_of(size, K, num_experts, factor, min_capacity=least)
+        + capacity_of(tail, K, num_experts, factor, min_capacity=least)
+    )
+    return Assignment(
+        torch.where(kept_TK, expert_ids_TK, num_experts),
+        weights_TK,
+        (live_TK & ~kept_TK).sum(),
+        max_rows,
+    )
+
+
+def _renormalize(weights_TK: Tensor, live_TK: Tensor, kept_TK: Tensor) -> Tensor:
+    """Give the surviving slots of a token the sum that all its live slots had."""
+    tiny = torch.finfo(weights_TK.dtype).tiny
+    total = weights_TK.masked_fill(~live_TK, 0).sum(-1, keepdim=True)
+    kept = weights_TK.masked_fill(~kept_TK, 0)
+    return kept / kept.sum(-1, keepdim=True).clamp_min(tiny) * total

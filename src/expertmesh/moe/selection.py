@@ -1,0 +1,260 @@
+"""Which experts a token takes, and with which weights: the one rule behind all routers that give logits."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
+from expertmesh.moe.random import STREAM_HASH, philox4x32
+from expertmesh.moe.types import RouterOutput
+
+
+@dataclass(frozen=True)
+class SelectionOptions:
+    """The options of `MoELayer` that decide on choice and weights; see its docstring for their meanings."""
+
+    num_experts: int
+    score_function: str = "softmax"
+    normalize_weights: str = "auto"
+    weight_scale: float = 1.0
+    num_expert_groups: int = 1
+    num_limited_groups: int = 1
+    noise_std: float = 0.0
+
+    def normalizes(self, top_k: int) -> bool:
+        """Whether weights are divided by their sum over the chosen experts."""
+        if self.normalize_weights == "auto":
+            return top_k > 1
+        return self.normalize_weights in ("topk", "kept")
+
+
+def scores_of(logits_TE: Tensor, score_function: str) -> Tensor:
+    """Logits -> scores: sigmoid, or softmax over all experts (for softmax_after_topk as well)."""
+    return logits_TE.sigmoid() if score_function == "sigmoid" else logits_TE.softmax(-1)
+
+
+def normalized(scores_TE: Tensor) -> Tensor:
+    """Divide by the sum over the experts, safely where all scores are zero."""
+    return scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(torch.finfo(scores_TE.dtype).tiny)
+
+
+def weights_at(
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    expert_ids_TK: Tensor,
+    *,
+    normalize: bool,
+    options: SelectionOptions,
+) -> Tensor:
+    """Routing weights of given choices, differentiable.
+
+    softmax, sigmoid: w_j = score_j, divided by sum_i score_i over the choices if `normalize`;
+    softmax_after_topk: w = softmax over the choices' logits. All times `weight_scale`.
+
+    Args:
+        logits_TE: (T, E) clean logits.
+        scores_TE: (T, E) their scores.
+        expert_ids_TK: (T, K) int64 in [0, E]; choices equal to E get weight 0.
+        normalize: see above.
+        options: of the layer.
+    """
+    live_TK = expert_ids_TK < options.num_experts
+    index_TK = expert_ids_TK.clamp(max=options.num_experts - 1)
+    if options.score_function == "softmax_after_topk":
+        chosen_TK = logits_TE.gather(-1, index_TK).masked_fill(~live_TK, -math.inf)
+        # A token without any choice has only -inf: softmax gives NaN there, in the gradient too, so shift it to 0.
+        chosen_TK = chosen_TK.masked_fill(~live_TK.any(-1, keepdim=True), 0.0)
+        weights_TK = chosen_TK.softmax(-1).masked_fill(~live_TK, 0.0)
+    else:
+        weights_TK = scores_TE.gather(-1, index_TK).masked_fill(~live_TK, 0.0)
+        if normalize:
+            weights_TK = normalized(weights_TK)
+    return weights_TK * options.weight_scale
+
+
+def _limit_groups(selection_TE: Tensor, options: SelectionOptions) -> Tensor:
+    """Set the scores of all experts outside the token's best groups to -inf (DeepSeek-V3, section 2.1.2).
+
+    A group's score is the sum of the two best (biased) scores in it.
+    """
+    grouped_TGE = selection_TE.unflatten(-1, (options.num_expert_groups, -1))
+    best = grouped_TGE.topk(min(2, grouped_TGE.shape[-1]), dim=-1).values.sum(-1)
+    groups = best.topk(options.num_limited_groups, dim=-1).indices
+    allowed_TG = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
+    return grouped_TGE.masked_fill(~allowed_TG[..., None], -math.inf).flatten(-2)
+
+
+def selection_scores(
+    logits_TE: Tensor, noise_TE: Tensor | None, bias_E: Tensor | None, options: SelectionOptions
+) -> Tensor:
+    """What the choice is made by: the noisy logits, or their scores plus the balancing bias; detached.
+
+    Scores are needed only where they are added to a bias or to one another; elsewhere the logits give the same
+    order without the rounding of the score function.
+    """
+    chosen_by = logits_TE.detach()
+    if noise_TE is not None:
+        chosen_by = chosen_by + noise_TE
+    if bias_E is None and options.num_expert_groups == 1:
+        return chosen_by
+    if options.score_function != "softmax_after_topk":
+        chosen_by = scores_of(chosen_by, options.score_function)
+    if bias_E is not None:
+        chosen_by = chosen_by + bias_E.to(chosen_by.dtype)
+    return _limit_groups(chosen_by, options) if options.num_expert_groups > 1 else chosen_by
+
+
+def choose_by_token(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    options: SelectionOptions,
+    noise_TE: Tensor | None = None,
+    bias_E: Tensor | None = None,
+    with_load: bool = False,
+) -> RouterOutput:
+    """Every token takes its `top_k` best experts.
+
+    Noise and bias decide on the choice only; weights and losses use the clean scores.
+
+    Args:
+        logits_TE: (T, E) clean logits, FP32 or FP64.
+        top_k: K.
+        options: of the layer.
+        noise_TE: added to the logits for the choice.
+        bias_E: aux-loss-free balancing bias, added to the scores for the choice (DeepSeek-V3, eq. 16).
+        with_load: also give the probability of being chosen under Gaussian noise of `options.noise_std`.
+
+    Returns:
+        Choices in descending order of what they were chosen by. Does not synchronise.
+    """
+    scores_TE = scores_of(logits_TE, options.score_function)
+    ids_TK = selection_scores(logits_TE, noise_TE, bias_E, options).topk(top_k, dim=-1).indices
+    weights_TK = weights_at(
+        logits_TE, scores_TE, ids_TK, normalize=options.normalizes(top_k), options=options
+    )
+    load_TE = None
+    if with_load and noise_TE is not None:
+        load_TE = chosen_probability(logits_TE, logits_TE + noise_TE, top_k, options.noise_std)
+    return RouterOutput(ids_TK, weights_TK, balance_scores(scores_TE, options), logits_TE, load_TE)
+
+
+def balance_scores(scores_TE: Tensor, options: SelectionOptions) -> Tensor:
+    """Scores that sum to 1 per token, for the balance loss."""
+    return normalized(scores_TE) if options.score_function == "sigmoid" else scores_TE
+
+
+def chosen_probability(logits_TE: Tensor, noisy_TE: Tensor, top_k: int, std: float) -> Tensor:
+    """P(expert is among the K best if only its own noise is drawn anew) (Shazeer et al. 2017, eq. 8-9).
+
+    Phi((clean logit - K-th best noisy logit of the others) / std).
+    """
+    if top_k == logits_TE.shape[-1]:
+        return torch.ones_like(logits_TE)
+    best = noisy_TE.topk(top_k + 1, dim=-1).values
+    is_chosen = noisy_TE > best[:, top_k:]
+    threshold = torch.where(is_chosen, best[:, top_k:], best[:, top_k - 1 : top_k])
+    return torch.special.ndtr((logits_TE - threshold) / std)
+
+
+def choose_by_expert(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    options: SelectionOptions,
+    factor: Ratio,
+    group_size: int | None,
+    token_mask_T: Tensor | None,
+    noise_TE: Tensor | None = None,
+) -> RouterOutput:
+    """Every expert takes its C best tokens of each routing group (Zhou et al., arXiv 2202.09368).
+
+    C = ceil(T_g * top_k / E * factor). A choice depends on the other tokens of the group, later ones
+    included: do not use it to generate text token by token.
+
+    Args:
+        logits_TE: (T, E) clean logits.
+        top_k: mean number of experts per token.
+        options: of the layer.
+        factor: capacity factor as an exact ratio.
+        group_size: tokens per routing group; None: all.
+        token_mask_T: True for real tokens; the others are never chosen.
+        noise_TE: added to the logits for the choice.
+
+    Returns:
+        K = E slots per token: slot e holds e if expert e chose the token, else E. Does not synchronise.
+    """
+    T, E = logits_TE.shape
+    scores_TE = scores_of(logits_TE, options.score_function)
+    chosen_by = logits_TE.detach() if noise_TE is None else logits_TE.detach() + noise_TE
+    chosen_by = scores_of(chosen_by, options.score_function)
+    if token_mask_T is not None:
+        chosen_by = chosen_by.masked_fill(~token_mask_T[:, None], -math.inf)
+    size = T if group_size is None else min(group_size, T)
+    num_groups = -(-T // size) if T else 0
+    if num_groups == 0:
+        chosen_TE = torch.zeros_like(logits_TE, dtype=torch.bool)
+    else:
+        padding = num_groups * size - T
+        padded = torch.nn.functional.pad(chosen_by, (0, 0, 0, padding), value=-math.inf)
+        grouped = padded.view(num_groups, size, E)
+        largest = min(capacity_of(size, top_k, E, factor, min_capacity=1), size)
+        best = grouped.topk(largest, dim=1)
+        valid_G = valid_tokens_per_group(T, group_size, token_mask_T, logits_TE.device)
+        limit_G = capacity_of(valid_G, top_k, E, factor, min_capacity=1)
+        rank = torch.arange(largest, device=logits_TE.device)[None, :, None]
+        within = (rank < limit_G[:, None, None]) & (best.values > -math.inf)
+        chosen = torch.zeros_like(grouped, dtype=torch.bool).scatter(1, best.indices, within)
+        chosen_TE = chosen.view(num_groups * size, E)[:T]
+    experts_E = torch.arange(E, device=logits_TE.device)
+    ids_TK = torch.where(chosen_TE, experts_E, E)
+    normalize = options.normalize_weights in ("topk", "kept")
+    weights_TK = weights_at(logits_TE, scores_TE, ids_TK, normalize=normalize, options=options)
+    return RouterOutput(ids_TK, weights_TK, balance_scores(scores_TE, options), logits_TE)
+
+
+def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts: int) -> Tensor:
+    """K distinct experts per token id, a pure function of (key, layer, id).
+
+    Double hashing: expert_j = (a + j * b) mod E, with a uniform in [0, E) and b uniform among the numbers coprime
+    to E, so that the first E members of the sequence are a permutation.
+
+    Args:
+        token_ids_T: (T,) integer ids.
+        hash_key: (2,) int64, (seed, layer).
+        top_k: K, at most E.
+        num_experts: E.
+
+    Returns:
+        (T, K) int64. Does not synchronise.
+    """
+    ids = token_ids_T.to(torch.int64)
+    seed, layer = hash_key.unbind(0)
+    mask = 0xFFFFFFFF
+    stream = torch.full_like(seed, STREAM_HASH)
+    words = philox4x32(
+        (ids & mask, (ids >> 32) & mask, layer & mask, stream), (seed & mask, (seed >> 32) & mask)
+    )
+    steps = [b for b in range(1, num_experts + 1) if math.gcd(b, num_experts) == 1]
+    step_T = torch.tensor(steps, device=ids.device)[words[:, 1] % len(steps)]
+    j = torch.arange(top_k, device=ids.device)
+    return (words[:, :1] + j * step_T[:, None]) % num_experts
+
+
+def choose_by_hash(
+    token_ids_T: Tensor,
+    hash_key: Tensor,
+    top_k: int,
+    *,
+    options: SelectionOptions,
+    dtype: torch.dtype,
+) -> RouterOutput:
+    """Every token takes the experts that its id hashes to; nothing is learned, so there is nothing to balance.
+
+    Each of the K experts has weight 1 (1 / K when normalised), times `weight_scale`.
+    """
+    ids_TK = hash_experts(token_ids_T, hash_key, top_k, options.num_experts)
+    weight = options.weight_scale / (top_k if options.normalizes(top_k) else 1)
+    return RouterOutput(ids_TK, torch.full(ids_TK.shape, weight, dtype=dtype, device=ids_TK.device))
