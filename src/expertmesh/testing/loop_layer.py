@@ -6,7 +6,7 @@ FP64 input), expert arithmetic in the layer's dtype.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -164,7 +164,8 @@ def loop_losses(
 
 def loop_forward(inputs: LoopInputs, options: OracleOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Output (T, D) in the dtype of x, weighted balance loss, weighted z-loss."""
-    x_TD, params = inputs.x_TD, inputs.params
+    x_TD, params = inputs.x_TD.masked_fill(~inputs.mask_T[:, None], 0.0), inputs.params
+    inputs = replace(inputs, x_TD=x_TD)
     logits_TE = loop_logits(inputs, options)
     weights_TK = loop_weights(logits_TE, inputs, options)
     y_TD = torch.zeros(x_TD.shape, dtype=weights_TK.dtype)
@@ -182,4 +183,4 @@ def loop_forward(inputs: LoopInputs, options: OracleOptions) -> tuple[Tensor, Te
     if "shared_experts.w_in" in params:
         y_TD = y_TD + loop_mlp(x_TD, params, "shared_experts.", options.activation)
     aux, z = loop_losses(logits_TE, inputs, options)
-    return y_TD, aux, z
+    return y_TD.masked_fill(~inputs.mask_T[:, None], 0.0), aux, z

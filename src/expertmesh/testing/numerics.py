@@ -64,7 +64,11 @@ def relative_error(value: Array, oracle: Array) -> float:
 
 
 def two_times_bound(
-    references: Tensor | Sequence[Tensor], oracle: Array, *, dtype: torch.dtype | None = None
+    references: Tensor | Sequence[Tensor],
+    oracle: Array,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: float = 0.0,
 ) -> float:
     """The largest error that the two-times rule allows.
 
@@ -73,11 +77,12 @@ def two_times_bound(
             the worst counts, so that one lucky summation order does not decide.
         oracle: the FP64 result.
         dtype: precision whose eps scales the floor; None: the references' own.
+        scale: size of the summands where they cancel; the floor uses it where it exceeds the oracle's largest value.
     """
     references = [references] if isinstance(references, Tensor) else list(references)
     eps = torch.finfo(dtype or references[0].dtype).eps
     worst = max(max_error(reference, oracle) for reference in references)
-    return TWO * worst + FLOOR_ULPS * eps * magnitude(oracle)
+    return TWO * worst + FLOOR_ULPS * eps * max(magnitude(oracle), scale)
 
 
 def assert_two_times(
@@ -87,6 +92,7 @@ def assert_two_times(
     *,
     what: str,
     dtype: torch.dtype | None = None,
+    scale: float = 0.0,
 ) -> None:
     """Assert err(ours, oracle) <= 2 * err(plain PyTorch in the same precision, oracle) + floor.
 
@@ -96,7 +102,8 @@ def assert_two_times(
         oracle: the FP64 result: NumPy array or tensor of the same shape.
         what: named in the message.
         dtype: precision whose eps scales the floor; None: the references' own. Give it where a value of high
-            precision comes from low-precision ones (an FP32 loss of a BF16 layer).
+            precision comes from low-precision ones (the FP32 router's gradient in a BF16 layer).
+        scale: size of the summands where they cancel (see `two_times_bound`).
 
     Raises:
         AssertionError: too far off, not finite where the oracle is, or of another shape or dtype than the reference.
@@ -107,11 +114,11 @@ def assert_two_times(
         else same_precision_reference[0]
     )
     assert ours.dtype == first.dtype, f"{what}: dtype {ours.dtype}, the reference has {first.dtype}"
-    bound = two_times_bound(same_precision_reference, oracle, dtype=dtype)
+    bound = two_times_bound(same_precision_reference, oracle, dtype=dtype, scale=scale)
     error = max_error(ours, oracle)
-    scale = magnitude(oracle)
+    largest = magnitude(oracle)
     assert error <= bound, (
-        f"{what}: error {error / scale:.3e} of the largest value, allowed {bound / scale:.3e} "
+        f"{what}: error {error / largest:.3e} of the largest value, allowed {bound / largest:.3e} "
         f"(twice plain PyTorch's in {ours.dtype})"
     )
 

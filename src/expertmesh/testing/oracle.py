@@ -3,6 +3,8 @@
 Written from the semantics (docs/numerics.md), not from the layer's code, and slow on purpose.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from expertmesh.testing.oracle_losses import (
@@ -28,8 +30,9 @@ from expertmesh.testing.oracle_types import Array, OracleInputs, OracleOptions, 
 
 def oracle_forward(inputs: OracleInputs, options: OracleOptions) -> OracleOutput:
     """Run the layer on T tokens; T = 0 is fine."""
-    x_TD = inputs.x_TD
     mask_T = _mask(inputs)
+    inputs = _hide_masked(inputs, mask_T)
+    x_TD = inputs.x_TD
     routed = route(inputs, options)
     ids_TK = np.where(mask_T[:, None], routed.ids_TK, options.num_experts)
     routed.ids_TK, routed.raw_TK = (
@@ -72,6 +75,8 @@ def oracle_backward(
 ) -> dict[str, Array]:
     """Gradients of sum(dy * y) + dlosses * (aux_loss + z_loss): of "x" and of every parameter by name."""
     tape = output.tape
+    inputs = _hide_masked(inputs, tape["mask_T"])
+    dy_TD = np.where(tape["mask_T"][:, None], dy_TD, 0.0)
     routed: Routed = tape["routed"]
     mask_T, final_TK = tape["mask_T"], tape["final_TK"]
     grads = {name: np.zeros_like(value) for name, value in inputs.params.items()}
@@ -92,7 +97,12 @@ def oracle_backward(
     dlogits_TE += load_backward(inputs, routed, dload_TE, options)
     dlogits_TE += z_loss_backward(routed, mask_T, options, dlosses * options.z_loss_weight)
     dx_TD += logits_backward(inputs, routed, dlogits_TE, options, grads)
-    return {"x": dx_TD, **grads}
+    return {"x": np.where(mask_T[:, None], dx_TD, 0.0), **grads}
+
+
+def _hide_masked(inputs: OracleInputs, mask_T: Array) -> OracleInputs:
+    """What a masked token holds is never read."""
+    return replace(inputs, x_TD=np.where(mask_T[:, None], inputs.x_TD, 0.0))
 
 
 def _mask(inputs: OracleInputs) -> Array:
@@ -199,6 +209,8 @@ def _beside_forward(
     params = dict(inputs.params)
     y_TD = moe_TD.copy()
     for t, x_D in enumerate(inputs.x_TD):
+        if not mask_T[t]:
+            continue
         if "residual_mlp.w_in" in params:
             a, b = _coefficients(params, x_D)
             mlp = mlp_of(params, "residual_mlp.", options.activation)
