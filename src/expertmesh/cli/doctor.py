@@ -1,0 +1,281 @@
+"""`expertmesh doctor`: what this machine and this installation can do, and why not the rest."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from expertmesh.cli.flags import OptionParser
+
+Mark = Literal["yes", "no", ""]
+
+PACKAGES = {
+    "torch": "",
+    "numpy": "",
+    "pydantic": "",
+    "tyro": "",
+    "rich": "",
+    "safetensors": "",
+    "tokenizers": "",
+    "triton": "GPU kernels; comes with GPU builds of torch",
+    "tensorboard": "event files of training runs; extra 'train'",
+    "datasets": "--data.dataset; extra 'train'",
+    "transformers": "comparisons with its models; extra 'hf'",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: What was looked at.
+        mark: Whether it works here; empty where that is not the question.
+        detail: The value, or the reason why not.
+    """
+
+    name: str
+    mark: Mark
+    detail: str
+
+
+def run(argv: list[str]) -> int:
+    """Prints the report and returns 0, whatever is missing.
+
+    Raises:
+        ConfigError: An option is unknown.
+    """
+    parser = OptionParser(
+        prog="expertmesh doctor",
+        description="Says what this machine and this installation can do, and why not the rest.",
+    )
+    parser.parse_args(argv)
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for title, look in SECTIONS.items():
+        table = Table(
+            title=title,
+            title_justify="left",
+            title_style="bold",
+            box=None,
+            show_header=False,
+            pad_edge=False,
+        )
+        table.add_column(min_width=22, overflow="fold")
+        table.add_column(min_width=3)
+        table.add_column(overflow="fold")
+        colours = {"yes": "[green]yes[/]", "no": "[red]no[/]", "": ""}
+        for finding in look():
+            table.add_row(f"  {finding.name}", colours[finding.mark], finding.detail, style=None)
+        console.print(table, highlight=False)
+        console.print()
+    return 0
+
+
+def versions() -> list[Finding]:
+    """Python and the packages that matter here."""
+    import expertmesh
+
+    findings = [
+        Finding("python", "", f"{platform.python_version()} ({sys.executable})"),
+        Finding("expertmesh", "", expertmesh.__version__),
+    ]
+    for name, use in PACKAGES.items():
+        try:
+            findings.append(Finding(name, "", importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            findings.append(Finding(name, "", "not installed" + (f" ({use})" if use else "")))
+    return findings
+
+
+def processor() -> list[Finding]:
+    """Cores, memory, NUMA nodes, and which cores this process may use."""
+    import torch
+
+    allowed = _allowed_cores()
+    total = os.cpu_count() or 1
+    pinned = f"cores {_ranges(allowed)}" + ("" if len(allowed) < total else ", all of them")
+    findings = [
+        Finding("model", "", _cpu_name()),
+        Finding("cores", "", f"{total}; this process may use {pinned}"),
+        Finding(
+            "threads of torch", "", f"{torch.get_num_threads()} (--parallel.num-threads changes it)"
+        ),
+        Finding("memory", "", _memory()),
+    ]
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
+    for node in nodes:
+        cores = _read(node / "cpulist")
+        findings.append(Finding(f"NUMA {node.name}", "", f"cores {cores}"))
+    if len(nodes) > 1:
+        findings.append(
+            Finding(
+                "NUMA advice",
+                "",
+                "one process per node: torchrun --numa-binding=node, or numactl --cpunodebind",
+            )
+        )
+    return findings
+
+
+def matrix_products() -> list[Finding]:
+    """The libraries and instructions behind matrix products on the CPU."""
+    import torch
+
+    build = torch.__config__.show()
+    blas = re.search(r"BLAS_INFO=(\w+)", build)
+    onednn = re.search(r"MKL-DNN v([\w.]+)", build)
+    abilities = torch.cpu.get_capabilities()
+    has_onednn = torch.backends.mkldnn.is_available()
+    findings = [
+        Finding("BLAS", "", blas.group(1) if blas else "unknown"),
+        Finding(
+            "oneDNN",
+            "yes" if has_onednn else "no",
+            (onednn.group(1) if onednn else "")
+            if has_onednn
+            else "this build of torch has none; BF16 is slow on the CPU",
+        ),
+        Finding("vector instructions", "", torch.backends.cpu.get_cpu_capability()),
+    ]
+    for key, title, use in (
+        ("amx_bf16", "AMX", "tiles for BF16 products"),
+        ("avx512_bf16", "AVX-512 BF16", "dot products in BF16"),
+    ):
+        has = bool(abilities.get(key, False))
+        findings.append(
+            Finding(title, "yes" if has else "no", use if has else f"not on this processor ({use})")
+        )
+    return findings
+
+
+def devices() -> list[Finding]:
+    """Accelerators that torch can use."""
+    import torch
+
+    if torch.cuda.is_available():
+        findings = []
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory = f"{properties.total_memory / 2**30:.0f} GiB"
+            detail = (
+                f"{properties.name}, {memory}, capability {properties.major}.{properties.minor}"
+            )
+            findings.append(Finding(f"cuda:{index}", "yes", detail))
+        return findings
+    if torch.version.cuda is None and torch.version.hip is None:
+        why = f"torch {torch.__version__} is a CPU build; install a GPU build to use one"
+    else:
+        why = f"torch is built for CUDA {torch.version.cuda} but finds no device; check the driver (nvidia-smi)"
+    return [Finding("cpu", "yes", "used by --train.device auto"), Finding("cuda", "no", why)]
+
+
+def precision() -> list[Finding]:
+    """What `--train.dtype auto` means here."""
+    from expertmesh.train.precision import explain_auto_dtype
+
+    name, why = explain_auto_dtype()
+    return [Finding("--train.dtype auto", "", f"{name}: {why}")]
+
+
+def backends() -> list[Finding]:
+    """Implementations of the operators."""
+    from expertmesh.ops.backend import explain_backends
+
+    return [
+        Finding(report.name, "yes" if report.works else "no", report.why)
+        for report in explain_backends()
+    ]
+
+
+def communication() -> list[Finding]:
+    """Process-group backends of this build of torch."""
+    import torch.distributed
+
+    if not torch.distributed.is_available():
+        return [Finding("torch.distributed", "no", "this build of torch has none")]
+    gloo, nccl = torch.distributed.is_gloo_available(), torch.distributed.is_nccl_available()
+    no_nccl = "not in this build of torch" if torch.version.cuda is None else "not found"
+    nccl_detail = "between GPUs" if nccl else f"{no_nccl}; needed between GPUs"
+    return [
+        Finding("gloo", "yes" if gloo else "no", "between CPU processes"),
+        Finding("nccl", "yes" if nccl else "no", nccl_detail),
+    ]
+
+
+def compiler() -> list[Finding]:
+    """What torch.compile needs on the CPU."""
+    for name in ("c++", "g++", "clang++"):
+        path = shutil.which(name)
+        if path is not None:
+            return [Finding("C++ compiler", "yes", f"{path}: torch.compile works on the CPU")]
+    return [
+        Finding(
+            "C++ compiler",
+            "no",
+            "install g++ or clang++ for torch.compile on the CPU; all else works without",
+        )
+    ]
+
+
+SECTIONS: dict[str, Callable[[], Sequence[Finding]]] = {
+    "Versions": versions,
+    "Processor": processor,
+    "Matrix products on the CPU": matrix_products,
+    "Devices": devices,
+    "Precision": precision,
+    "Backends of the operators": backends,
+    "Communication": communication,
+    "Compiler": compiler,
+}
+
+
+def _allowed_cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "0-2,5"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def _cpu_name() -> str:
+    name = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), flags=re.MULTILINE)
+    return f"{name.group(1) if name else platform.processor() or 'unknown'} ({platform.machine()})"
+
+
+def _memory() -> str:
+    facts = dict(
+        re.findall(
+            r"^(MemTotal|MemAvailable):\s+(\d+) kB$",
+            _read(Path("/proc/meminfo")),
+            flags=re.MULTILINE,
+        )
+    )
+    if not facts:
+        return "unknown"
+    gib = {key: int(value) / 2**20 for key, value in facts.items()}
+    return f"{gib['MemTotal']:.1f} GiB, {gib.get('MemAvailable', 0.0):.1f} GiB available"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,192 @@
+"""Every rule of the configuration: a broken one raises ConfigError with one line that says value, rule and fix."""
+
+import pickle
+
+import pytest
+
+from expertmesh.config.base import Config, FieldError, dotted, nearest_name, option_names, shown
+from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
+
+# Changes to the default configuration, the field the message must name, and a word of the rule.
+BROKEN = [
+    ({"model.moe.top_k": 9}, "model.moe.top_k=9", "fewest experts of a layer, 8"),
+    ({"model.moe.top_k": 0}, "model.moe.top_k=0", "greater than 0"),
+    ({"model.moe.num_experts": (8, 8)}, "model.moe.num_experts=(8, 8)", "one per MoE layer (6)"),
+    ({"model.moe.num_experts": (0,)}, "model.moe.num_experts[0]=0", "greater than 0"),
+    (
+        {"model.moe.num_experts": (8, 8, 8, 8, 8, 1)},
+        "model.moe.top_k=2",
+        "fewest experts of a layer, 1",
+    ),
+    ({"model.moe.hidden_dim": 0}, "model.moe.hidden_dim=0", "greater than 0"),
+    ({"model.moe.capacity_factor": -1.0}, "model.moe.capacity_factor=-1.0", "greater than 0"),
+    ({"model.moe.capacity_factor": float("nan")}, "model.moe.capacity_factor=nan", "finite"),
+    ({"model.moe.eval_capacity_factor": 0}, "model.moe.eval_capacity_factor=0", "greater than 0"),
+    ({"model.moe.min_capacity": -4}, "model.moe.min_capacity=-4", "at least 0"),
+    (
+        {"model.moe.max_capacity_factor": 1.0, "model.moe.capacity_factor": 2.0},
+        "model.moe.max_capacity_factor=1.0",
+        "at least capacity_factor, 2.0",
+    ),
+    ({"model.moe.routing_group_size": 0}, "model.moe.routing_group_size=0", "greater than 0"),
+    ({"model.moe.num_shared_experts": -1}, "model.moe.num_shared_experts=-1", "at least 0"),
+    (
+        {"model.moe.num_expert_groups": 3},
+        "model.moe.num_expert_groups=3",
+        "divide the number of experts, 8",
+    ),
+    (
+        {"model.moe.num_limited_groups": 2},
+        "model.moe.num_limited_groups=2",
+        "at most num_expert_groups, 1",
+    ),
+    (
+        {"model.moe.num_expert_groups": 4, "model.moe.top_k": 3},
+        "model.moe.top_k=3",
+        "experts in num_limited_groups=1 groups, 2",
+    ),
+    ({"model.moe.input_jitter": 1.0}, "model.moe.input_jitter=1.0", "less than 1"),
+    ({"model.moe.input_dropout": 1.5}, "model.moe.input_dropout=1.5", "less than 1"),
+    ({"model.moe.logit_temperature": 0}, "model.moe.logit_temperature=0", "greater than 0"),
+    ({"model.moe.router_noise_std": -1}, "model.moe.router_noise_std=-1", "at least 0"),
+    ({"model.moe.aux_loss_weight": -0.1}, "model.moe.aux_loss_weight=-0.1", "at least 0"),
+    ({"model.moe.z_loss_weight": -0.1}, "model.moe.z_loss_weight=-0.1", "at least 0"),
+    ({"model.moe.bias_update_rate": -1}, "model.moe.bias_update_rate=-1", "at least 0"),
+    ({"model.moe.weight_scale": 0}, "model.moe.weight_scale=0", "greater than 0"),
+    ({"model.moe.router": "top_k"}, "model.moe.router=top_k", "did you mean topk?"),
+    ({"model.moe.drop_policy": "last"}, "model.moe.drop_policy=last", "first, priority, random"),
+    ({"model.activation": "swigul"}, "model.activation=swigul", "did you mean swiglu?"),
+    ({"model.num_heads": 3}, "model.num_heads=3", "divide dim, 256"),
+    ({"model.num_heads": 256}, "model.num_heads=256", "even head size, this gives 1"),
+    ({"model.head_dim": 63}, "model.head_dim=63", "even head size"),
+    ({"model.num_kv_heads": 3}, "model.num_kv_heads=3", "divide num_heads, 4"),
+    ({"model.num_kv_heads": 0}, "model.num_kv_heads=0", "greater than 0"),
+    ({"model.moe_every": 7}, "model.moe_every=7", "at most num_layers, 6"),
+    ({"model.vocab_size": 100}, "model.vocab_size=100", "at least 257"),
+    ({"model.dim": -1}, "model.dim=-1", "greater than 0"),
+    ({"model.dim": "wide"}, "model.dim=wide", "whole number"),
+    ({"model.dim": 2.5}, "model.dim=2.5", "whole number"),
+    ({"model.rope_base": 1.0}, "model.rope_base=1.0", "greater than 1"),
+    ({"data.seq_len": 512}, "data.seq_len=512", "at most model.max_seq_len, 256"),
+    ({"data.path": "a", "data.dataset": "b"}, "data.dataset=b", "conflicts with path=a"),
+    ({"data.path": ""}, "data.path=''", "not be empty"),
+    ({"data.max_bytes": 0}, "data.max_bytes=0", "greater than 0"),
+    ({"data.validation_fraction": 1.0}, "data.validation_fraction=1.0", "less than 1"),
+    ({"optim.warmup_steps": 1001}, "optim.warmup_steps=1001", "at most train.steps, 1000"),
+    ({"optim.lr": float("inf")}, "optim.lr=inf", "finite number"),
+    ({"optim.beta2": 1.0}, "optim.beta2=1.0", "less than 1"),
+    ({"optim.schedule": "linear"}, "optim.schedule=linear", "one of cosine, wsd"),
+    ({"train.steps": 0}, "train.steps=0", "greater than 0"),
+    ({"train.micro_batch_size": 3}, "train.micro_batch_size=3", "divide batch_size, 16"),
+    ({"train.seed": -1}, "train.seed=-1", "at least 0"),
+    ({"train.device": "tpu"}, "train.device=tpu", "auto, cpu, cuda or cuda:N"),
+    ({"train.dtype": "bf16"}, "train.dtype=bf16", "did you mean bfloat16?"),
+    ({"train.run_dir": " "}, "train.run_dir=''", "not be empty"),
+    ({"train.tensorboard": "maybe"}, "train.tensorboard=maybe", "true or false"),
+    ({"parallel.num_threads": 0}, "parallel.num_threads=0", "greater than 0"),
+    ({"train.stepz": 1}, "train.stepz=1", "did you mean steps?"),
+    ({"trian.steps": 1}, "trian.steps=1", "did you mean train.steps?"),
+    ({"model.top_k": 1}, "model.top_k=1", "did you mean moe.top_k?"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named", "rule"), BROKEN, ids=lambda value: str(value)[:50])
+def test_broken_rule(changes, named, rule):
+    with pytest.raises(ConfigError) as caught:
+        RunConfig().updated(changes)
+    text = str(caught.value)
+    assert text.startswith(f"{named}: ")
+    assert rule in text
+    assert "; " in text, "the message names no fix"
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.moe.num_experts": ()},
+        {"model.moe.num_experts": (), "model.moe.top_k": 99},
+        {"model.moe.num_experts": (8, 8, 8, 16, 16, 16), "model.moe.top_k": 8},
+        {"model.moe_every": 2, "model.moe.num_experts": (4, 8, 16)},
+        {"model.moe.num_expert_groups": 4, "model.moe.num_limited_groups": 2, "model.moe.top_k": 4},
+        {"model.moe.capacity_factor": 1.0, "model.moe.max_capacity_factor": 1.0},
+        {"model.head_dim": 64, "model.num_heads": 3},
+        {"optim.warmup_steps": 1000},
+        {"optim.warmup_steps": 0},
+        {"train.micro_batch_size": 16},
+        {"train.device": "cuda:3"},
+        {"model.vocab_size": 257},
+    ],
+    ids=str,
+)
+def test_edge_of_a_rule_is_allowed(changes):
+    config = RunConfig().updated(changes)
+    for name, value in changes.items():
+        found = config
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert found == value
+
+
+def test_the_same_error_from_every_door():
+    doors = [
+        lambda: RunConfig(model={"moe": {"top_k": 9}}),
+        lambda: RunConfig(model=ModelConfig.model_validate({"moe": {"top_k": 9}})),
+        lambda: RunConfig.model_validate({"model": {"moe": {"top_k": 9}}}),
+        lambda: RunConfig.model_validate_json('{"model": {"moe": {"top_k": 9}}}'),
+        lambda: MoEConfig(top_k=9),
+    ]
+    for door in doors:
+        with pytest.raises(
+            ConfigError, match=r"top_k=9: must be at most .*; lower top_k"
+        ) as caught:
+            door()
+        assert "\n" not in str(caught.value)
+
+
+def test_broken_json_is_one_line():
+    with pytest.raises(ConfigError, match="Invalid JSON") as caught:
+        RunConfig.model_validate_json('{"model": {"dim":')
+    assert "\n" not in str(caught.value)
+
+
+def test_configurations_are_frozen_and_survive_json():
+    config = RunConfig().updated({"model.moe.num_experts": (4,), "train.steps": 77})
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.steps = 3
+
+
+def test_updated_leaves_the_original():
+    config = RunConfig()
+    assert config.updated({"train.steps": 60}).train.steps == 60
+    assert config == RunConfig()
+
+
+def test_every_option_has_a_help_text():
+    def missing(config_type):
+        for name, field in config_type.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+                yield from missing(field.annotation)
+            elif not (field.description or "").strip().endswith("."):
+                yield f"{config_type.__name__}.{name}"
+
+    assert list(missing(RunConfig)) == []
+
+
+def test_field_error_pickles():
+    error = FieldError(("model", "dim"), -1, "must be positive", "raise it")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.location, copy.value) == (str(error), ("model", "dim"), -1)
+
+
+def test_names_and_values_for_messages():
+    assert dotted(("model", "moe", "num_experts", 1)) == "model.moe.num_experts[1]"
+    assert shown("a\nb") == "a b"
+    assert len(shown("x" * 500)) == 60
+    names = option_names(RunConfig)
+    assert nearest_name("train.stepz", names) == "train.steps"
+    assert nearest_name("learning_rate", names) is None
+    assert nearest_name("train.top_k", names) == "model.moe.top_k"

@@ -1,0 +1,267 @@
+"""The rules of the code base that no linter checks: sizes, names, docstrings, what is imported when."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "expertmesh"
+MOST_FILE_LINES = 600
+MOST_FUNCTION_LINES = 100
+MOST_KERNEL_LINES = 150
+CATCH_ALL_NAMES = re.compile(
+    r"(utils?|common|helpers?|misc|shared|stuff)(_.*)?|.*_(utils?|helpers?)"
+)
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".yml", ".yaml", ".cfg", ".json", ""}
+
+
+def python_files():
+    roots = [SOURCE, ROOT / "tests", ROOT / "benchmarks", ROOT / "tools"]
+    return sorted(path for root in roots if root.is_dir() for path in root.rglob("*.py"))
+
+
+def project_text_files():
+    skipped = {".git", ".venv", "runs", "build", "dist", "__pycache__"}
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        if skipped.intersection(parts) or any(part.endswith("_cache") for part in parts):
+            continue
+        if any(part.endswith(".egg-info") or part == ".hypothesis" for part in parts):
+            continue
+        if path.is_file() and path.suffix in TEXT_SUFFIXES:
+            yield path
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def functions(tree):
+    return [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+
+
+def test_files_are_short():
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in python_files()}
+    assert lengths, "no file found: the test looks in the wrong place"
+    assert {name: n for name, n in lengths.items() if n > MOST_FILE_LINES} == {}
+
+
+def test_functions_are_short():
+    too_long = {}
+    for path in python_files():
+        most = MOST_KERNEL_LINES if "kernels" in path.parts else MOST_FUNCTION_LINES
+        for node in functions(ast.parse(path.read_text())):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > most:
+                too_long[f"{relative(path)}:{node.name}"] = lines
+    assert too_long == {}
+
+
+def test_no_catch_all_modules():
+    names = [path for path in SOURCE.rglob("*") if path.suffix == ".py" or path.is_dir()]
+    assert [relative(path) for path in names if CATCH_ALL_NAMES.fullmatch(path.stem)] == []
+
+
+def public_definitions(tree):
+    """Public functions and classes of a module, and the public methods of its public classes."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name, node
+            if isinstance(node, ast.ClassDef):
+                for inner in node.body:
+                    if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_"):
+                        yield f"{node.name}.{inner.name}", inner
+
+
+def test_public_names_have_docstrings():
+    missing = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        if ast.get_docstring(tree) is None:
+            missing.append(relative(path))
+        for name, node in public_definitions(tree):
+            is_override = any(
+                isinstance(mark, ast.Name) and mark.id in ("override", "overload")
+                for mark in node.decorator_list
+            )
+            if ast.get_docstring(node) is None and not is_override:
+                missing.append(f"{relative(path)}:{name}")
+    assert missing == []
+
+
+def test_no_relative_imports_and_no_bare_except():
+    found = []
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level > 0:
+                found.append(f"{relative(path)}:{node.lineno}: relative import")
+            if isinstance(node, ast.ExceptHandler) and node.type is None:
+                found.append(f"{relative(path)}:{node.lineno}: bare except")
+    assert found == []
+
+
+def test_test_files_have_unique_names_in_their_folder_tree():
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+TORCH_FREE = """
+import sys
+{action}
+heavy = sorted({{"torch", "triton", "transformers", "numpy"}} & set(sys.modules))
+assert not heavy, heavy
+"""
+
+CALL_MAIN = """
+from expertmesh.cli.main import main
+try:
+    code = main({words!r})
+except SystemExit as stop:
+    code = stop.code or 0
+assert code == 0, code
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["expertmesh", "expertmesh.config.run", "expertmesh.costs", "expertmesh.recipes"]
+)
+def test_import_without_torch(module):
+    done = run_python(TORCH_FREE.format(action=f"import {module}"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_costs_module_is_torch_free():
+    names = [f"expertmesh.costs.{path.stem}" for path in sorted((SOURCE / "costs").glob("*.py"))]
+    imports = "\n".join(f"import {name.removesuffix('.__init__')}" for name in names)
+    done = run_python(TORCH_FREE.format(action=imports))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["generate", "--help"],
+        ["report", "--help"],
+        ["doctor", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_help_without_torch(words):
+    done = run_python(TORCH_FREE.format(action=CALL_MAIN.format(words=words)))
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) > 10
+
+
+def test_dry_run_without_torch():
+    words = ["train", "gpt-moe-test", "--dry-run"]
+    done = run_python(TORCH_FREE.format(action=CALL_MAIN.format(words=words)))
+    assert done.returncode == 0, done.stderr
+    assert "gpt-moe-test" in done.stdout
+
+
+def test_public_names_are_frozen():
+    """A new public name is a promise: add it to public_names.txt on purpose, never take one away by accident."""
+    import expertmesh
+    import expertmesh.functional
+
+    names = [f"expertmesh.{name}" for name in expertmesh.__all__]
+    names += [f"expertmesh.functional.{name}" for name in expertmesh.functional.__all__]
+    for name in expertmesh.__all__:
+        getattr(expertmesh, name)
+    for name in expertmesh.functional.__all__:
+        getattr(expertmesh.functional, name)
+    frozen = Path(__file__).with_name("public_names.txt").read_text().split()
+    assert sorted(names) == frozen
+
+
+def test_no_registry_hosts_and_no_machine_paths():
+    """The project installs from wherever pip is set to, and speaks of no machine of its own."""
+    hosts = [
+        "pypi" + ".org",
+        "python" + "hosted",
+        "npmjs" + ".",
+        "download.py" + "torch",
+        "anaconda" + ".",
+        "conda-" + "forge",
+    ]
+    paths = ["/wo" + "rk/", "/opt/wh" + "eels", "/ro" + "ot/"]
+    found = []
+    for path in project_text_files():
+        text = path.read_text(errors="replace")
+        found += [f"{relative(path)}: {word}" for word in hosts + paths if word in text]
+    assert found == []
+
+
+def test_constraints_are_exact_and_complete():
+    """Everything that `make` installs is pinned: names and versions only."""
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines), lines
+    pinned = {normal(line.split("==")[0]) for line in lines}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = list(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        wanted += extra
+    missing, seen = set(), set()
+    queue = [normal(re.match(r"[A-Za-z0-9._-]+", text).group()) for text in wanted]
+    while queue:
+        name = queue.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        missing |= {name} - pinned
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an extra that is not installed here
+        queue += [
+            normal(re.match(r"[A-Za-z0-9._-]+", text).group()) for text in needs if ";" not in text
+        ]
+    assert missing <= {"setuptools"}
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def shell_commands(text):
+    """Commands of the indented or fenced blocks of a Markdown text that start with make, expertmesh or python -m."""
+    pattern = r"^(?: {4}|\$ )?((?:make|expertmesh|python -m expertmesh) [^\n#]*)"
+    return [command.strip() for command in re.findall(pattern, text, flags=re.MULTILINE)]
+
+
+def test_readme_commands_exist():
+    from expertmesh.cli.flags import parse_run_config
+    from expertmesh.cli.main import VERBS
+
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    commands = shell_commands((ROOT / "README.md").read_text())
+    assert {"make demo", "make test"} <= set(commands)
+    for command in commands:
+        program, *words = command.replace("python -m expertmesh", "expertmesh").split()
+        if program == "make":
+            assert [word for word in words if "=" not in word and word not in targets] == [], (
+                command
+            )
+        else:
+            assert words[0] in VERBS or words[0].startswith("--"), command
+            if words[0] == "train" and "RECIPE" not in words and "--help" not in words:
+                parse_run_config(words[1:])
