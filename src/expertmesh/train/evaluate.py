@@ -1,0 +1,87 @@
+"""Validation loss and bits per byte."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.train.loader import Windows
+from expertmesh.train.objective import token_losses
+from expertmesh.train.precision import Precision
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a model predicts text.
+
+    Attributes:
+        loss: mean cross-entropy per token in nats.
+        bits_per_byte: total cross-entropy in bits over the bytes of the predicted text. The end-of-text token costs
+            bits and has no bytes, so the number is an upper bound on that of the text alone.
+        num_tokens: tokens predicted.
+        num_bytes: bytes they stand for.
+    """
+
+    loss: float
+    bits_per_byte: float
+    num_tokens: int
+    num_bytes: int
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; the mode before is restored."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def evaluate(
+    model: nn.Module,
+    windows: Windows,
+    token_num_bytes_V: Tensor,
+    *,
+    batch_size: int,
+    max_samples: int | None,
+    precision: Precision,
+) -> Evaluation:
+    """Predict validation windows, each from its own beginning.
+
+    Args:
+        model: maps ids (B, S) to an output with `logits_BSV`.
+        windows: of the validation split.
+        token_num_bytes_V: (V,) int64 bytes per token, on the CPU.
+        batch_size: windows per forward pass.
+        max_samples: so many windows, evenly spread over the split; None: all.
+        precision: device and dtype.
+
+    Returns:
+        The evaluation; synchronises with the device once.
+    """
+    chosen = windows.spread(windows.num_windows if max_samples is None else max_samples)
+    nats = torch.zeros((), dtype=torch.float64, device=precision.device)
+    num_tokens = num_bytes = 0
+    with evaluation_mode(model):
+        for start in range(0, len(chosen), batch_size):
+            ids_BS, targets_BS = windows.windows(chosen[start : start + batch_size])
+            num_tokens += targets_BS.numel()
+            num_bytes += int(token_num_bytes_V[targets_BS].sum())
+            with precision.autocast():
+                logits_BSV = model(ids_BS.to(precision.device)).logits_BSV
+            nats += token_losses(logits_BSV, targets_BS.to(precision.device)).sum().double()
+    total = float(nats)
+    return Evaluation(
+        total / num_tokens, bits_per_byte(total, num_bytes), num_tokens, num_bytes
+    )
+
+
+def bits_per_byte(nats: float, num_bytes: int) -> float:
+    """nats / ln 2 / bytes; NaN for no bytes."""
+    return nats / math.log(2) / num_bytes if num_bytes else math.nan

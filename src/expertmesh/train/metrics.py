@@ -1,0 +1,150 @@
+"""What is measured in each step, and where it is written."""
+
+import importlib.util
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Load:
+    """How evenly the experts were used in a step.
+
+    Attributes:
+        load_imbalance: rows of the fullest expert over the mean, averaged over the MoE layers; 1.0 is perfect.
+        dropped_fraction: share of the (token, choice) rows that were dropped.
+        dead_experts: experts, of all layers, that no token chose.
+    """
+
+    load_imbalance: float
+    dropped_fraction: float
+    dead_experts: int
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl.
+
+    Attributes:
+        step: optimiser steps done, this one included.
+        loss: mean cross-entropy of the batch in nats, before the update.
+        aux_loss: weighted balance loss.
+        z_loss: weighted router z-loss.
+        grad_norm: global gradient norm before clipping.
+        lr: learning rate of this step.
+        tokens_per_second: tokens of the batch over the wall time of the step.
+        load_imbalance: see `Load`.
+        dropped_fraction: see `Load`.
+        dead_experts: see `Load`.
+        skipped_steps: steps so far whose update was skipped because the loss or a gradient was not finite.
+        tokens: tokens trained on so far.
+    """
+
+    step: int
+    loss: float
+    aux_loss: float
+    z_loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_second: float
+    load_imbalance: float
+    dropped_fraction: float
+    dead_experts: int
+    skipped_steps: int
+    tokens: int
+
+
+def measure_load(counts: list[list[int]], num_dropped: int) -> Load:
+    """Summarise routing.
+
+    Args:
+        counts: rows chosen per expert, one list per MoE layer; none for a dense model.
+        num_dropped: rows dropped in all layers.
+    """
+    used = [layer for layer in counts if sum(layer)]
+    if not used:
+        return Load(1.0, 0.0, sum(len(layer) for layer in counts))
+    ratios = [max(layer) * len(layer) / sum(layer) for layer in used]
+    return Load(
+        load_imbalance=sum(ratios) / len(ratios),
+        dropped_fraction=num_dropped / sum(sum(layer) for layer in used),
+        dead_experts=sum(count == 0 for layer in counts for count in layer),
+    )
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object per step, appended and flushed at once.
+
+    Args:
+        path: the file; made if it does not exist.
+        last_step: lines of later steps, and a line cut short by a crash, are removed.
+    """
+
+    def __init__(self, path: Path, *, last_step: int) -> None:
+        self.path = path
+        end = 0
+        if path.exists():
+            for line in path.read_bytes().splitlines(keepends=True):
+                step = _step_of(line)
+                if step is None or step > last_step:
+                    break
+                end += len(line)
+        self._file = path.open("ab")
+        self._file.truncate(end)
+
+    def write(self, metrics: StepMetrics, extra: dict[str, float]) -> None:
+        """Append one line: the metrics, then what only some steps have (evaluations)."""
+        self._file.write(json.dumps({**asdict(metrics), **extra}).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a metrics file, in order; [] if there is none."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if _step_of(line) is not None]
+
+
+def _step_of(line: bytes) -> int | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+class EventWriter(Protocol):
+    """What is used of TensorBoard's SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Write one number."""
+        ...
+
+    def close(self) -> None:
+        """Flush and close."""
+        ...
+
+
+def open_tensorboard(folder: Path, *, last_step: int) -> EventWriter | None:
+    """TensorBoard's writer, or None where it is not installed. Events after `last_step` are hidden."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: EventWriter = SummaryWriter(str(folder), purge_step=last_step + 1)
+    return writer
+
+
+def to_lists(tensors: list[Tensor]) -> list[list[int]]:
+    """Integer vectors as lists; synchronises."""
+    return [tensor.tolist() for tensor in tensors]

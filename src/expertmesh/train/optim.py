@@ -1,0 +1,89 @@
+"""AdamW with decay groups, and the learning rate as a function of the step."""
+
+import math
+
+import torch
+from torch import nn
+
+from expertmesh.config.run import OptimConfig
+from expertmesh.moe.layer import MoELayer
+
+_BIASES = frozenset({"bias", "b_in", "b_out"})
+
+
+def is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Whether weight decay applies: to matrices, but not to embeddings, nor to the biases of experts, one row each."""
+    leaf = name.rsplit(".", 1)[-1]
+    return parameter.ndim >= 2 and leaf not in _BIASES and "embedding" not in name
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2), fused, with two groups: decayed and not decayed.
+
+    Args:
+        model: parameters that require no gradient are left out.
+        config: learning rate, betas, epsilon and decay.
+
+    Returns:
+        The optimiser; its learning rate is set before each step by the loop.
+    """
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for n, p in named if is_decayed(n, p)],
+            "weight_decay": config.weight_decay,
+        },
+        {"params": [p for n, p in named if not is_decayed(n, p)], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
+    """Learning rate of optimiser step `step`, counted from 0.
+
+    Warm-up: lr (step + 1) / warmup_steps. Then, with p in [0, 1] the share of the remaining steps that is done:
+
+    * cosine (Loshchilov and Hutter 2017, eq. 5): lr (r + (1 - r) (1 + cos(pi p)) / 2), r = min_lr_ratio;
+    * wsd (Hu et al. 2024, 4.3): lr, then from step total_steps (1 - decay_fraction) on a line down to lr r.
+
+    The last step has p = 1, hence the rate lr r.
+
+    Args:
+        step: 0 ... total_steps - 1; larger steps have the last rate.
+        total_steps: length of the schedule.
+        config: its form.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    start = config.warmup_steps
+    if config.schedule == "wsd":
+        start = max(start, total_steps - round(total_steps * config.decay_fraction))
+    done = min(max((step - start) / max(total_steps - 1 - start, 1), 0.0), 1.0)
+    ratio = config.min_lr_ratio
+    if config.schedule == "cosine":
+        return config.lr * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+    return config.lr * (1 - (1 - ratio) * done)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate of every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def balance_experts(model: nn.Module, num_tokens_per_expert: list[torch.Tensor]) -> None:
+    """Step of the aux-loss-free balancing bias of every MoE layer that has one.
+
+    Args:
+        model: holds the layers.
+        num_tokens_per_expert: (E,) counts over the whole batch per MoE layer, in layer order.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    for layer, counts_E in zip(layers, num_tokens_per_expert, strict=True):
+        layer.update_expert_bias(counts_E)
