@@ -57,6 +57,21 @@ BROKEN = [
     ({"model.moe.weight_scale": 0}, "model.moe.weight_scale=0", "greater than 0"),
     ({"model.moe.router": "top_k"}, "model.moe.router=top_k", "did you mean topk?"),
     ({"model.moe.drop_policy": "last"}, "model.moe.drop_policy=last", "first, priority, random"),
+    (
+        {"model.moe.router": "expert_choice", "model.moe.score_function": "softmax_after_topk"},
+        "model.moe.score_function=softmax_after_topk",
+        "experts choose",
+    ),
+    (
+        {"model.moe.router": "hash", "model.moe.router_noise": "gumbel"},
+        "model.moe.router_noise=gumbel",
+        "no effect with router=hash",
+    ),
+    (
+        {"model.moe.router": "expert_choice", "model.moe.bias_update_rate": 0.1},
+        "model.moe.bias_update_rate=0.1",
+        "no effect with router=expert_choice",
+    ),
     ({"model.activation": "swigul"}, "model.activation=swigul", "did you mean swiglu?"),
     ({"model.num_heads": 3}, "model.num_heads=3", "divide dim, 256"),
     ({"model.num_heads": 256}, "model.num_heads=256", "even head size, this gives 1"),

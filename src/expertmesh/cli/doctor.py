@@ -29,6 +29,8 @@ PACKAGES = {
     "transformers": "comparisons with its models; extra 'hf'",
 }
 
+BF16_INSTRUCTIONS = {"amx_bf16": "AMX BF16 tiles", "avx512_bf16": "AVX-512 BF16 dot products"}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -146,13 +148,10 @@ def matrix_products() -> list[Finding]:
         ),
         Finding("vector instructions", "", torch.backends.cpu.get_cpu_capability()),
     ]
-    for key, title, use in (
-        ("amx_bf16", "AMX", "tiles for BF16 products"),
-        ("avx512_bf16", "AVX-512 BF16", "dot products in BF16"),
-    ):
+    for key, title in BF16_INSTRUCTIONS.items():
         has = bool(abilities.get(key, False))
         findings.append(
-            Finding(title, "yes" if has else "no", use if has else f"not on this processor ({use})")
+            Finding(title, "yes" if has else "no", "" if has else "not on this processor")
         )
     return findings
 
@@ -180,9 +179,22 @@ def devices() -> list[Finding]:
 
 def precision() -> list[Finding]:
     """What `--train.dtype auto` means here."""
-    from expertmesh.train.precision import explain_auto_dtype
+    import torch
 
-    name, why = explain_auto_dtype()
+    from expertmesh.train.precision import fast_dtype
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = str(fast_dtype(device)).removeprefix("torch.")
+    if device.type == "cuda":
+        why = f"this GPU {'multiplies' if name == 'bfloat16' else 'does not multiply'} BF16 in hardware"
+    else:
+        abilities = torch.cpu.get_capabilities()
+        found = [title for key, title in BF16_INSTRUCTIONS.items() if abilities.get(key, False)]
+        why = (
+            f"the processor has {' and '.join(found)}"
+            if found
+            else "the processor has no BF16 instructions"
+        )
     return [Finding("--train.dtype auto", "", f"{name}: {why}")]
 
 

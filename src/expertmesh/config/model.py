@@ -86,6 +86,7 @@ class MoEConfig(Config):
     def _check(self) -> Self:
         if self.num_experts:
             self._check_routing(min(self.num_experts))
+            self._check_router()
         if self.num_limited_groups > self.num_expert_groups:
             raise FieldError(
                 "num_limited_groups",
@@ -102,6 +103,30 @@ class MoEConfig(Config):
                 "raise it or lower capacity_factor",
             )
         return self
+
+    def _check_router(self) -> None:
+        """Refuses options that the chosen router would ignore."""
+        if self.router == "expert_choice" and self.score_function == "softmax_after_topk":
+            raise FieldError(
+                "score_function",
+                self.score_function,
+                "needs tokens that choose, and with router=expert_choice experts choose",
+                "use softmax or sigmoid",
+            )
+        ignored: tuple[str, ...] = ()
+        if self.router in ("hash", "expert_choice"):
+            ignored += ("num_expert_groups", "bias_update_rate")
+        if self.router == "hash":
+            ignored += ("router_noise", "input_jitter", "input_dropout", "logit_temperature")
+        for name in ignored:
+            default = type(self).model_fields[name].default
+            if getattr(self, name) != default:
+                raise FieldError(
+                    name,
+                    getattr(self, name),
+                    f"has no effect with router={self.router}",
+                    f"leave it at {default}",
+                )
 
     def _check_routing(self, fewest: int) -> None:
         if self.top_k > fewest:
