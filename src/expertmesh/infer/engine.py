@@ -40,6 +40,7 @@ def generate_text(
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
     eos_id: int | None = None,
+    start_id: int | None = None,
 ) -> Iterator[str]:
     """Continue a text.
 
@@ -50,6 +51,7 @@ def generate_text(
         max_new_tokens: as `generate_batch`.
         sampling: as `generate_batch`.
         eos_id: as `generate_batch`.
+        start_id: put before the prompt, to say that a document begins; None: nothing.
 
     Returns:
         Iterator of the pieces of the continuation, none of them empty, cut between characters.
@@ -58,6 +60,8 @@ def generate_text(
         ConfigError: as `generate_batch`, at once and not at the first token.
     """
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    if prompt_ids and start_id is not None:
+        prompt_ids = [start_id, *prompt_ids]
     ids = generate(
         model, prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id
     )

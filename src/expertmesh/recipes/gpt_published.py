@@ -46,6 +46,16 @@ class PublishedGPT:
     min_lr: float
     init_std: float = 0.014
 
+    @property
+    def summary(self) -> str:
+        """One line for the list of recipes."""
+        if not self.num_experts:
+            return "Dense base of the published GPT family."
+        kind = "Pyramid-residual MoE" if self.residual else "MoE"
+        most, fewest = max(self.num_experts), min(self.num_experts)
+        experts = f"{fewest} and {most}" if most > fewest else f"{most}"
+        return f"{kind} of the published GPT family: {experts} experts in every other layer, top-1."
+
     def __call__(self) -> RunConfig:
         """The complete configuration."""
         moe = MoEConfig(

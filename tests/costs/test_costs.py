@@ -1,0 +1,206 @@
+"""Costs from the configuration alone, against the real model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.costs.flops import forward_flops
+from expertmesh.costs.memory import estimate_memory
+from expertmesh.costs.parameters import count_parameters
+from expertmesh.models.gpt.model import GPT
+
+BATCH, SEQ = 3, 37
+# How far the activation estimate may be from what autograd saves; it is printed as an estimate.
+ACTIVATION_TOLERANCE = 1 / 3
+
+
+def config(*, moe: dict[str, Any] | None = None, **options: Any) -> ModelConfig:
+    experts = {"num_experts": (4,), "top_k": 2, "hidden_dim": 48} | (moe or {})
+    defaults: dict[str, Any] = {
+        "vocab_size": 128,
+        "max_seq_len": 64,
+        "dim": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_hidden_dim": 96,
+    }
+    return ModelConfig(moe=MoEConfig(**experts), **(defaults | options))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dense": {"moe": {"num_experts": ()}},
+    "dense-gelu": {"moe": {"num_experts": ()}, "activation": "gelu"},
+    "every-other": {"moe_every": 2},
+    "uneven": {"num_layers": 5, "moe_every": 2},
+    "pyramid": {"moe": {"num_experts": (2, 4, 6, 8)}},
+    "residual": {"moe": {"residual": True}},
+    "residual-bias": {"moe": {"residual": True, "bias": True}},
+    "shared": {"moe": {"num_shared_experts": 2, "bias": True}},
+    "relu2": {"activation": "relu2"},
+    "qk-norm-untied": {"qk_norm": True, "tie_embeddings": False},
+    "wide-heads": {"head_dim": 10, "num_kv_heads": 1},
+    "cosine": {"moe": {"router": "cosine", "cosine_dim": 12}},
+    "hash": {"moe": {"router": "hash"}},
+    "expert-choice": {"moe": {"router": "expert_choice"}},
+    "expert-bias": {"moe": {"bias_update_rate": 0.01}},
+}
+all_variants = pytest.mark.parametrize("name", VARIANTS)
+
+
+@all_variants
+def test_parameters_equal_the_model(name: str) -> None:
+    cfg = config(**VARIANTS[name])
+    model = GPT(cfg, device="meta")
+    count = count_parameters(cfg)
+    sizes = {n: p.numel() for n, p in model.named_parameters()}
+
+    def sum_of(*parts: str) -> int:
+        return sum(size for n, size in sizes.items() if any(part in n for part in parts))
+
+    assert count.total == sum(sizes.values())
+    assert count.embedding == sum_of("embedding.")
+    assert count.output == sum_of("output.")
+    assert count.attention == sum_of(".attention.")
+    assert count.dense_ffn == sum_of(".ffn.")
+    assert count.router == sum_of(".router.")
+    assert count.experts == sum_of(".experts.")
+    assert count.shared == sum_of(".shared_experts.")
+    assert count.residual == sum_of(".residual_")
+
+
+@all_variants
+def test_active_parameters_are_those_of_a_model_with_k_experts(name: str) -> None:
+    """Without the routers, whose every row is used."""
+    cfg = config(**VARIANTS[name])
+    few = cfg.model_copy(update={"moe": cfg.moe.model_copy(update={"num_experts": (2,)})})
+    count, only_active = count_parameters(cfg), count_parameters(few)
+    if cfg.moe.num_experts:
+        assert count.active - count.router == only_active.total - only_active.router
+    else:
+        assert count.active == count.total
+
+
+def counted_flops(cfg: ModelConfig, *, backward: bool) -> int:
+    """What torch's counter sees, with attention as plain matrix products."""
+    model = GPT(cfg, seed=0)
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        logits = model(ids).logits_BSV
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", ["dense", "dense-gelu", "wide-heads"])
+def test_flops_equal_torch_counter(name: str, backward: bool) -> None:
+    """The counter does not see inside the experts' operator, so the feed-forward layers are dense here."""
+    cfg = config(**(VARIANTS[name] | {"moe": {"num_experts": ()}}))
+    forward = forward_flops(cfg, seq_len=SEQ, causal=False)
+    expected = forward.training_flops() if backward else forward.total_flops
+    assert counted_flops(cfg, backward=backward) == BATCH * SEQ * expected
+
+
+@all_variants
+def test_moe_flops_are_those_of_a_dense_model_of_k_experts_width(name: str) -> None:
+    cfg = config(**VARIANTS[name])
+    if not cfg.moe.num_experts:
+        pytest.fail("dense variants have no experts") if cfg.moe.num_experts else None
+    forward = forward_flops(cfg, seq_len=SEQ)
+    wide = config(
+        ffn_hidden_dim=cfg.moe.top_k * cfg.moe.hidden_dim,
+        moe={"num_experts": ()},
+        activation=cfg.activation,
+    )
+    per_layer = forward_flops(wide, seq_len=SEQ).dense_ffn_flops // wide.num_layers
+    assert forward.experts_flops == len([e for e in cfg.experts_per_layer() if e]) * per_layer
+
+
+def test_causal_attention_counts_the_visible_keys() -> None:
+    cfg = config()
+    full = forward_flops(cfg, seq_len=SEQ, causal=False).attention_flops
+    causal = forward_flops(cfg, seq_len=SEQ).attention_flops
+    visible = sum(range(1, SEQ + 1))
+    assert causal * SEQ * SEQ == full * visible
+
+
+def test_recomputation_costs_one_more_forward_of_the_layers() -> None:
+    forward = forward_flops(config(), seq_len=SEQ)
+    extra = forward.training_flops(activation_checkpointing=True) - forward.training_flops()
+    assert extra == forward.layers_flops
+
+
+def saved_bytes(cfg: ModelConfig, *, dtype: str, activation_checkpointing: bool = False) -> int:
+    """Bytes that autograd keeps after a forward pass with loss, each storage once, parameters left out."""
+    model = GPT(cfg, dtype=torch.float64 if dtype == "float64" else torch.float32, seed=0)
+    model.set_activation_checkpointing(activation_checkpointing)
+    owned = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weights = {p.numel() for p in model.parameters() if p.dim() > 1}
+    storages: dict[int, int] = {}
+    kept: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        is_weight_copy = dtype != "float32" and t.numel() in weights
+        if storage.data_ptr() not in owned and not is_weight_copy:
+            storages[storage.data_ptr()] = storage.nbytes()
+            kept.append(t)
+        return t
+
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    low = dtype in ("bfloat16", "float16")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with torch.autocast("cpu", enabled=low, dtype=torch.bfloat16):
+            logits = model(ids).logits_BSV
+        wide = logits if dtype == "float64" else logits.float()
+        loss = torch.nn.functional.cross_entropy(wide.flatten(0, 1), ids.flatten())
+    assert loss.isfinite()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["plain", "dense", "dense-gelu", "every-other", "residual", "shared"]
+)
+def test_activation_estimate_is_near_what_autograd_saves(name: str, dtype: str) -> None:
+    cfg = config(**VARIANTS[name], dim=64, num_layers=4)
+    estimate = estimate_memory(cfg, micro_batch_size=BATCH, seq_len=SEQ, dtype=dtype)
+    measured = saved_bytes(cfg, dtype=dtype)
+    assert abs(estimate.activations_bytes - measured) <= ACTIVATION_TOLERANCE * measured
+
+
+def test_memory_of_weights_gradients_and_optimiser_is_exact() -> None:
+    cfg = config()
+    model = GPT(cfg, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, SEQ, dtype=torch.int64)).logits_BSV.sum().backward()
+    optimizer.step()
+    estimate = estimate_memory(cfg, micro_batch_size=1, seq_len=SEQ)
+    parameters = list(model.parameters())
+    moments = [optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")]
+    assert estimate.weights_bytes == sum(p.nbytes for p in parameters)
+    assert estimate.gradients_bytes == sum(p.grad.nbytes for p in parameters)
+    assert estimate.optimizer_bytes == sum(m.nbytes for m in moments)
+    assert estimate.compute_copy_bytes == 0
+
+
+def test_memory_adds_up_and_follows_the_options() -> None:
+    cfg = config()
+
+    def estimate(**options: Any) -> Any:
+        return estimate_memory(cfg, **({"micro_batch_size": 4, "seq_len": SEQ} | options))
+
+    base, low, double = estimate(), estimate(dtype="bfloat16"), estimate(dtype="float64")
+    assert base.total_bytes == 4 * base.weights_bytes + base.activations_bytes
+    assert low.compute_copy_bytes == low.weights_bytes // 2
+    assert low.activations_bytes < base.activations_bytes < double.activations_bytes
+    assert double.weights_bytes == 2 * base.weights_bytes
+    assert estimate(activation_checkpointing=True).activations_bytes < base.activations_bytes
+    assert estimate(micro_batch_size=8).activations_bytes == 2 * base.activations_bytes

@@ -1,0 +1,219 @@
+"""Generation: cached equals uncached, batches equal single prompts, text comes in whole characters."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.errors import ConfigError
+from expertmesh.infer.engine import generate, generate_batch, generate_text
+from expertmesh.infer.sampling import Sampling
+from expertmesh.infer.text import TextStream, byte_of_character
+from expertmesh.models.gpt.model import GPT
+
+TEXT = "def naïve(x):\n    return '日本語 🙂' + x  # Ελληνικά\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tok.train_from_iterator([TEXT] * 20, trainer)
+    return tok
+
+
+@pytest.fixture(scope="module")
+def gpt() -> GPT:
+    return make_model()
+
+
+def make_model(**options: Any) -> GPT:
+    defaults: dict[str, Any] = {
+        "vocab_size": 300,
+        "max_seq_len": 48,
+        "dim": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "init_std": 0.4,
+        "tie_embeddings": False,
+        "moe": MoEConfig(num_experts=(4,), top_k=2, hidden_dim=32),
+    }
+    return GPT(ModelConfig(**(defaults | options)), dtype=torch.float64, seed=0)
+
+
+PROMPTS = [[5, 17, 200, 31], [7], [90, 91, 92, 93, 94, 95, 96]]
+
+
+def uncached_greedy(gpt: GPT, prompt: list[int], new_tokens: int) -> list[int]:
+    ids = list(prompt)
+    gpt.eval()
+    for _ in range(new_tokens):
+        ids.append(int(gpt(torch.tensor([ids])).logits_BSV[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_cached_equals_uncached(gpt: GPT, prompt: list[int]) -> None:
+    expected = uncached_greedy(gpt, prompt, 30)
+    assert len(set(expected)) > 5, "the test model repeats itself too much to show anything"
+    assert list(generate(gpt, prompt, max_new_tokens=30)) == expected
+
+
+@pytest.mark.parametrize("sampling", [Sampling(greedy=True), Sampling(temperature=0.9, seed=3)])
+def test_a_batch_gives_each_prompt_what_it_gets_alone(gpt: GPT, sampling: Sampling) -> None:
+    steps = list(generate_batch(gpt, PROMPTS, max_new_tokens=12, sampling=sampling))
+    assert len(steps) == 12
+    for row, prompt in enumerate(PROMPTS):
+        own = Sampling(
+            greedy=sampling.greedy, temperature=sampling.temperature, seed=sampling.seed + row
+        )
+        alone = list(generate(gpt, prompt, max_new_tokens=12, sampling=own))
+        assert [step[row] for step in steps] == alone
+
+
+def test_end_of_text_ends_each_sequence_by_itself(gpt: GPT) -> None:
+    endless = [list(generate(gpt, prompt, max_new_tokens=20)) for prompt in PROMPTS]
+    eos = endless[0][4]
+    steps = list(generate_batch(gpt, PROMPTS, max_new_tokens=20, eos_id=eos))
+    for row, ids in enumerate(endless):
+        expected = ids[: ids.index(eos)] if eos in ids else ids
+        got = [step[row] for step in steps]
+        assert got[: len(expected)] == expected
+        assert got[len(expected) :] == [None] * (len(steps) - len(expected))
+    assert list(generate(gpt, PROMPTS[0], max_new_tokens=20, eos_id=eos)) == endless[0][:4]
+
+
+def test_same_seed_same_text_other_seed_other_text(gpt: GPT) -> None:
+    texts = [
+        list(generate(gpt, [5], max_new_tokens=20, sampling=Sampling(seed=seed)))
+        for seed in (0, 0, 1)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_default_fills_the_model_and_no_more(gpt: GPT) -> None:
+    assert len(list(generate(gpt, [1, 2, 3]))) == 45
+    assert len(list(generate(gpt, [1] * 47))) == 1
+
+
+def test_tokens_stream_one_by_one(gpt: GPT) -> None:
+    calls: list[int] = []
+    handle = gpt.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        stream: Iterator[int] = generate(gpt, [5, 6])
+        assert not calls, "nothing is computed before the first token is asked for"
+        for expected in (1, 2, 3):
+            next(stream)
+            assert len(calls) == expected
+    finally:
+        handle.remove()
+
+
+def test_training_mode_is_put_back(gpt: GPT) -> None:
+    noisy = make_model(
+        moe=MoEConfig(num_experts=(4,), top_k=2, hidden_dim=32, router_noise="gumbel")
+    )
+    expected = uncached_greedy(noisy, [5], 10)
+    for training in (True, False):
+        noisy.train(training)
+        assert list(generate(noisy, [5], max_new_tokens=10)) == expected
+        assert noisy.training == training
+
+
+def test_no_gradients_are_kept(gpt: GPT) -> None:
+    outputs: list[bool] = []
+    handle = gpt.register_forward_hook(lambda *a: outputs.append(a[-1].logits_BSV.requires_grad))
+    try:
+        list(generate(gpt, [5], max_new_tokens=3))
+    finally:
+        handle.remove()
+    assert outputs == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "nothing to continue"),
+        ([[]], {}, "prompt='': is empty"),
+        ([[1], []], {}, "prompt='': is empty"),
+        ([[300]], {}, "token id 300: must be from 0 to 299"),
+        ([[-1]], {}, "token id -1"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+        ([[1] * 48], {}, "prompt of 48 tokens: must be shorter than the model's max_seq_len=48"),
+        ([[1] * 40], {"max_new_tokens": 9}, "max_new_tokens=9: .* ask for at most 8"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(
+    gpt: GPT, prompts: list[list[int]], options: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        generate_batch(gpt, prompts, **options)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(ids=st.lists(st.integers(0, 299), max_size=40))
+def test_pieces_join_to_the_decoded_text(tokenizer: Tokenizer, ids: list[int]) -> None:
+    stream = TextStream(tokenizer)
+    pieces = [stream.feed(token_id) for token_id in ids] + [stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_characters_are_never_cut(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    ids = tokenizer.encode("日🙂é").ids
+    assert len(ids) > 3, "the test text must need several tokens per character"
+    pieces = [stream.feed(token_id) for token_id in ids]
+    assert "".join(pieces) == "日🙂é"
+    assert "\ufffd" not in "".join(pieces)
+    assert stream.finish() == ""
+
+
+def test_an_incomplete_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    *ids, _ = Tokenizer.encode(tokenizer, "🙂").ids
+    assert "".join(stream.feed(token_id) for token_id in ids) == ""
+    assert stream.finish() == "\ufffd"
+
+
+def test_special_tokens_and_unknown_ids_have_no_text(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer)
+    assert stream.feed(tokenizer.token_to_id("<|endoftext|>")) == ""
+    assert stream.feed(10_000) == ""
+
+
+def test_byte_alphabet_is_that_of_the_library() -> None:
+    table = byte_of_character()
+    assert sorted(table) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(table.values()) == list(range(256))
+
+
+def test_generated_text_is_that_of_the_generated_ids(gpt: GPT, tokenizer: Tokenizer) -> None:
+    sampling = Sampling(seed=4)
+    ids = tokenizer.encode(TEXT[:9]).ids
+    expected = tokenizer.decode(list(generate(gpt, ids, max_new_tokens=20, sampling=sampling)))
+    pieces = list(generate_text(gpt, tokenizer, TEXT[:9], max_new_tokens=20, sampling=sampling))
+    assert "".join(pieces) == expected
+    assert all(pieces)
+
+
+def test_text_can_start_like_a_document(gpt: GPT, tokenizer: Tokenizer) -> None:
+    start = tokenizer.token_to_id("<|endoftext|>")
+    ids = [start, *tokenizer.encode(TEXT[:9]).ids]
+    expected = tokenizer.decode(list(generate(gpt, ids, max_new_tokens=9)))
+    pieces = generate_text(gpt, tokenizer, TEXT[:9], max_new_tokens=9, start_id=start)
+    assert "".join(pieces) == expected
+    with pytest.raises(ConfigError, match="prompt='': is empty"):
+        generate_text(gpt, tokenizer, "", start_id=start)
