@@ -171,7 +171,7 @@ def _fitting_warmup(default: RunConfig, steps: object) -> int:
         wanted = int(str(steps))
     except ValueError:
         return warmup  # the configuration refuses the text of `steps` itself
-    return warmup if warmup <= wanted else warmup * wanted // usual_steps
+    return warmup if wanted <= 0 or warmup <= wanted else warmup * wanted // usual_steps
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, tuple[_Option, list[str]]], set[str]]:

@@ -1,0 +1,76 @@
+"""`expertmesh doctor` reports and never fails."""
+
+import importlib.metadata
+
+import pytest
+import torch
+
+from expertmesh.cli import doctor
+from expertmesh.cli.main import main
+
+
+def details(findings):
+    return {finding.name: finding for finding in findings}
+
+
+def test_report_names_every_section_and_backend(capsys):
+    from expertmesh.ops.backend import explain_backends
+
+    assert main(["doctor"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "\x1b" not in captured.out, "colours without a terminal"
+    for title in doctor.SECTIONS:
+        assert f"\n{title}" in f"\n{captured.out}"
+    for report in explain_backends():
+        assert f"  {report.name} " in captured.out
+
+
+def test_versions_are_those_installed(monkeypatch):
+    assert details(doctor.versions())["torch"].detail == importlib.metadata.version("torch")
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert details(doctor.versions())["datasets"].detail.startswith("not installed (--data.dataset")
+
+
+def test_auto_precision_says_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for abilities, name, why in (
+        ({"amx_bf16": True, "amx_tile": True}, "bfloat16", "AMX"),
+        ({"avx512_bf16": True}, "bfloat16", "AVX-512"),
+        ({}, "float32", "no BF16 instructions"),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=abilities: found)
+        monkeypatch.setattr(
+            torch.cpu, "_is_amx_tile_supported", lambda found=abilities: "amx_tile" in found
+        )
+        monkeypatch.setattr(
+            torch.cpu, "_is_avx512_bf16_supported", lambda found=abilities: "avx512_bf16" in found
+        )
+        detail = details(doctor.precision())["--train.dtype auto"].detail
+        assert detail.startswith(name)
+        assert why in detail
+
+
+def test_missing_compiler_is_a_reason(monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    (finding,) = doctor.compiler()
+    assert finding.mark == "no"
+    assert "install g++" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([0, 2, 4], "0,2,4")],
+    ids=str,
+)
+def test_core_ranges(numbers, text):
+    assert doctor._ranges(numbers) == text
+
+
+def test_unknown_option(capsys):
+    assert main(["doctor", "--fast"]) == 2
+    assert capsys.readouterr().err.startswith("error: unknown option --fast; ")

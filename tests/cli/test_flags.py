@@ -1,0 +1,208 @@
+"""`expertmesh train RECIPE --section.field value`: every spelling that works, and what each mistake says."""
+
+import pytest
+
+from expertmesh.cli.flags import OptionParser, flag_name, parse_run_config, print_train_help
+from expertmesh.config.base import option_names
+from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
+
+RECIPE = "gpt-moe-demo"
+
+
+def parse(*words):
+    return parse_run_config([RECIPE, *words])
+
+
+def test_recipe_alone_is_the_recipe():
+    from expertmesh.recipes import RECIPES
+
+    for name, recipe in RECIPES.items():
+        assert parse_run_config([name]) == (name, recipe(), False)
+
+
+def test_every_option_can_be_given():
+    """Each option, set to its own default in the command line's spelling, is understood."""
+    config = RunConfig()
+    words = []
+    for name in option_names(RunConfig):
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        texts = [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
+        words += [flag_name(name), *texts]
+    assert parse_run_config(["base", *words], recipes={"base": RunConfig}).config == config
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["--train.steps", "60"], "train.steps", 60),
+        (["--train.steps=60"], "train.steps", 60),
+        (["--train.run-dir", "runs/x"], "train.run_dir", "runs/x"),
+        (["--train.run_dir", "runs/x"], "train.run_dir", "runs/x"),
+        (["--optim.lr", "3e-4"], "optim.lr", 3e-4),
+        (["--model.moe.capacity-factor", "1.25"], "model.moe.capacity_factor", 1.25),
+        (["--model.moe.capacity-factor", "none"], "model.moe.capacity_factor", None),
+        (["--model.moe.capacity-factor", "None"], "model.moe.capacity_factor", None),
+        (["--model.moe.num-experts", "4"], "model.moe.num_experts", (4,)),
+        (
+            ["--model.moe.num-experts", "4", "4", "4", "8", "8", "8"],
+            "model.moe.num_experts",
+            (4, 4, 4, 8, 8, 8),
+        ),
+        (["--model.moe.num-experts", "4,4,4,8,8,8"], "model.moe.num_experts", (4, 4, 4, 8, 8, 8)),
+        (["--model.moe.num-experts"], "model.moe.num_experts", ()),
+        (["--model.moe.num-experts", "none"], "model.moe.num_experts", ()),
+        (["--train.tensorboard"], "train.tensorboard", True),
+        (["--train.no-tensorboard"], "train.tensorboard", False),
+        (["--train.tensorboard", "false"], "train.tensorboard", False),
+        (["--train.tensorboard=False"], "train.tensorboard", False),
+        (["--data.path", "-odd-name.txt"], "data.path", "-odd-name.txt"),
+        (["--train.dtype", "float64"], "train.dtype", "float64"),
+        (["--train.steps", "20"], "optim.warmup_steps", 50 * 20 // 520),
+        (["--train.steps", "50"], "optim.warmup_steps", 50),
+        (["--train.steps", "60", "--optim.warmup-steps", "60"], "optim.warmup_steps", 60),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_spellings(words, name, value):
+    for order in ([RECIPE, *words], [*words, RECIPE]):
+        if order[-1] == RECIPE and words[-1] == "--model.moe.num-experts":
+            continue  # a list takes the words that follow it
+        found = parse_run_config(order).config
+        for part in name.split("."):
+            found = getattr(found, part)
+        assert found == value
+
+
+def test_dry_run():
+    assert parse("--dry-run").dry_run
+    assert not parse().dry_run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no recipe given; say one after 'train': "),
+        (["gpt-moe-dmo"], "unknown recipe 'gpt-moe-dmo'; did you mean gpt-moe-demo? known: "),
+        (["zebra"], "unknown recipe 'zebra'; known: gpt-moe-test, "),
+        ([RECIPE, "again"], "unexpected word 'again'; options look like --section.field value"),
+        (
+            [RECIPE, "--train.stepz", "3"],
+            "unknown option --train.stepz; did you mean --train.steps?",
+        ),
+        ([RECIPE, "--steps", "3"], "unknown option --steps; did you mean --train.steps?"),
+        (
+            [RECIPE, "--model.top-k", "3"],
+            "unknown option --model.top-k; did you mean --model.moe.top-k?",
+        ),
+        (
+            [RECIPE, "--train.no-steps"],
+            "unknown option --train.no-steps; did you mean --train.steps?",
+        ),
+        ([RECIPE, "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
+        ([RECIPE, "--xyz"], "unknown option --xyz; see expertmesh train --help"),
+        ([RECIPE, "-x"], "unknown option -x; see expertmesh train --help"),
+        (
+            [RECIPE, "--train", "3"],
+            "--train is a section; name a field of it, for example --train.steps",
+        ),
+        (
+            [RECIPE, "--model.moe", "3"],
+            "--model.moe is a section; name a field of it, for example --model.moe.",
+        ),
+        ([RECIPE, "--train.steps"], "--train.steps needs a value; write it after the option"),
+        (
+            [RECIPE, "--train.steps", "--optim.lr", "1"],
+            "--train.steps needs a value; write it after the option",
+        ),
+        (
+            [RECIPE, "--train.steps", "9", "--train.steps", "9"],
+            "--train.steps is given twice; give it once",
+        ),
+        (
+            [RECIPE, "--train.steps", "abc"],
+            "--train.steps abc: must be a whole number; for example 1000",
+        ),
+        (
+            [RECIPE, "--train.steps", "1e3"],
+            "--train.steps 1e3: must be a whole number; for example 1000",
+        ),
+        ([RECIPE, "--train.steps="], "--train.steps '': must be a whole number; for example 1000"),
+        (
+            [RECIPE, "--train.steps", "-5"],
+            "--train.steps -5: must be greater than 0; for example 1000",
+        ),
+        (
+            [RECIPE, "--optim.lr", "fast"],
+            "--optim.lr fast: must be a finite number; for example 0.001",
+        ),
+        (
+            [RECIPE, "--train.tensorboard", "maybe"],
+            "--train.tensorboard maybe: must be true or false; ",
+        ),
+        (
+            [RECIPE, "--train.no-tensorboard", "true"],
+            "--train.no-tensorboard takes no value; leave 'true' out",
+        ),
+        ([RECIPE, "--train.dtype", "bf16"], "--train.dtype bf16: must be one of auto, "),
+        (
+            [RECIPE, "--model.moe.top-k", "9"],
+            "--model.moe.top-k 9: must be at most the fewest experts of a layer, 8; ",
+        ),
+        (
+            [RECIPE, "--model.moe.num-experts", "8", "8"],
+            "--model.moe.num-experts 8 8: must have one entry, or one per MoE layer (6), has 2; ",
+        ),
+        (
+            [RECIPE, "--model.moe.num-experts", "many"],
+            "--model.moe.num-experts many: must be a whole number; ",
+        ),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_mistakes(words, message):
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config(words)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_help_lists_recipes_and_every_option(capsys):
+    from expertmesh.recipes import RECIPES
+
+    with pytest.raises(SystemExit) as stop:
+        parse_run_config(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for name in RECIPES:
+        assert f"  {name} " in text
+    for name in option_names(RunConfig):
+        assert flag_name(name) in text
+
+
+def test_help_of_a_recipe_shows_its_defaults(capsys):
+    from expertmesh.recipes import RECIPES
+
+    print_train_help("gpt-moe-test", RECIPES)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "expertmesh train gpt-moe-test" in text
+    assert f"(default: {RECIPES['gpt-moe-test']().train.run_dir})" in text
+
+
+def test_option_parser_raises_in_one_line():
+    parser = OptionParser(prog="expertmesh report")
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--top-k", type=int)
+    for words, message in [
+        ([], "the following arguments are required: --run; see expertmesh report --help"),
+        (["--run", "x", "--top-q", "3"], "unknown option --top-q; did you mean --top-k?"),
+        (
+            ["--run", "x", "--top-k", "a"],
+            "argument --top-k: invalid int value: 'a'; see expertmesh report --help",
+        ),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            parser.parse_args(words)
+        assert str(caught.value) == message
