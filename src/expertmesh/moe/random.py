@@ -80,8 +80,12 @@ def random_bits(
 
 
 def uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """32 random bits -> a number in the open interval (0, 1), exact in FP32 (24 bits are used)."""
-    return ((bits >> 8).to(dtype) + 0.5) * 2.0**-24
+    """32 random bits -> a number in the open interval (0, 1), the middle of one of 2^23 cells.
+
+    The half takes the 24th bit of FP32: with 24 bits of its own the largest number would round to 1, and its Gumbel
+    number to infinity.
+    """
+    return ((bits >> 9).to(dtype) + 0.5) * 2.0**-23
 
 
 def gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
