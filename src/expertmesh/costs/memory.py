@@ -54,19 +54,21 @@ def layer_activation_bytes(config: ModelConfig, *, num_experts: int, dtype: str)
         dtype: compute dtype.
 
     Returns:
-        An estimate from the tensors that the operators save: normalised inputs, queries, keys, values and attention
-        output, and for experts the input and the pre-activations (nothing else, see `ops/moe_mlp.py`).
+        An estimate from the tensors that PyTorch and our operators save on the CPU: for the norms their input and their
+        normalised value, for attention queries, keys, values and output, and for experts the input and the
+        pre-activations alone (see `ops/moe_mlp.py`).
     """
     compute = DTYPE_BYTES[dtype]
     stream = max(compute, 4)
     moe = config.moe
     width = config.num_heads * config.head_size
     kv_width = config.kv_heads * config.head_size
-    # Two norms keep their input; in the compute dtype: input of the projections, q, k, v, attention output.
-    bytes_per_token = 2 * config.dim * stream
-    bytes_per_token += (config.dim + 2 * width + 2 * kv_width) * compute
+    # Two norms keep input and normalised value. In the compute dtype: input of the projections; rotated queries and keys;
+    # their common output, which the values are a view of; attention output.
+    bytes_per_token = 4 * config.dim * stream
+    bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
     if config.qk_norm:
-        bytes_per_token += (width + kv_width) * stream
+        bytes_per_token += 2 * (width + kv_width) * stream
     if not num_experts:
         return bytes_per_token + _mlp_elements(config.ffn_hidden_dim, config) * compute
     branches = 2 if config.activation in GATED_ACTIVATIONS else 1
@@ -76,8 +78,9 @@ def layer_activation_bytes(config: ModelConfig, *, num_experts: int, dtype: str)
     if moe.residual:
         # Beside the MLP's own, both outputs wait for the gradient of their coefficients.
         elements += _mlp_elements(config.ffn_hidden_dim, config) + 2 * config.dim
-    # The router keeps its scores and logits in FP32.
-    return bytes_per_token + elements * compute + 3 * num_experts * stream
+    # The router keeps its input, scores and logits in FP32.
+    router = config.dim * (stream if compute < stream else 0) + 3 * num_experts * stream
+    return bytes_per_token + elements * compute + router
 
 
 def estimate_memory(
@@ -112,7 +115,7 @@ def estimate_memory(
     if activation_checkpointing:
         layers = len(per_layer) * config.dim * master + max(per_layer)
     # Final norm and its output; logits in the compute dtype, and the loss's log-probabilities in FP32.
-    head = config.dim * (master + compute) + config.vocab_size * (compute + master)
+    head = config.dim * (2 * master + compute) + config.vocab_size * (compute + master)
     return MemoryEstimate(
         weights_bytes=parameters * master,
         compute_copy_bytes=parameters * compute if compute < master else 0,
