@@ -85,7 +85,7 @@ def parse_run_config(
     values: dict[str, Any] = {
         name: _value(option, texts) for name, (option, texts) in flags.items()
     }
-    steps = values.get("train.steps")
+    steps = values.get("optim.schedule_steps", values.get("train.steps"))
     if steps is not None and "optim.warmup_steps" not in values:
         values["optim.warmup_steps"] = _fitting_warmup(default, steps)
     try:

@@ -60,6 +60,8 @@ class OptimConfig(Config):
     """After the warm-up: cosine decay, or warm-up-stable-decay (wsd)."""
     warmup_steps: int = Field(default=50, ge=0)
     """Steps of linear warm-up."""
+    schedule_steps: int | None = Field(default=None, gt=0)
+    """Steps that the schedule spans; none: train.steps. Give it to train in parts with one schedule."""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """Share of the steps that wsd spends on its final linear decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -157,11 +159,12 @@ class RunConfig(Config):
                 f"must be at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document",
                 "raise it",
             )
-        if self.optim.warmup_steps > self.train.steps:
+        schedule_steps = self.optim.schedule_steps or self.train.steps
+        if self.optim.warmup_steps > schedule_steps:
             raise FieldError(
                 ("optim", "warmup_steps"),
                 self.optim.warmup_steps,
-                f"must be at most train.steps, {self.train.steps}",
+                f"must be at most train.steps, {schedule_steps}",
                 "lower it or train longer",
             )
         return self

@@ -77,9 +77,7 @@ def evaluate(
                 logits_BSV = model(ids_BS.to(precision.device)).logits_BSV
             nats += token_losses(logits_BSV, targets_BS.to(precision.device)).sum().double()
     total = float(nats)
-    return Evaluation(
-        total / num_tokens, bits_per_byte(total, num_bytes), num_tokens, num_bytes
-    )
+    return Evaluation(total / num_tokens, bits_per_byte(total, num_bytes), num_tokens, num_bytes)
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:

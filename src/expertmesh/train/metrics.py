@@ -145,6 +145,15 @@ def open_tensorboard(folder: Path, *, last_step: int) -> EventWriter | None:
     return writer
 
 
+def write_events(events: EventWriter, metrics: StepMetrics, extra: dict[str, float]) -> None:
+    """The numbers of a step as TensorBoard events."""
+    values = {**asdict(metrics), **extra}
+    step = values.pop("step")
+    for name, value in values.items():
+        group = "evaluation" if "eval" in name else "training"
+        events.add_scalar(f"{group}/{name}", value, step)
+
+
 def to_lists(tensors: list[Tensor]) -> list[list[int]]:
     """Integer vectors as lists; synchronises."""
     return [tensor.tolist() for tensor in tensors]

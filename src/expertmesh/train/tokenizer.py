@@ -70,7 +70,9 @@ def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
     sizes = np.zeros(vocab_size, dtype=np.int64)
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token != END_OF_TEXT:
-            sizes[token_id] = len(token)  # A byte-level vocabulary writes each byte as one character.
+            sizes[token_id] = len(
+                token
+            )  # A byte-level vocabulary writes each byte as one character.
     return sizes
 
 
