@@ -2,7 +2,13 @@
 
 import pytest
 
-from expertmesh.cli.flags import OptionParser, flag_name, parse_run_config, print_train_help
+from expertmesh.cli.flags import (
+    OptionParser,
+    flag_name,
+    parse_run_config,
+    print_train_help,
+    spell_options,
+)
 from expertmesh.config.base import option_names
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
@@ -206,3 +212,23 @@ def test_option_parser_raises_in_one_line():
         with pytest.raises(ConfigError) as caught:
             parser.parse_args(words)
         assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "spelled"),
+    [
+        ("train.run_dir=runs/x: is in use", "--train.run-dir runs/x: is in use"),
+        (
+            "try train.resume=auto, or another train.run_dir",
+            "try --train.resume auto, or another --train.run-dir",
+        ),
+        ("model.moe.top_k=9: no", "--model.moe.top-k 9: no"),
+        (
+            "--train.steps 3; runs/train.steps/x; train.stepsize",
+            "--train.steps 3; runs/train.steps/x; train.stepsize",
+        ),
+        ("data: other tokens", "data: other tokens"),
+    ],
+)
+def test_messages_are_spelled_as_options(text, spelled):
+    assert spell_options(text) == spelled

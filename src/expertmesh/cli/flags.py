@@ -115,6 +115,16 @@ def flag_name(location: Location | str) -> str:
     return "--" + ".".join(parts).replace("_", "-")
 
 
+def spell_options(text: str) -> str:
+    """A message with the dotted names of options in the command line's spelling.
+
+    `train.run_dir=x: ...; try train.resume=auto` becomes `--train.run-dir x: ...; try --train.resume auto`.
+    """
+    names = sorted(map(re.escape, option_names(RunConfig)), key=len, reverse=True)
+    pattern = rf"(?<![\w./-])({'|'.join(names)})(=(?=\S)|(?![\w./-]))"
+    return re.sub(pattern, lambda found: flag_name(found[1]) + (" " if found[2] else ""), text)
+
+
 def print_train_help(recipe: str | None, recipes: Mapping[str, Callable[[], RunConfig]]) -> None:
     """Prints the options with the defaults of a recipe (None: of the library)."""
     import tyro

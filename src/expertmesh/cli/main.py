@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _verb(words[0])(words[1:])
+    except SystemExit as stop:  # argparse after --help
+        return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         if debug:
             raise
@@ -109,10 +111,10 @@ def _verb(name: str) -> Callable[[list[str]], int]:
 
 def _report_error(error: Exception) -> int:
     """Prints one line for an error and returns the exit code."""
-    if isinstance(error, ConfigError):
-        return _fail(str(error), 2)
-    if isinstance(error, CheckpointError | TrainingDivergedError):
-        return _fail(str(error), 1)
+    if isinstance(error, ConfigError | CheckpointError | TrainingDivergedError):
+        from expertmesh.cli.flags import spell_options
+
+        return _fail(spell_options(str(error)), 2 if isinstance(error, ConfigError) else 1)
     if isinstance(error, OSError) and error.errno is not None:
         return _fail(_os_error_text(error), 1)
     return _fail(
