@@ -175,6 +175,7 @@ class MoELayer(nn.Module):
                 num_expert_groups=num_expert_groups,
                 num_limited_groups=num_limited_groups,
                 noise_std=router_noise_std,
+                by_expert=router == "expert_choice",
             ),
         )
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher

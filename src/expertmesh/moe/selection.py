@@ -22,11 +22,12 @@ class SelectionOptions:
     num_expert_groups: int = 1
     num_limited_groups: int = 1
     noise_std: float = 0.0
+    by_expert: bool = False
 
     def normalizes(self, top_k: int) -> bool:
         """Whether weights are divided by their sum over the chosen experts."""
         if self.normalize_weights == "auto":
-            return top_k > 1
+            return top_k > 1 and not self.by_expert
         return self.normalize_weights in ("topk", "kept")
 
 
@@ -210,7 +211,7 @@ def choose_by_expert(
         chosen_TE = chosen.view(num_groups * size, E)[:T]
     experts_E = torch.arange(E, device=logits_TE.device)
     ids_TK = torch.where(chosen_TE, experts_E, E)
-    normalize = options.normalize_weights in ("topk", "kept")
+    normalize = options.normalizes(top_k)
     weights_TK = weights_at(logits_TE, scores_TE, ids_TK, normalize=normalize, options=options)
     return RouterOutput(ids_TK, weights_TK, balance_scores(scores_TE, options), logits_TE)
 
