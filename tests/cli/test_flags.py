@@ -68,6 +68,7 @@ def test_every_option_can_be_given():
         (["--train.dtype", "float64"], "train.dtype", "float64"),
         (["--train.steps", "20"], "optim.warmup_steps", 50 * 20 // 520),
         (["--train.steps", "50"], "optim.warmup_steps", 50),
+        (["--train.steps", "20", "--optim.schedule-steps", "60"], "optim.warmup_steps", 50),
         (["--train.steps", "60", "--optim.warmup-steps", "60"], "optim.warmup_steps", 60),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

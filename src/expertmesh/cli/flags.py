@@ -56,8 +56,8 @@ def parse_run_config(
 ) -> ParsedRun:
     """Reads the words after `expertmesh train`.
 
-    A recipe whose warm-up does not fit into a shorter `--train.steps` keeps the warm-up's share of the steps, unless
-    `--optim.warmup-steps` is given too.
+    A recipe whose warm-up does not fit into a shorter `--train.steps` (or `--optim.schedule-steps`) keeps the warm-up's
+    share of the steps, unless `--optim.warmup-steps` is given too.
 
     Args:
         argv: RECIPE, `--section.field value` in any order, `--dry-run`.
@@ -176,7 +176,10 @@ def _recipe(name: str, recipes: Mapping[str, Callable[[], RunConfig]]) -> Callab
 
 
 def _fitting_warmup(default: RunConfig, steps: object) -> int:
-    warmup, usual_steps = default.optim.warmup_steps, default.train.steps
+    warmup, usual_steps = (
+        default.optim.warmup_steps,
+        default.optim.schedule_steps or default.train.steps,
+    )
     try:
         wanted = int(str(steps))
     except ValueError:

@@ -164,7 +164,7 @@ class RunConfig(Config):
             raise FieldError(
                 ("optim", "warmup_steps"),
                 self.optim.warmup_steps,
-                f"must be at most train.steps, {schedule_steps}",
-                "lower it or train longer",
+                f"must be at most the steps of the schedule, {schedule_steps}",
+                "lower it, or raise train.steps",
             )
         return self
