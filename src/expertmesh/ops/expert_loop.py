@@ -1,14 +1,16 @@
 """The "torch" backend of `moe_mlp`: one GEMM per expert and step over its block of sorted rows.
 
-Buffers are reused from expert to expert so that they stay in the cache. Nothing here is seen by autograd.
+Buffers are reused from expert to expert so that they stay in the cache, results are written where they belong
+(H, the weight gradients), and nothing is copied but the gathered tokens. Nothing here is seen by autograd.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_backward
+from expertmesh.ops.activation_passes import Passes
+from expertmesh.ops.backend import gemm_dtype
 from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.reference import accumulate_dtype
 
@@ -23,6 +25,15 @@ class Experts:
     b_out_ED: Tensor | None
     activation: str
 
+    def w_in(self, e: int, dtype: torch.dtype) -> Tensor:
+        """First weight of one expert as (G * F, D)."""
+        w = self.w_in_EGFD[e]
+        return w.reshape(w.shape[0] * w.shape[1], w.shape[2]).to(dtype)
+
+    def w_out(self, e: int, dtype: torch.dtype) -> Tensor:
+        """Second weight of one expert, (D, F)."""
+        return self.w_out_EDF[e].to(dtype)
+
 
 @dataclass(frozen=True)
 class Maps:
@@ -34,66 +45,6 @@ class Maps:
     row_of_slot_N: Tensor
 
 
-def forward(
-    x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps, *, save_h: bool
-) -> tuple[Tensor, Tensor]:
-    """Give (y (T, D), H (R, G * F)); H is empty unless save_h."""
-    num_experts, G, F, D = experts.w_in_EGFD.shape
-    num_rows = maps.token_of_row_N.shape[0]
-    bounds = maps.offsets_E.tolist()
-    h_all = x_TD.new_empty(num_rows if save_h else 0, G * F)
-    y_RD = x_TD.new_empty(num_rows, D)
-    weights_N = weights_TK.reshape(-1)
-    for e in range(num_experts):
-        span = slice(bounds[e], bounds[e + 1])
-        if span.start == span.stop:
-            continue
-        x = x_TD.index_select(0, maps.token_of_row_N[span])
-        h = torch.mm(x, experts.w_in_EGFD[e].view(G * F, D).T)
-        if experts.b_in_EGF is not None:
-            h += experts.b_in_EGF[e].view(G * F)
-        if save_h:
-            h_all[span] = h
-        s = weights_N.index_select(0, maps.slot_of_row_N[span]).to(accumulate_dtype(x.dtype))[
-            :, None
-        ]
-        a = _scaled_activation(h, s, experts.activation)
-        y = torch.mm(a, experts.w_out_EDF[e].T)
-        if experts.b_out_ED is not None:
-            y += s * experts.b_out_ED[e]
-        y_RD[span] = y
-    return sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1]), h_all
-
-
-def _scaled_activation(h: Tensor, s: Tensor, activation: str) -> Tensor:
-    inner = inner_name(activation)
-    wide = h.to(s.dtype)
-    if num_branches(activation) == 1:
-        return (pointwise(wide, inner) * s).to(h.dtype)
-    gate, up = wide.chunk(2, dim=1)
-    return (pointwise(gate, inner) * up * s).to(h.dtype)
-
-
-def _activation_backward(
-    grad_rows: Tensor, h: Tensor, s: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From dO W_out and H give (s * A, dH, rowsum(dA . A))."""
-    inner = inner_name(activation)
-    wide, grad = h.to(s.dtype), grad_rows.to(s.dtype)
-    if num_branches(activation) == 1:
-        a = pointwise(wide, inner)
-        d_weight = (grad * a).sum(1)
-        d_h = pointwise_backward(grad * s, wide, inner)
-        return (a * s).to(h.dtype), d_h.to(h.dtype), d_weight
-    gate, up = wide.chunk(2, dim=1)
-    act = pointwise(gate, inner)
-    a = act * up
-    d_weight = (grad * a).sum(1)
-    d_a = grad * s
-    d_h = torch.cat([pointwise_backward(d_a * up, gate, inner), d_a * act], dim=1)
-    return (a * s).to(h.dtype), d_h.to(h.dtype), d_weight
-
-
 @dataclass(frozen=True)
 class Needs:
     """Which gradients are asked for."""
@@ -101,6 +52,7 @@ class Needs:
     x: bool
     w_in: bool
     w_out: bool
+    weights: bool
     b_in: bool
     b_out: bool
 
@@ -117,6 +69,44 @@ class Gradients:
     b_out_ED: Tensor
 
 
+def forward(
+    x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps, *, save_h: bool
+) -> tuple[Tensor, Tensor]:
+    """Give (y (T, D), H (R, G * F)); H is empty unless save_h. Synchronises with a GPU to read the offsets."""
+    _, G, F, D = experts.w_in_EGFD.shape
+    num_rows = maps.token_of_row_N.shape[0]
+    bounds = maps.offsets_E.tolist()
+    most = _most_rows(bounds)
+    dtype = gemm_dtype(x_TD.device, x_TD.dtype)
+    h_all = x_TD.new_empty(num_rows if save_h else 0, G * F)
+    direct = save_h and dtype == x_TD.dtype
+    y_RD = x_TD.new_empty(num_rows, D, dtype=dtype)
+    x_buffer = x_TD.new_empty(most, D)
+    h_buffer = x_TD.new_empty(0 if direct else most, G * F, dtype=dtype)
+    a_buffer = x_TD.new_empty(most, F, dtype=dtype)
+    s_R = _row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
+    passes = Passes.allocate(experts.activation, a_buffer, backward=False)
+    for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if start == stop:
+            continue
+        n, s = stop - start, s_R[start:stop]
+        x = _gather(x_TD, maps.token_of_row_N[start:stop], x_buffer[:n], dtype)
+        h = h_all[start:stop] if direct else h_buffer[:n]
+        torch.mm(x, experts.w_in(e, dtype).T, out=h)
+        if experts.b_in_EGF is not None:
+            h.add_(experts.b_in_EGF[e].reshape(G * F))
+        if save_h and not direct:
+            h_all[start:stop].copy_(h)
+        a = a_buffer[:n]
+        passes.forward(h, s, a)
+        y = y_RD[start:stop]
+        torch.mm(a, experts.w_out(e, dtype).T, out=y)
+        if experts.b_out_ED is not None:
+            y.add_(s[:, None] * experts.b_out_ED[e])
+    y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
+    return y_TD.to(x_TD.dtype), h_all
+
+
 def backward(
     grad_TD: Tensor,
     x_TD: Tensor,
@@ -127,50 +117,98 @@ def backward(
     needs: Needs,
 ) -> Gradients:
     """Give all gradients from the output's, X and H; nothing else was saved."""
-    num_experts, G, F, D = experts.w_in_EGFD.shape
-    num_rows = maps.token_of_row_N.shape[0]
+    _, G, F, D = experts.w_in_EGFD.shape
     bounds = maps.offsets_E.tolist()
-    d_w_in = _empty_like(experts.w_in_EGFD, needs.w_in, x_TD)
-    d_w_out = _empty_like(experts.w_out_EDF, needs.w_out, x_TD)
-    d_b_in = _empty_like(experts.b_in_EGF, needs.b_in, x_TD)
-    d_b_out = _empty_like(experts.b_out_ED, needs.b_out, x_TD)
-    d_x_RD = x_TD.new_empty(num_rows if needs.x else 0, D)
-    weights_N = weights_TK.reshape(-1)
-    d_weights_N = torch.zeros_like(weights_N)
-    for e in range(num_experts):
-        span = slice(bounds[e], bounds[e + 1])
-        if span.start == span.stop:
-            for grad in (d_w_in, d_w_out, d_b_in, d_b_out):
-                if grad.numel():
-                    grad[e].zero_()
+    most = _most_rows(bounds)
+    dtype = gemm_dtype(x_TD.device, x_TD.dtype)
+    grads = _allocate_gradients(x_TD, experts, needs)
+    d_x_RD = x_TD.new_empty(maps.token_of_row_N.shape[0] if needs.x else 0, D, dtype=dtype)
+    s_R = _row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
+    d_s_R = torch.empty_like(s_R)
+    rows = x_TD.new_empty(most, D)
+    da_buffer, a_buffer = (x_TD.new_empty(most, F, dtype=dtype) for _ in range(2))
+    dh_buffer = x_TD.new_empty(most, G * F, dtype=dtype)
+    passes = Passes.allocate(experts.activation, a_buffer, backward=True)
+    for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if start == stop:
+            _zero_expert(grads, e)
             continue
-        slots = maps.slot_of_row_N[span]
-        tokens = maps.token_of_row_N[span]
-        s = weights_N.index_select(0, slots).to(accumulate_dtype(x_TD.dtype))[:, None]
-        grad = grad_TD.index_select(0, tokens)
-        scaled_a, d_h, d_s = _activation_backward(
-            torch.mm(grad, experts.w_out_EDF[e]), h_RH[span], s, experts.activation
-        )
+        n, s, tokens = stop - start, s_R[start:stop], maps.token_of_row_N[start:stop]
+        d_y = _gather(grad_TD, tokens, rows[:n], dtype)
+        d_a, a, d_h, d_s = da_buffer[:n], a_buffer[:n], dh_buffer[:n], d_s_R[start:stop]
+        torch.mm(d_y, experts.w_out(e, dtype), out=d_a)
+        passes.backward(d_a, h_RH[start:stop].to(dtype), s, a, d_h, d_s)
         if experts.b_out_ED is not None:
-            d_s = d_s + torch.mv(grad, experts.b_out_ED[e])
-        d_weights_N[slots] = d_s.to(weights_N.dtype)
+            d_s.add_(torch.mv(d_y, experts.b_out_ED[e].to(dtype)))
         if needs.w_out:
-            torch.mm(grad.T, scaled_a, out=d_w_out[e])
-        if needs.w_in:
-            x = x_TD.index_select(0, tokens)
-            torch.mm(d_h.T, x, out=d_w_in[e].view(G * F, D))
-        if d_b_in.numel():
-            d_b_in[e] = d_h.sum(0, dtype=s.dtype).view(G, F)
-        if d_b_out.numel():
-            d_b_out[e] = (s * grad).sum(0)
+            _mm_into(d_y.T, a, grads.w_out_EDF[e])
+        if needs.b_out and experts.b_out_ED is not None:
+            grads.b_out_ED[e] = torch.mv(d_y.T.to(s.dtype), s)
+        if needs.b_in and experts.b_in_EGF is not None:
+            grads.b_in_EGF[e] = d_h.sum(0, dtype=s.dtype).view(G, F)
         if needs.x:
-            torch.mm(d_h, experts.w_in_EGFD[e].view(G * F, D), out=d_x_RD[span])
-    d_x = x_TD.new_empty(0)
+            torch.mm(d_h, experts.w_in(e, dtype), out=d_x_RD[start:stop])
+        if needs.w_in:
+            x = _gather(x_TD, tokens, rows[:n], dtype)
+            _mm_into(d_h.T, x, grads.w_in_EGFD[e].view(G * F, D))
+    return _finish(grads, d_x_RD, d_s_R, weights_TK, maps, needs)
+
+
+def _most_rows(bounds: list[int]) -> int:
+    return max((stop - start for start, stop in zip(bounds, bounds[1:], strict=False)), default=0)
+
+
+def _gather(source_TD: Tensor, tokens_R: Tensor, out_RD: Tensor, dtype: torch.dtype) -> Tensor:
+    torch.index_select(source_TD, 0, tokens_R, out=out_RD)
+    return out_RD.to(dtype)
+
+
+def _row_weights(weights_TK: Tensor, maps: Maps, num_live: int, dtype: torch.dtype) -> Tensor:
+    rows = weights_TK.reshape(-1).index_select(0, maps.slot_of_row_N[:num_live])
+    return rows.to(accumulate_dtype(dtype))
+
+
+def _mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:
+    if out.dtype == a.dtype:
+        torch.mm(a, b, out=out)
+    else:
+        out.copy_(torch.mm(a, b))
+
+
+def _allocate_gradients(x_TD: Tensor, experts: Experts, needs: Needs) -> Gradients:
+    def empty_like(tensor: Tensor | None, needed: bool) -> Tensor:
+        # a fresh tensor even when empty: outputs of one operator may not be the same tensor
+        return x_TD.new_empty(0 if tensor is None or not needed else tensor.shape)
+
+    return Gradients(
+        x_TD=x_TD.new_empty(0),
+        w_in_EGFD=empty_like(experts.w_in_EGFD, needs.w_in),
+        w_out_EDF=empty_like(experts.w_out_EDF, needs.w_out),
+        weights_TK=x_TD.new_empty(0),
+        b_in_EGF=empty_like(experts.b_in_EGF, needs.b_in),
+        b_out_ED=empty_like(experts.b_out_ED, needs.b_out),
+    )
+
+
+def _zero_expert(grads: Gradients, e: int) -> None:
+    for grad in (grads.w_in_EGFD, grads.w_out_EDF, grads.b_in_EGF, grads.b_out_ED):
+        if grad.numel():
+            grad[e].zero_()
+
+
+def _finish(
+    grads: Gradients,
+    d_x_RD: Tensor,
+    d_s_R: Tensor,
+    weights_TK: Tensor,
+    maps: Maps,
+    needs: Needs,
+) -> Gradients:
     if needs.x:
         d_x = sum_rows(d_x_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
-    return Gradients(d_x, d_w_in, d_w_out, d_weights_N.view_as(weights_TK), d_b_in, d_b_out)
-
-
-def _empty_like(tensor: Tensor | None, needed: bool, x_TD: Tensor) -> Tensor:
-    # a fresh tensor even when empty: outputs of one operator may not be the same tensor
-    return x_TD.new_empty(0) if tensor is None or not needed else tensor.new_empty(tensor.shape)
+        grads = replace(grads, x_TD=d_x.to(grads.x_TD.dtype))
+    if needs.weights:
+        d_weights = torch.zeros_like(weights_TK, memory_format=torch.contiguous_format)
+        d_weights.view(-1)[maps.slot_of_row_N[: len(d_s_R)]] = d_s_R.to(weights_TK.dtype)
+        grads = replace(grads, weights_TK=d_weights)
+    return grads

@@ -209,14 +209,16 @@ def _(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     def like(tensor: Tensor | None, needed: bool) -> Tensor:
-        return x_TD.new_empty(0) if tensor is None or not needed else tensor.new_empty(tensor.shape)
+        if tensor is None or not needed:
+            return x_TD.new_empty(0)
+        return tensor.new_empty(tensor.shape)
 
-    need_x, need_w_in, need_w_out, need_b_in, need_b_out = needs
+    need_x, need_w_in, need_w_out, need_weights, need_b_in, need_b_out = needs
     return (
         like(x_TD, need_x),
         like(w_in_EGFD, need_w_in),
         like(w_out_EDF, need_w_out),
-        like(weights_TK, True),
+        like(weights_TK, need_weights),
         like(b_in_EGF, need_b_in),
         like(b_out_ED, need_b_out),
     )
@@ -230,23 +232,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad_TD: Tensor | None, grad_h: Tensor | None) -> tuple[Tensor | None, ...]:
-    need_x, need_w_in, need_w_out, need_weights, need_b_in, need_b_out = ctx.needs_input_grad[:6]
+    needs = list(ctx.needs_input_grad[:6])
     rest = (None,) * 6
     if grad_TD is None:
         return (None,) * 6 + rest
-    needs = [need_x, need_w_in, need_w_out, need_b_in, need_b_out]
-    d_x, d_w_in, d_w_out, d_weights, d_b_in, d_b_out = _moe_mlp_backward(
-        grad_TD, *ctx.saved_tensors, ctx.activation, needs
-    )
-    asked = (
-        (d_x, need_x),
-        (d_w_in, need_w_in),
-        (d_w_out, need_w_out),
-        (d_weights, need_weights),
-        (d_b_in, need_b_in),
-        (d_b_out, need_b_out),
-    )
-    return tuple(grad if needed else None for grad, needed in asked) + rest
+    grads = _moe_mlp_backward(grad_TD, *ctx.saved_tensors, ctx.activation, needs)
+    return tuple(g if needed else None for g, needed in zip(grads, needs, strict=True)) + rest
 
 
 def _double_backward(ctx: Any, *grads: Tensor | None) -> None:
