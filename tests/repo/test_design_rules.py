@@ -167,13 +167,6 @@ def test_help_without_torch(words):
     assert len(done.stdout) > 10
 
 
-def test_dry_run_without_torch():
-    words = ["train", "gpt-moe-test", "--dry-run"]
-    done = run_python(TORCH_FREE.format(action=CALL_MAIN.format(words=words)))
-    assert done.returncode == 0, done.stderr
-    assert "gpt-moe-test" in done.stdout
-
-
 def test_public_names_are_frozen():
     """A new public name is a promise: add it to public_names.txt on purpose, never take one away by accident."""
     import expertmesh

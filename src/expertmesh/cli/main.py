@@ -131,6 +131,7 @@ def _os_error_text(error: OSError) -> str:
         errno.EPERM: "choose a folder that you may write, or change its permissions",
         errno.EROFS: "choose a folder on a disk that can be written",
         errno.ENOENT: "check the path",
+        errno.EEXIST: "something is in the way: choose another path",
         errno.ENOTDIR: "check the path: a part of it is a file",
         errno.EISDIR: "name a file, not a folder",
     }

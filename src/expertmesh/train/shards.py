@@ -85,7 +85,7 @@ def prepare_data(config: DataConfig, *, vocab_size: int) -> TokenData:
     base = Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_dir()
     folder = base / f"tokens-{key}"
     if not (folder / "index.json").exists():
-        base.mkdir(parents=True, exist_ok=True)
+        _make_folder(base)
         with _exclusive(base / f"tokens-{key}.lock"):
             if not (folder / "index.json").exists():
                 _build(corpus, folder, vocab_size=vocab_size)
@@ -99,6 +99,15 @@ def prepare_data(config: DataConfig, *, vocab_size: int) -> TokenData:
     return TokenData(
         folder, key, corpus.source, training, validation, folder / "tokenizer.json", corpus
     )
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(
+            f"data.cache_dir={path}: is a file or below a file; choose a folder"
+        ) from None
 
 
 def open_shard(folder: Path, name: str) -> Shard:

@@ -1,0 +1,596 @@
+"""A table of mistakes: each gives one line with the value, the rule and the fix, a non-zero exit code, and overwrites nothing."""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertmesh.cli.main import main
+
+TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(3000))
+
+
+@dataclass
+class Place:
+    """A folder with a corpus and, on demand, a finished run that a mistake may spoil."""
+
+    folder: Path
+    finished: Path
+    patch: pytest.MonkeyPatch
+    open_until_the_end: ExitStack
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def train(self, *words: str, recipe: str = "gpt-moe-test", run: str = "run") -> list[str]:
+        """Words of a training call that would work."""
+        given = {word.split("=")[0] for word in words}
+        usual = {
+            "--train.steps": "2",
+            "--train.run-dir": self.path(run),
+            "--data.path": self.path("corpus.txt"),
+            "--data.cache-dir": self.path("cache"),
+            "--train.device": "cpu",
+        }
+        rest = [
+            word for name, value in usual.items() if name not in given for word in (name, value)
+        ]
+        return ["train", recipe, *words, *rest]
+
+    def generate(self, *words: str, prompt: str = "def", run: str = "run") -> list[str]:
+        return ["generate", "--run", self.path(run), *words, prompt]
+
+    def with_run(self, name: str = "run") -> Path:
+        """A copy of a finished run of two steps."""
+        shutil.copytree(self.finished, self.folder / name)
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "corpus.txt").write_text(TEXT)
+    place = Place(folder, folder / "run", pytest.MonkeyPatch(), ExitStack())
+    assert main(place.train()) == 0
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path, finished, monkeypatch):
+    """Each mistake gets its own corpus and cache; the cache is shared through a copy, so that nothing is trained anew."""
+    shutil.copy(finished / "corpus.txt", tmp_path)
+    shutil.copytree(finished / "cache", tmp_path / "cache")
+    with ExitStack() as stack:
+        yield Place(tmp_path, finished / "run", monkeypatch, stack)
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder, but for the lock, which holds the number of the last process."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }
+
+
+# What a mistake needs before the call; returns the words of the call.
+Words = Callable[[Place], list[str]]
+
+
+@dataclass
+class Mistake:
+    words: Words
+    says: list[str]
+    code: int = 2
+    # Folders in which the call may add files (never change any), and files that a run which fails later may continue.
+    may_add: tuple[str, ...] = ()
+    may_continue: tuple[str, ...] = ()
+
+
+def plain(*words: str) -> Words:
+    return lambda place: list(words)
+
+
+def training(*words: str) -> Words:
+    return lambda place: place.train(*words)
+
+
+def with_file(name: str, content: bytes) -> Words:
+    def prepare(place: Place) -> list[str]:
+        Path(place.path(name)).write_bytes(content)
+        return place.train("--data.path", place.path(name))
+
+    return prepare
+
+
+COMMAND_LINE = {
+    "no such verb": Mistake(plain("trian", "gpt-moe-test"), ["trian", "did you mean train?"]),
+    "no recipe": Mistake(plain("train"), ["no recipe given", "gpt-moe-demo"]),
+    "unknown recipe": Mistake(
+        lambda p: p.train(recipe="gpt-moe-tset"), ["gpt-moe-tset", "did you mean gpt-moe-test?"]
+    ),
+    "unknown option": Mistake(
+        training("--train.stepz", "3"), ["--train.stepz", "did you mean --train.steps?"]
+    ),
+    "option of another section": Mistake(
+        training("--train.lr", "3"), ["--train.lr", "did you mean --optim.lr?"]
+    ),
+    "section for an option": Mistake(
+        training("--model", "3"), ["--model is a section", "for example --model.vocab-size"]
+    ),
+    "no value": Mistake(
+        training("--train.seed"), ["--train.seed", "needs a value", "write it after"]
+    ),
+    "option twice": Mistake(
+        training("--train.seed", "1", "--train.seed", "2"), ["--train.seed", "twice", "once"]
+    ),
+    "word too many": Mistake(training("again"), ["'again'", "options look like"]),
+    "text for a number": Mistake(
+        training("--optim.lr", "fast"), ["--optim.lr fast", "finite number", "for example"]
+    ),
+    "fraction for a count": Mistake(
+        training("--train.batch-size", "1.5"), ["--train.batch-size 1.5", "whole number"]
+    ),
+    "NaN for a number": Mistake(
+        training("--optim.lr", "nan"), ["--optim.lr nan", "finite number", "for example"]
+    ),
+    "zero steps": Mistake(
+        training("--train.steps", "0"), ["--train.steps 0", "greater than 0", "for example"]
+    ),
+    "more choices than experts": Mistake(
+        training("--model.moe.top-k", "5"),
+        ["--model.moe.top-k 5", "fewest experts of a layer, 4", "lower top_k"],
+    ),
+    "negative capacity": Mistake(
+        training("--model.moe.capacity-factor", "-1"),
+        ["--model.moe.capacity-factor -1", "greater than 0", "leave it out"],
+    ),
+    "expert list of wrong length": Mistake(
+        training("--model.moe.num-experts", "4", "4", "4"),
+        ["--model.moe.num-experts 4 4 4", "one per MoE layer (2)", "remove"],
+    ),
+    "groups that do not divide": Mistake(
+        training("--model.moe.num-expert-groups", "3"),
+        ["--model.moe.num-expert-groups 3", "must divide", "choose a divisor"],
+    ),
+    "unknown router": Mistake(
+        training("--model.moe.router", "topq"),
+        ["--model.moe.router topq", "one of", "did you mean topk?"],
+    ),
+    "option without effect": Mistake(
+        training("--model.moe.router", "hash", "--model.moe.input-jitter", "0.1"),
+        ["--model.moe.input-jitter 0.1", "no effect with router=hash", "leave it at 0"],
+    ),
+    "heads that do not divide": Mistake(
+        training("--model.num-heads", "3"),
+        ["--model.num-heads 3", "must divide dim, 64", "divisor"],
+    ),
+    "odd head size": Mistake(
+        training("--model.head-dim", "7"), ["--model.head-dim 7", "even head size", "even number"]
+    ),
+    "vocabulary below the bytes": Mistake(
+        training("--model.vocab-size", "100"),
+        ["--model.vocab-size 100", "at least 257", "raise it"],
+    ),
+    "sequence longer than the model": Mistake(
+        training("--data.seq-len", "65"),
+        ["--data.seq-len 65", "at most --model.max-seq-len, 64", "lower it"],
+    ),
+    "micro-batch that does not divide": Mistake(
+        training("--train.micro-batch-size", "3"),
+        ["--train.micro-batch-size 3", "must divide batch_size, 8", "divisor"],
+    ),
+    "warm-up longer than the run": Mistake(
+        training("--optim.warmup-steps", "9"),
+        ["--optim.warmup-steps 9", "at most the steps of the schedule, 2", "lower it"],
+    ),
+    "two sources of data": Mistake(
+        training("--data.dataset", "wiki"), ["--data.dataset wiki", "conflicts with", "only one"]
+    ),
+    "unknown precision": Mistake(
+        training("--train.dtype", "bf16"),
+        ["--train.dtype bf16", "must be one of", "did you mean bfloat16?"],
+    ),
+    "unknown device": Mistake(
+        training("--train.device", "tpu"),
+        ["--train.device tpu", "must be auto, cpu, cuda", "for example"],
+    ),
+}
+
+
+def without_gpu(place: Place) -> list[str]:
+    place.patch.setattr(torch.cuda, "is_available", lambda: False)
+    return place.train("--train.device", "cuda")
+
+
+def empty_folder(place: Place) -> list[str]:
+    Path(place.path("empty")).mkdir()
+    return place.train("--data.path", place.path("empty"))
+
+
+def folder_of_binaries(place: Place) -> list[str]:
+    folder = Path(place.path("binaries"))
+    folder.mkdir()
+    for name in ("a.bin", "b.bin"):
+        (folder / name).write_bytes(bytes(range(256)))
+    return place.train("--data.path", str(folder))
+
+
+def without_datasets(place: Place) -> list[str]:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    place.patch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "datasets" else found(name, *rest),
+    )
+    words = place.train("--data.dataset", "wiki")
+    at = words.index("--data.path")
+    return words[:at] + words[at + 2 :]
+
+
+def cache_is_a_file(place: Place) -> list[str]:
+    Path(place.path("file")).write_text("x")
+    return place.train("--data.cache-dir", place.path("file"))
+
+
+DATA = {
+    "missing file": Mistake(
+        training("--data.path", "no/such.txt"),
+        ["--data.path no/such.txt", "does not exist", "give"],
+    ),
+    "binary file": Mistake(
+        with_file("image.png", b"\x89PNG\0\xff" * 999), ["image.png", "binary", "give text"]
+    ),
+    "text of another encoding": Mistake(
+        with_file("latin.txt", "é\n".encode("latin-1") * 999), ["latin.txt", "UTF-8", "give text"]
+    ),
+    "empty file": Mistake(with_file("empty.txt", b""), ["empty.txt", "no text", "give"]),
+    "one short line": Mistake(
+        with_file("short.txt", b"hello\n"), ["short.txt", "cannot be split", "more text"]
+    ),
+    "too little text": Mistake(
+        with_file("little.txt", b"hello world\n" * 60),
+        ["training split", "more text"],
+        may_add=("cache/",),
+    ),
+    "empty folder": Mistake(empty_folder, ["empty", "no files", "give text"]),
+    "folder of binaries": Mistake(folder_of_binaries, ["binaries", "not UTF-8", "give text"]),
+    "datasets not installed": Mistake(
+        without_datasets, ["--data.dataset wiki", "datasets", "install"]
+    ),
+    "cache folder is a file": Mistake(
+        cache_is_a_file, ["--data.cache-dir", "is a file", "choose a folder"]
+    ),
+    "no GPU here": Mistake(without_gpu, ["--train.device cuda", "0 usable GPUs", "use cpu"]),
+}
+
+
+def run_exists(place: Place) -> list[str]:
+    place.with_run()
+    return place.train()
+
+
+def run_in_use(place: Place) -> list[str]:
+    import fcntl
+
+    folder = place.with_run()
+    file = place.open_until_the_end.enter_context((folder / "lock").open("a+"))
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return place.train("--train.resume", "auto")
+
+
+def run_dir_is_a_file(place: Place) -> list[str]:
+    Path(place.path("run")).write_text("x")
+    return place.train()
+
+
+def another_model(*words: str) -> Words:
+    def prepare(place: Place) -> list[str]:
+        place.with_run()
+        return place.train("--train.resume", "auto", *words)
+
+    return prepare
+
+
+def other_data(place: Place) -> list[str]:
+    place.with_run()
+    Path(place.path("other.txt")).write_text(TEXT.upper())
+    return place.train(
+        "--train.resume", "auto", "--train.steps", "3", "--data.path", place.path("other.txt")
+    )
+
+
+def damage_checkpoints(folder: Path) -> None:
+    for path in folder.glob("checkpoints/step_*/*.distcp"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(bytes(data))
+
+
+def resume_from_damage(place: Place) -> list[str]:
+    damage_checkpoints(place.with_run())
+    return place.train("--train.resume", "auto", "--train.steps", "3")
+
+
+def disk_full(place: Place) -> list[str]:
+    from expertmesh.train import checkpoint
+
+    def full(folder, tensors):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    place.with_run()
+    place.patch.setattr(checkpoint, "write_tensors", full)
+    return place.train("--train.resume", "auto", "--train.steps", "3")
+
+
+def spoil_weights(place: Place) -> None:
+    """Every weight a model is built with becomes NaN."""
+    from expertmesh.models.gpt.model import GPT
+
+    built = GPT.__init__
+
+    def spoiled(self, *values, **names):
+        built(self, *values, **names)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(float("nan"))
+
+    place.patch.setattr(GPT, "__init__", spoiled)
+
+
+def nan_weights(place: Place) -> list[str]:
+    spoil_weights(place)
+    return place.train("--train.steps", "9", "--train.max-bad-steps", "2")
+
+
+RUN_DIRECTORY = {
+    "run exists": Mistake(
+        run_exists, ["--train.run-dir", "already holds a run", "--train.resume auto"]
+    ),
+    "run in use": Mistake(run_in_use, ["--train.run-dir", "in use by process", "choose another"]),
+    "run directory is a file": Mistake(
+        run_dir_is_a_file, ["--train.run-dir", "is a file", "choose a folder"]
+    ),
+    "nothing to resume": Mistake(
+        training("--train.resume", "required"),
+        ["--train.resume required", "no checkpoint", "--train.resume auto"],
+    ),
+    "run of another model": Mistake(
+        another_model("--model.dim", "32"), ["--model.dim 32", "has 64", "use that value"]
+    ),
+    "run of other experts": Mistake(
+        another_model("--model.moe.num-experts", "8"),
+        ["--model.moe.num-experts", "has [4]", "use that value"],
+    ),
+    "run of another seed": Mistake(
+        another_model("--train.seed", "5"), ["--train.seed 5", "has 0", "use that value"]
+    ),
+    "run in another precision": Mistake(
+        another_model("--train.dtype", "float64"),
+        ["--train.dtype float64", "float32", "use a dtype"],
+    ),
+    "run on other data": Mistake(
+        other_data, ["other.txt", "other tokens", "use the same data"], may_add=("cache/",)
+    ),
+    "all checkpoints damaged": Mistake(
+        resume_from_damage, ["checkpoints are damaged", "restore"], code=1
+    ),
+    "disk full": Mistake(
+        disk_full,
+        ["No space left on device", "free some space"],
+        code=1,
+        may_add=("run/tensorboard/",),
+        may_continue=("run/metrics.jsonl", "run/config.json"),
+    ),
+    "weights not finite": Mistake(
+        nan_weights,
+        ["2 steps in a row", "no checkpoint was saved", "lower --optim.lr"],
+        code=1,
+        may_add=("run/",),
+    ),
+}
+
+
+def spoil(name: str, content: bytes | None) -> Words:
+    """A run of which one file is replaced, or removed."""
+
+    def prepare(place: Place) -> list[str]:
+        file = place.with_run() / name
+        file.unlink() if content is None else file.write_bytes(content)
+        return place.generate()
+
+    return prepare
+
+
+def another_config(**changes) -> Words:
+    """A run whose config.json says another model than its checkpoints hold."""
+
+    def prepare(place: Place) -> list[str]:
+        file = place.with_run() / "config.json"
+        values = json.loads(file.read_text())
+        values["model"] |= changes
+        file.write_text(json.dumps(values))
+        return place.generate()
+
+    return prepare
+
+
+def generating(*words: str, prompt: str = "def") -> Words:
+    def prepare(place: Place) -> list[str]:
+        place.with_run()
+        return place.generate(*words, prompt=prompt)
+
+    return prepare
+
+
+def generate_from_damage(place: Place) -> list[str]:
+    damage_checkpoints(place.with_run())
+    return place.generate()
+
+
+def generate_without_checkpoints(place: Place) -> list[str]:
+    shutil.rmtree(place.with_run() / "checkpoints")
+    return place.generate()
+
+
+def generate_from_nan(place: Place) -> list[str]:
+    import expertmesh.train.state as state
+
+    load = state.load_weights
+
+    def spoiled(path, model):
+        load(path, model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+
+    place.with_run()
+    place.patch.setattr(state, "load_weights", spoiled)
+    return place.generate()
+
+
+GENERATE = {
+    "no run given": Mistake(
+        plain("generate", "def"), ["--run", "required", "see expertmesh generate --help"]
+    ),
+    "no such run": Mistake(
+        lambda p: p.generate(run="nothing"), ["nothing", "does not exist", "expertmesh train"]
+    ),
+    "folder without a run": Mistake(
+        lambda p: ["generate", "--run", p.path("cache"), "def"],
+        ["cache", "no config.json", "give the directory"],
+    ),
+    "truncated config.json": Mistake(
+        spoil("config.json", b'{"model": {'), ["config.json", "unreadable", "restore"]
+    ),
+    "binary config.json": Mistake(
+        spoil("config.json", b"\xff\0\x01"), ["config.json", "unreadable", "restore"]
+    ),
+    "config.json of another program": Mistake(
+        spoil("config.json", b'{"recipe": "x", "optimizer": 3}'), ["optimizer", "unknown option"]
+    ),
+    "no tokenizer": Mistake(spoil("tokenizer.json", None), ["tokenizer.json", "restore"], code=1),
+    "damaged tokenizer": Mistake(
+        spoil("tokenizer.json", b"{"),
+        ["tokenizer.json", "not a readable tokenizer", "restore"],
+        code=1,
+    ),
+    "no checkpoint": Mistake(
+        generate_without_checkpoints, ["no checkpoint", "train it first"], code=1
+    ),
+    "damaged checkpoint": Mistake(
+        generate_from_damage, ["checkpoints are damaged", "restore"], code=1
+    ),
+    "checkpoint of a wider model": Mistake(
+        another_config(ffn_hidden_dim=128, dim=32), ["shape", "another model"], code=1
+    ),
+    "checkpoint of a deeper model": Mistake(
+        another_config(num_layers=3), ["no tensor", "another model"], code=1
+    ),
+    "weights not finite when generating": Mistake(generate_from_nan, ["not finite"], code=1),
+    "empty prompt": Mistake(generating(prompt=""), ["prompt=''", "empty", "give"]),
+    "prompt too long": Mistake(
+        generating(prompt="def " * 200), ["prompt of", "shorter than", "max_seq_len=64", "shorten"]
+    ),
+    "no new tokens": Mistake(generating("--max-new-tokens", "0"), ["0", "at least 1", "ask for"]),
+    "too many new tokens": Mistake(
+        generating("--max-new-tokens", "999"), ["999", "max_seq_len=64", "ask for at most"]
+    ),
+    "negative temperature": Mistake(
+        generating("--temperature", "-1"), ["-1", "above 0", "use greedy"]
+    ),
+    "top-p above one": Mistake(generating("--top-p", "2"), ["2", "at most 1", "leave it out"]),
+    "top-k zero": Mistake(generating("--top-k", "0"), ["0", "at least 1", "leave it out"]),
+    "text for top-k": Mistake(
+        generating("--top-k", "few"), ["--top-k", "few", "see expertmesh generate --help"]
+    ),
+    "unknown option of generate": Mistake(
+        generating("--temprature", "1"), ["--temprature", "did you mean --temperature?"]
+    ),
+}
+
+
+def report_of(name: str, content: bytes | None) -> Words:
+    def prepare(place: Place) -> list[str]:
+        file = place.with_run() / name
+        file.unlink() if content is None else file.write_bytes(content)
+        return ["report", "--run", place.path("run")]
+
+    return prepare
+
+
+REPORT = {
+    "report of nothing": Mistake(
+        lambda p: ["report", "--run", p.path("nothing")],
+        ["nothing", "does not exist", "expertmesh train"],
+    ),
+    "report of no tokens": Mistake(
+        lambda p: ["report", "--run", p.path("x"), "--tokens", "0"],
+        ["--tokens 0", "at least", "change"],
+    ),
+    "report of damaged config": Mistake(
+        report_of("config.json", b"["), ["config.json", "unreadable", "restore"]
+    ),
+    "unknown option of report": Mistake(
+        plain("report", "--rum", "x"), ["--r", "see expertmesh report --help"]
+    ),
+}
+
+MISTAKES = COMMAND_LINE | DATA | RUN_DIRECTORY | GENERATE | REPORT
+
+
+def check(
+    mistake: Mistake, code: int, errors: str, before: dict[str, str], after: dict[str, str]
+) -> None:
+    lines = errors.splitlines()
+    assert code == mistake.code, errors
+    assert len(lines) == 1, errors
+    assert lines[0].startswith("error: ")
+    assert ";" in lines[0], f"no fix in: {lines[0]}"
+    assert "Traceback" not in lines[0]
+    assert "unexpected" not in lines[0].replace("unexpected word", "")
+    assert [text for text in mistake.says if text not in lines[0]] == [], lines[0]
+    changed = {name for name in before if after.get(name) != before[name]}
+    assert changed <= set(mistake.may_continue), f"overwritten: {changed}"
+    added = {name for name in set(after) - set(before) if not name.startswith(mistake.may_add)}
+    assert added == set(), f"left behind: {added}"
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake(name, place, capfd):
+    mistake = MISTAKES[name]
+    words = mistake.words(place)
+    capfd.readouterr()
+    before = digest(place.folder)
+    code = main(words)
+    check(mistake, code, capfd.readouterr().err, before, digest(place.folder))
+
+
+def test_the_table_is_long_enough():
+    assert len(MISTAKES) >= 40
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["unknown option", "missing file", "run exists", "binary config.json", "report of nothing"],
+)
+def test_mistake_in_a_process_of_its_own(name, place):
+    mistake = MISTAKES[name]
+    words = mistake.words(place)
+    before = digest(place.folder)
+    done = subprocess.run(
+        [sys.executable, "-m", "expertmesh", *words], capture_output=True, text=True, timeout=120
+    )
+    check(mistake, done.returncode, done.stderr, before, digest(place.folder))
