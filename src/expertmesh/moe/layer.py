@@ -454,7 +454,7 @@ class MoELayer(nn.Module):
             layer_index=self.layer_index,
             expert_bias_E=self.expert_bias_E,
             group_size=self.routing_group_size,
-            choice_factor=exact_ratio(self._factor(capacity_factor) or 1.0),
+            choice_factor=self._choice_factor(capacity_factor),
         )
 
     def _noise_key(self, device: torch.device) -> Tensor:
@@ -467,6 +467,13 @@ class MoELayer(nn.Module):
         if capacity_factor is None:
             capacity_factor = self.capacity_factor if self.training else self.eval_capacity_factor
         return smaller_factor(capacity_factor, self.max_capacity_factor)
+
+    def _choice_factor(self, capacity_factor: float | None) -> tuple[int, int]:
+        """The factor of expert-choice routing: 1 where none is given, and the bound on it counts then too."""
+        if capacity_factor is None:
+            capacity_factor = self.capacity_factor if self.training else self.eval_capacity_factor
+        given = smaller_factor(capacity_factor, None) or 1.0
+        return exact_ratio(smaller_factor(given, self.max_capacity_factor) or given)
 
     def _assign(
         self, routed: RouterOutput, call: CallInputs, capacity_factor: float | None

@@ -85,10 +85,20 @@ def loop_logits(inputs: LoopInputs, options: OracleOptions) -> Tensor:
     return logits / options.logit_temperature
 
 
+def _surviving(weights_TK: Tensor, inputs: LoopInputs, options: OracleOptions) -> Tensor:
+    """Given weights of the kept rows; with "kept" they get the sum that all live ones had."""
+    kept_TK = weights_TK * inputs.kept_TK
+    if options.normalize_weights != "kept":
+        return kept_TK
+    live_TK = weights_TK * (inputs.expert_ids_TK < options.num_experts)
+    total, rest = live_TK.sum(-1, keepdim=True), kept_TK.sum(-1, keepdim=True)
+    return torch.where(rest > 0, kept_TK / torch.where(rest > 0, rest, 1.0) * total, 0.0)
+
+
 def loop_weights(logits_TE: Tensor, inputs: LoopInputs, options: OracleOptions) -> Tensor:
     """(T, K) weights of the kept rows, 0 elsewhere."""
     if inputs.weights_TK is not None:
-        return inputs.weights_TK * inputs.kept_TK
+        return _surviving(inputs.weights_TK, inputs, options)
     ids = inputs.expert_ids_TK
     live = ids < options.num_experts
     safe = ids.clamp(max=options.num_experts - 1)
@@ -162,6 +172,40 @@ def loop_losses(
     return aux * options.aux_loss_weight, z * options.z_loss_weight
 
 
+def shuffled(inputs: LoopInputs, *, seed: int) -> tuple[LoopInputs, Tensor]:
+    """The same call with D and F in another order, so that every sum rounds differently; gradients reach the originals.
+
+    Also returns the columns that bring the output's D back.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    D, F_ = inputs.x_TD.shape[1], inputs.params["experts.w_out"].shape[-1]
+    order_D = torch.randperm(D, generator=generator)
+    order_F = torch.randperm(F_, generator=generator)
+    params = {}
+    for name, value in inputs.params.items():
+        last = name.split(".")[-1]
+        if name.startswith("experts."):
+            value = {
+                "w_in": lambda v: v[:, :, order_F][..., order_D],
+                "w_out": lambda v: v[:, order_D][..., order_F],
+                "b_in": lambda v: v[..., order_F],
+                "b_out": lambda v: v[..., order_D],
+            }[last](value)
+        elif last in ("w_in", "weight") and name != "router.expert_embeddings":
+            value = value[..., order_D]
+        elif last in ("w_out", "b_out"):
+            value = value[order_D]
+        params[name] = value
+    factor = inputs.input_factor_TD
+    moved = replace(
+        inputs,
+        x_TD=inputs.x_TD[:, order_D],
+        params=params,
+        input_factor_TD=None if factor is None else factor[:, order_D],
+    )
+    return moved, order_D.argsort()
+
+
 def loop_forward(inputs: LoopInputs, options: OracleOptions) -> tuple[Tensor, Tensor, Tensor]:
     """Output (T, D) in the dtype of x, weighted balance loss, weighted z-loss."""
     x_TD, params = inputs.x_TD.masked_fill(~inputs.mask_T[:, None], 0.0), inputs.params
@@ -176,10 +220,10 @@ def loop_forward(inputs: LoopInputs, options: OracleOptions) -> tuple[Tensor, Te
     y_TD = y_TD.to(x_TD.dtype)
     if "residual_mlp.w_in" in params:
         weight, bias = params["residual_coefficient.weight"], params["residual_coefficient.bias"]
-        ab = F.linear(x_TD.to(weight.dtype), weight, bias).softmax(-1).to(y_TD.dtype)
-        y_TD = ab[:, :1] * y_TD + ab[:, 1:] * loop_mlp(
-            x_TD, params, "residual_mlp.", options.activation
-        )
+        coefficient = F.linear(x_TD.to(weight.dtype), weight, bias)
+        ab = coefficient.to(logits_TE.dtype).softmax(-1).to(y_TD.dtype)
+        dense = loop_mlp(x_TD, params, "residual_mlp.", options.activation)
+        y_TD = ab[:, :1] * y_TD + ab[:, 1:] * dense
     if "shared_experts.w_in" in params:
         y_TD = y_TD + loop_mlp(x_TD, params, "shared_experts.", options.activation)
     aux, z = loop_losses(logits_TE, inputs, options)

@@ -23,6 +23,10 @@ FP64_RELATIVE = 1e-10
 """Largest difference between two FP64 computations of the same thing, relative to the largest value."""
 FINITE_DIFFERENCE_RELATIVE = 1e-6
 """Largest difference between a hand-written derivative and a central difference, relative to their size."""
+CHOICE_MARGIN = 1e-5
+"""Scores that differ by less may be ranked differently in FP32 and FP64: such draws decide nothing about a layer."""
+ROUTING_WEIGHT_ULPS = 32.0
+"""Error allowed in a routing weight of FP32 (a few rounded operations on a softmax), in eps of the largest weight."""
 SMALLEST_SCALE = 1e-30
 """Stands for the largest value where everything is zero, so that a relative rule stays defined."""
 
@@ -143,6 +147,13 @@ def assert_close_fp64(ours: Array, oracle: Array, *, what: str, scale: float | N
     assert error <= FP64_RELATIVE, (
         f"{what}: relative error {error:.3e}, allowed {FP64_RELATIVE:.0e}"
     )
+
+
+def assert_weights(ours: Tensor, oracle: Array, *, what: str) -> None:
+    """Assert that routing weights are those of the oracle to the rounding of their own precision (FP32 or FP64)."""
+    allowed = ROUTING_WEIGHT_ULPS * torch.finfo(ours.dtype).eps
+    error = relative_error(ours, oracle)
+    assert error <= allowed, f"{what}: relative error {error:.3e}, allowed {allowed:.1e}"
 
 
 def assert_close_to_difference(

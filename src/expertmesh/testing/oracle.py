@@ -39,7 +39,7 @@ def oracle_forward(inputs: OracleInputs, options: OracleOptions) -> OracleOutput
         ids_TK,
         np.where(ids_TK < options.num_experts, routed.raw_TK, 0.0),
     )
-    weights_TK = _weights(routed.raw_TK, np.ones(ids_TK.shape, dtype=bool), inputs, options)
+    weights_TK = _weights(routed.raw_TK, ids_TK < options.num_experts, inputs, options)
     kept_TK = _assign(ids_TK, weights_TK, inputs, options, routed.gaps)
     final_TK = _weights(routed.raw_TK, kept_TK, inputs, options)
     moe_TD = np.zeros_like(x_TD)
@@ -60,7 +60,7 @@ def oracle_forward(inputs: OracleInputs, options: OracleOptions) -> OracleOutput
         kept_TK=kept_TK,
         scores_TE=routed.scores_TE,
         logits_TE=routed.logits_TE,
-        margin=min([abs(g) for g in routed.gaps if g != 0.0], default=np.inf),
+        margin=min([abs(g) for g in routed.gaps], default=np.inf),
         tape={"routed": routed, "final_TK": final_TK, "moe_TD": moe_TD, "mask_T": mask_T},
     )
 
@@ -89,6 +89,7 @@ def oracle_backward(
                 into = mlp_of(grads, "experts.", options.activation, int(e))
                 dfinal_TK[t, k] = float(expert.forward(x_D) @ dmoe_TD[t])
                 dx_TD[t] += expert.backward(x_D, final_TK[t, k] * dmoe_TD[t], into)
+    tape["scales"] = _scales(inputs, options, output, dmoe_TD, dy_TD)
     draw_TK = _weights_backward(routed.raw_TK, dfinal_TK, output.kept_TK, inputs, options)
     dprobabilities_TE, dload_TE = balance_loss_backward(
         routed, mask_T, options, dlosses * options.aux_loss_weight
@@ -98,6 +99,39 @@ def oracle_backward(
     dlogits_TE += z_loss_backward(routed, mask_T, options, dlosses * options.z_loss_weight)
     dx_TD += logits_backward(inputs, routed, dlogits_TE, options, grads)
     return {"x": np.where(mask_T[:, None], dx_TD, 0.0), **grads}
+
+
+def _scales(
+    inputs: OracleInputs, options: OracleOptions, output: OracleOutput, dmoe_TD: Array, dy_TD: Array
+) -> dict[str, float]:
+    """Size of the summands of the gradients that come out of a difference (of a softmax, a normalisation).
+
+    The gradient of a routing weight is a sum over D, and that of a logit the difference of several: where it cancels,
+    an error is to be measured by what cancelled.
+    """
+    params = dict(inputs.params)
+    largest = {"router": 0.0, "residual_coefficient": 0.0}
+    for t, x_D in enumerate(inputs.x_TD):
+        rows = 0.0
+        for k, e in enumerate(output.topk_expert_ids_TK[t]):
+            if output.kept_TK[t, k]:
+                y_D = _expert(inputs, options, int(e)).forward(x_D)
+                rows += abs(output.tape["final_TK"][t, k]) * float(np.abs(dmoe_TD[t] * y_D).sum())
+        largest["router"] = max(largest["router"], rows / options.logit_temperature)
+        if "residual_mlp.w_in" in params:
+            out_D = mlp_of(params, "residual_mlp.", options.activation).forward(x_D)
+            both = (
+                np.abs(dy_TD[t] * out_D).sum() + np.abs(dy_TD[t] * output.tape["moe_TD"][t]).sum()
+            )
+            largest["residual_coefficient"] = max(largest["residual_coefficient"], float(both))
+    by_x = max(1.0, float(np.abs(inputs.x_TD).max(initial=0.0)))
+    scales = {
+        name: largest[name.split(".")[0]] * by_x for name in params if name.split(".")[0] in largest
+    }
+    if options.balance_loss == "importance_load" and options.aux_loss_weight:
+        # A variance is a small difference of importances: its error is of first order in its root.
+        scales["aux_loss"] = (options.aux_loss_weight * output.aux_loss) ** 0.5
+    return scales
 
 
 def _hide_masked(inputs: OracleInputs, mask_T: Array) -> OracleInputs:
@@ -126,13 +160,31 @@ def _divides(options: OracleOptions, slots: int) -> str:
 def _weights(raw_TK: Array, kept_TK: Array, inputs: OracleInputs, options: OracleOptions) -> Array:
     """Routing weights; those of rows that are not kept count in the sum of "topk" but not in that of "kept"."""
     if inputs.weights_TK is not None:
-        return np.asarray(inputs.weights_TK, dtype=np.float64) * _mask(inputs)[:, None]
+        return _given_weights(raw_TK, kept_TK, inputs, options)
     how = _divides(options, raw_TK.shape[1])
     weights_TK = np.zeros_like(raw_TK)
     for t, raw_K in enumerate(raw_TK):
         total = {"none": 1.0, "topk": raw_K.sum(), "kept": (raw_K * kept_TK[t]).sum()}[how]
         weights_TK[t] = raw_K / total if total > 0 else 0.0
     return weights_TK * options.weight_scale
+
+
+def _given_weights(
+    raw_TK: Array, kept_TK: Array, inputs: OracleInputs, options: OracleOptions
+) -> Array:
+    """Replayed weights as they are; with "kept" the surviving ones get the sum that all live ones had."""
+    given_TK = np.asarray(inputs.weights_TK, dtype=np.float64) * _mask(inputs)[:, None]
+    if options.normalize_weights != "kept":
+        return given_TK
+    weights_TK = np.zeros_like(given_TK)
+    for t, given_K in enumerate(given_TK):
+        rest = (given_K * kept_TK[t]).sum()
+        live_K = np.asarray(inputs.expert_ids_TK)[t] < options.num_experts
+        if (kept_TK[t] == live_K).all():
+            weights_TK[t] = given_K
+        elif rest > 0:
+            weights_TK[t] = given_K / rest * (given_K * live_K).sum()
+    return weights_TK
 
 
 def _weights_backward(
@@ -179,8 +231,11 @@ def _assign(
             order = sorted(range(len(queue)), key=lambda i: (key[i], queue[i]))
             for i in order[limit:]:
                 kept_TK[queue[i][1], queue[i][0]] = False
-            if limit < len(queue):
-                gaps.append(key[order[limit]] - key[order[limit - 1]])
+            if limit < len(queue) and options.drop_policy != "first":
+                last, first_out = key[order[limit - 1]] if limit else -np.inf, key[order[limit]]
+                is_constant = options.router == "hash" or -last == options.weight_scale
+                if not (options.drop_policy == "priority" and is_constant):
+                    gaps.append(first_out - last)
     return kept_TK
 
 

@@ -121,6 +121,8 @@ def has_load(inputs: OracleInputs, options: OracleOptions) -> bool:
         and options.router != "expert_choice"
         and inputs.noise_TE is not None
         and inputs.expert_ids_TK is None
+        and inputs.expert_bias_E is None
+        and options.num_expert_groups == 1
     )
 
 
@@ -209,11 +211,12 @@ def _experts_choose(
     scores_TE = np.array([score(row, options.score_function) for row in noisy_TE]).reshape(
         noisy_TE.shape
     )
-    options = replace(options, min_capacity=1)
+    factors = (options.capacity_factor or 1.0, options.max_capacity_factor or np.inf)
+    options = replace(options, min_capacity=1, capacity_factor=min(factors))
     ids_TE = np.full((num_tokens, num_experts), num_experts, dtype=np.int64)
     for members in routing_groups(num_tokens, options.routing_group_size):
         valid = [t for t in members if inputs.token_mask_T is None or inputs.token_mask_T[t]]
-        count = min(capacity_of(len(valid), options, default_factor=1.0), len(valid))
+        count = min(capacity_of(len(valid), options), len(valid))
         for e in range(num_experts):
             column = scores_TE[valid, e]
             taken = best(column, count)
@@ -229,11 +232,9 @@ def routing_groups(num_tokens: int, size: int | None) -> list[range]:
     return [range(a, min(a + step, num_tokens)) for a in range(0, num_tokens, step)]
 
 
-def capacity_of(
-    num_valid: int, options: OracleOptions, *, default_factor: float | None = None
-) -> int:
+def capacity_of(num_valid: int, options: OracleOptions) -> int:
     """Rows one expert may take from a group with `num_valid` tokens: max(min_capacity, ceil(K T / E * factor))."""
-    factor = default_factor if options.capacity_factor is None else options.capacity_factor
+    factor = options.capacity_factor
     assert factor is not None
     # As the user wrote it: 1.1 is 11/10, so that 10 rows times 1.1 are 11, not 12.
     share = Fraction(options.top_k * num_valid, options.num_experts) * Fraction(repr(float(factor)))
