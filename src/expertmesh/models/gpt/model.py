@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.model import ModelConfig
+from expertmesh.errors import ConfigError
 from expertmesh.models.layers import Attention, LayerCache, RMSNorm, rope_tables
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import draw_seed, init_normal_
@@ -236,7 +237,14 @@ class GPT(nn.Module):
 
         Returns:
             Logits and the routing statistics of every MoE layer.
+
+        Raises:
+            ConfigError: more tokens than config.max_seq_len.
         """
+        if ids_BS.shape[1] > self.config.max_seq_len:
+            raise ConfigError(
+                f"a sequence of {ids_BS.shape[1]} tokens: must be at most max_seq_len={self.config.max_seq_len}; shorten it"
+            )
         if cache is not None:
             positions_S, mask = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
         else:

@@ -1,0 +1,219 @@
+"""Mistakes in Python: each raises an error of one line that names the value, the rule and the fix."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from expertmesh import ConfigError, MoELayer, Routing
+from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.run import RunConfig
+from expertmesh.infer.engine import generate
+from expertmesh.infer.sampling import Sampling
+from expertmesh.models.gpt.model import GPT
+from expertmesh.train.loop import train
+
+D, T = 8, 5
+
+
+def layer(**options):
+    return MoELayer(
+        **{"dim": D, "hidden_dim": 16, "num_experts": 4, "top_k": 2, "seed": 0, **options}
+    )
+
+
+def tokens(dim=D, dtype=torch.float32):
+    return torch.zeros(T, dim, dtype=dtype)
+
+
+def model():
+    config = ModelConfig(
+        vocab_size=300,
+        max_seq_len=16,
+        dim=16,
+        num_layers=1,
+        num_heads=2,
+        ffn_hidden_dim=16,
+        moe=MoEConfig(num_experts=(2,), top_k=1, hidden_dim=16),
+    )
+    return GPT(config, seed=0)
+
+
+def load(change: Callable[[dict], None]):
+    """Loads a layer's own state dict after a change."""
+    target = layer()
+    state = target.state_dict()
+    change(state)
+    target.load_state_dict(state)
+
+
+@dataclass
+class Mistake:
+    call: Callable[[], object]
+    says: list[str]
+    error: type[Exception] = ConfigError
+
+
+LAYER = {
+    "more choices than experts": Mistake(
+        lambda: layer(top_k=5), ["top_k=5", "from 1 to num_experts=4", "lower top_k"]
+    ),
+    "no choice": Mistake(lambda: layer(top_k=0), ["top_k=0", "from 1", "lower top_k or add"]),
+    "half an expert": Mistake(
+        lambda: layer(num_experts=2.5), ["num_experts=2.5", "integer", "give"]
+    ),
+    "negative capacity": Mistake(
+        lambda: layer(capacity_factor=-1.0), ["capacity_factor=-1.0", "above 0", "leave it out"]
+    ),
+    "NaN capacity": Mistake(
+        lambda: layer(capacity_factor=float("nan")),
+        ["capacity_factor=nan", "above 0", "leave it out"],
+    ),
+    "unknown activation": Mistake(
+        lambda: layer(activation="swigul"), ["'swigul'", "not one of", "did you mean 'swiglu'?"]
+    ),
+    "unknown router": Mistake(lambda: layer(router="top2"), ["'top2'", "not one of", "topk"]),
+    "unknown backend": Mistake(
+        lambda: layer(backend="cuda"), ["'cuda'", "not one of", "use one of"]
+    ),
+    "integer parameters": Mistake(
+        lambda: layer(dtype=torch.int32), ["torch.int32", "must be float64", "choose"]
+    ),
+    "groups that do not divide": Mistake(
+        lambda: layer(num_expert_groups=3), ["num_expert_groups=3", "must divide", "divisor"]
+    ),
+    "jitter of one": Mistake(
+        lambda: layer(input_jitter=1.0), ["input_jitter=1.0", "[0, 1)", "give 0"]
+    ),
+    "negative loss weight": Mistake(
+        lambda: layer(aux_loss_weight=-1.0), ["aux_loss_weight=-1.0", "at least 0", "give 0"]
+    ),
+    "too few modules": Mistake(
+        lambda: layer(experts=nn.ModuleList([nn.Identity()])),
+        ["1 modules", "num_experts=4", "give one module per expert"],
+    ),
+    "option without effect": Mistake(
+        lambda: layer(router="hash", input_dropout=0.1),
+        ["input_dropout=0.1", "no effect", "leave it at 0"],
+    ),
+    "misspelled option": Mistake(lambda: layer(topk=2), ["topk"], TypeError),
+}
+
+CALL = {
+    "wrong width": Mistake(lambda: layer()(tokens(7)), ["(5, 7)", "dim=8", "reshape x"]),
+    "integer input": Mistake(
+        lambda: layer()(tokens(dtype=torch.int64)), ["torch.int64", "floating-point", "convert"]
+    ),
+    "other precision": Mistake(
+        lambda: layer()(tokens(dtype=torch.bfloat16)),
+        ["torch.bfloat16", "torch.float32", "equal outside autocast", "x.to"],
+    ),
+    "layer without memory": Mistake(
+        lambda: layer(device="meta")(tokens()), ["cpu", "meta", "to_empty"]
+    ),
+    "a list for x": Mistake(lambda: layer()([1.0]), ["list", "tensor", "convert"]),
+    "short mask": Mistake(
+        lambda: layer()(tokens(), token_mask=torch.ones(T - 1, dtype=torch.bool)),
+        ["token_mask", "(4,)", "per token", "reshape"],
+    ),
+    "mask of numbers": Mistake(
+        lambda: layer()(tokens(), token_mask=torch.ones(T)),
+        ["token_mask", "torch.float32", "must be bool", "convert"],
+    ),
+    "hash without ids": Mistake(lambda: layer(router="hash")(tokens()), ["token_ids", "hash"]),
+    "too many choices in a call": Mistake(
+        lambda: layer()(tokens(), top_k=9), ["top_k=9", "num_experts=4", "lower top_k"]
+    ),
+    "no capacity in a call": Mistake(
+        lambda: layer()(tokens(), capacity_factor=0.0),
+        ["capacity_factor=0.0", "above 0", "leave it out"],
+    ),
+    "replay of other tokens": Mistake(
+        lambda: layer()(tokens(), routing=Routing(torch.zeros(T + 1, 2, dtype=torch.int64))),
+        ["(6, 2)", "(5, K)", "replay the same tokens"],
+    ),
+    "replay of unknown experts": Mistake(
+        lambda: layer()(tokens(), routing=Routing(torch.full((T, 2), 9))),
+        ["holds 9", "num_experts=4", "same size"],
+    ),
+}
+
+STATE = {
+    "missing tensor": Mistake(
+        lambda: load(lambda s: s.pop("experts.w_in")), ["experts.w_in"], RuntimeError
+    ),
+    "tensor of another shape": Mistake(
+        lambda: load(lambda s: s.update({"experts.w_out": torch.zeros(4, D, 3)})),
+        ["experts.w_out"],
+        RuntimeError,
+    ),
+    "tensor too many": Mistake(
+        lambda: load(lambda s: s.update({"experts.b_in": torch.zeros(1)})),
+        ["experts.b_in"],
+        RuntimeError,
+    ),
+}
+
+MODEL = {
+    "unknown option": Mistake(
+        lambda: MoEConfig(num_expert=4),
+        ["num_expert=4", "unknown option", "did you mean num_experts?"],
+    ),
+    "rule between fields": Mistake(
+        lambda: ModelConfig(dim=10, num_heads=4), ["num_heads=4", "divide dim, 10", "divisor"]
+    ),
+    "unknown name in an update": Mistake(
+        lambda: RunConfig().updated({"train.stepz": 3}),
+        ["train.stepz=3", "unknown option", "did you mean steps?"],
+    ),
+    "sequence longer than the model": Mistake(
+        lambda: model()(torch.zeros(1, 17, dtype=torch.int64)), ["17", "max_seq_len=16"]
+    ),
+    "empty prompt": Mistake(lambda: generate(model(), []), ["empty", "give at least one"]),
+    "token outside the vocabulary": Mistake(
+        lambda: generate(model(), [300]), ["300", "from 0 to 299", "tokenizer"]
+    ),
+    "prompt too long": Mistake(
+        lambda: generate(model(), [1] * 16), ["16 tokens", "max_seq_len=16", "shorten"]
+    ),
+    "negative temperature": Mistake(
+        lambda: Sampling(temperature=-1.0), ["temperature=-1.0", "above 0", "use greedy"]
+    ),
+    "missing corpus": Mistake(
+        lambda: train(
+            RunConfig().updated({"data.path": "no/such.txt", "train.device": "cpu"}), recipe="x"
+        ),
+        ["data.path=no/such.txt", "does not exist", "give"],
+    ),
+}
+
+MISTAKES = {
+    f"{group}: {name}": mistake
+    for group, table in (("layer", LAYER), ("call", CALL), ("state", STATE), ("model", MODEL))
+    for name, mistake in table.items()
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mistake = MISTAKES[name]
+    with pytest.raises(mistake.error) as caught:
+        mistake.call()
+    text = str(caught.value)
+    assert [word for word in mistake.says if word not in text] == [], text
+    if mistake.error is ConfigError:
+        assert "\n" not in text
+        assert ";" in text, f"no fix in: {text}"
+
+
+def test_a_refused_call_leaves_the_layer_as_it_was():
+    target = layer()
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    for mistake in ({"top_k": 9}, {"capacity_factor": 0.0}):
+        with pytest.raises(ConfigError):
+            target(tokens(), **mistake)
+    assert target.top_k == 2
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
