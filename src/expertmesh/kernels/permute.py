@@ -1,0 +1,102 @@
+"""Rows between token order, slot order and expert order. Copies only: every output element is written once.
+
+`tokens_to_rows` goes over tokens, not over rows: a token is read once and written K times, (1 + K) * T * D elements
+where a gather by row would read up to K * T * D more when the tokens do not fit the cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from expertmesh.kernels.combine import accumulator, row_tile, sum_rows
+from expertmesh.kernels.launch import launch
+
+
+@triton.jit(do_not_specialize=["bound", "num_tokens", "num_rows"])
+def _spread_rows(
+    x_ptr,
+    weights_ptr,
+    bound,
+    row_of_slot_ptr,
+    out_ptr,
+    num_tokens,
+    num_rows,
+    D,
+    K: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """out[row_of_slot[t, j]] = (weights[t, j] *) x[t] for live rows, 0 for the dead ones below num_rows."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    real = t < num_tokens
+    columns = (d < D)[None, :]
+    num_live = tl.load(bound)
+    x = tl.load(x_ptr + t[:, None] * D + d[None, :], mask=real[:, None] & columns, other=0.0)
+    for j in range(K):
+        row = tl.load(row_of_slot_ptr + t * K + j, mask=real, other=0)
+        live = real & (row < num_live)
+        value = x
+        if weights_ptr is not None:
+            s = tl.load(weights_ptr + t * K + j, mask=live, other=0.0).to(ACCUMULATOR)
+            value = (x.to(ACCUMULATOR) * s[:, None]).to(x.dtype)
+        # where, not a product with 0: a dead slot's token may hold anything, NaN too
+        value = tl.where(live[:, None], value, 0.0)
+        mask = (real & (row < num_rows))[:, None] & columns
+        tl.store(out_ptr + row.to(tl.int64)[:, None] * D + d[None, :], value, mask=mask)
+
+
+def tokens_to_rows(
+    x_TD: Tensor,
+    offsets_E: Tensor,
+    row_of_slot_N: Tensor,
+    num_rows: int,
+    weights_TK: Tensor | None = None,
+) -> Tensor:
+    """Copy tokens (T, D) to rows in expert order (R, D), zeros behind the live rows.
+
+    Args:
+        x_TD: (T, D), any floating-point type.
+        offsets_E: (E + 1,) int32; its last element is the number of live rows.
+        row_of_slot_N: (T * K,) int32, a permutation.
+        num_rows: R, at most T * K.
+        weights_TK: (T, K) factors of the copies (the gradient of a weighted `sum_rows`), or None.
+
+    Returns:
+        (R, D) in the type of x. Does not synchronise.
+    """
+    num_tokens, dim = x_TD.shape
+    out = torch.empty(num_rows, dim, dtype=x_TD.dtype, device=x_TD.device)
+    block_t, block_d = row_tile(num_tokens, dim, x_TD.element_size())
+    launch(
+        _spread_rows,
+        (triton.cdiv(num_tokens, block_t), triton.cdiv(dim, block_d)),
+        x_TD.contiguous(),
+        None if weights_TK is None else weights_TK.contiguous(),
+        offsets_E[-1:],
+        row_of_slot_N,
+        out,
+        num_tokens,
+        num_rows,
+        dim,
+        K=row_of_slot_N.shape[0] // max(num_tokens, 1),
+        ACCUMULATOR=accumulator(x_TD.dtype),
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    return out
+
+
+def rows_to_slots(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor) -> Tensor:
+    """Copy rows (R, D) back to slots (N, D), zeros for dead slots. Does not synchronise."""
+    return sum_rows(y_RD, offsets_E[-1:], row_of_slot_N, 1)
+
+
+def slots_to_rows(
+    slots_ND: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, num_rows: int
+) -> Tensor:
+    """Copy slots (N, D) to rows (R, D), zeros behind the live rows. Does not synchronise."""
+    return tokens_to_rows(slots_ND, offsets_E, row_of_slot_N, num_rows)

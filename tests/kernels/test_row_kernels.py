@@ -1,0 +1,212 @@
+"""Row-moving kernels against plain torch: copies to the bit, sums bitwise too because the order is fixed."""
+
+import pytest
+import torch
+
+from expertmesh.kernels import capacity as capacity_kernels
+from expertmesh.kernels import combine as combine_kernels
+from expertmesh.kernels import permute as permute_kernels
+from expertmesh.ops import reference
+from expertmesh.testing.numerics import assert_two_times
+from expertmesh.testing.poison import poisoned_empty
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHAPES = [
+    (0, 2, 3, 4),
+    (1, 1, 1, 1),
+    (7, 3, 5, 5),
+    (40, 2, 61, 33),
+    (9, 8, 8, 16),
+    (128, 8, 16, 64),
+]
+SLOW_SHAPES = [
+    (1000, 1, 7, 96),
+    (1000, 2, 64, 257),
+    (1000, 8, 128, 130),
+    (128, 61, 61, 17),
+    (3, 2, 4, 5000),
+]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _large_blocks(monkeypatch, request):
+    """As for many rows: few programs keep the interpreter fast; one test takes the blocks of small inputs."""
+    if "small" not in request.node.name:
+        monkeypatch.setattr(combine_kernels, "_FEW_PROGRAMS", 0)
+
+
+def with_slow(shapes, slow):
+    return shapes + [pytest.param(shape, marks=pytest.mark.slow) for shape in slow]
+
+
+def routing(num_tokens, top_k, num_experts, max_rows=None):
+    ids = torch.randint(0, num_experts + 1, (num_tokens, top_k))
+    if num_tokens > 20:
+        ids[5:20] = 1  # a hot expert
+        ids[ids == 2] = 0  # and one without tokens
+    maps = reference.route_metadata(ids, num_experts, max_rows)
+    return ids.to(DEVICE), *(m.to(DEVICE) for m in maps)
+
+
+def rows_with_dead_tail(num_rows, dim, dtype, live):
+    rows = torch.randn(num_rows, dim).to(DEVICE, dtype)
+    rows[live:] = float("nan")  # nothing may be read there
+    return rows
+
+
+def wide(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@pytest.mark.parametrize("shape", with_slow(SHAPES, SLOW_SHAPES))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_moves_are_copies(shape, dtype):
+    num_tokens, top_k, num_experts, dim = shape
+    ids, offsets, token_of_row, slot_of_row, row_of_slot = routing(*shape[:3])
+    live, num_rows = int(offsets[-1]), num_tokens * top_k
+    x = torch.randn(num_tokens, dim).to(DEVICE, dtype)
+    with poisoned_empty():
+        rows = permute_kernels.tokens_to_rows(x, offsets, row_of_slot, num_rows)
+        slots = permute_kernels.rows_to_slots(
+            rows_with_dead_tail(num_rows, dim, dtype, live), offsets, row_of_slot
+        )
+        back = permute_kernels.slots_to_rows(
+            torch.where((ids < num_experts).view(-1, 1), slots, float("nan")),
+            offsets,
+            row_of_slot,
+            num_rows,
+        )
+    assert torch.equal(rows, reference.gather_rows(x, token_of_row, live))
+    assert torch.equal(slots, reference.rows_to_slots(back, row_of_slot, live))
+    assert torch.equal(back, reference.gather_rows(slots, slot_of_row, live))
+
+
+def test_moves_keep_the_bits_of_negative_zero_and_of_strided_input():
+    _, offsets, token_of_row, _, row_of_slot = routing(9, 2, 3)
+    x = torch.randn(9, 8, device=DEVICE)
+    x[:, 0] = -0.0
+    view = x.t().contiguous().t()
+    rows = permute_kernels.tokens_to_rows(view, offsets, row_of_slot, 18)
+    assert torch.equal(rows, reference.gather_rows(x, token_of_row, int(offsets[-1])))
+    slots = permute_kernels.rows_to_slots(rows, offsets, row_of_slot)
+    assert bool(torch.signbit(slots[row_of_slot < offsets[-1], 0]).all())
+
+
+@pytest.mark.parametrize("shape", with_slow(SHAPES, SLOW_SHAPES))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_is_the_ordered_sum_to_the_bit(shape, dtype):
+    num_tokens, top_k, num_experts, dim = shape
+    _, offsets, _, _, row_of_slot = routing(*shape[:3])
+    live = int(offsets[-1])
+    rows = rows_with_dead_tail(num_tokens * top_k, dim, dtype, live)
+    with poisoned_empty():
+        y = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot, top_k)
+        again = combine_kernels.sum_rows(rows, live, row_of_slot, top_k)
+    slots = reference.rows_to_slots(rows, row_of_slot, live).to(wide(dtype))
+    expected = torch.zeros(num_tokens, dim, dtype=wide(dtype), device=DEVICE)
+    for j in range(top_k):
+        expected += slots.view(num_tokens, top_k, dim)[:, j]
+    assert torch.equal(y, expected.to(dtype))
+    assert torch.equal(y, again)
+
+
+@pytest.mark.parametrize("shape", with_slow(SHAPES, SLOW_SHAPES))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weighted_sum_and_its_gradients(shape, dtype):
+    num_tokens, top_k, num_experts, dim = shape
+    _, offsets, _, _, row_of_slot = routing(*shape[:3])
+    live, num_rows = int(offsets[-1]), num_tokens * top_k
+    rows = rows_with_dead_tail(num_rows, dim, dtype, live)
+    weights = torch.rand(num_tokens, top_k).to(DEVICE, wide(dtype))
+    grad = torch.randn(num_tokens, dim).to(DEVICE, dtype)
+
+    def plain(number):
+        """The same in torch, computed in a type; weights and gradients too."""
+        y = rows.clone()
+        y[live:] = 0
+        y, s = y.to(number).requires_grad_(), weights.to(number).requires_grad_()
+        slots = reference.rows_to_slots(y, row_of_slot, live).view(num_tokens, top_k, dim)
+        out = (slots * s[..., None]).sum(1)
+        return (out.detach(), *torch.autograd.grad(out, (y, s), grad.to(number)))
+
+    bound = offsets[-1:]
+    with poisoned_empty():
+        y = combine_kernels.sum_rows(rows, bound, row_of_slot, top_k, weights)
+        d_rows = permute_kernels.tokens_to_rows(grad, offsets, row_of_slot, num_rows, weights)
+        d_weights = combine_kernels.dot_rows(
+            grad, rows, bound, row_of_slot, top_k, dtype=weights.dtype
+        )
+    same, oracle = plain(wide(dtype)), plain(torch.float64)
+    assert_two_times(y, same[0].to(dtype), oracle[0], what="weighted sum")
+    assert_two_times(d_rows, same[1].to(dtype), oracle[1], what="gradient of the rows")
+    assert_two_times(d_weights, same[2], oracle[2], what="gradient of the weights")
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4, 700), (1, 8, 16, 256)])
+def test_blocks_of_small_inputs(shape):
+    num_tokens, top_k, _, dim = shape
+    assert combine_kernels.row_tile(num_tokens, dim, 4) == (1, 256)
+    _, offsets, token_of_row, _, row_of_slot = routing(*shape[:3])
+    live = int(offsets[-1])
+    x = torch.randn(num_tokens, dim, device=DEVICE)
+    with poisoned_empty():
+        rows = permute_kernels.tokens_to_rows(x, offsets, row_of_slot, num_tokens * top_k)
+        y = combine_kernels.sum_rows(rows, live, row_of_slot, top_k)
+    assert torch.equal(rows, reference.gather_rows(x, token_of_row, live))
+    assert torch.equal(y, reference.combine(rows, row_of_slot, live, top_k))
+
+
+def test_max_rows_shortens_the_rows():
+    ids, offsets, token_of_row, _, row_of_slot = routing(30, 2, 5, max_rows=58)
+    live = int(offsets[-1])
+    x = torch.randn(30, 6, device=DEVICE)
+    with poisoned_empty():
+        rows = permute_kernels.tokens_to_rows(x, offsets, row_of_slot, 58)
+        y = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot, 2)
+    assert torch.equal(rows, reference.gather_rows(x, token_of_row, live))
+    assert torch.equal(y, x * (ids < 5).sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("shape", with_slow(SHAPES[1:], SLOW_SHAPES))
+@pytest.mark.parametrize("capacity", [1, 3, 40])
+def test_capacity_buffers(shape, capacity):
+    num_tokens, top_k, num_experts, dim = shape
+    ids, offsets, token_of_row, slot_of_row, row_of_slot = routing(*shape[:3])
+    x = torch.randn(num_tokens, dim, device=DEVICE)
+    weights = torch.rand(num_tokens, top_k, device=DEVICE)
+    expected = torch.zeros(num_experts, capacity, dim, device=DEVICE)
+    scaled = torch.zeros_like(expected)
+    places = torch.full((num_tokens * top_k,), num_experts * capacity, device=DEVICE)
+    for e in range(num_experts):
+        slots = torch.nonzero(ids.flatten() == e).flatten()[:capacity]
+        expected[e, : len(slots)] = x[slots // top_k]
+        scaled[e, : len(slots)] = x[slots // top_k] * weights.flatten()[slots, None]
+        places[slots] = e * capacity + torch.arange(len(slots), device=DEVICE)
+    maps = (offsets, token_of_row, slot_of_row)
+    with poisoned_empty():
+        found = capacity_kernels.find_places(offsets, row_of_slot, capacity)
+        buffers = capacity_kernels.fill_places(x, *maps, capacity)
+        weighted = capacity_kernels.fill_places(x, *maps, capacity, weights)
+        y = combine_kernels.sum_rows(
+            buffers.view(-1, dim), num_experts * capacity, found, top_k, weights
+        )
+    assert torch.equal(found, places.to(torch.int32))
+    assert torch.equal(buffers, expected)
+    assert torch.equal(weighted, scaled)
+    kept = (places < num_experts * capacity).view(num_tokens, top_k)
+    plain = torch.where(kept, weights, 0).sum(1, keepdim=True) * x
+    oracle = torch.where(kept, weights, 0).double().sum(1, keepdim=True) * x.double()
+    assert_two_times(y, plain, oracle, what="sum over the buffers")
+
+
+def test_results_are_repeatable_and_do_not_depend_on_the_batch():
+    _, offsets, _, _, row_of_slot = routing(64, 4, 8)
+    rows = torch.randn(256, 48, device=DEVICE)
+    weights = torch.rand(64, 4, device=DEVICE)
+    first = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot, 4, weights)
+    for _ in range(3):
+        again = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot, 4, weights)
+        assert torch.equal(first, again)
+    part = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot[40:80], 4, weights[10:20])
+    assert torch.equal(part, first[10:20])
