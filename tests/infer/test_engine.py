@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from expertmesh.config.model import ModelConfig, MoEConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.infer.engine import generate, generate_batch, generate_text
 from expertmesh.infer.sampling import Sampling
 from expertmesh.infer.text import TextStream, byte_of_character
@@ -217,3 +217,11 @@ def test_text_can_start_like_a_document(gpt: GPT, tokenizer: Tokenizer) -> None:
     assert "".join(pieces) == expected
     with pytest.raises(ConfigError, match="prompt='': is empty"):
         generate_text(gpt, tokenizer, "", start_id=start)
+
+
+def test_weights_that_are_not_finite_are_an_error() -> None:
+    broken = make_model()
+    with torch.no_grad():
+        broken.final_norm.weight.fill_(torch.nan)
+    with pytest.raises(CheckpointError, match="not finite"):
+        next(generate(broken, [5]))

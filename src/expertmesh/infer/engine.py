@@ -6,7 +6,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.infer.cache import KVCache
 from expertmesh.infer.sampling import Sampling, choose, draw_uniform, sequence_generators
 from expertmesh.infer.text import TextStream
@@ -105,6 +105,7 @@ def generate_batch(
     Raises:
         ConfigError: an empty prompt, an id outside the vocabulary, max_new_tokens below 1, or more tokens than the
             model's max_seq_len. Raised at once and not at the first token.
+        CheckpointError: while generating, when the model's logits are not finite.
     """
     sampling = Sampling(greedy=True) if sampling is None else sampling
     _check_prompts(model, prompts)
@@ -163,6 +164,11 @@ def _steps(
         if cache is None:
             cache = new_cache(model, batch_size=len(prompts), max_len=ids_BS.shape[1] + new_tokens)
         logits_BV = next_logits(model, ids_BS, token_mask_BS=token_mask_BS, cache=cache)
+        if not torch.isfinite(logits_BV).all():
+            raise CheckpointError(
+                f"logits after {cache.length} tokens are not finite: the weights are damaged, or the compute dtype is too"
+                " small for them; use another checkpoint or float32"
+            )
         uniform_B = None if sampling.greedy else draw_uniform(generators)
         chosen_B = choose(logits_BV, sampling, uniform_B=uniform_B)
         step: list[int | None] = []

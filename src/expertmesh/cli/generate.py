@@ -1,0 +1,135 @@
+"""`expertmesh generate --run DIR "prompt"`: continues a text with the newest checkpoint of a run."""
+
+import sys
+from typing import Any
+
+from expertmesh.cli.flags import OptionParser
+from expertmesh.errors import ConfigError
+
+_EXAMPLES = """\
+examples:
+  expertmesh generate --run runs/gpt-moe-demo "def main("
+  expertmesh generate --run runs/gpt-moe-demo --temperature 0.7 --top-p 0.95 --seed 3 "import os"
+  expertmesh generate --run runs/gpt-moe-demo --greedy --max-tokens 50 "class Test"
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Prints the prompt and its continuation, piece by piece as it is generated, and returns 0.
+
+    Args:
+        argv: words after `generate`.
+
+    Raises:
+        ConfigError: a value breaks a rule.
+        CheckpointError: the run has no usable checkpoint or tokenizer.
+    """
+    options = _parser().parse_args(argv)
+    _check(options)
+    model, tokenizer, precision = _load(options)
+    import torch
+
+    from expertmesh.infer.engine import generate_text
+    from expertmesh.infer.sampling import Sampling
+    from expertmesh.train.tokenizer import END_OF_TEXT_ID
+
+    sampling = Sampling(
+        greedy=options.greedy,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    pieces = generate_text(
+        model,
+        tokenizer,
+        options.prompt,
+        max_new_tokens=options.max_tokens,
+        sampling=sampling,
+        eos_id=END_OF_TEXT_ID,
+        start_id=END_OF_TEXT_ID,
+    )
+    with torch.no_grad(), precision.autocast():
+        first = next(pieces, "")
+        # Only now, so that a failure prints its line alone.
+        _write(options.prompt + first)
+        for piece in pieces:
+            _write(piece)
+    _write("\n")
+    return 0
+
+
+def _parser() -> OptionParser:
+    from argparse import RawDescriptionHelpFormatter
+
+    parser = OptionParser(
+        prog="expertmesh generate",
+        description="Continues a text with the newest checkpoint of a run.",
+        epilog=_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompt", help="text to continue; - reads it from standard input")
+    parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
+    parser.add_argument(
+        "--max-tokens",
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="most tokens to add (as many as the model's longest sequence has room for)",
+    )
+    parser.add_argument(
+        "--greedy",
+        action="store_true",
+        help="always the most likely token; without it, tokens are drawn",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="below 1: more likely tokens (0.8)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="N", help="draw from the N most likely tokens (all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="draw from the fewest tokens with X of the probability (all)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    return parser
+
+
+def _check(options: Any) -> None:
+    """What can be refused before anything is loaded."""
+    if options.prompt == "-":
+        options.prompt = sys.stdin.read()
+    if not options.prompt:
+        raise ConfigError("prompt='': is empty; give some text to continue")
+
+
+def _load(options: Any) -> tuple[Any, Any, Any]:
+    """The model with its weights, the tokenizer, and the precision of the run on this machine."""
+    from expertmesh.train.run_dir import load_run
+
+    found = load_run(options.run)
+    from expertmesh.models.gpt.model import GPT
+    from expertmesh.train import state
+    from expertmesh.train.precision import resolve_precision
+    from expertmesh.train.tokenizer import load_tokenizer
+
+    train = found.config.train
+    if options.device is not None:
+        train = found.config.updated({"train.device": options.device}).train
+    tokenizer = load_tokenizer(found.tokenizer)
+    precision = resolve_precision(train)
+    model = GPT(found.config.model, device=precision.device, dtype=precision.master_dtype, seed=0)
+    state.load_weights(found.checkpoint, model)
+    return model.eval(), tokenizer, precision
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
