@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import FunctionCtx
 
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
 
@@ -22,34 +20,37 @@ def full_precision(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-class _RouterLinear(Function):
-    """x @ w.T in FP32 that saves x in its own dtype and casts again in the backward."""
+# A custom operator, not an autograd.Function: torch.compile makes an instance of the latter, which torch warns about.
+@torch.library.custom_op("expertmesh::router_linear", mutates_args=())
+def _router_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    dtype = full_precision(x_TD.dtype)
+    with torch.autocast(x_TD.device.type, enabled=False):
+        return F.linear(x_TD.to(dtype), w_ED.to(dtype))
 
-    @staticmethod
-    def forward(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-        dtype = full_precision(x_TD.dtype)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            return F.linear(x_TD.to(dtype), w_ED.to(dtype))
 
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+@_router_linear.register_fake
+def _(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    return x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=full_precision(x_TD.dtype))
 
-    @staticmethod
-    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_TD, w_ED = ctx.saved_tensors
-        with torch.autocast(x_TD.device.type, enabled=False):
-            dx = (
-                (grad_TE @ w_ED.to(grad_TE.dtype)).to(x_TD.dtype)
-                if ctx.needs_input_grad[0]
-                else None
-            )
-            dw = (
-                (grad_TE.t() @ x_TD.to(grad_TE.dtype)).to(w_ED.dtype)
-                if ctx.needs_input_grad[1]
-                else None
-            )
-        return dx, dw
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _router_linear_backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Cast the saved x again, in differentiable operations."""
+    x_TD, w_ED = ctx.saved_tensors
+    with torch.autocast(x_TD.device.type, enabled=False):
+        dx = (grad_TE @ w_ED.to(grad_TE.dtype)).to(x_TD.dtype) if ctx.needs_input_grad[0] else None
+        dw = (
+            (grad_TE.t() @ x_TD.to(grad_TE.dtype)).to(w_ED.dtype)
+            if ctx.needs_input_grad[1]
+            else None
+        )
+    return dx, dw
+
+
+_router_linear.register_autograd(_router_linear_backward, setup_context=_save_inputs)
 
 
 def router_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def router_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     Returns:
         (T, E) in FP32 or FP64. Differentiable, also twice. Does not synchronise.
     """
-    return _RouterLinear.apply(x_TD, w_ED)
+    return _router_linear(x_TD, w_ED)
 
 
 class _FullPrecisionModule(nn.Module):

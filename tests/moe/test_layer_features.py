@@ -1,0 +1,670 @@
+"""What a user may do to a MoELayer: compile, autocast, copy, pickle, load, freeze, checkpoint, mask, get it wrong."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from expertmesh import ConfigError, MoELayer, Routing, RoutingStats
+from expertmesh.config.model import MoEConfig
+from expertmesh.moe.dispatch import LocalDispatcher
+from expertmesh.moe.random import key_noise
+from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
+
+D, F, E, T = 7, 5, 6, 11
+
+VARIANTS = {
+    "plain": {},
+    "one_choice": {"top_k": 1},
+    "all_experts": {"top_k": E},
+    "sigmoid_bias_groups": {
+        "score_function": "sigmoid",
+        "bias_update_rate": 0.1,
+        "num_expert_groups": 3,
+        "num_limited_groups": 2,
+    },
+    "softmax_after_topk": {"score_function": "softmax_after_topk"},
+    "gumbel": {"router_noise": "gumbel"},
+    "gaussian_load": {"router_noise": "gaussian", "balance_loss": "importance_load"},
+    "jitter_dropout": {"input_jitter": 0.1, "input_dropout": 0.2},
+    "cosine": {"router": "cosine", "cosine_dim": 3},
+    "expert_choice": {"router": "expert_choice", "routing_group_size": 4},
+    "hash": {"router": "hash"},
+    "random_kept": {
+        "capacity_factor": 0.5,
+        "min_capacity": 1,
+        "normalize_weights": "kept",
+        "routing_group_size": 4,
+    },
+    "priority": {"capacity_factor": 0.5, "min_capacity": 0, "drop_policy": "priority"},
+    "first": {"capacity_factor": 0.5, "min_capacity": 0, "drop_policy": "first"},
+    "bounded": {"max_capacity_factor": 0.5, "min_capacity": 0},
+    "dense_parts": {"residual": True, "num_shared_experts": 2, "bias": True, "activation": "gelu"},
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def make(variant="plain", **kwargs):
+    options = {"dim": D, "hidden_dim": F, "num_experts": E, "top_k": 2, "seed": 0}
+    options |= {"z_loss_weight": 0.01, "dtype": torch.float64} | VARIANTS[variant] | kwargs
+    layer = MoELayer(**options)
+    key_noise(layer, seed=1, step=2)
+    return layer
+
+
+def tokens(num_tokens=T, dtype=torch.float64):
+    return torch.randn(num_tokens, D, dtype=dtype)
+
+
+def results(layer, x, run=None, **kwargs):
+    """Output, losses, statistics and all gradients of one training step."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    y, stats = (layer if run is None else run)(x, token_ids=torch.arange(x.shape[0]) * 7, **kwargs)
+    (y.sin().sum() + stats.aux_loss + stats.z_loss).backward()
+    gradients = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    return {"y": y, "x": x.grad, **vars(stats), **gradients}
+
+
+def assert_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        if value.is_floating_point():
+            assert_close_fp64(
+                value, theirs[name], what=name, scale=1 + theirs[name].abs().sum().item()
+            )
+        else:
+            assert torch.equal(value, theirs[name]), name
+
+
+# ---- torch.compile
+
+
+@every_variant
+def test_compiles_into_one_graph_and_equals_eager(variant):
+    torch._dynamo.reset()
+    layer = make(variant)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, mask = tokens(), torch.rand(T) > 0.2
+    assert_same(results(layer, x, compiled, token_mask=mask), results(layer, x, token_mask=mask))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["plain", "random_kept", "gaussian_load", "expert_choice"])
+def test_compiles_with_inductor(variant):
+    torch._dynamo.reset()
+    layer, x = make(variant), tokens()
+    compiled = torch.compile(layer, fullgraph=True)
+    assert_same(results(layer, x, compiled), results(layer, x))
+
+
+def test_compiled_layer_takes_new_steps_and_sizes_without_recompiling():
+    torch._dynamo.reset()
+    layer = make("random_kept", router_noise="gumbel")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for step, num_tokens in enumerate((12, 20, 9, 33)):
+        key_noise(layer, seed=1, step=step)
+        x = tokens(num_tokens)
+        assert_same(results(layer, x, compiled), results(layer, x))
+    assert counter.frame_count == 1
+
+
+def test_compiled_overrides_and_evaluation():
+    torch._dynamo.reset()
+    layer = make("random_kept")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = tokens()
+    for kwargs in ({"top_k": 3}, {"capacity_factor": 1.1}, {"capacity_factor": 0.3}, {}):
+        assert_same(results(layer, x, compiled, **kwargs), results(layer, x, **kwargs))
+    layer.eval()
+    assert_same(results(layer, x, compiled), results(layer, x))
+    routing = Routing(torch.tensor([[0, E, 2]]).expand(T, 3))
+    assert_same(results(layer, x, compiled, routing=routing), results(layer, x, routing=routing))
+
+
+def test_compiled_unkeyed_noise_follows_the_default_generator():
+    torch._dynamo.reset()
+    layer = make(router_noise="gumbel")
+    layer.reset_parameters()
+    assert not layer.noise_is_keyed
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = tokens()
+    torch.manual_seed(5)
+    first, second = compiled(x)[0], compiled(x)[0]
+    torch.manual_seed(5)
+    assert torch.equal(compiled(x)[0], first)
+    assert not torch.equal(first, second)
+
+
+# ---- precision
+
+
+@every_variant
+def test_autocast(variant):
+    # Integer-valued inputs are exact in bfloat16, so that autocast changes the experts, not the choice.
+    layer, x = make(variant, dtype=torch.float32), torch.randint(-3, 4, (T, D)).float()
+    exact = copy.deepcopy(layer).double()
+    key_noise(exact, seed=1, step=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = results(layer, x)
+    assert ours["y"].dtype == ours["x"].dtype == torch.float32
+    assert all(v.dtype == torch.float32 for k, v in ours.items() if "." in k)
+    oracle = results(exact, x.double())
+    assert torch.equal(ours["topk_expert_ids_TK"], oracle["topk_expert_ids_TK"])
+    low = copy.deepcopy(layer).to(torch.bfloat16)
+    key_noise(low, seed=1, step=2)
+    plain = results(low, x.bfloat16())
+    for name in ("y", "x"):
+        assert_two_times(
+            ours[name], plain[name].float(), oracle[name], what=name, dtype=torch.bfloat16
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@every_variant
+def test_every_dtype_runs_and_gives_its_own_back(variant, dtype):
+    ours = results(make(variant, dtype=dtype), tokens(dtype=dtype))
+    assert ours["y"].dtype == ours["x"].dtype == dtype
+    assert all(v.isfinite().all() for v in ours.values())
+
+
+@every_variant
+def test_gradcheck(variant):
+    layer = make(variant)
+    x, mask = tokens(5), torch.tensor([True, True, False, True, True])
+    names = [name for name, _ in layer.named_parameters()]
+
+    def run(x, *values):
+        y, stats = torch.func.functional_call(
+            layer,
+            dict(zip(names, values, strict=True)),
+            (x,),
+            {"token_mask": mask, "token_ids": torch.arange(5)},
+        )
+        return y, stats.aux_loss, stats.z_loss
+
+    inputs = [
+        x.requires_grad_(),
+        *(p.detach().clone().requires_grad_() for p in layer.parameters()),
+    ]
+    # fast_mode: one random direction per output instead of every element
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+
+
+# ---- copies, storage, loading
+
+
+@every_variant
+def test_deepcopy_and_pickle_keep_everything(variant):
+    layer, x = make(variant), tokens()
+    expected = results(layer, x)
+    assert_same(results(copy.deepcopy(layer), x), expected)
+    assert_same(results(pickle.loads(pickle.dumps(layer)), x), expected)
+
+
+@every_variant
+def test_meta_construction_then_reset_equals_direct_construction(variant):
+    direct, late = make(variant), make(variant, device="meta")
+    assert all(t.is_meta for t in (*late.parameters(), *late.buffers()))
+    late.to_empty(device="cpu")
+    late.reset_parameters()
+    late_state = late.state_dict()
+    assert late_state.keys() == direct.state_dict().keys()
+    for name, value in direct.state_dict().items():
+        assert torch.equal(late_state[name], value), name
+    assert not late.noise_is_keyed and late.noise_key.tolist() == [0, 0]
+
+
+def test_a_layer_left_on_meta_is_told_how_to_go_on():
+    with pytest.raises(ConfigError, match="to_empty"):
+        make(device="meta")(tokens())
+
+
+@pytest.mark.parametrize(
+    "name", ["experts.w_in", "experts.w_out", "experts.b_in", "router.proj.weight"]
+)
+def test_state_dict_is_strict_and_names_the_tensor(name):
+    layer = make(bias=True)
+    missing = {k: v for k, v in layer.state_dict().items() if k != name}
+    with pytest.raises(RuntimeError, match=f"Missing key.*{name}"):
+        make(bias=True).load_state_dict(missing)
+    misshapen = dict(layer.state_dict())
+    misshapen[name] = misshapen[name][:-1]
+    with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
+        make(bias=True).load_state_dict(misshapen)
+    with pytest.raises(RuntimeError, match="Unexpected key.*experts.extra"):
+        make(bias=True).load_state_dict({**layer.state_dict(), "experts.extra": torch.zeros(1)})
+    other = make(bias=True, seed=9)
+    other.load_state_dict(layer.state_dict())
+    x = tokens()
+    assert torch.equal(other(x)[0], layer(x)[0])
+
+
+def test_public_parameter_names_and_shapes():
+    options = {"bias": True, "num_shared_experts": 2, "residual": True, "residual_hidden_dim": 3}
+    layer = make(bias_update_rate=0.1, **options)
+    shapes = {name: tuple(t.shape) for name, t in layer.state_dict().items()}
+    assert shapes == {
+        "expert_bias_E": (E,),
+        "router.proj.weight": (E, D),
+        "experts.w_in": (E, 2, F, D),
+        "experts.w_out": (E, D, F),
+        "experts.b_in": (E, 2, F),
+        "experts.b_out": (E, D),
+        "shared_experts.w_in": (2, 2 * F, D),
+        "shared_experts.w_out": (D, 2 * F),
+        "shared_experts.b_in": (2, 2 * F),
+        "shared_experts.b_out": (D,),
+        "residual_mlp.w_in": (2, 3, D),
+        "residual_mlp.w_out": (D, 3),
+        "residual_mlp.b_in": (2, 3),
+        "residual_mlp.b_out": (D,),
+        "residual_coefficient.weight": (2, D),
+        "residual_coefficient.bias": (2,),
+    }
+    assert make(activation="relu2").experts.w_in.shape == (E, 1, F, D)
+
+
+# ---- initialisation
+
+
+def test_weights_depend_on_seed_name_layer_and_expert_only():
+    layer = make(dtype=torch.float32)
+    torch.manual_seed(77)
+    assert torch.equal(make(dtype=torch.float32).experts.w_in, layer.experts.w_in)
+    more = make(dtype=torch.float32, num_experts=E + 3, top_k=1)
+    assert torch.equal(more.experts.w_in[:E], layer.experts.w_in), "an expert's weights are its own"
+    assert torch.equal(make().experts.w_in.float(), layer.experts.w_in), "in any dtype"
+    for change in ({"seed": 1}, {"layer_index": 1}):
+        assert_differs(make(**change).experts.w_in, layer.experts.w_in, what=str(change))
+    assert_differs(layer.experts.w_in[0], layer.experts.w_in[1], what="experts differ")
+
+
+def test_no_seed_means_torchs_default_generator():
+    torch.manual_seed(3)
+    first, second = (make(seed=None).experts.w_in for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(make(seed=None).experts.w_in, first)
+
+
+def test_standard_deviations():
+    layer = MoELayer(dim=64, hidden_dim=256, num_experts=4, top_k=1, seed=0, bias=True)
+    assert layer.experts.w_in.std().item() == pytest.approx(64**-0.5, rel=0.02)
+    assert layer.experts.w_out.std().item() == pytest.approx(256**-0.5, rel=0.02)
+    assert layer.router.proj.weight.std().item() == pytest.approx(64**-0.5, rel=0.2)
+    layer.reset_parameters(seed=1, std=0.02, out_std=0.005)
+    assert layer.experts.w_in.std().item() == pytest.approx(0.02, rel=0.02)
+    assert layer.experts.w_out.std().item() == pytest.approx(0.005, rel=0.02)
+    assert layer.experts.b_in.abs().sum() == layer.experts.b_out.abs().sum() == 0
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("frozen", ["experts", "router", "x"])
+def test_frozen_parts_get_no_gradient_and_do_not_change_the_others(frozen):
+    layer, x = make(bias=True), tokens()
+    expected = results(layer, x)
+    if frozen == "x":
+        layer.zero_grad()
+        y, stats = layer(x)
+        (y.sin().sum() + stats.aux_loss + stats.z_loss).backward()
+        ours = {name: p.grad for name, p in layer.named_parameters()}
+    else:
+        getattr(layer, frozen).requires_grad_(False)
+        for p in getattr(layer, frozen).parameters():
+            p.grad = None
+        ours = results(layer, x)
+        assert all(p.grad is None for p in getattr(layer, frozen).parameters())
+    for name, value in ours.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_activation_checkpointing_recomputes_the_same_routing(keyed):
+    options = {"router_noise": "gumbel", "input_jitter": 0.2, "routing_group_size": None}
+    layer, x = make("random_kept", **options), tokens(24)
+    if not keyed:
+        layer.reset_parameters()
+    other = make(router_noise="gaussian", layer_index=1)  # draws between forward and recomputation
+    choices = []
+    layer.register_forward_hook(lambda _m, _i, out: choices.append(out[1]))
+
+    def step(wrap):
+        torch.manual_seed(4)
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y, stats = wrap(layer, leaf)
+        y = other(y)[0]
+        (y.sin().sum() + stats.aux_loss).backward()
+        return [y.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())]
+
+    plain = step(lambda m, v: m(v))
+    with set_checkpoint_early_stop(False):  # so that the hook sees the whole recomputation
+        recomputed = step(lambda m, v: checkpoint(m, v, use_reentrant=False))
+    assert len(choices) == 3, "the layer ran again in the backward pass"
+    assert torch.equal(choices[1].topk_expert_ids_TK, choices[2].topk_expert_ids_TK)
+    assert choices[1].num_dropped == choices[2].num_dropped > 0
+    for ours, theirs in zip(recomputed, plain, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_gradients_are_bitwise_repeatable():
+    layer, x = make("random_kept", dtype=torch.float32), tokens(200, torch.float32)
+    first, second = results(layer, x), results(layer, x)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+# ---- sizes and shapes
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2])
+@every_variant
+def test_tiny_batches(variant, num_tokens):
+    ours = results(
+        make(variant), tokens(num_tokens), token_mask=torch.ones(num_tokens, dtype=torch.bool)
+    )
+    assert ours["y"].shape == (num_tokens, D)
+    assert all(v.isfinite().all() for v in ours.values())
+
+
+@pytest.mark.parametrize("shape", [(D,), (3, D), (2, 3, D), (2, 0, D), (2, 1, 3, D)])
+def test_any_leading_shape(shape):
+    layer = make()
+    x = torch.randn(shape, dtype=torch.float64)
+    y, stats = layer(x, token_mask=torch.ones(shape[:-1], dtype=torch.bool))
+    assert y.shape == x.shape
+    assert stats.topk_expert_ids_TK.shape == (x.numel() // D, 2)
+    assert torch.equal(y.reshape(-1, D), layer(x.reshape(-1, D))[0])
+
+
+def test_all_tokens_on_one_expert_and_the_others_empty():
+    layer, x = make(top_k=1), tokens().abs()
+    with torch.no_grad():
+        layer.router.proj.weight.zero_()[2] = 5.0
+    ours = results(layer, x)
+    assert ours["num_tokens_per_expert_E"].tolist() == [0, 0, T, 0, 0, 0]
+    gradient = ours["experts.w_in"]
+    assert gradient[2].abs().sum() > 0
+    assert gradient[[0, 1, 3, 4, 5]].abs().sum() == 0
+
+
+def test_non_contiguous_input():
+    layer = make()
+    x = torch.randn(D, T, dtype=torch.float64).t()
+    assert_close_fp64(layer(x)[0], layer(x.contiguous())[0], what="y")
+
+
+# ---- masks
+
+
+@every_variant
+def test_masked_tokens_may_hold_anything_and_do_nothing(variant):
+    layer = make(variant)
+    mask = torch.tensor([True, False] * 5 + [True])
+    clean, dirty = tokens(), None
+    clean[~mask] = 0
+    dirty = clean.clone()
+    dirty[~mask] = float("nan")
+    ours, expected = results(layer, dirty, token_mask=mask), results(layer, clean, token_mask=mask)
+    assert_same(ours, expected)
+    assert ours["y"][~mask].abs().sum() == 0 and ours["x"][~mask].abs().sum() == 0
+    assert (ours["topk_expert_ids_TK"][~mask] == E).all()
+    assert ours["topk_weights_TK"][~mask].abs().sum() == 0
+
+
+# ---- experts beside the grouped ones
+
+
+class Doubler(nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.index, self.sizes = index, []
+        self.scale = nn.Parameter(torch.tensor(float(index + 1), dtype=torch.float64))
+
+    def forward(self, x_nD):
+        self.sizes.append(len(x_nD))
+        return self.scale * x_nD
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_custom_experts_see_their_own_rows_and_are_weighted(as_list):
+    modules = nn.ModuleList(Doubler(e) for e in range(E))
+    layer = make(experts=modules if as_list else lambda e: modules[e])
+    x = tokens()
+    y, stats = layer(x)
+    ids, weights = stats.topk_expert_ids_TK, stats.topk_weights_TK
+    expected = (weights * (ids + 1)).sum(-1, keepdim=True) * x
+    assert_close_fp64(y, expected, what="y")
+    counts = stats.num_tokens_per_expert_E.tolist()
+    assert [sum(m.sizes) for m in modules] == counts
+    y.sum().backward()
+    for e, module in enumerate(modules):
+        share = (weights * (ids == e)).sum(-1)
+        if counts[e]:
+            assert_close_fp64(module.scale.grad, (share @ x.sum(-1)), what="scale", scale=10.0)
+    assert "experts.3.scale" in layer.state_dict()
+
+
+def test_custom_experts_equal_grouped_ones():
+    class Mlp(nn.Module):
+        def __init__(self, w_in, w_out):
+            super().__init__()
+            self.w_in, self.w_out = nn.Parameter(w_in.clone()), nn.Parameter(w_out.clone())
+
+        def forward(self, x):
+            gate, up = x @ self.w_in[0].t(), x @ self.w_in[1].t()
+            return (nn.functional.silu(gate) * up) @ self.w_out.t()
+
+    grouped = make("random_kept")
+    w_in, w_out = grouped.experts.w_in.detach(), grouped.experts.w_out.detach()
+    custom = make("random_kept", experts=lambda e: Mlp(w_in[e], w_out[e]))
+    x = tokens()
+    ours, theirs = results(custom, x), results(grouped, x)
+    for name in ("y", "x", "router.proj.weight", "aux_loss"):
+        assert_close_fp64(ours[name], theirs[name], what=name, scale=10.0)
+
+
+def test_reset_reaches_modules_of_the_user_reproducibly():
+    def build():
+        return make(
+            experts=lambda e: nn.Linear(D, D, dtype=torch.float64), router=nn.Linear(D, E).double()
+        )
+
+    a, b = build(), build()
+    state = torch.random.get_rng_state()
+    for layer in (a, b):
+        layer.reset_parameters(seed=5)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for left, right in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(left, right)
+    assert not torch.equal(a.experts[0].weight, a.experts[1].weight)
+
+
+def dense(mlp, x, activation):
+    h = torch.einsum("gfd,td->tgf", mlp.w_in, x)
+    a = nn.functional.silu(h[:, 0]) * h[:, 1] if activation == "swiglu" else h[:, 0].relu()
+    return a @ mlp.w_out.t()
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "relu"])
+def test_shared_experts_and_residual(activation):
+    x = tokens()
+    routed = make(activation=activation)(x)[0]
+    both = make(activation=activation, num_shared_experts=2, residual=True, residual_hidden_dim=3)
+    assert both.shared_experts.w_out.shape == (D, 2 * F)
+    with torch.no_grad():
+        both.residual_coefficient.bias.copy_(torch.tensor([0.3, -0.4]))
+    mix = both.residual_coefficient(x).softmax(-1)
+    expected = mix[:, :1] * routed + mix[:, 1:] * dense(both.residual_mlp, x, activation)
+    expected = expected + dense(both.shared_experts, x, activation)
+    assert_close_fp64(both(x)[0], expected, what="y")
+    wide = make(activation=activation, num_shared_experts=2, shared_hidden_dim=9)
+    assert wide.shared_experts.w_out.shape == (D, 9)
+
+
+# ---- the way out and back
+
+
+def test_a_dispatcher_of_ones_own():
+    class Reversed(LocalDispatcher):
+        def dispatch(self, x_TD, expert_ids_TK, weights_TK, *, max_rows=None):
+            flipped = x_TD.flip(0), expert_ids_TK.flip(0), weights_TK.flip(0)
+            return super().dispatch(*flipped, max_rows=max_rows)
+
+        def combine(self, y_TD, dispatched):
+            return y_TD.flip(0)
+
+    x = tokens()
+    assert_close_fp64(
+        make("random_kept", dispatcher=Reversed())(x)[0], make("random_kept")(x)[0], what="y"
+    )
+
+
+def test_overrides_are_not_sticky():
+    layer, x = make(), tokens()
+    y, _ = layer(x)
+    assert layer(x, top_k=3)[1].topk_expert_ids_TK.shape == (T, 3)
+    assert layer(x, capacity_factor=0.1)[1].num_dropped > 0
+    assert torch.equal(layer(x)[0], y)
+
+
+def test_statistics_are_a_pytree_and_detached():
+    layer = make(z_loss_weight=0.1)
+    stats = layer(tokens())[1]
+    leaves, spec = pytree.tree_flatten(stats)
+    assert len(leaves) == 6 and all(isinstance(v, torch.Tensor) for v in leaves)
+    assert isinstance(pytree.tree_unflatten(leaves, spec), RoutingStats)
+    doubled = pytree.tree_map(lambda v: 2 * v, stats)
+    assert torch.equal(doubled.aux_loss, 2 * stats.aux_loss)
+    assert stats.aux_loss.requires_grad and stats.z_loss.requires_grad
+    assert not stats.topk_weights_TK.requires_grad
+    with pytest.raises(AttributeError):
+        stats.aux_loss = None
+
+
+def test_from_config_passes_every_option():
+    moe = MoEConfig(num_experts=(4, 8), top_k=3, hidden_dim=6, capacity_factor=1.5, residual=True)
+    layer = MoELayer.from_config(
+        moe, dim=D, num_experts=8, activation="relu", residual_hidden_dim=10, layer_index=2, seed=4
+    )
+    assert layer.experts.w_in.shape == (8, 1, 6, D)
+    assert layer.residual_mlp.w_out.shape == (D, 10)
+    assert (layer.top_k, layer.capacity_factor, layer.layer_index) == (3, 1.5, 2)
+
+
+# ---- mistakes: the value, the rule, the fix, in one line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": E + 1}, r"top_k=7 must be an integer from 1 to num_experts=6; lower top_k"),
+        ({"top_k": 0}, "top_k=0 must be"),
+        ({"top_k": 1.5}, "top_k=1.5 must be"),
+        ({"top_k": True}, "top_k=True must be"),
+        ({"num_experts": 0}, "num_experts=0 must be an integer of at least 1"),
+        ({"dim": -4}, "dim=-4 must be"),
+        ({"hidden_dim": 2.0}, "hidden_dim=2.0 must be"),
+        ({"capacity_factor": -1.0}, "capacity_factor=-1.0 must be a number above 0"),
+        ({"capacity_factor": 0}, "capacity_factor=0 must be"),
+        ({"eval_capacity_factor": float("nan")}, "eval_capacity_factor=nan must be"),
+        ({"max_capacity_factor": "2"}, "max_capacity_factor='2' must be"),
+        ({"min_capacity": -1}, "min_capacity=-1 must be"),
+        ({"routing_group_size": 0}, "routing_group_size=0 must be"),
+        ({"router": "topp"}, "did you mean 'topk'"),
+        ({"score_function": "softmx"}, "did you mean 'softmax'"),
+        ({"activation": "swish"}, "did you mean 'swiglu'|activation='swish' is not one of"),
+        ({"drop_policy": "last"}, "drop_policy='last' is not one of"),
+        ({"normalize_weights": None}, "normalize_weights=None is not one of"),
+        ({"router_noise": "rsample"}, "router_noise='rsample' is not one of"),
+        ({"balance_loss": "gshard"}, "balance_loss='gshard' is not one of"),
+        ({"balance_loss_scope": "world"}, "balance_loss_scope='world' is not one of"),
+        ({"backend": "cutlass"}, "backend='cutlass' is not one of"),
+        ({"input_jitter": 1.0}, "input_jitter=1.0 must be in"),
+        ({"input_dropout": -0.1}, "input_dropout=-0.1 must be in"),
+        ({"logit_temperature": 0.0}, "logit_temperature=0.0 must be"),
+        ({"weight_scale": float("inf")}, "weight_scale=inf must be"),
+        ({"router_noise_std": -1.0}, "router_noise_std=-1.0 must be"),
+        ({"aux_loss_weight": -0.1}, "aux_loss_weight=-0.1 must be"),
+        ({"z_loss_weight": float("nan")}, "z_loss_weight=nan must be"),
+        ({"num_shared_experts": -1}, "num_shared_experts=-1 must be"),
+        ({"num_expert_groups": 4}, "num_expert_groups=4 must divide num_experts=6"),
+        ({"num_limited_groups": 2}, "num_limited_groups=2 must be at most num_expert_groups=1"),
+        ({"num_expert_groups": 6, "num_limited_groups": 1}, "allow more groups or lower top_k"),
+        ({"dtype": torch.int32}, "dtype=torch.int32 must be float64"),
+        ({"experts": nn.ModuleList([nn.Linear(D, D)])}, "experts has 1 modules and num_experts=6"),
+        ({"experts": nn.Linear(D, D)}, "experts is a Linear; it must be an nn.ModuleList"),
+        (
+            {"router": "expert_choice", "score_function": "softmax_after_topk"},
+            "lets experts choose",
+        ),
+        (
+            {"router": "expert_choice", "bias_update_rate": 0.1},
+            "bias_update_rate=0.1 has no effect",
+        ),
+        ({"router": "hash", "router_noise": "gumbel"}, "router_noise='gumbel' has no effect"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        make(**options)
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
+
+
+X = torch.zeros(2, 3, D, dtype=torch.float64)
+IDS = torch.zeros(6, 2, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("x", "kwargs", "message"),
+    [
+        (X[..., :-1], {}, r"x has shape \(2, 3, 6\); its last size must be dim=7"),
+        (torch.tensor(1.0, dtype=torch.float64), {}, r"x has shape \(\)"),
+        ([1.0], {}, "x is a list"),
+        (X.long(), {}, "x has dtype torch.int64; it must be floating-point"),
+        (X.float(), {}, "x has dtype torch.float32 and the experts torch.float64"),
+        (X.to("meta"), {}, "x is on meta and the layer on cpu"),
+        (X, {"token_mask": torch.ones(2, 4, dtype=torch.bool)}, r"token_mask has shape \(2, 4\)"),
+        (
+            X,
+            {"token_mask": torch.ones(2, 3)},
+            "token_mask has dtype torch.float32; it must be bool",
+        ),
+        (
+            X,
+            {"token_ids": torch.ones(2, 3)},
+            "token_ids has dtype torch.float32; it must be an int",
+        ),
+        (X, {"token_ids": torch.ones(5, dtype=torch.int64)}, r"token_ids has shape \(5,\)"),
+        (
+            X,
+            {"token_index": torch.ones(3, 2, dtype=torch.int64)},
+            r"token_index has shape \(3, 2\)",
+        ),
+        (
+            X,
+            {"token_mask": torch.ones(2, 3, dtype=torch.bool, device="meta")},
+            "token_mask is on meta",
+        ),
+        (X, {"top_k": 9}, "top_k=9 must be"),
+        (X, {"capacity_factor": -0.5}, "capacity_factor=-0.5 must be"),
+        (X, {"routing": Routing(IDS[:5])}, r"routing.expert_ids_TK has shape \(5, 2\)"),
+        (X, {"routing": Routing(IDS.float())}, "routing.expert_ids_TK has dtype torch.float32"),
+        (X, {"routing": Routing(IDS), "top_k": 1}, "top_k=1 and the replayed routing has K=2"),
+        (X, {"routing": Routing(IDS, torch.ones(6, 1))}, r"routing.weights_TK has shape \(6, 1\)"),
+        (X, {"routing": Routing(IDS - 1)}, "routing.expert_ids_TK holds -1"),
+        (X, {"routing": Routing(IDS + 7)}, "routing.expert_ids_TK holds 7"),
+    ],
+)
+def test_wrong_arguments(x, kwargs, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        make()(x, **kwargs)
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
