@@ -38,7 +38,6 @@ def choices(draw, *, router):
         options["router_noise"] = draw(st.sampled_from(["none", "none", "gumbel", "gaussian"]))
         options["logit_temperature"] = draw(st.sampled_from([1.0, 0.7]))
         options["input_jitter"] = draw(st.sampled_from([0.0, 0.0, 0.1]))
-        options["input_dropout"] = draw(st.sampled_from([0.0, 0.0, 0.25]))
     if router in ("topk", "cosine"):
         options["bias_update_rate"] = draw(st.sampled_from([0.0, 0.001]))
         divisors = [g for g in (2, 3, 4) if E % g == 0 and g < E]
@@ -77,6 +76,9 @@ def cases(draw, *, router, dtype):
         "layer_index": draw(st.sampled_from([0, 5])),
         "dtype": dtype,
     }
+    if router != "hash" and options["dim"] >= 8:
+        # With fewer dimensions dropout often leaves nothing of a token: all scores equal, no choice to compare.
+        options["input_dropout"] = draw(st.sampled_from([0.0, 0.0, 0.25]))
     values = draw(st.integers(0, 2**31 - 1))
     call = {}
     if draw(st.booleans()):
