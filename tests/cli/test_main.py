@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -89,3 +91,18 @@ def test_a_verb_gets_its_words_and_gives_its_code(monkeypatch):
     monkeypatch.setitem(front.VERBS, "doctor", (verb, ""))
     assert front.main(["doctor", "a", "--b"]) == 7
     assert seen == [["a", "--b"]]
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    """As in `expertmesh train gpt-moe-test --dry-run | head -1`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "expertmesh", "train", "gpt-moe-test", "--dry-run"],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert (done.returncode, done.stderr) == (141, "")

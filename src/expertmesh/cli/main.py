@@ -1,12 +1,14 @@
 """`expertmesh VERB ...`: picks the verb, and turns every expected failure into one line on stderr.
 
 Exit codes: 0 done; 1 the run failed (damaged checkpoint, diverged training, full disk, ...); 2 the user's input breaks
-a rule; 130 interrupted by Ctrl-C; 143 stopped by SIGTERM. A verb is a module with `run(argv) -> int`; it is imported
-only when it is called, so that `--help` answers without torch.
+a rule; 130 interrupted by Ctrl-C; 141 nobody reads the output any more; 143 stopped by SIGTERM. A verb is a module with
+`run(argv) -> int`; it is imported only when it is called, so that `--help` answers without torch.
 """
 
 import difflib
 import errno
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None: those of this process.
 
     Returns:
-        0, 1, 2, 130 or 143, see the module's docstring. With `--debug`, an error leaves this function as the exception
+        0, 1, 2, 130, 141 or 143, see the module's docstring. With `--debug`, an error leaves this function as the exception
         that it is.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -88,9 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"expertmesh {__version__}")
         return 0
     try:
-        return _verb(words[0])(words[1:])
+        code = _verb(words[0])(words[1:])
+        sys.stdout.flush()
+        return code
     except SystemExit as stop:  # argparse after --help
         return stop.code if isinstance(stop.code, int) else 0
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        _silence_output()
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if debug:
             raise
@@ -99,6 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _report_error(error)
+
+
+def _silence_output() -> None:
+    """Lets Python's flush at exit go nowhere, where it would print a traceback of the same broken pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _verb(name: str) -> Callable[[list[str]], int]:
