@@ -8,7 +8,25 @@ from rich.console import Console
 from expertmesh.recipes import RECIPES
 from expertmesh.train.loop import train
 
-WORDS = "alpha beta gamma delta def return import self value = ( ) : 1 2 3 \n".split(" ")
+WORDS = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "def",
+    "return",
+    "import",
+    "self",
+    "value",
+    "=",
+    "(",
+    ")",
+    ":",
+    "1",
+    "2",
+    "3",
+    "\n",
+]
 
 
 def write_corpus(folder, *, documents=40, words=400, seed=0):

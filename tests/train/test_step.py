@@ -7,7 +7,8 @@ import torch
 
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.random import key_noise
-from expertmesh.testing.numerics import assert_close_fp64, assert_differs
+from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
+from expertmesh.train import objective
 from expertmesh.train.objective import token_losses
 from expertmesh.train.optim import build_optimizer
 from expertmesh.train.precision import fast_dtype, resolve_precision
@@ -182,13 +183,38 @@ def test_a_dense_model_has_no_routing_losses(tiny):
     assert (results[0].load.load_imbalance, results[0].load.dead_experts) == (1.0, 0)
 
 
-def test_token_losses_are_those_of_fp32_logits():
-    logits = torch.randn(2, 3, 50).bfloat16()
-    targets = torch.randint(0, 50, (2, 3))
-    losses = token_losses(logits, targets)
-    assert losses.dtype == torch.float32
-    oracle = -logits.double().log_softmax(-1).gather(-1, targets[..., None]).flatten()
-    assert torch.allclose(losses.double(), oracle, rtol=1e-5)
+def losses_and_gradient(function, logits, targets, weights):
+    leaf = logits.clone().requires_grad_()
+    losses = function(leaf, targets)
+    (losses * weights.to(losses)).sum().backward()
+    return losses.detach(), leaf.grad
+
+
+def plain_losses(logits, targets):
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.nn.functional.cross_entropy(wide, targets.flatten(), reduction="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 3, 50), (1, 1, 7), (3, 1000, 301)])
+def test_token_losses_by_the_two_times_rule(dtype, shape):
+    logits = (3 * torch.randn(shape)).to(dtype)
+    targets = torch.randint(0, shape[-1], shape[:-1])
+    weights = torch.rand(shape[0] * shape[1])
+    oracle = losses_and_gradient(plain_losses, logits.double(), targets, weights)
+    plain = losses_and_gradient(plain_losses, logits, targets, weights)
+    ours = losses_and_gradient(token_losses, logits, targets, weights)
+    for value, reference, exact, what in zip(ours, plain, oracle, ("loss", "grad"), strict=True):
+        assert_two_times(value, reference, exact, what=what)
+
+
+def test_token_losses_in_fp64(monkeypatch):
+    monkeypatch.setattr(objective, "_BLOCK_ELEMENTS_CPU", 20)
+    logits = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 7, (2, 5))
+    assert torch.autograd.gradcheck(lambda z: token_losses(z, targets), (logits,))
+    huge = torch.full((1, 1, 4), 1e5)
+    assert math.isclose(token_losses(huge, targets[:1, :1] % 4).item(), math.log(4), rel_tol=0.01)
 
 
 def test_auto_is_bfloat16_where_the_processor_multiplies_it(monkeypatch):

@@ -51,7 +51,10 @@ def test_documents_are_packed_with_an_end_each(corpus_folder, tmp_path, vocab_si
     data = prepare_data(config, vocab_size=vocab_size)
     tokenizer = load_tokenizer(data.tokenizer_path)
     corpus = load_corpus(config)
-    for shard, documents in ((data.training, corpus.training), (data.validation, corpus.validation)):
+    for shard, documents in (
+        (data.training, corpus.training),
+        (data.validation, corpus.validation),
+    ):
         tokens = np.asarray(shard.tokens_N)
         assert tokens.dtype == dtype
         ends = np.flatnonzero(tokens == END_OF_TEXT_ID)
@@ -78,9 +81,7 @@ def test_the_tokenizer_learns_from_the_training_split_only(corpus_folder, tmp_pa
     assert not set(seen) & set(texts(data.corpus.validation))
 
 
-def test_the_cache_is_used_and_depends_on_text_and_vocabulary(
-    make_corpus, tmp_path, monkeypatch
-):
+def test_the_cache_is_used_and_depends_on_text_and_vocabulary(make_corpus, tmp_path, monkeypatch):
     folder = make_corpus(tmp_path / "texts", documents=20)
     config = DataConfig(path=str(folder), cache_dir=str(tmp_path / "cache"), seq_len=16)
     built = []

@@ -60,9 +60,11 @@ def describe(config: RunConfig, *, recipe: str) -> str:
         f"device      {precision.device}, computing in {dtype}",
         f"parameters  {parameters.total:,} in all, {parameters.active:,} active per token",
         f"training    {tokens:,} tokens, {flops / 1e9:,.3f} GFLOP per token",
-        f"memory      {_bytes(memory.total_bytes)}: weights {_bytes(memory.weights_bytes)}, "
-        f"compute copies {_bytes(memory.compute_copy_bytes)}, gradients {_bytes(memory.gradients_bytes)}, "
-        f"optimiser {_bytes(memory.optimizer_bytes)}, activations {_bytes(memory.activations_bytes)} (estimate)",
+        (
+            f"memory      {_bytes(memory.total_bytes)}: weights {_bytes(memory.weights_bytes)}, "
+            f"compute copies {_bytes(memory.compute_copy_bytes)}, gradients {_bytes(memory.gradients_bytes)}, "
+            f"optimiser {_bytes(memory.optimizer_bytes)}, activations {_bytes(memory.activations_bytes)} (estimate)"
+        ),
         "configuration",
         json.dumps(config.model_dump(mode="json"), indent=2),
     ]
@@ -72,12 +74,11 @@ def describe(config: RunConfig, *, recipe: str) -> str:
 def summary(result: "TrainResult") -> str:
     """How a run ended, in a few lines."""
     rate = result.tokens / result.seconds if result.seconds else 0.0
-    lines = [
+    done = (
         f"{result.step:,} steps, {result.tokens:,} tokens in {result.seconds:,.1f} s of training"
         f" ({rate:,.0f} tokens/s)"
-    ]
-    if result.resumed_from == result.step:
-        lines[0] += "; nothing was left to do"
+    )
+    lines = [done + ("; nothing was left to do" if result.resumed_from == result.step else "")]
     if result.bits_per_byte is not None:
         before = result.initial_bits_per_byte
         lines.append(

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from expertmesh.config.run import DataConfig
 from expertmesh.errors import ConfigError
@@ -247,7 +248,17 @@ def _dataset(name: str) -> list[Candidate]:
         raise ConfigError(
             f"data.dataset={name}: needs a 'text' column, has {', '.join(rows.column_names)}; choose another dataset"
         )
-    return [(f"{i:012d}", lambda i=i: rows[i]["text"]) for i in range(len(rows))]
+    return [(f"{i:012d}", _Row(rows, i)) for i in range(len(rows))]
+
+
+@dataclass(frozen=True)
+class _Row:
+    rows: Any
+    index: int
+
+    def __call__(self) -> str | None:
+        text = self.rows[self.index]["text"]
+        return text if isinstance(text, str) else None
 
 
 def _reader(read: Callable[[], str | None]) -> Callable[[], str]:
