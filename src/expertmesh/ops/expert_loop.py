@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.activation_passes import Passes
-from expertmesh.ops.backend import gemm_dtype
+from expertmesh.ops.allocation import empty_large
+from expertmesh.ops.backend import gemm_dtype, gemm_rows
 from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.reference import accumulate_dtype
 
@@ -76,33 +77,33 @@ def forward(
     _, G, F, D = experts.w_in_EGFD.shape
     num_rows = maps.token_of_row_N.shape[0]
     bounds = maps.offsets_E.tolist()
-    most = _most_rows(bounds)
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
-    h_all = x_TD.new_empty(num_rows if save_h else 0, G * F)
-    direct = save_h and dtype == x_TD.dtype
-    y_RD = x_TD.new_empty(num_rows, D, dtype=dtype)
-    x_buffer = x_TD.new_empty(most, D)
-    h_buffer = x_TD.new_empty(0 if direct else most, G * F, dtype=dtype)
-    a_buffer = x_TD.new_empty(most, F, dtype=dtype)
+    most, pad = _largest_block(bounds, x_TD.device, dtype)
+    h_all = empty_large((num_rows if save_h else 0, G * F), x_TD)
+    y_RD = empty_large((bounds[-1] + pad, D), x_TD, dtype)
+    x_buffer = empty_large((most, D), x_TD)
+    h_buffer = empty_large((most, G * F), x_TD, dtype)
+    a_buffer = empty_large((most, F), x_TD, dtype)
     s_R = _row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
     passes = Passes.allocate(experts.activation, a_buffer, backward=False)
     for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
         if start == stop:
             continue
-        n, s = stop - start, s_R[start:stop]
-        x = _gather(x_TD, maps.token_of_row_N[start:stop], x_buffer[:n], dtype)
-        h = h_all[start:stop] if direct else h_buffer[:n]
+        n = stop - start
+        m = gemm_rows(n, x_TD.device, dtype)
+        x = _gather(x_TD, maps.token_of_row_N[start:stop], x_buffer[:m], dtype)
+        # padding rows land on those of the next experts, which are written later, but never behind the last one
+        direct = save_h and dtype == x_TD.dtype and start + m <= num_rows
+        h = h_all[start : start + m] if direct else h_buffer[:m]
         torch.mm(x, experts.w_in(e, dtype).T, out=h)
         if experts.b_in_EGF is not None:
             h.add_(experts.b_in_EGF[e].reshape(G * F))
         if save_h and not direct:
-            h_all[start:stop].copy_(h)
-        a = a_buffer[:n]
-        passes.forward(h, s, a)
-        y = y_RD[start:stop]
-        torch.mm(a, experts.w_out(e, dtype).T, out=y)
+            h_all[start:stop].copy_(h[:n])
+        passes.forward(h[:n], s_R[start:stop], a_buffer)
+        torch.mm(a_buffer[:m], experts.w_out(e, dtype).T, out=y_RD[start : start + m])
         if experts.b_out_ED is not None:
-            y.add_(s[:, None] * experts.b_out_ED[e])
+            y_RD[start:stop].add_(s_R[start:stop, None] * experts.b_out_ED[e])
     y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
     return y_TD.to(x_TD.dtype), h_all
 
@@ -119,47 +120,62 @@ def backward(
     """Give all gradients from the output's, X and H; nothing else was saved."""
     _, G, F, D = experts.w_in_EGFD.shape
     bounds = maps.offsets_E.tolist()
-    most = _most_rows(bounds)
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
+    most, pad = _largest_block(bounds, x_TD.device, dtype)
     grads = _allocate_gradients(x_TD, experts, needs)
-    d_x_RD = x_TD.new_empty(maps.token_of_row_N.shape[0] if needs.x else 0, D, dtype=dtype)
+    d_x_RD = empty_large((bounds[-1] + pad if needs.x else 0, D), x_TD, dtype)
     s_R = _row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
     d_s_R = torch.empty_like(s_R)
-    rows = x_TD.new_empty(most, D)
-    da_buffer, a_buffer = (x_TD.new_empty(most, F, dtype=dtype) for _ in range(2))
-    dh_buffer = x_TD.new_empty(most, G * F, dtype=dtype)
+    rows_buffer = empty_large((most, D), x_TD)
+    da_buffer, a_buffer = (empty_large((most, F), x_TD, dtype) for _ in range(2))
+    dh_buffer = empty_large((most, G * F), x_TD, dtype)
     passes = Passes.allocate(experts.activation, a_buffer, backward=True)
     for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
         if start == stop:
             _zero_expert(grads, e)
             continue
-        n, s, tokens = stop - start, s_R[start:stop], maps.token_of_row_N[start:stop]
-        d_y = _gather(grad_TD, tokens, rows[:n], dtype)
-        d_a, a, d_h, d_s = da_buffer[:n], a_buffer[:n], dh_buffer[:n], d_s_R[start:stop]
+        n, s, d_s = stop - start, s_R[start:stop], d_s_R[start:stop]
+        m = gemm_rows(n, x_TD.device, dtype)
+        tokens = maps.token_of_row_N[start:stop]
+        # weight gradients sum over rows, so the padding is zero in both factors
+        d_y = _gather(grad_TD, tokens, rows_buffer[:m], dtype)
+        d_a, a, d_h = da_buffer[:m], a_buffer[:m], dh_buffer[:m]
         torch.mm(d_y, experts.w_out(e, dtype), out=d_a)
         passes.backward(d_a, h_RH[start:stop].to(dtype), s, a, d_h, d_s)
-        if experts.b_out_ED is not None:
-            d_s.add_(torch.mv(d_y, experts.b_out_ED[e].to(dtype)))
+        if n < m:
+            a[n:].zero_()
+            d_h[n:].zero_()
         if needs.w_out:
             _mm_into(d_y.T, a, grads.w_out_EDF[e])
-        if needs.b_out and experts.b_out_ED is not None:
-            grads.b_out_ED[e] = torch.mv(d_y.T.to(s.dtype), s)
+        if experts.b_out_ED is not None:
+            d_s.add_(torch.mv(d_y[:n], experts.b_out_ED[e].to(dtype)))
+            if needs.b_out:
+                grads.b_out_ED[e] = torch.mv(d_y[:n].T.to(s.dtype), s)
         if needs.b_in and experts.b_in_EGF is not None:
-            grads.b_in_EGF[e] = d_h.sum(0, dtype=s.dtype).view(G, F)
+            grads.b_in_EGF[e] = d_h[:n].sum(0, dtype=s.dtype).view(G, F)
         if needs.x:
-            torch.mm(d_h, experts.w_in(e, dtype), out=d_x_RD[start:stop])
+            torch.mm(d_h, experts.w_in(e, dtype), out=d_x_RD[start : start + m])
         if needs.w_in:
-            x = _gather(x_TD, tokens, rows[:n], dtype)
+            x = _gather(x_TD, tokens, rows_buffer[:m], dtype)
             _mm_into(d_h.T, x, grads.w_in_EGFD[e].view(G * F, D))
     return _finish(grads, d_x_RD, d_s_R, weights_TK, maps, needs)
 
 
-def _most_rows(bounds: list[int]) -> int:
-    return max((stop - start for start, stop in zip(bounds, bounds[1:], strict=False)), default=0)
+def _largest_block(bounds: list[int], device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows of the largest padded block, and the largest padding."""
+    counts = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    padded = [gemm_rows(n, device, dtype) for n in counts]
+    return max(padded, default=0), max(
+        (m - n for m, n in zip(padded, counts, strict=True)), default=0
+    )
 
 
 def _gather(source_TD: Tensor, tokens_R: Tensor, out_RD: Tensor, dtype: torch.dtype) -> Tensor:
-    torch.index_select(source_TD, 0, tokens_R, out=out_RD)
+    """Tokens into the first rows of the buffer, zeros behind; in the type of the products."""
+    num_rows = tokens_R.shape[0]
+    torch.index_select(source_TD, 0, tokens_R, out=out_RD[:num_rows])
+    if num_rows < out_RD.shape[0]:
+        out_RD[num_rows:].zero_()
     return out_RD.to(dtype)
 
 
@@ -178,7 +194,7 @@ def _mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:
 def _allocate_gradients(x_TD: Tensor, experts: Experts, needs: Needs) -> Gradients:
     def empty_like(tensor: Tensor | None, needed: bool) -> Tensor:
         # a fresh tensor even when empty: outputs of one operator may not be the same tensor
-        return x_TD.new_empty(0 if tensor is None or not needed else tensor.shape)
+        return empty_large((0,) if tensor is None or not needed else tensor.shape, x_TD)
 
     return Gradients(
         x_TD=x_TD.new_empty(0),
