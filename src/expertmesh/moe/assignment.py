@@ -55,7 +55,7 @@ class Assignment:
 
 def smaller_factor(factor: float | None, max_factor: float | None) -> float | None:
     """The smaller of two capacity factors; None and inf mean dropless."""
-    given = [f for f in (factor, max_factor) if f is not None and not math.isinf(f)]
+    given = [f for f in (factor, max_factor) if f is not None and f != math.inf]
     return min(given) if given else None
 
 
