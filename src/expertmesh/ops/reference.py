@@ -47,6 +47,57 @@ def combine(rows_RD: Tensor, row_of_slot_N: Tensor, num_live: int, top_k: int) -
     return wide.view(num_tokens, top_k, rows_RD.shape[1]).sum(1).to(rows_RD.dtype)
 
 
+def _scores_of(logits_TE: Tensor, score_function: str) -> Tensor:
+    return logits_TE.sigmoid() if score_function == "sigmoid" else logits_TE.softmax(-1)
+
+
+def _normalized(x: Tensor) -> Tensor:
+    return x / x.sum(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+
+
+def choose_experts(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    score_function: str,
+    noise_TE: Tensor | None = None,
+    bias_E: Tensor | None = None,
+    num_expert_groups: int = 1,
+    num_limited_groups: int = 1,
+) -> Tensor:
+    """Give the ids (T, K) by full sorts, ties to the lower id; see `ops.topk.choose_experts`."""
+    criterion = logits_TE.detach() if noise_TE is None else logits_TE.detach() + noise_TE
+    if (bias_E is not None or num_expert_groups > 1) and score_function != "softmax_after_topk":
+        criterion = _scores_of(criterion, score_function)
+    criterion = criterion if bias_E is None else criterion + bias_E
+    if num_expert_groups > 1:
+        grouped = criterion.unflatten(-1, (num_expert_groups, -1))
+        strength = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
+        order = strength.sort(dim=-1, descending=True, stable=True).indices
+        far = order.argsort(-1) >= num_limited_groups
+        criterion = grouped.masked_fill(far[..., None], -torch.inf).flatten(-2)
+    return criterion.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def weigh_experts(
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    *,
+    score_function: str,
+    normalize: bool,
+    weight_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Give (weights (T, K), scores (T, E) that sum to 1) of a choice; see `ops.topk.choose_experts`."""
+    scores_TE = _scores_of(logits_TE, score_function)
+    if score_function == "softmax_after_topk":
+        weights_TK = logits_TE.gather(-1, ids_TK).softmax(-1)
+    else:
+        weights_TK = scores_TE.gather(-1, ids_TK)
+        weights_TK = _normalized(weights_TK) if normalize else weights_TK
+    scores_TE = _normalized(scores_TE) if score_function == "sigmoid" else scores_TE
+    return weights_TK * weight_scale, scores_TE
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Give the type sums are taken in: FP64 for FP64, FP32 for the rest."""
     return torch.float64 if dtype == torch.float64 else torch.float32
