@@ -1,0 +1,229 @@
+"""What the experts' GEMM kernels have in common: where a tile is, products, activations, rows of H.
+
+A tile of the result belongs to one expert and has BLOCK_M of its sorted rows (fewer at its end). Programs are
+persistent: program p takes the tiles p, p + NUM_PROGRAMS, ..., whose number is read from device memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from expertmesh.kernels.route_metadata import tile_table
+
+INNER = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "reglu": "relu",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+}
+"""The point-wise function of every activation."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Sorted rows and their tiles.
+
+    Attributes:
+        offsets_E: (E + 1,) int32; rows of expert e are [offsets[e], offsets[e + 1]).
+        token_of_row_N: (R,) int32.
+        slot_of_row_N: (R,) int32.
+        tile_expert: expert of every tile, int32.
+        tile_row: first row of every tile, int32.
+        num_tiles: (1,) int32, how many tiles are used.
+    """
+
+    offsets_E: Tensor
+    token_of_row_N: Tensor
+    slot_of_row_N: Tensor
+    tile_expert: Tensor
+    tile_row: Tensor
+    num_tiles: Tensor
+
+    @staticmethod
+    def cut(
+        offsets_E: Tensor, token_of_row_N: Tensor, slot_of_row_N: Tensor, block_m: int
+    ) -> "Rows":
+        """Cut every expert's rows into tiles of block_m rows; one launch, no synchronisation."""
+        table = tile_table(offsets_E, token_of_row_N.shape[0], block_m)
+        return Rows(offsets_E, token_of_row_N, slot_of_row_N, *table)
+
+    @property
+    def num_rows(self) -> int:
+        """R, the static bound on the rows."""
+        return self.token_of_row_N.shape[0]
+
+    @property
+    def most_tiles(self) -> int:
+        """Static bound on the tiles."""
+        return self.tile_expert.shape[0]
+
+
+def descriptor(tensor: Tensor, block: list[int]) -> Any:
+    """Describe a tensor to the copy engine (TMA): strides and base are multiples of 16 bytes, no dimension is empty."""
+    return TensorDescriptor.from_tensor(tensor, block)
+
+
+@triton.jit
+def tile_place(index, num_m, num_n, GROUP_M: tl.constexpr):
+    """Row tile and column tile of a tile: GROUP_M row tiles, then the next column, so that weights stay in the L2."""
+    group = index // (GROUP_M * num_n)
+    rows = tl.minimum(num_m - group * GROUP_M, GROUP_M)
+    within = index % (GROUP_M * num_n)
+    return group * GROUP_M + within % rows, within // rows
+
+
+@triton.jit
+def tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M: tl.constexpr):
+    """Expert, first row, the rows as int64, and which of them are the expert's."""
+    e = tl.load(tile_expert_ptr + m)
+    first = tl.load(tile_row_ptr + m)
+    end = tl.load(offsets_ptr + e + 1)
+    row = first + tl.arange(0, BLOCK_M)
+    return e, first, row.to(tl.int64), row < end
+
+
+@triton.jit
+def product(
+    a,
+    w,
+    row,
+    first,
+    e,
+    n,
+    N,
+    K,
+    stride_e,
+    stride_n,
+    stride_g,
+    G: tl.constexpr,
+    K_MAJOR: tl.constexpr,
+    A_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Sum over k of A[row, k] W[e, n, k], FP32, (BLOCK_M, BLOCK_N * G).
+
+    A is (rows, K): row says which are read, first where they start when a descriptor reads them. W is (E, N, G, K)
+    with the given strides if K_MAJOR, and a column of the result is a pair (n, g), g fastest, so that the branches of
+    a pair lie in one thread; else W is (E, K, N) and G is 1.
+    """
+    k = tl.arange(0, BLOCK_K)
+    column = tl.arange(0, BLOCK_N * G)
+    n_of_column = n + column // G
+    base = e.to(tl.int64) * stride_e
+    if not A_TMA:
+        a_block = a + row[:, None] * K + k[None, :]
+    if not W_TMA:
+        if K_MAJOR:
+            w_column = n_of_column.to(tl.int64) * stride_n + (column % G).to(tl.int64) * stride_g
+            w_block = w + base + w_column[None, :] + k[:, None]
+        else:
+            w_block = w + base + k.to(tl.int64)[:, None] * stride_n + n_of_column[None, :]
+    inside = (n_of_column < N)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N * G), tl.float32)
+    for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
+        start = step * BLOCK_K
+        within = start + k < K
+        if A_TMA:
+            left = a.load([first, start])
+        elif EVEN_K:
+            left = tl.load(a_block + start)
+        else:
+            left = tl.load(a_block + start, mask=within[None, :], other=0.0)
+        if W_TMA:
+            if K_MAJOR:
+                right = w.load([e, n, 0, start]).reshape(BLOCK_N * G, BLOCK_K).T
+            else:
+                right = w.load([e, start, n]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            further = w_block + (start if K_MAJOR else start.to(tl.int64) * stride_n)
+            if EVEN_N and EVEN_K:
+                right = tl.load(further)
+            else:
+                right = tl.load(further, mask=inside & within[:, None], other=0.0)
+        if UPCAST:  # the interpreter multiplies no BF16
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def activate(h, INNER: tl.constexpr):
+    """act(h) in FP32; NaN stays NaN."""
+    if INNER == "silu":
+        return h * tl.sigmoid(h)
+    if INNER == "gelu":
+        return 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
+    positive = tl.where(h < 0.0, 0.0, h)
+    if INNER == "relu":
+        return positive
+    return positive * positive
+
+
+@triton.jit
+def slope(h, INNER: tl.constexpr):
+    """The derivative of act at h, FP32."""
+    if INNER == "silu":
+        sigmoid = tl.sigmoid(h)
+        return sigmoid * (1.0 + h * (1.0 - sigmoid))
+    if INNER == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
+        return cdf + h * 0.3989422804014327 * tl.exp(-0.5 * h * h)
+    if INNER == "relu":
+        return tl.where(h <= 0.0, 0.0, 1.0)
+    return 2.0 * tl.where(h < 0.0, 0.0, h)
+
+
+@triton.jit
+def load_branches(h_ptr, row, live, n, F, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Read gate and up of BLOCK_N hidden units from rows of H, FP32."""
+    base = h_ptr + row[:, None] * (2 * F)
+    if INTERLEAVED:
+        column = 2 * n + tl.arange(0, 2 * BLOCK_N)
+        mask = live[:, None] & (column < 2 * F)[None, :]
+        pair = tl.load(base + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate, up = pair.reshape(live.shape[0], BLOCK_N, 2).split()
+    else:
+        column = n + tl.arange(0, BLOCK_N)
+        mask = live[:, None] & (column < F)[None, :]
+        gate = tl.load(base + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(base + F + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def store_branches(
+    h_ptr, gate, up, row, live, n, F, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Write the branches to rows of H (or dH): gate then up, or alternating if INTERLEAVED."""
+    base = h_ptr + row[:, None] * (2 * F)
+    if INTERLEAVED:
+        column = 2 * n + tl.arange(0, 2 * BLOCK_N)
+        pair = tl.join(gate, up).reshape(live.shape[0], 2 * BLOCK_N)
+        tl.store(base + column[None, :], pair, mask=live[:, None] & (column < 2 * F)[None, :])
+    else:
+        column = n + tl.arange(0, BLOCK_N)
+        mask = live[:, None] & (column < F)[None, :]
+        tl.store(base + column[None, :], gate, mask=mask)
+        tl.store(base + F + column[None, :], up, mask=mask)
+
+
+@triton.jit
+def row_weights(weights_ptr, slot_of_row_ptr, row, live):
+    """Routing weights of rows, FP32; 0 behind the expert's last row."""
+    slot = tl.load(slot_of_row_ptr + row, mask=live, other=0).to(tl.int64)
+    return tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)

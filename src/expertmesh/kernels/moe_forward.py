@@ -1,0 +1,342 @@
+"""The experts' forward on sorted rows: H = gather(x) W_in^T + b_in, A' = s * act(H), Y = A' W_out^T + s * b_out.
+
+The gather is in the loads of the first GEMM, activation and routing weight in its epilogue; nothing is permuted in
+memory. `rows_times_weights` is the second GEMM and, with the weights the other way round, the input's gradient.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from expertmesh.kernels.grouped import (
+    INNER,
+    Rows,
+    activate,
+    descriptor,
+    product,
+    row_weights,
+    store_branches,
+    tile_place,
+    tile_rows,
+)
+from expertmesh.kernels.launch import launch
+from expertmesh.kernels.tiles import Plan, Tile
+
+
+@triton.jit
+def _up(
+    x_ptr,
+    w,
+    bias_ptr,
+    weights_ptr,
+    token_of_row_ptr,
+    slot_of_row_ptr,
+    offsets_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    num_tiles_ptr,
+    h_ptr,
+    a_ptr,
+    F,
+    D,
+    G: tl.constexpr,
+    INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+):
+    """H and A' of all rows; h_ptr or a_ptr may be None."""
+    num_m = tl.load(num_tiles_ptr)
+    num_n = tl.cdiv(F, BLOCK_N)
+    D64 = D.to(tl.int64)
+    stride_n = D64 * (G if INTERLEAVED else 1)
+    stride_g = D64 * (1 if INTERLEAVED else F)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+        m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
+        e, first, row, live = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
+        n = tile_n * BLOCK_N
+        # rows behind the expert's last read its first row again: loads need no mask
+        token = tl.load(token_of_row_ptr + tl.where(live, row, first)).to(tl.int64)
+        h = product(
+            x_ptr,
+            w,
+            token,
+            first,
+            e,
+            n,
+            F,
+            D,
+            D64 * F * G,
+            stride_n,
+            stride_g,
+            G,
+            True,
+            False,
+            TMA,
+            EVEN_N,
+            EVEN_K,
+            UPCAST,
+            PRECISION,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        f = n + tl.arange(0, BLOCK_N)
+        inside = f < F
+        out = (a_ptr if h_ptr is None else h_ptr).dtype.element_ty
+        if bias_ptr is not None:
+            column = n * G + tl.arange(0, BLOCK_N * G)
+            place = column if INTERLEAVED else (column % G) * F + column // G
+            bias = bias_ptr + e.to(tl.int64) * F * G + place
+            h += tl.load(bias, mask=column < F * G, other=0.0).to(tl.float32)[None, :]
+        # A comes from H as it is saved, so that the backward recomputes the very same A
+        h = h.to(out)
+        if G == 2:
+            gate, up = h.reshape(BLOCK_M, BLOCK_N, 2).split()
+        else:
+            gate = h
+        if h_ptr is not None:
+            if G == 2:
+                store_branches(h_ptr, gate, up, row, live, n, F, INTERLEAVED, BLOCK_N)
+            else:
+                tl.store(
+                    h_ptr + row[:, None] * F + f[None, :],
+                    gate,
+                    mask=live[:, None] & inside[None, :],
+                )
+        if a_ptr is not None:
+            a = activate(gate.to(tl.float32), INNER)
+            if G == 2:
+                a *= up.to(tl.float32)
+            a *= row_weights(weights_ptr, slot_of_row_ptr, row, live)[:, None]
+            tl.store(
+                a_ptr + row[:, None] * F + f[None, :],
+                a.to(out),
+                mask=live[:, None] & inside[None, :],
+            )
+
+
+@triton.jit
+def _rows(
+    a,
+    w,
+    bias_ptr,
+    weights_ptr,
+    slot_of_row_ptr,
+    offsets_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    num_tiles_ptr,
+    y_ptr,
+    N,
+    K,
+    K_MAJOR: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+):
+    """y[row] = A[row] W[e]^T + s * bias[e] for W (E, N, K), or A[row] W[e] for W (E, K, N) unless K_MAJOR."""
+    num_m = tl.load(num_tiles_ptr)
+    num_n = tl.cdiv(N, BLOCK_N)
+    K64 = K.to(tl.int64)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+        m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
+        e, first, row, live = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
+        n = tile_n * BLOCK_N
+        y = product(
+            a,
+            w,
+            tl.where(live, row, first),
+            first,
+            e,
+            n,
+            N,
+            K,
+            K64 * N,
+            K64 if K_MAJOR else N.to(tl.int64),
+            0,
+            1,
+            K_MAJOR,
+            TMA,
+            TMA,
+            EVEN_N,
+            EVEN_K,
+            UPCAST,
+            PRECISION,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        column = n + tl.arange(0, BLOCK_N)
+        inside = column < N
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + e.to(tl.int64) * N + column, mask=inside, other=0.0)
+            s = row_weights(weights_ptr, slot_of_row_ptr, row, live)
+            y += s[:, None] * bias.to(tl.float32)[None, :]
+        y_rows = y_ptr + row[:, None] * N + column[None, :]
+        tl.store(y_rows, y.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+
+
+def common_options(plan: Plan, tile: Tile, n: int, k: int, tiles: int) -> dict[str, object]:
+    """The constants that all GEMMs over routed rows take."""
+    return {
+        "EVEN_N": n % tile.block_n == 0,
+        "EVEN_K": k % tile.block_k == 0,
+        "UPCAST": plan.interpreted,
+        "PRECISION": plan.precision,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+        "NUM_PROGRAMS": min(plan.num_programs, tiles * triton.cdiv(n, tile.block_n)),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def is_interleaved(w_in_EGFD: Tensor) -> bool:
+    """Whether gate and up rows alternate in memory: w_in is `stored.view(E, F, 2, D).transpose(1, 2)`."""
+    return w_in_EGFD.shape[1] == 2 and w_in_EGFD.transpose(1, 2).is_contiguous() and (
+        not w_in_EGFD.is_contiguous()
+    )
+
+
+def up(
+    x_TD: Tensor,
+    w_in_EGFD: Tensor,
+    b_in_EGF: Tensor | None,
+    weights_TK: Tensor,
+    rows: Rows,
+    plan: Plan,
+    *,
+    activation: str,
+    store_h: bool,
+    store_a: bool,
+) -> tuple[Tensor, Tensor]:
+    """First GEMM and activation.
+
+    Args:
+        x_TD: (T, D) tokens, contiguous.
+        w_in_EGFD: (E, G, F, D), contiguous or interleaved (see `is_interleaved`).
+        b_in_EGF: (E, G, F) stored like w_in, or None.
+        weights_TK: (T, K) routing weights, contiguous.
+        rows: sorted rows, cut in tiles of plan.block_m.
+        plan: tile sizes.
+        activation: a name of `ops.activation`.
+        store_h: whether H is wanted.
+        store_a: whether A' is wanted.
+
+    Returns:
+        H (R, G * F), its columns in the order of w_in in memory, and A' = s * act(H) (R, F); what is not wanted has no
+        rows. Rows behind the last live one are not written. Does not synchronise.
+    """
+    E, G, F, D = w_in_EGFD.shape
+    R, tile = rows.num_rows, plan.up
+    h = torch.empty(R if store_h else 0, G * F, dtype=x_TD.dtype, device=x_TD.device)
+    a = torch.empty(R if store_a else 0, F, dtype=x_TD.dtype, device=x_TD.device)
+    if R == 0 or not (store_h or store_a):
+        return h, a
+    tma = plan.tma
+    w_EFGD = w_in_EGFD.transpose(1, 2)
+    options = common_options(plan, tile, F, D, rows.most_tiles)
+    launch(
+        _up,
+        (options["NUM_PROGRAMS"],),
+        x_TD,
+        descriptor(w_EFGD, [1, tile.block_n, G, tile.block_k]) if tma else w_in_EGFD,
+        b_in_EGF,
+        weights_TK,
+        rows.token_of_row_N,
+        rows.slot_of_row_N,
+        rows.offsets_E,
+        rows.tile_expert,
+        rows.tile_row,
+        rows.num_tiles,
+        h if store_h else None,
+        a if store_a else None,
+        F,
+        D,
+        G=G,
+        INNER=INNER[activation],
+        INTERLEAVED=is_interleaved(w_in_EGFD),
+        TMA=tma,
+        **options,
+    )
+    return h, a
+
+
+def rows_times_weights(
+    a_RK: Tensor,
+    w: Tensor,
+    rows: Rows,
+    plan: Plan,
+    tile: Tile,
+    *,
+    transposed: bool,
+    b_out_ED: Tensor | None = None,
+    weights_TK: Tensor | None = None,
+) -> Tensor:
+    """Product of every row with its expert's matrix.
+
+    Args:
+        a_RK: (R, K) rows, contiguous.
+        w: (E, N, K) if transposed, else (E, K, N), contiguous.
+        rows: sorted rows, cut in tiles of plan.block_m.
+        plan: tile sizes and precision.
+        tile: plan.down or plan.input_grad.
+        transposed: whether the product is with the matrix' transpose.
+        b_out_ED: (E, N), added times the routing weight, or None.
+        weights_TK: routing weights, needed with b_out.
+
+    Returns:
+        (R, N) in the type of a; rows behind the last live one are not written. Does not synchronise.
+    """
+    R, K = a_RK.shape
+    N = w.shape[1] if transposed else w.shape[2]
+    y = torch.empty(R, N, dtype=a_RK.dtype, device=a_RK.device)
+    if R == 0:
+        return y
+    a_arg, w_arg = a_RK, w
+    if plan.tma:
+        a_arg = descriptor(a_RK, [tile.block_m, tile.block_k])
+        if transposed:
+            w_arg = descriptor(w[:, :, None], [1, tile.block_n, 1, tile.block_k])
+        else:
+            w_arg = descriptor(w, [1, tile.block_k, tile.block_n])
+    options = common_options(plan, tile, N, K, rows.most_tiles)
+    launch(
+        _rows,
+        (options["NUM_PROGRAMS"],),
+        a_arg,
+        w_arg,
+        b_out_ED,
+        weights_TK,
+        rows.slot_of_row_N,
+        rows.offsets_E,
+        rows.tile_expert,
+        rows.tile_row,
+        rows.num_tiles,
+        y,
+        N,
+        K,
+        K_MAJOR=transposed,
+        TMA=plan.tma,
+        **options,
+    )
+    return y

@@ -1,0 +1,262 @@
+"""Tile sizes of the experts' GEMMs: a table in host code, read by shapes and architecture, never by values.
+
+Nothing here has run on a GPU. An entry says where it comes from: "published" entries are those that vLLM's tuned
+tables give for an H200 and BF16 at this number of rows per expert (E = 128, F = 768); "untuned default" entries were
+chosen by hand from the padding waste, the accumulator's registers and the shared memory, and only build.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+PUBLISHED = "published"
+UNTUNED = "untuned default"
+
+SHARED_BYTES = {
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "gfx942": 64 * 1024,
+    "gfx950": 160 * 1024,
+}
+"""Shared memory (LDS) that one program may have."""
+_FEWEST_SHARED_BYTES = 64 * 1024
+_SHARED_BYTES_KEPT = 2 * 1024  # barriers of the pipeline, and reductions
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one GEMM is cut.
+
+    Attributes:
+        block_m: rows of the result per tile (routed rows; for weight gradients rows of the weight).
+        block_n: columns per tile; for the first GEMM columns of F, so gated experts compute twice as many.
+        block_k: length of one step along the sum.
+        num_warps: warps per program.
+        num_stages: depth of the software pipeline.
+        group_m: row tiles that are walked before the next column tile, so that they share the weights in the L2.
+        source: how the entry was found.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    source: str = UNTUNED
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about a launch of the experts that is not data.
+
+    Attributes:
+        up: x W_in and the activation. Its block_m is that of the four GEMMs over routed rows.
+        down: A' W_out.
+        hidden_grad: dO W_out and the gradient of the activation.
+        input_grad: dH W_in.
+        w_in_grad: dH^T x.
+        w_out_grad: dO^T A'.
+        tma: load weights and rows that lie in order through tensor descriptors (Hopper).
+        precision: of FP32 products, "ieee" or "tf32"; without effect for other types.
+        num_programs: programs of a persistent grid.
+        interpreted: the tensors are on the CPU.
+    """
+
+    up: Tile
+    down: Tile
+    hidden_grad: Tile
+    input_grad: Tile
+    w_in_grad: Tile
+    w_out_grad: Tile
+    tma: bool
+    precision: str
+    num_programs: int
+    interpreted: bool
+
+    @property
+    def block_m(self) -> int:
+        """Rows per tile of the GEMMs over routed rows: they share one tile table."""
+        return self.up.block_m
+
+
+def architecture(device: torch.device) -> str:
+    """Name the GPU as in the table ("sm_90", "gfx942", ...); "interpreter" for the CPU."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def choose_plan(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_rows: int,
+    num_experts: int,
+    dim: int,
+    hidden_dim: int,
+    num_branches: int,
+) -> Plan:
+    """Choose the tiles for tensors on a device; depends on shapes only and does not synchronise.
+
+    Args:
+        device: where the tensors are.
+        dtype: float32, bfloat16 or float16.
+        num_rows: R, the static bound on routed rows.
+        num_experts: E.
+        dim: D.
+        hidden_dim: F.
+        num_branches: G.
+
+    Returns:
+        The plan. FP32 products are TF32 where `torch.set_float32_matmul_precision` allows it.
+    """
+    arch = architecture(device)
+    interpreted = arch == "interpreter"
+    allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+    return plan_for(
+        arch,
+        dtype,
+        rows_per_expert=num_rows / max(num_experts, 1),
+        dim=dim,
+        hidden_dim=hidden_dim,
+        num_branches=num_branches,
+        precision="tf32" if allow_tf32 and dtype == torch.float32 else "ieee",
+        num_programs=3 if interpreted else _multiprocessors(device),
+    )
+
+
+def plan_for(
+    arch: str,
+    dtype: torch.dtype,
+    *,
+    rows_per_expert: float,
+    dim: int,
+    hidden_dim: int,
+    num_branches: int,
+    precision: str = "ieee",
+    num_programs: int = 132,
+) -> Plan:
+    """Choose the tiles for a named architecture; what `choose_plan` does once it knows the device."""
+    itemsize = dtype.itemsize
+    # Descriptors need strides of a multiple of 16 bytes; other shapes take the path with pointers.
+    aligned = dim * itemsize % 16 == 0 and hidden_dim * itemsize % 16 == 0
+    rows = _rows_tile(arch, itemsize, rows_per_expert, precision)
+    one_branch = replace(rows, block_n=_fit(rows.block_n, dim))
+    up = replace(rows, block_n=_fit(rows.block_n // num_branches, hidden_dim))
+    # the epilogue holds the accumulator, H and both gradients at once: half the columns
+    hidden = replace(rows, block_n=_fit(min(rows.block_n, 128), hidden_dim))
+    if num_branches == 2 and rows.block_m >= 128 and rows.num_warps == 4:
+        hidden = replace(hidden, block_n=_fit(64, hidden_dim))
+    weight = _weight_tile(arch, itemsize, precision)
+    w_in = replace(weight, block_m=_fit(weight.block_m, num_branches * hidden_dim))
+    w_in = replace(w_in, block_n=_fit(weight.block_n, dim))
+    w_out = replace(weight, block_m=_fit(weight.block_m, dim))
+    w_out = replace(w_out, block_n=_fit(weight.block_n, hidden_dim))
+
+    def fitted(tile: Tile, branches: int = 1) -> Tile:
+        return _fit_stages(tile, arch, itemsize, branches)
+
+    return Plan(
+        up=fitted(up, num_branches),
+        down=fitted(one_branch),
+        hidden_grad=fitted(hidden),
+        input_grad=fitted(one_branch),
+        w_in_grad=fitted(w_in),
+        w_out_grad=fitted(w_out),
+        tma=arch == "sm_90" and aligned,
+        precision=precision,
+        num_programs=num_programs,
+        interpreted=arch == "interpreter",
+    )
+
+
+def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str) -> Tile:
+    """The tile of a GEMM over routed rows: most waste is half a tile per expert, so few rows want low tiles."""
+    if arch == "interpreter":
+        return Tile(16, 32, 32, 4, 1, group_m=2)
+    if itemsize == 4 and precision == "ieee" and not arch.startswith("gfx"):
+        # no tensor cores: a thread holds its whole step of both operands, so steps are short and tiles small
+        return Tile(16 if rows_per_expert <= 24 else 64, 64, 16, 8, 3)
+    if arch.startswith("gfx"):
+        return _rows_tile_amd(itemsize, rows_per_expert)
+    if itemsize == 4:
+        return _rows_tile_fp32(arch, rows_per_expert)
+    if rows_per_expert <= 8:
+        return Tile(16, 64, 128, 4, 4, source=PUBLISHED)
+    if rows_per_expert <= 24:
+        return Tile(32, 128, 128, 4, 3)
+    if rows_per_expert <= 48:
+        return Tile(64, 128, 64, 4, 3, source=PUBLISHED)
+    if arch in ("sm_90", "sm_100"):
+        if rows_per_expert < 256:
+            return Tile(64, 256, 64, 4, 4)
+        return Tile(128, 256, 64, 8, 4, source=PUBLISHED)
+    if rows_per_expert < 256:
+        return Tile(64, 128, 64, 4, 3)
+    return Tile(128, 128, 64, 8, 3)
+
+
+def _rows_tile_fp32(arch: str, rows_per_expert: float) -> Tile:
+    if rows_per_expert <= 24:
+        return Tile(16, 64, 64, 4, 3)
+    if rows_per_expert < 256:
+        return Tile(64, 64, 32, 4, 3)
+    if arch in ("sm_90", "sm_100"):
+        return Tile(128, 128, 32, 8, 3)
+    return Tile(64, 128, 32, 8, 3)
+
+
+def _rows_tile_amd(itemsize: int, rows_per_expert: float) -> Tile:
+    block_k = 64 if itemsize == 2 else 32
+    if rows_per_expert <= 24:
+        return Tile(16, 64, block_k, 4, 2)
+    if rows_per_expert < 256:
+        return Tile(64, 128, block_k, 4, 2)
+    return Tile(128, 128, block_k, 8, 2)
+
+
+def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
+    """The tile of a weight's gradient: the sum runs over an expert's rows."""
+    if arch == "interpreter":
+        return Tile(32, 32, 16, 4, 1, group_m=2)
+    if arch.startswith("gfx"):
+        return Tile(128, 128, 32, 8, 2)
+    if itemsize == 4 and precision == "ieee":
+        return Tile(64, 64, 16, 8, 3)
+    if itemsize == 4:
+        return Tile(128, 64, 32, 8, 3)
+    if arch in ("sm_90", "sm_100"):
+        return Tile(128, 256, 64, 8, 3)
+    return Tile(128, 128, 32, 8, 3)
+
+
+def _fit(block: int, size: int) -> int:
+    """A smaller power of two, at least 16, where the matrix is narrower than the block."""
+    return max(16, min(block, 1 << max(size - 1, 0).bit_length()))
+
+
+def _fit_stages(tile: Tile, arch: str, itemsize: int, branches: int) -> Tile:
+    """Fewer stages, then shorter steps, where the operands of all stages do not fit the shared memory."""
+    limit = SHARED_BYTES.get(arch, _FEWEST_SHARED_BYTES) - _SHARED_BYTES_KEPT
+    step = (tile.block_m + branches * tile.block_n) * tile.block_k * itemsize
+    if step * tile.num_stages <= limit:
+        return tile
+    if tile.num_stages > 2:
+        smaller = replace(tile, num_stages=tile.num_stages - 1)
+    elif tile.block_k > 16:
+        smaller = replace(tile, block_k=tile.block_k // 2)
+    else:
+        return tile
+    return _fit_stages(smaller, arch, itemsize, branches)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
