@@ -244,7 +244,5 @@ def _print_samples(samples: list[Sample]) -> None:
     lines = [line for sampled in samples for line in countable_lines(sampled)]
     good = sum(map(tokenises, lines))
     print()
-    if lines:
-        print(
-            f"sampled lines that tokenise as Python: {good} of {len(lines)} ({good / len(lines):.0%})"
-        )
+    share = f" ({good / len(lines):.0%})" if lines else ""
+    print(f"sampled lines that tokenise as Python: {good} of {len(lines)}{share}")
