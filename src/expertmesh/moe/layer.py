@@ -13,14 +13,13 @@ from expertmesh.moe.assignment import (
     Assignment,
     CapacityOptions,
     assign,
-    count_choices,
     exact_ratio,
     smaller_factor,
 )
 from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher
 from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
 from expertmesh.moe.init import draw_seed, init_normal_, reset_custom_modules
-from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
+from expertmesh.moe.losses import LossOptions, weighted_losses
 from expertmesh.moe.random import fresh_key
 from expertmesh.moe.router import ROUTERS, full_precision, keep_full_precision
 from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, route
@@ -157,8 +156,12 @@ class MoELayer(nn.Module):
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
         self.max_capacity_factor, self.min_capacity = max_capacity_factor, min_capacity
         self.drop_policy, self.routing_group_size = drop_policy, routing_group_size
-        self.balance_loss, self.balance_loss_scope = balance_loss, balance_loss_scope
-        self.aux_loss_weight, self.z_loss_weight = aux_loss_weight, z_loss_weight
+        self.loss_options = LossOptions(
+            kind=balance_loss,
+            group_size=None if balance_loss_scope == "global" else routing_group_size,
+            aux_loss_weight=aux_loss_weight,
+            z_loss_weight=z_loss_weight,
+        )
         self.bias_update_rate = bias_update_rate
         self.routing_options = RoutingOptions(
             kind=router if isinstance(router, str) else "module",
@@ -388,7 +391,9 @@ class MoELayer(nn.Module):
             x, token_mask, token_ids, token_index, routing, top_k, capacity_factor
         )
         routed = route(self.router, call, self.routing_options)
-        aux_loss, z_loss, counts_E = self._losses(routed, call)
+        aux_loss, z_loss, counts_E = weighted_losses(
+            routed, call.token_mask_T, self.num_experts, self.loss_options
+        )
         assigned = self._assign(routed, call, capacity_factor)
         sent = self.dispatcher.dispatch(
             call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, max_rows=assigned.max_rows
@@ -499,32 +504,6 @@ class MoELayer(nn.Module):
             token_index_T=call.token_index_T,
             layer_index=self.layer_index,
         )
-
-    def _losses(self, routed: RouterOutput, call: CallInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted balance loss, weighted z-loss, and choices per expert before dropping."""
-        group_size = None if self.balance_loss_scope == "global" else self.routing_group_size
-        mask_T, scores_TE = call.token_mask_T, routed.scores_TE
-        zero = routed.topk_weights_TK.new_zeros(())
-        aux_loss, z_loss = zero, zero
-        counts_GE = count_choices(routed.topk_expert_ids_TK, self.num_experts, group_size)
-        with torch.autocast(call.x_TD.device.type, enabled=False):
-            if not self.aux_loss_weight or scores_TE is None:
-                pass
-            elif self.balance_loss == "switch":
-                aux_loss = self.aux_loss_weight * switch_loss(
-                    scores_TE, counts_GE, token_mask_T=mask_T, group_size=group_size
-                )
-            elif self.balance_loss == "importance_load":
-                aux_loss = self.aux_loss_weight * importance_load_loss(
-                    scores_TE,
-                    counts_GE,
-                    load_TE=routed.load_TE,
-                    token_mask_T=mask_T,
-                    group_size=group_size,
-                )
-            if self.z_loss_weight and routed.logits_TE is not None:
-                z_loss = self.z_loss_weight * router_z_loss(routed.logits_TE, token_mask_T=mask_T)
-        return aux_loss, z_loss, counts_GE.sum(0)
 
     def _add_dense(self, call: CallInputs, y_TD: Tensor) -> Tensor:
         """Mix in the residual MLP, add the shared experts, and hide masked tokens."""

@@ -1,9 +1,47 @@
 """Balance losses and the router z-loss, normalised by the number of valid tokens."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from expertmesh.moe.assignment import group_sizes, valid_tokens_per_group
+from expertmesh.moe.assignment import count_choices, group_sizes, valid_tokens_per_group
+from expertmesh.moe.types import RouterOutput
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The options of `MoELayer` for its losses; `group_size` None: over all tokens of the call."""
+
+    kind: str
+    group_size: int | None
+    aux_loss_weight: float
+    z_loss_weight: float
+
+
+def weighted_losses(
+    routed: RouterOutput, token_mask_T: Tensor | None, num_experts: int, options: LossOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted balance loss, weighted z-loss, and (E,) choices per expert before dropping. Does not synchronise."""
+    scores_TE, logits_TE, size = routed.scores_TE, routed.logits_TE, options.group_size
+    counts_GE = count_choices(routed.topk_expert_ids_TK, num_experts, size)
+    aux_loss = z_loss = routed.topk_weights_TK.new_zeros(())
+    with torch.autocast(aux_loss.device.type, enabled=False):
+        if options.aux_loss_weight and scores_TE is not None and options.kind == "switch":
+            aux_loss = options.aux_loss_weight * switch_loss(
+                scores_TE, counts_GE, token_mask_T=token_mask_T, group_size=size
+            )
+        if options.aux_loss_weight and scores_TE is not None and options.kind == "importance_load":
+            aux_loss = options.aux_loss_weight * importance_load_loss(
+                scores_TE,
+                counts_GE,
+                load_TE=routed.load_TE,
+                token_mask_T=token_mask_T,
+                group_size=size,
+            )
+        if options.z_loss_weight and logits_TE is not None:
+            z_loss = options.z_loss_weight * router_z_loss(logits_TE, token_mask_T=token_mask_T)
+    return aux_loss, z_loss, counts_GE.sum(0)
 
 
 def _sum_groups(values_TE: Tensor, token_mask_T: Tensor | None, group_size: int | None) -> Tensor:
