@@ -1,10 +1,12 @@
 """The experts' arithmetic once more, token by token: the oracle of `ops.moe_mlp` and a plain rival to measure it by."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_POINTWISE = {
+_POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swiglu": F.silu,
     "gelu": F.gelu,
