@@ -15,7 +15,7 @@ NormalizeWeights = Literal["auto", "none", "topk", "kept"]
 DropPolicy = Literal["first", "priority", "random"]
 BalanceLoss = Literal["switch", "importance_load", "none"]
 LossScope = Literal["group", "global"]
-Backend = Literal["auto", "torch", "reference"]
+Backend = Literal["auto", "triton", "torch", "reference"]
 
 
 class MoEConfig(Config):

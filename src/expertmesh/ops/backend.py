@@ -1,12 +1,52 @@
 """Which implementation of the operators runs, and why."""
 
+import importlib.metadata
+import importlib.util
+import re
 from dataclasses import dataclass
 
 import torch
 
 from expertmesh.errors import ConfigError
 
-BACKENDS = ("auto", "torch", "reference")
+BACKENDS = ("auto", "triton", "torch", "reference")
+OLDEST_TRITON = (3, 6)
+OLDEST_NVIDIA_GPU = 8  # compute capability; A100
+_TRITON_PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
+
+
+def _triton_version() -> str | None:
+    for package in _TRITON_PACKAGES:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _find_triton_problem() -> str | None:
+    """Why the Triton kernels cannot be used here; None: they can. Does not import Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    version = _triton_version()
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TRITON:
+        oldest = ".".join(map(str, OLDEST_TRITON))
+        return f"Triton {version} is too old, {oldest} or newer is needed"
+    return None
+
+
+TRITON_PROBLEM = _find_triton_problem()
+"""Why Triton kernels cannot be used in this process; None: they can."""
+
+
+def _runs_triton(device: torch.device) -> bool:
+    """Whether auto takes Triton for tensors on this device."""
+    if device.type != "cuda" or TRITON_PROBLEM is not None:
+        return False
+    if torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_properties(device).major >= OLDEST_NVIDIA_GPU
 
 
 @dataclass(frozen=True)
@@ -28,15 +68,17 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     """Give the implementation that runs for tensors of this device and dtype.
 
     Args:
-        backend: "auto", "torch" (per-expert GEMMs of PyTorch) or "reference" (plain autograd, slow).
+        backend: "auto" (triton on a GPU that it supports, else torch), "triton" (our kernels; CPU tensors run in
+            Triton's interpreter, thousands of times slower: for tests and debugging), "torch" (PyTorch's own
+            operators) or "reference" (plain autograd, slow).
         device: where the tensors are.
         dtype: their floating-point type.
 
     Returns:
-        "torch" or "reference".
+        "triton", "torch" or "reference".
 
     Raises:
-        ConfigError: the backend is unknown or the dtype is not one the operators take.
+        ConfigError: the backend is unknown or cannot be used here, or the dtype is not one the operators take.
     """
     if backend not in BACKENDS:
         raise ConfigError(
@@ -46,7 +88,11 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
         raise ConfigError(
             f"dtype is {dtype}; the operators take float64, float32, bfloat16 and float16; convert the input"
         )
-    return "torch" if backend == "auto" else backend
+    if backend == "triton" and TRITON_PROBLEM is not None:
+        raise ConfigError(f"backend is 'triton', but {TRITON_PROBLEM}; use backend='auto'")
+    if backend == "auto":
+        return "triton" if _runs_triton(device) else "torch"
+    return backend
 
 
 def gemm_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -78,9 +124,27 @@ def gemm_rows(num_rows: int, device: torch.device, dtype: torch.dtype) -> int:
 
 def explain_backends() -> list[BackendReport]:
     """List the implementations, whether they work here, and why."""
+    on_gpu = torch.cuda.is_available() and _runs_triton(torch.device("cuda", 0))
     return [
+        _explain_triton(on_gpu),
         BackendReport(
-            "torch", True, f"per-expert GEMMs of PyTorch {torch.__version__}; what auto uses"
+            "torch",
+            True,
+            f"operators of PyTorch {torch.__version__}; what auto uses {'on the CPU' if on_gpu else 'here'}",
         ),
         BackendReport("reference", True, "plain autograd, the oracle of the tests; slow"),
     ]
+
+
+def _explain_triton(on_gpu: bool) -> BackendReport:
+    if TRITON_PROBLEM is not None:
+        return BackendReport("triton", False, f"{TRITON_PROBLEM}; auto uses torch")
+    version = f"Triton {_triton_version() or '(version unknown)'}"
+    if on_gpu:
+        name = torch.cuda.get_device_name(0)
+        return BackendReport("triton", True, f"{version} on {name}; what auto uses on the GPU")
+    if torch.cuda.is_available():
+        why = f"{version}, but GPU 0 is older than compute capability {OLDEST_NVIDIA_GPU}.0"
+        return BackendReport("triton", False, f"{why}; auto uses torch")
+    why = f"{version}, but no GPU; on the CPU only its interpreter, for tests, when asked for"
+    return BackendReport("triton", False, f"{why}; auto uses torch")

@@ -5,36 +5,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.ops import reference
+from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.ops.route_metadata import RouteMetadata
 
 
-def permute(x_TD: Tensor, metadata: RouteMetadata) -> Tensor:
+def permute(x_TD: Tensor, metadata: RouteMetadata, *, backend: str = "auto") -> Tensor:
     """Copy tokens (T, D) to rows in expert order (R, D); rows behind the last live one are zero.
 
     Differentiable any number of times; no host synchronisation on a GPU.
     """
-    return _tokens_to_rows(
-        x_TD, metadata.offsets_E, metadata.token_of_row_N, metadata.row_of_slot_N
-    )
+    m, name = metadata, resolve_backend(backend, x_TD.device, x_TD.dtype)
+    if name == "reference":
+        return reference.gather_rows(x_TD, m.token_of_row_N, int(m.offsets_E[-1]))
+    return _tokens_to_rows(x_TD, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, name)
 
 
-def unpermute(y_RD: Tensor, metadata: RouteMetadata, top_k: int) -> Tensor:
+def unpermute(
+    y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str = "auto"
+) -> Tensor:
     """Copy rows in expert order (R, D) to slots (T, K, D); dead slots are zero. Differentiable any number of times."""
-    slots_ND = _rows_to_slots(
-        y_RD, metadata.offsets_E, metadata.slot_of_row_N, metadata.row_of_slot_N
-    )
+    m, name = metadata, resolve_backend(backend, y_RD.device, y_RD.dtype)
+    if name == "reference":
+        slots_ND = reference.rows_to_slots(y_RD, m.row_of_slot_N, int(m.offsets_E[-1]))
+    else:
+        slots_ND = _rows_to_slots(y_RD, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N, name)
     return slots_ND.view(slots_ND.shape[0] // top_k, top_k, y_RD.shape[1])
 
 
-def combine(y_RD: Tensor, metadata: RouteMetadata, top_k: int) -> Tensor:
+def combine(y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str = "auto") -> Tensor:
     """Sum each token's live rows, (R, D) -> (T, D), in FP32 (FP64 for FP64) and a fixed order.
 
     Differentiable any number of times; bitwise deterministic.
     """
-    return _sum_rows(
-        y_RD, metadata.offsets_E, metadata.token_of_row_N, metadata.row_of_slot_N, top_k
-    )
+    m, name = metadata, resolve_backend(backend, y_RD.device, y_RD.dtype)
+    if name == "reference":
+        return reference.combine(y_RD, m.row_of_slot_N, int(m.offsets_E[-1]), top_k)
+    return _sum_rows(y_RD, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, top_k, name)
 
 
 def _live(index: Tensor, offsets_E: Tensor) -> Tensor:
@@ -43,8 +51,16 @@ def _live(index: Tensor, offsets_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("expertmesh::tokens_to_rows", mutates_args=())
 def _tokens_to_rows(
-    x_TD: Tensor, offsets_E: Tensor, token_of_row_N: Tensor, row_of_slot_N: Tensor
+    x_TD: Tensor,
+    offsets_E: Tensor,
+    token_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    backend: str = "torch",
 ) -> Tensor:
+    if backend == "triton":
+        from expertmesh.kernels import permute as kernels
+
+        return kernels.tokens_to_rows(x_TD, offsets_E, row_of_slot_N, token_of_row_N.shape[0])
     if x_TD.device.type == "cpu":
         out = x_TD.new_empty(token_of_row_N.shape[0], x_TD.shape[1])
         num_live = int(offsets_E[-1])
@@ -56,7 +72,13 @@ def _tokens_to_rows(
 
 
 @_tokens_to_rows.register_fake
-def _(x_TD: Tensor, offsets_E: Tensor, token_of_row_N: Tensor, row_of_slot_N: Tensor) -> Tensor:
+def _(
+    x_TD: Tensor,
+    offsets_E: Tensor,
+    token_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    backend: str = "torch",
+) -> Tensor:
     return x_TD.new_empty(token_of_row_N.shape[0], x_TD.shape[1])
 
 
@@ -93,22 +115,44 @@ def _sum_rows_in_bags(y_RD: Tensor, num_live: int, row_of_slot_N: Tensor, top_k:
 
 @torch.library.custom_op("expertmesh::sum_rows", mutates_args=())
 def _sum_rows(
-    y_RD: Tensor, offsets_E: Tensor, token_of_row_N: Tensor, row_of_slot_N: Tensor, top_k: int
+    y_RD: Tensor,
+    offsets_E: Tensor,
+    token_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    top_k: int,
+    backend: str = "torch",
 ) -> Tensor:
+    if backend == "triton":
+        from expertmesh.kernels import combine as kernels
+
+        return kernels.sum_rows(y_RD, offsets_E[-1:], row_of_slot_N, top_k)
     return sum_rows(y_RD, offsets_E, row_of_slot_N, top_k)
 
 
 @_sum_rows.register_fake
 def _(
-    y_RD: Tensor, offsets_E: Tensor, token_of_row_N: Tensor, row_of_slot_N: Tensor, top_k: int
+    y_RD: Tensor,
+    offsets_E: Tensor,
+    token_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    top_k: int,
+    backend: str = "torch",
 ) -> Tensor:
     return y_RD.new_empty(row_of_slot_N.shape[0] // top_k, y_RD.shape[1])
 
 
 @torch.library.custom_op("expertmesh::rows_to_slots", mutates_args=())
 def _rows_to_slots(
-    y_RD: Tensor, offsets_E: Tensor, slot_of_row_N: Tensor, row_of_slot_N: Tensor
+    y_RD: Tensor,
+    offsets_E: Tensor,
+    slot_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    backend: str = "torch",
 ) -> Tensor:
+    if backend == "triton":
+        from expertmesh.kernels import permute as kernels
+
+        return kernels.rows_to_slots(y_RD, offsets_E, row_of_slot_N)
     live = row_of_slot_N < offsets_E[-1]
     if y_RD.shape[0] == 0:
         return y_RD.new_zeros(row_of_slot_N.shape[0], y_RD.shape[1])
@@ -116,20 +160,40 @@ def _rows_to_slots(
 
 
 @_rows_to_slots.register_fake
-def _(y_RD: Tensor, offsets_E: Tensor, slot_of_row_N: Tensor, row_of_slot_N: Tensor) -> Tensor:
+def _(
+    y_RD: Tensor,
+    offsets_E: Tensor,
+    slot_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    backend: str = "torch",
+) -> Tensor:
     return y_RD.new_empty(row_of_slot_N.shape[0], y_RD.shape[1])
 
 
 @torch.library.custom_op("expertmesh::slots_to_rows", mutates_args=())
 def _slots_to_rows(
-    slots_ND: Tensor, offsets_E: Tensor, slot_of_row_N: Tensor, row_of_slot_N: Tensor
+    slots_ND: Tensor,
+    offsets_E: Tensor,
+    slot_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    backend: str = "torch",
 ) -> Tensor:
+    if backend == "triton":
+        from expertmesh.kernels import permute as kernels
+
+        return kernels.slots_to_rows(slots_ND, offsets_E, row_of_slot_N, slot_of_row_N.shape[0])
     live = _live(slot_of_row_N, offsets_E)
     return torch.where(live[:, None], slots_ND[slot_of_row_N], 0)
 
 
 @_slots_to_rows.register_fake
-def _(slots_ND: Tensor, offsets_E: Tensor, slot_of_row_N: Tensor, row_of_slot_N: Tensor) -> Tensor:
+def _(
+    slots_ND: Tensor,
+    offsets_E: Tensor,
+    slot_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    backend: str = "torch",
+) -> Tensor:
     return slots_ND.new_empty(slot_of_row_N.shape[0], slots_ND.shape[1])
 
 
@@ -137,28 +201,27 @@ def _(slots_ND: Tensor, offsets_E: Tensor, slot_of_row_N: Tensor, row_of_slot_N:
 
 
 def _save_maps(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *maps = inputs
-    ctx.top_k = maps.pop() if isinstance(maps[-1], int) else None
-    ctx.save_for_backward(*maps)
+    values, *maps, ctx.backend = inputs
+    ctx.save_for_backward(*(m for m in maps if isinstance(m, Tensor)))
     ctx.num_slots = maps[2].shape[0]
-    ctx.num_tokens = inputs[0].shape[0]
+    ctx.num_tokens = values.shape[0]
 
 
 def _tokens_to_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     top_k = ctx.num_slots // ctx.num_tokens if ctx.num_tokens else 1
-    return _sum_rows(grad, *ctx.saved_tensors, top_k), None, None, None
+    return _sum_rows(grad, *ctx.saved_tensors, top_k, ctx.backend), *(None,) * 4
 
 
 def _sum_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _tokens_to_rows(grad, *ctx.saved_tensors), None, None, None, None
+    return _tokens_to_rows(grad, *ctx.saved_tensors, ctx.backend), *(None,) * 5
 
 
 def _rows_to_slots_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _slots_to_rows(grad, *ctx.saved_tensors), None, None, None
+    return _slots_to_rows(grad, *ctx.saved_tensors, ctx.backend), *(None,) * 4
 
 
 def _slots_to_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _rows_to_slots(grad, *ctx.saved_tensors), None, None, None
+    return _rows_to_slots(grad, *ctx.saved_tensors, ctx.backend), *(None,) * 4
 
 
 _tokens_to_rows.register_autograd(_tokens_to_rows_backward, setup_context=_save_maps)

@@ -9,6 +9,10 @@ from expertmesh.errors import ConfigError
 from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
 
+_MOST_TRITON_EXPERTS = (
+    2047  # what one program of its kernels holds; kernels.route_metadata.MAX_EXPERTS
+)
+
 
 @dataclass(frozen=True)
 class RouteMetadata:
@@ -56,7 +60,8 @@ def route_metadata(
         The metadata with R = min(T * K, max_rows). Does not synchronise with the device.
 
     Raises:
-        ConfigError: shape or dtype of the ids is wrong, or (CPU only) an id is out of range.
+        ConfigError: shape or dtype of the ids is wrong, or (torch backend on the CPU only) an id is out of range; the
+            triton backend takes such ids for "no expert".
     """
     if expert_ids_TK.dim() != 2:
         raise ConfigError(
@@ -72,7 +77,13 @@ def route_metadata(
     name = resolve_backend(backend, ids.device, torch.float32)
     if name == "reference":
         return RouteMetadata(*reference.route_metadata(ids, num_experts, max_rows))
-    return RouteMetadata(*_route_metadata(ids, num_experts, max_rows))
+    if name == "triton" and num_experts > _MOST_TRITON_EXPERTS:
+        if backend == "triton":
+            raise ConfigError(
+                f"num_experts is {num_experts}; backend='triton' takes up to {_MOST_TRITON_EXPERTS}; use backend='torch'"
+            )
+        name = "torch"
+    return RouteMetadata(*_route_metadata(ids, num_experts, max_rows, name))
 
 
 def _num_rows(num_slots: int, max_rows: int | None) -> int:
@@ -81,8 +92,13 @@ def _num_rows(num_slots: int, max_rows: int | None) -> int:
 
 @torch.library.custom_op("expertmesh::route_metadata", mutates_args=())
 def _route_metadata(
-    expert_ids_TK: Tensor, num_experts: int, max_rows: int | None
+    expert_ids_TK: Tensor, num_experts: int, max_rows: int | None, backend: str = "torch"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if backend == "triton":
+        from expertmesh.kernels import route_metadata as kernels
+
+        num_rows = _num_rows(expert_ids_TK.numel(), max_rows)
+        return kernels.route_metadata(expert_ids_TK, num_experts, num_rows)
     top_k = max(expert_ids_TK.shape[1], 1)
     ids_N = expert_ids_TK.reshape(-1)
     num_slots = ids_N.numel()
@@ -109,7 +125,7 @@ def _route_metadata(
 
 @_route_metadata.register_fake
 def _(
-    expert_ids_TK: Tensor, num_experts: int, max_rows: int | None
+    expert_ids_TK: Tensor, num_experts: int, max_rows: int | None, backend: str = "torch"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_slots = expert_ids_TK.shape[0] * expert_ids_TK.shape[1]
     num_rows = _num_rows(num_slots, max_rows)
