@@ -258,3 +258,23 @@ def test_readme_commands_exist():
             assert words[0] in VERBS or words[0].startswith("--"), command
             if words[0] == "train" and "RECIPE" not in words and "--help" not in words:
                 parse_run_config(words[1:])
+
+
+def test_links_in_documents_lead_somewhere():
+    broken = []
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]):
+        for target in re.findall(r"\]\(([^)#\s]+)", path.read_text()):
+            if "://" not in target and not (path.parent / target).exists():
+                broken.append(f"{relative(path)}: {target}")
+    assert broken == []
+
+
+def test_decisions_are_numbered_and_shaped_alike():
+    numbers = []
+    for path in sorted((ROOT / "docs" / "decisions").glob("*.md")):
+        number = path.name[:3]
+        numbers.append(number)
+        title = path.read_text().partition("\n")[0]
+        assert re.fullmatch(r"# (NNN|\d{3}): .+", title), f"{path.name}: {title}"
+        assert number == "000" or title.startswith(f"# {number}: "), path.name
+    assert len(set(numbers)) == len(numbers), "two decisions have one number"
