@@ -5,9 +5,11 @@ from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_lo
 from expertmesh.ops.moe_mlp import moe_mlp
 from expertmesh.ops.permute import combine, permute, unpermute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
+from expertmesh.ops.topk import choose_experts
 
 __all__ = [
     "RouteMetadata",
+    "choose_experts",
     "combine",
     "count_choices",
     "importance_load_loss",

@@ -1,0 +1,197 @@
+"""The choice of experts: from router logits to expert ids, routing weights and scores, in one operator."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+from expertmesh.ops import reference
+from expertmesh.ops.backend import resolve_backend
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "softmax_after_topk")
+_MOST_TRITON_EXPERTS = 2048  # lanes of one program of its kernels
+
+
+def choose_experts(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    score_function: str,
+    normalize: bool,
+    weight_scale: float = 1.0,
+    noise_TE: Tensor | None = None,
+    bias_E: Tensor | None = None,
+    num_expert_groups: int = 1,
+    num_limited_groups: int = 1,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take every token's K best experts, weigh them, and score all experts for the balance loss.
+
+    Scores are the softmax or the sigmoid of the logits. The choice is made by the logits plus noise; with a bias
+    or a group limit by the scores of that (the logits for softmax_after_topk) plus the bias, where experts outside the
+    `num_limited_groups` groups with the largest sum of their two best values count as -inf (DeepSeek-V3, section
+    2.1.2). Weights are the scores of the chosen, divided by their sum if `normalize`, or for softmax_after_topk the
+    softmax over their logits; all times `weight_scale`. Noise and bias do not enter weights and scores.
+
+    Args:
+        logits_TE: (T, E) FP32 or FP64.
+        top_k: K, from 1 to E.
+        score_function: "softmax", "sigmoid" or "softmax_after_topk".
+        normalize: see above.
+        weight_scale: see above.
+        noise_TE: (T, E), or None.
+        bias_E: (E,), or None.
+        num_expert_groups: groups of consecutive experts; divides E.
+        num_limited_groups: groups that a token may use.
+        backend: see `resolve_backend`. Triton takes FP32 and up to 2048 experts; auto uses torch beyond.
+
+    Returns:
+        ids (T, K) int64, best first, ties to the lower id; weights (T, K); scores (T, E) that sum to 1 per token.
+        Weights and scores have the type of the logits and are differentiable (once with triton, which saves logits
+        and ids only). Does not synchronise.
+
+    Raises:
+        ConfigError: an option or shape is wrong, or triton was asked for and cannot do it.
+    """
+    num_experts = logits_TE.shape[-1]
+    if logits_TE.dim() != 2 or not 1 <= top_k <= num_experts:
+        raise ConfigError(
+            f"logits have shape {tuple(logits_TE.shape)} and top_k is {top_k}; they must be (tokens, experts) and at "
+            "most the number of experts; check both"
+        )
+    if score_function not in SCORE_FUNCTIONS:
+        raise ConfigError(
+            f"score_function is {score_function!r}; known are {', '.join(SCORE_FUNCTIONS)}; use one of these"
+        )
+    if num_experts % num_expert_groups or not 1 <= num_limited_groups <= num_expert_groups:
+        raise ConfigError(
+            f"num_expert_groups is {num_expert_groups}, num_limited_groups {num_limited_groups}; the first must divide "
+            f"the number of experts, {num_experts}, and not be below the second; change them"
+        )
+    name = resolve_backend(backend, logits_TE.device, logits_TE.dtype)
+    if name == "triton":
+        problem = _triton_problem(logits_TE)
+        if problem is None:
+            noise = None if noise_TE is None else noise_TE.detach().to(logits_TE.dtype)
+            bias = None if bias_E is None else bias_E.detach().to(logits_TE.dtype)
+            groups = [num_expert_groups, num_limited_groups]
+            how = (score_function, normalize, weight_scale)
+            return _choose_experts(logits_TE, noise, bias, top_k, *how, groups)
+        if backend == "triton":
+            raise ConfigError(f"{problem}; use backend='torch'")
+    ids_TK = reference.choose_experts(
+        logits_TE,
+        top_k,
+        score_function=score_function,
+        noise_TE=noise_TE,
+        bias_E=bias_E,
+        num_expert_groups=num_expert_groups,
+        num_limited_groups=num_limited_groups,
+    )
+    weights_TK, scores_TE = reference.weigh_experts(
+        logits_TE,
+        ids_TK,
+        score_function=score_function,
+        normalize=normalize,
+        weight_scale=weight_scale,
+    )
+    return ids_TK, weights_TK, scores_TE
+
+
+def _triton_problem(logits_TE: Tensor) -> str | None:
+    if logits_TE.dtype != torch.float32:
+        return f"logits are {logits_TE.dtype}, the triton backend takes float32"
+    if logits_TE.shape[1] > _MOST_TRITON_EXPERTS:
+        return f"there are {logits_TE.shape[1]} experts, the triton backend takes up to {_MOST_TRITON_EXPERTS}"
+    return None
+
+
+@torch.library.custom_op("expertmesh::choose_experts", mutates_args=())
+def _choose_experts(
+    logits_TE: Tensor,
+    noise_TE: Tensor | None,
+    bias_E: Tensor | None,
+    top_k: int,
+    score_function: str,
+    normalize: bool,
+    weight_scale: float,
+    groups: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    from expertmesh.kernels import topk as kernels
+
+    rule = kernels.Rule(score_function, normalize, weight_scale, *groups)
+    ids, weights, scores = kernels.choose(logits_TE, top_k, rule, noise_TE=noise_TE, bias_E=bias_E)
+    assert scores is not None
+    return ids, weights, scores
+
+
+@_choose_experts.register_fake
+def _(
+    logits_TE: Tensor,
+    noise_TE: Tensor | None,
+    bias_E: Tensor | None,
+    top_k: int,
+    score_function: str,
+    normalize: bool,
+    weight_scale: float,
+    groups: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (logits_TE.shape[0], top_k)
+    ids = logits_TE.new_empty(shape, dtype=torch.int64)
+    return ids, logits_TE.new_empty(shape), logits_TE.new_empty(logits_TE.shape)
+
+
+@torch.library.custom_op("expertmesh::choose_experts_backward", mutates_args=())
+def _choose_experts_backward(
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    d_weights_TK: Tensor | None,
+    d_scores_TE: Tensor | None,
+    score_function: str,
+    normalize: bool,
+    weight_scale: float,
+) -> Tensor:
+    from expertmesh.kernels import topk as kernels
+
+    rule = kernels.Rule(score_function, normalize, weight_scale)
+    return kernels.choose_backward(logits_TE, ids_TK, rule, d_weights_TK, d_scores_TE)
+
+
+@_choose_experts_backward.register_fake
+def _(
+    logits_TE: Tensor,
+    ids_TK: Tensor,
+    d_weights_TK: Tensor | None,
+    d_scores_TE: Tensor | None,
+    score_function: str,
+    normalize: bool,
+    weight_scale: float,
+) -> Tensor:
+    return logits_TE.new_empty(logits_TE.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], output[0])
+    ctx.mark_non_differentiable(output[0])
+    ctx.set_materialize_grads(False)
+    ctx.how = inputs[4:7]
+
+
+def _backward(
+    ctx: Any, d_ids: Tensor | None, d_weights: Tensor | None, d_scores: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if d_weights is None and d_scores is None:
+        return (None,) * 8
+    d_logits = _choose_experts_backward(*ctx.saved_tensors, d_weights, d_scores, *ctx.how)
+    return d_logits, *(None,) * 7
+
+
+def _double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    raise RuntimeError(
+        "choose_experts has no second derivative with backend='triton'; use backend='torch' where one is needed"
+    )
+
+
+_choose_experts.register_autograd(_backward, setup_context=_save)
+_choose_experts_backward.register_autograd(_double_backward)
