@@ -21,7 +21,7 @@ from expertmesh.kernels.grouped import (
     tile_rows,
 )
 from expertmesh.kernels.launch import launch
-from expertmesh.kernels.tiles import Plan, Tile
+from expertmesh.kernels.tiles import Plan, Tile, is_interleaved
 
 
 @triton.jit
@@ -208,13 +208,6 @@ def common_options(plan: Plan, tile: Tile, n: int, k: int, tiles: int) -> dict[s
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-
-
-def is_interleaved(w_in_EGFD: Tensor) -> bool:
-    """Whether gate and up rows alternate in memory: w_in is `stored.view(E, F, 2, D).transpose(1, 2)`."""
-    return w_in_EGFD.shape[1] == 2 and w_in_EGFD.transpose(1, 2).is_contiguous() and (
-        not w_in_EGFD.is_contiguous()
-    )
 
 
 def up(

@@ -8,6 +8,7 @@ chosen by hand from the padding waste, the accumulator's registers and the share
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 PUBLISHED = "published"
 UNTUNED = "untuned default"
@@ -82,6 +83,13 @@ class Plan:
     def block_m(self) -> int:
         """Rows per tile of the GEMMs over routed rows: they share one tile table."""
         return self.up.block_m
+
+
+def is_interleaved(w_in_EGFD: Tensor) -> bool:
+    """Whether gate and up rows alternate in memory: w_in is `stored.view(E, F, 2, D).transpose(1, 2)`."""
+    if w_in_EGFD.shape[1] != 2 or w_in_EGFD.is_contiguous():
+        return False
+    return w_in_EGFD.transpose(1, 2).is_contiguous()
 
 
 def architecture(device: torch.device) -> str:
@@ -224,7 +232,10 @@ def _rows_tile_amd(itemsize: int, rows_per_expert: float) -> Tile:
 
 
 def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
-    """The tile of a weight's gradient: the sum runs over an expert's rows."""
+    """The tile of a weight's gradient: the sum runs over an expert's rows.
+
+    Token indices are loaded one stage ahead of the tokens, so that there are buffers for one stage less.
+    """
     if arch == "interpreter":
         return Tile(32, 32, 16, 4, 1, group_m=2)
     if arch.startswith("gfx"):
@@ -234,8 +245,8 @@ def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
     if itemsize == 4:
         return Tile(128, 64, 32, 8, 3)
     if arch in ("sm_90", "sm_100"):
-        return Tile(128, 256, 64, 8, 3)
-    return Tile(128, 128, 32, 8, 3)
+        return Tile(128, 256, 64, 8, 4)
+    return Tile(128, 128, 32, 8, 4)
 
 
 def _fit(block: int, size: int) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
-from expertmesh.ops import expert_loop, reference
+from expertmesh.ops import expert_loop, moe_mlp_triton, reference
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.expert_loop import Experts, Maps, Needs
@@ -23,6 +23,7 @@ def moe_mlp(
     activation: str,
     b_in_EGF: Tensor | None = None,
     b_out_ED: Tensor | None = None,
+    recompute_h: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """Run every token through its experts and sum the weighted results.
@@ -43,7 +44,9 @@ def moe_mlp(
         activation: swiglu, geglu, reglu, gelu (erf), relu, relu2 or silu.
         b_in_EGF: (E, G, F) or None.
         b_out_ED: (E, D) or None.
-        backend: see `resolve_backend`.
+        recompute_h: save X only and compute H again in the backward: one third of the forward's FLOPs more,
+            G * N * F elements less. The "reference" backend saves what autograd saves.
+        backend: see `resolve_backend`. FP64 runs on PyTorch's GEMMs under "auto", and "triton" refuses it.
 
     Returns:
         y (T, D) in the type of x (of autocast under autocast).
@@ -63,7 +66,8 @@ def moe_mlp(
         metadata.slot_of_row_N,
         metadata.row_of_slot_N,
     )
-    if resolve_backend(backend, x_TD.device, x_TD.dtype) == "reference":
+    resolved = resolve_backend(backend, x_TD.device, x_TD.dtype)
+    if resolved == "reference":
         return reference.moe_mlp(
             x_TD,
             w_in_EGFD,
@@ -76,6 +80,13 @@ def moe_mlp(
         )
     inputs = (x_TD, w_in_EGFD, w_out_EDF, weights_TK, b_in_EGF, b_out_ED)
     save_h = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    save_h = save_h and not recompute_h
+    if backend == "triton" and x_TD.dtype == torch.float64:
+        raise ConfigError(
+            "dtype is torch.float64 and backend 'triton'; its experts sum in FP32; use backend='auto'"
+        )
+    if resolved == "triton" and x_TD.dtype != torch.float64:
+        return moe_mlp_triton.moe_mlp(*inputs, Maps(*maps), activation=activation, save_h=save_h)
     return _moe_mlp(*inputs, *maps, activation, save_h)[0]
 
 
@@ -178,6 +189,8 @@ def _moe_mlp_backward(
     experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
     maps = Maps(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
     with torch.autocast(x_TD.device.type, enabled=False):
+        if h_RH.shape[0] != token_of_row_N.shape[0]:
+            _, h_RH = expert_loop.forward(x_TD, experts, weights_TK, maps, save_h=True)
         grads = expert_loop.backward(
             grad_TD.contiguous(), x_TD, h_RH, experts, weights_TK, maps, Needs(*needs)
         )

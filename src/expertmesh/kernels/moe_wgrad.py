@@ -1,0 +1,357 @@
+"""Gradients of the experts' weights and biases: sums over an expert's rows.
+
+dW_out[e] = gather(dO)^T A' and dW_in[e] = dH^T gather(x). One of the operands lies in row order, the other is
+gathered in its loads. Every element is written by one program, an expert without rows gets zeros, and there is no
+split of the sum: deterministic, no memory to clear first. `into` adds to a buffer instead (FP32 main gradients).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from expertmesh.kernels.grouped import Rows, descriptor, tile_place
+from expertmesh.kernels.launch import launch
+from expertmesh.kernels.tiles import Plan, Tile
+
+_SUM_ROWS = 32
+_SUM_COLUMNS = 128
+
+
+@triton.jit
+def _rows_transposed(
+    dense,
+    source_ptr,
+    token_of_row_ptr,
+    offsets_ptr,
+    out_ptr,
+    num_experts,
+    M,
+    N,
+    GATHERED_M: tl.constexpr,
+    TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+):
+    """out[e] (M, N) = sum over rows r of e of A[r]^T B[r]; A is gathered if GATHERED_M, else B is."""
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    per_expert = num_m * num_n
+    for tile in tl.range(tl.program_id(0), num_experts * per_expert, NUM_PROGRAMS):
+        e = tile // per_expert
+        tile_m, tile_n = tile_place(tile % per_expert, num_m, num_n, GROUP_M)
+        m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        start = tl.load(offsets_ptr + e)
+        end = tl.load(offsets_ptr + e + 1)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        full = (end - start) // BLOCK_K
+        for step in tl.range(0, full):
+            total = _add_step(
+                dense,
+                source_ptr,
+                token_of_row_ptr,
+                start + step * BLOCK_K,
+                end,
+                tile_m * BLOCK_M,
+                tile_n * BLOCK_N,
+                M,
+                N,
+                total,
+                False,
+                GATHERED_M,
+                TMA,
+                EVEN_M,
+                EVEN_N,
+                UPCAST,
+                PRECISION,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+        if start + full * BLOCK_K < end:
+            total = _add_step(
+                dense,
+                source_ptr,
+                token_of_row_ptr,
+                start + full * BLOCK_K,
+                end,
+                tile_m * BLOCK_M,
+                tile_n * BLOCK_N,
+                M,
+                N,
+                total,
+                True,
+                GATHERED_M,
+                TMA,
+                EVEN_M,
+                EVEN_N,
+                UPCAST,
+                PRECISION,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
+        out_rows = out_ptr + (e.to(tl.int64) * M + m) * N
+        _write(out_rows, m < M, tile_n * BLOCK_N, N, total, ACCUMULATE, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _write(
+    out_rows,
+    inside,
+    n,
+    N,
+    total,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Store a tile, or add it: by halves, because the sum so far needs as many registers as the tile."""
+    if ACCUMULATE and BLOCK_N > 64:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = total.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        _write(out_rows, inside, n, N, left, ACCUMULATE, BLOCK_M, HALF)
+        _write(out_rows, inside, n + HALF, N, right, ACCUMULATE, BLOCK_M, HALF)
+    else:
+        column = n + tl.arange(0, BLOCK_N)
+        out = out_rows[:, None] + column[None, :]
+        mask = inside[:, None] & (column < N)[None, :]
+        if ACCUMULATE:
+            total += tl.load(out, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out, total.to(out_rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_step(
+    dense,
+    source_ptr,
+    token_of_row_ptr,
+    first,
+    end,
+    m,
+    n,
+    M,
+    N,
+    total,
+    LAST: tl.constexpr,
+    GATHERED_M: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Add the products of BLOCK_K rows; only the LAST step of an expert masks rows."""
+    row = first + tl.arange(0, BLOCK_K)
+    live = row < end
+    if LAST:
+        token = tl.load(token_of_row_ptr + row, mask=live, other=0)
+    else:
+        token = tl.load(token_of_row_ptr + row)
+    row = row.to(tl.int64)
+    token = token.to(tl.int64)
+    if GATHERED_M:
+        left = _load_rows(
+            source_ptr, token, live, first, m, M, False, LAST, EVEN_M, BLOCK_M, BLOCK_K
+        )
+        right = _load_rows(dense, row, live, first, n, N, TMA, LAST, EVEN_N, BLOCK_N, BLOCK_K)
+    else:
+        left = _load_rows(dense, row, live, first, m, M, TMA, LAST, EVEN_M, BLOCK_M, BLOCK_K)
+        right = _load_rows(
+            source_ptr, token, live, first, n, N, False, LAST, EVEN_N, BLOCK_N, BLOCK_K
+        )
+    if UPCAST:  # the interpreter multiplies no BF16
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left.T, right, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _load_rows(
+    source,
+    row,
+    live,
+    first,
+    column,
+    width,
+    TMA: tl.constexpr,
+    LAST: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """A block (BLOCK_K, BLOCK) of rows of a matrix (rows, width), zeros where not live or behind the width."""
+    columns = column + tl.arange(0, BLOCK)
+    if TMA:
+        block = source.load([first, column])
+        if LAST:
+            # the rows behind belong to the next expert, or nobody wrote them
+            block = tl.where(live[:, None], block, 0.0).to(block.dtype)
+    else:
+        pointers = source + row[:, None] * width + columns[None, :]
+        if LAST:
+            mask = live[:, None] & (columns < width)[None, :]
+            block = tl.load(pointers, mask=mask, other=0.0)
+        elif EVEN:
+            block = tl.load(pointers)
+        else:
+            block = tl.load(pointers, mask=(columns < width)[None, :], other=0.0)
+    return block
+
+
+@triton.jit
+def _sum_columns(
+    source_ptr,
+    index_of_row_ptr,
+    weights_ptr,
+    slot_of_row_ptr,
+    offsets_ptr,
+    out_ptr,
+    width,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """out[e] = sum over rows r of e of (s_r *) source[index[r]], or source[r] without an index."""
+    e = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    start = tl.load(offsets_ptr + e)
+    end = tl.load(offsets_ptr + e + 1)
+    total = tl.zeros((BLOCK_R, BLOCK), tl.float32)
+    for first in tl.range(start, end, BLOCK_R):
+        row = first + tl.arange(0, BLOCK_R)
+        live = row < end
+        index = row
+        if index_of_row_ptr is not None:
+            index = tl.load(index_of_row_ptr + row, mask=live, other=0)
+        pointers = source_ptr + index.to(tl.int64)[:, None] * width + column[None, :]
+        block = tl.load(pointers, mask=live[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            slot = tl.load(slot_of_row_ptr + row, mask=live, other=0).to(tl.int64)
+            s = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)
+            block *= s[:, None]
+        total += block
+    out = out_ptr + e.to(tl.int64) * width + column
+    result = tl.sum(total, 0)
+    if ACCUMULATE:
+        result += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def weight_grad(
+    dense_RM: Tensor,
+    source_TN: Tensor,
+    rows: Rows,
+    plan: Plan,
+    tile: Tile,
+    *,
+    gathered_rows: bool,
+    out: Tensor,
+    accumulate: bool = False,
+) -> None:
+    """Write or add sum over an expert's rows of the outer product of two vectors.
+
+    Args:
+        dense_RM: (R, ...) rows in order: A' or dH, contiguous.
+        source_TN: (T, ...) tokens: dO or x, contiguous.
+        rows: sorted rows; how they are cut does not matter.
+        plan: precision and path.
+        tile: plan.w_in_grad or plan.w_out_grad.
+        gathered_rows: whether the tokens' width is the first dimension of a weight (dW_out) or the last (dW_in).
+        out: (E, M, N) in memory order, contiguous, any floating-point type; every element is written.
+        accumulate: add to `out` instead.
+    """
+    num_experts = rows.offsets_E.shape[0] - 1
+    widths = (source_TN.shape[1], dense_RM.shape[1])
+    M, N = widths if gathered_rows else widths[::-1]
+    if out.numel() == 0:
+        return
+    if rows.num_rows == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    block = tile.block_n if gathered_rows else tile.block_m
+    tiles = num_experts * triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
+    num_programs = min(plan.num_programs, tiles)
+    launch(
+        _rows_transposed,
+        (num_programs,),
+        descriptor(dense_RM, [tile.block_k, block]) if plan.tma else dense_RM,
+        source_TN,
+        rows.token_of_row_N,
+        rows.offsets_E,
+        out,
+        num_experts,
+        M,
+        N,
+        GATHERED_M=gathered_rows,
+        TMA=plan.tma,
+        ACCUMULATE=accumulate,
+        **weight_options(plan, tile, M, N, num_programs),
+    )
+
+
+def weight_options(plan: Plan, tile: Tile, m: int, n: int, num_programs: int) -> dict[str, object]:
+    """The constants of `weight_grad`'s kernel that depend on the plan."""
+    return {
+        "EVEN_M": m % tile.block_m == 0,
+        "EVEN_N": n % tile.block_n == 0,
+        "UPCAST": plan.interpreted,
+        "PRECISION": plan.precision,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+        "NUM_PROGRAMS": num_programs,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def bias_grad(
+    source: Tensor,
+    rows: Rows,
+    *,
+    out: Tensor,
+    gathered: bool,
+    weights_TK: Tensor | None = None,
+    accumulate: bool = False,
+) -> None:
+    """Write or add the sum of an expert's rows: db_in from dH, or db_out from s * gather(dO).
+
+    Args:
+        source: (R, N) rows, or (T, N) tokens if gathered; contiguous.
+        rows: sorted rows.
+        out: (E, N) contiguous; every element is written.
+        gathered: whether source has tokens.
+        weights_TK: routing weights to multiply with, or None.
+        accumulate: add to `out` instead.
+    """
+    num_experts, width = out.shape
+    launch(
+        _sum_columns,
+        (num_experts, triton.cdiv(width, _SUM_COLUMNS)),
+        source,
+        rows.token_of_row_N if gathered else None,
+        weights_TK,
+        rows.slot_of_row_N,
+        rows.offsets_E,
+        out,
+        width,
+        ACCUMULATE=accumulate,
+        BLOCK_R=_SUM_ROWS,
+        BLOCK=_SUM_COLUMNS,
+        num_warps=4,
+    )
