@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -236,9 +237,16 @@ def normal(name):
 
 
 def shell_commands(text):
-    """Commands of the indented or fenced blocks of a Markdown text that start with make, expertmesh or python -m."""
-    pattern = r"^(?: {4}|\$ )?((?:make|expertmesh|python -m expertmesh) [^\n#]*)"
-    return [command.strip() for command in re.findall(pattern, text, flags=re.MULTILINE)]
+    """Commands in the fenced and indented blocks of a Markdown text that this project offers."""
+    commands, fenced = [], False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            command = line.strip().removeprefix("$ ").partition(" #")[0].strip()
+            if command.startswith(("make ", "expertmesh ", "python -m expertmesh ")):
+                commands.append(command)
+    return commands
 
 
 def test_readme_commands_exist():
@@ -249,7 +257,7 @@ def test_readme_commands_exist():
     commands = shell_commands((ROOT / "README.md").read_text())
     assert {"make demo", "make test"} <= set(commands)
     for command in commands:
-        program, *words = command.replace("python -m expertmesh", "expertmesh").split()
+        program, *words = shlex.split(command.removeprefix("python -m "))
         if program == "make":
             assert [word for word in words if "=" not in word and word not in targets] == [], (
                 command
