@@ -95,9 +95,12 @@ def forward(
         # padding rows land on those of the next experts, which are written later, but never behind the last one
         direct = save_h and dtype == x_TD.dtype and start + m <= num_rows
         h = h_all[start : start + m] if direct else h_buffer[:m]
-        torch.mm(x, experts.w_in(e, dtype).T, out=h)
-        if experts.b_in_EGF is not None:
-            h.add_(experts.b_in_EGF[e].reshape(G * F))
+        w_in = experts.w_in(e, dtype).T
+        if experts.b_in_EGF is None:
+            torch.mm(x, w_in, out=h)
+        else:
+            # inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
+            torch.addmm(experts.b_in_EGF[e].reshape(G * F).to(dtype), x, w_in, out=h)
         if save_h and not direct:
             h_all[start:stop].copy_(h[:n])
         passes.forward(h[:n], s_R[start:stop], a_buffer)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -45,6 +46,7 @@ class LayerCase:
         training: mode of the call.
         seed, step: of the noise.
         call: of forward, beside x.
+        autocast: dtype of the autocast around the layer and the plain loop, or None.
         table_TK: the choice of the hash router, which the oracle does not compute.
     """
 
@@ -53,7 +55,12 @@ class LayerCase:
     seed: int = 11
     step: int = 3
     call: Mapping[str, Any] = field(default_factory=dict)
+    autocast: torch.dtype | None = None
     table_TK: Tensor | None = None
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The autocast context of the call."""
+        return torch.autocast("cpu", dtype=self.autocast, enabled=self.autocast is not None)
 
     def option(self, name: str) -> Any:
         """Value of a constructor argument, or its default."""
@@ -167,7 +174,8 @@ def run_layer(
     x = x.detach().clone().requires_grad_()
     leaves = {"x": x, **dict(layer.named_parameters())}
     with poisoned_empty():
-        y, stats = layer(x, **case.call)
+        with case.precision():
+            y, stats = layer(x, **case.call)
         grads = _gradients([y, stats.aux_loss, stats.z_loss], leaves, dy)
     return Results(y.detach(), stats.aux_loss.detach(), stats.z_loss.detach(), grads), stats
 
@@ -204,7 +212,8 @@ def run_loops(
             noise_TE=tensor(inputs.noise_TE) if has_load(inputs, options) else None,
         )
         loop, back_D = shuffled(loop, seed=order) if order else (loop, slice(None))
-        y, aux_loss, z_loss = loop_forward(loop, options)
+        with case.precision():
+            y, aux_loss, z_loss = loop_forward(loop, options)
         y = y[:, back_D]
         grads = _gradients([y, aux_loss, z_loss], {"x": x, **params}, dy_TD)
         results.append(Results(y.detach(), aux_loss.detach(), z_loss.detach(), grads))
@@ -252,7 +261,7 @@ def check_exact(layer: MoELayer, case: LayerCase, x: Tensor, dy: Tensor) -> Orac
             scale = max(numerics.magnitude(right), scales.get(what, 0.0))
             numerics.assert_close_fp64(mine, right, what=what, scale=scale)
         else:
-            low = None if what in ("aux_loss", "z_loss") else x.dtype
+            low = None if what in ("aux_loss", "z_loss") else case.autocast or x.dtype
             numerics.assert_two_times(
                 mine, theirs, right, what=what, dtype=low, scale=scales.get(what, 0.0)
             )

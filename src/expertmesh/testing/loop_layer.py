@@ -210,8 +210,10 @@ def loop_forward(inputs: LoopInputs, options: OracleOptions) -> tuple[Tensor, Te
     """Output (T, D) in the dtype of x, weighted balance loss, weighted z-loss."""
     x_TD, params = inputs.x_TD.masked_fill(~inputs.mask_T[:, None], 0.0), inputs.params
     inputs = replace(inputs, x_TD=x_TD)
-    logits_TE = loop_logits(inputs, options)
-    weights_TK = loop_weights(logits_TE, inputs, options)
+    with torch.autocast(x_TD.device.type, enabled=False):
+        logits_TE = loop_logits(inputs, options)
+        weights_TK = loop_weights(logits_TE, inputs, options)
+        aux, z = loop_losses(logits_TE, inputs, options)
     y_TD = torch.zeros(x_TD.shape, dtype=weights_TK.dtype)
     for e in range(options.num_experts):
         t, k = ((inputs.expert_ids_TK == e) & inputs.kept_TK).nonzero(as_tuple=True)
@@ -226,5 +228,4 @@ def loop_forward(inputs: LoopInputs, options: OracleOptions) -> tuple[Tensor, Te
         y_TD = ab[:, :1] * y_TD + ab[:, 1:] * dense
     if "shared_experts.w_in" in params:
         y_TD = y_TD + loop_mlp(x_TD, params, "shared_experts.", options.activation)
-    aux, z = loop_losses(logits_TE, inputs, options)
     return y_TD.masked_fill(~inputs.mask_T[:, None], 0.0), aux, z

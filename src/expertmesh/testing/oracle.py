@@ -128,9 +128,17 @@ def _scales(
     scales = {
         name: largest[name.split(".")[0]] * by_x for name in params if name.split(".")[0] in largest
     }
-    if options.balance_loss == "importance_load" and options.aux_loss_weight:
+    # An error of a logit is one of the products in it; losses multiply it by their slope.
+    factors = inputs.params.get("router.proj.weight"), np.abs(output.tape["routed"].router_input_TD)
+    logit = (
+        1.0 if factors[0] is None else float((factors[1] @ np.abs(factors[0]).T).max(initial=1.0))
+    )
+    logit /= min(1.0, options.logit_temperature)
+    scales["z_loss"] = 2.0 * (options.z_loss_weight * output.z_loss) ** 0.5 * logit
+    scales["aux_loss"] = output.aux_loss * logit
+    if options.balance_loss == "importance_load":
         # A variance is a small difference of importances: its error is of first order in its root.
-        scales["aux_loss"] = (options.aux_loss_weight * output.aux_loss) ** 0.5
+        scales["aux_loss"] = (options.aux_loss_weight * output.aux_loss) ** 0.5 * logit
     return scales
 
 

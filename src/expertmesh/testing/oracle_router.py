@@ -98,7 +98,8 @@ def route(inputs: OracleInputs, options: OracleOptions) -> Routed:
         ids_TK = np.zeros((len(x_TD), options.top_k), dtype=np.int64)
         for t in range(len(x_TD)):
             noisy = logits_TE[t] if inputs.noise_TE is None else logits_TE[t] + inputs.noise_TE[t]
-            ids_TK[t] = _choose(noisy, inputs.expert_bias_E, options, gaps)
+            is_real = inputs.token_mask_T is None or inputs.token_mask_T[t]
+            ids_TK[t] = _choose(noisy, inputs.expert_bias_E, options, gaps if is_real else [])
     raw_TK = np.zeros(ids_TK.shape)
     for t, ids_K in enumerate(ids_TK):
         raw_TK[t] = _scores_at(logits_TE[t], scores_TE[t], ids_K, options)
