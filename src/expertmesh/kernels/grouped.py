@@ -1,7 +1,7 @@
 """What the experts' GEMM kernels have in common: where a tile is, products, activations, rows of H.
 
 A tile of the result belongs to one expert and has BLOCK_M of its sorted rows (fewer at its end). Programs are
-persistent: program p takes the tiles p, p + NUM_PROGRAMS, ..., whose number is read from device memory.
+persistent: program p of n takes the tiles p, p + n, ..., whose number is read from device memory.
 """
 
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ from expertmesh.kernels.grouped import (
     tile_rows,
 )
 from expertmesh.kernels.launch import launch
-from expertmesh.kernels.moe_forward import common_options
+from expertmesh.kernels.moe_forward import RowOptions
 from expertmesh.kernels.tiles import Plan
 
 _BIAS_COLUMNS = 128
@@ -119,14 +119,13 @@ def _hidden_grad(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
     """A', dH and partial[tile_n, row] of all rows; a_ptr, d_h_ptr or partial_ptr may be None."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(F, BLOCK_N)
     D64 = D.to(tl.int64)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
         e, first, row, live = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
         n = tile_n * BLOCK_N
@@ -259,10 +258,10 @@ def hidden_grad(
     partial = torch.empty(shape, dtype=torch.float32, device=h_RH.device) if need_weights else None
     if R == 0 or not (need_a or need_h or need_weights):
         return a, d_h, partial
-    options = common_options(plan, tile, F, D, rows.most_tiles)
+    options = RowOptions.of(plan, tile, rows, F, D)
     launch(
         _hidden_grad,
-        (options["NUM_PROGRAMS"],),
+        (options.num_programs,),
         grad_TD,
         descriptor(w_out_EDF, [1, tile.block_k, tile.block_n]) if plan.tma else w_out_EDF,
         weights_TK,
@@ -284,7 +283,7 @@ def hidden_grad(
         INTERLEAVED=interleaved,
         TMA=plan.tma,
         CHUNK_N=_CHUNK_N,
-        **options,
+        **options.constants(),
     )
     return a, d_h, partial
 

@@ -4,6 +4,9 @@ The gather is in the loads of the first GEMM, activation and routing weight in i
 memory. `rows_times_weights` is the second GEMM and, with the weights the other way round, the input's gradient.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -52,7 +55,6 @@ def _up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
 ):
     """H and A' of all rows; h_ptr or a_ptr may be None."""
     num_m = tl.load(num_tiles_ptr)
@@ -60,7 +62,7 @@ def _up(
     D64 = D.to(tl.int64)
     stride_n = D64 * (G if INTERLEAVED else 1)
     stride_g = D64 * (1 if INTERLEAVED else F)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
         e, first, row, live = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
         n = tile_n * BLOCK_N
@@ -149,13 +151,12 @@ def _rows(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
 ):
     """y[row] = A[row] W[e]^T + s * bias[e] for W (E, N, K), or A[row] W[e] for W (E, K, N) unless K_MAJOR."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(N, BLOCK_N)
     K64 = K.to(tl.int64)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, NUM_PROGRAMS):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
         e, first, row, live = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
         n = tile_n * BLOCK_N
@@ -193,21 +194,46 @@ def _rows(
         tl.store(y_rows, y.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-def common_options(plan: Plan, tile: Tile, n: int, k: int, tiles: int) -> dict[str, object]:
-    """The constants that all GEMMs over routed rows take."""
-    return {
-        "EVEN_N": n % tile.block_n == 0,
-        "EVEN_K": k % tile.block_k == 0,
-        "UPCAST": plan.interpreted,
-        "PRECISION": plan.precision,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
-        "NUM_PROGRAMS": min(plan.num_programs, tiles * triton.cdiv(n, tile.block_n)),
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+@dataclass(frozen=True)
+class RowOptions:
+    """What all GEMMs over routed rows are launched with.
+
+    Attributes:
+        num_programs: programs of the grid.
+        even_n: whether column tiles fill the matrix.
+        even_k: whether steps fill the sum.
+        plan: precision.
+        tile: tile sizes.
+    """
+
+    num_programs: int
+    even_n: bool
+    even_k: bool
+    plan: Plan
+    tile: Tile
+
+    @staticmethod
+    def of(plan: Plan, tile: Tile, rows: Rows, n: int, k: int) -> "RowOptions":
+        """Options for a result of n columns and sums of k products."""
+        bound = rows.most_tiles * triton.cdiv(n, tile.block_n)
+        return RowOptions(
+            min(plan.num_programs, bound), n % tile.block_n == 0, k % tile.block_k == 0, plan, tile
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """Constant arguments and launch options."""
+        return {
+            "EVEN_N": self.even_n,
+            "EVEN_K": self.even_k,
+            "UPCAST": self.plan.interpreted,
+            "PRECISION": self.plan.precision,
+            "BLOCK_M": self.tile.block_m,
+            "BLOCK_N": self.tile.block_n,
+            "BLOCK_K": self.tile.block_k,
+            "GROUP_M": self.tile.group_m,
+            "num_warps": self.tile.num_warps,
+            "num_stages": self.tile.num_stages,
+        }
 
 
 def up(
@@ -247,10 +273,10 @@ def up(
         return h, a
     tma = plan.tma
     w_EFGD = w_in_EGFD.transpose(1, 2)
-    options = common_options(plan, tile, F, D, rows.most_tiles)
+    options = RowOptions.of(plan, tile, rows, F, D)
     launch(
         _up,
-        (options["NUM_PROGRAMS"],),
+        (options.num_programs,),
         x_TD,
         descriptor(w_EFGD, [1, tile.block_n, G, tile.block_k]) if tma else w_in_EGFD,
         b_in_EGF,
@@ -269,7 +295,7 @@ def up(
         INNER=INNER[activation],
         INTERLEAVED=is_interleaved(w_in_EGFD),
         TMA=tma,
-        **options,
+        **options.constants(),
     )
     return h, a
 
@@ -312,10 +338,10 @@ def rows_times_weights(
             w_arg = descriptor(w[:, :, None], [1, tile.block_n, 1, tile.block_k])
         else:
             w_arg = descriptor(w, [1, tile.block_k, tile.block_n])
-    options = common_options(plan, tile, N, K, rows.most_tiles)
+    options = RowOptions.of(plan, tile, rows, N, K)
     launch(
         _rows,
-        (options["NUM_PROGRAMS"],),
+        (options.num_programs,),
         a_arg,
         w_arg,
         b_out_ED,
@@ -330,6 +356,6 @@ def rows_times_weights(
         K,
         K_MAJOR=transposed,
         TMA=plan.tma,
-        **options,
+        **options.constants(),
     )
     return y

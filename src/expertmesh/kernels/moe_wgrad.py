@@ -5,7 +5,6 @@ gathered in its loads. Every element is written by one program, an expert withou
 split of the sum: deterministic, no memory to clear first. `into` adds to a buffer instead (FP32 main gradients).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,13 +38,12 @@ def _rows_transposed(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
 ):
     """out[e] (M, N) = sum over rows r of e of A[r]^T B[r]; A is gathered if GATHERED_M, else B is."""
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     per_expert = num_m * num_n
-    for tile in tl.range(tl.program_id(0), num_experts * per_expert, NUM_PROGRAMS):
+    for tile in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
         e = tile // per_expert
         tile_m, tile_n = tile_place(tile % per_expert, num_m, num_n, GROUP_M)
         m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -299,11 +297,11 @@ def weight_grad(
         GATHERED_M=gathered_rows,
         TMA=plan.tma,
         ACCUMULATE=accumulate,
-        **weight_options(plan, tile, M, N, num_programs),
+        **weight_options(plan, tile, M, N),
     )
 
 
-def weight_options(plan: Plan, tile: Tile, m: int, n: int, num_programs: int) -> dict[str, object]:
+def weight_options(plan: Plan, tile: Tile, m: int, n: int) -> dict[str, object]:
     """The constants of `weight_grad`'s kernel that depend on the plan."""
     return {
         "EVEN_M": m % tile.block_m == 0,
@@ -314,7 +312,6 @@ def weight_options(plan: Plan, tile: Tile, m: int, n: int, num_programs: int) ->
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "GROUP_M": tile.group_m,
-        "NUM_PROGRAMS": num_programs,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

@@ -160,25 +160,23 @@ def plan_for(
     one_branch = replace(rows, block_n=_fit(rows.block_n, dim))
     up = replace(rows, block_n=_fit(rows.block_n // num_branches, hidden_dim))
     # the epilogue holds the accumulator, H and both gradients at once: half the columns
-    hidden = replace(rows, block_n=_fit(min(rows.block_n, 128), hidden_dim))
-    if num_branches == 2 and rows.block_m >= 128 and rows.num_warps == 4:
-        hidden = replace(hidden, block_n=_fit(64, hidden_dim))
+    hidden = replace(rows, block_n=_fit(min(rows.block_n, 128), hidden_dim), source=UNTUNED)
     weight = _weight_tile(arch, itemsize, precision)
     w_in = replace(weight, block_m=_fit(weight.block_m, num_branches * hidden_dim))
     w_in = replace(w_in, block_n=_fit(weight.block_n, dim))
     w_out = replace(weight, block_m=_fit(weight.block_m, dim))
     w_out = replace(w_out, block_n=_fit(weight.block_n, hidden_dim))
 
-    def fitted(tile: Tile, branches: int = 1) -> Tile:
-        return _fit_stages(tile, arch, itemsize, branches)
+    def fitted(tile: Tile, branches: int = 1, *, indirect: bool = False) -> Tile:
+        return _fit_stages(tile, arch, itemsize, branches, indirect)
 
     return Plan(
         up=fitted(up, num_branches),
         down=fitted(one_branch),
         hidden_grad=fitted(hidden),
         input_grad=fitted(one_branch),
-        w_in_grad=fitted(w_in),
-        w_out_grad=fitted(w_out),
+        w_in_grad=fitted(w_in, indirect=True),
+        w_out_grad=fitted(w_out, indirect=True),
         tma=arch == "sm_90" and aligned,
         precision=precision,
         num_programs=num_programs,
@@ -234,19 +232,19 @@ def _rows_tile_amd(itemsize: int, rows_per_expert: float) -> Tile:
 def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
     """The tile of a weight's gradient: the sum runs over an expert's rows.
 
-    Token indices are loaded one stage ahead of the tokens, so that there are buffers for one stage less.
+    Rows are loaded by indices that are loaded themselves, so the pipeline has one buffer per two stages.
     """
     if arch == "interpreter":
         return Tile(32, 32, 16, 4, 1, group_m=2)
     if arch.startswith("gfx"):
         return Tile(128, 128, 32, 8, 2)
     if itemsize == 4 and precision == "ieee":
-        return Tile(64, 64, 16, 8, 3)
+        return Tile(64, 64, 16, 8, 5)
     if itemsize == 4:
-        return Tile(128, 64, 32, 8, 3)
+        return Tile(128, 64, 32, 8, 5)
     if arch in ("sm_90", "sm_100"):
-        return Tile(128, 256, 64, 8, 4)
-    return Tile(128, 128, 32, 8, 4)
+        return Tile(128, 256, 64, 8, 5)
+    return Tile(128, 128, 32, 8, 7)
 
 
 def _fit(block: int, size: int) -> int:
@@ -254,11 +252,12 @@ def _fit(block: int, size: int) -> int:
     return max(16, min(block, 1 << max(size - 1, 0).bit_length()))
 
 
-def _fit_stages(tile: Tile, arch: str, itemsize: int, branches: int) -> Tile:
+def _fit_stages(tile: Tile, arch: str, itemsize: int, branches: int, indirect: bool) -> Tile:
     """Fewer stages, then shorter steps, where the operands of all stages do not fit the shared memory."""
     limit = SHARED_BYTES.get(arch, _FEWEST_SHARED_BYTES) - _SHARED_BYTES_KEPT
     step = (tile.block_m + branches * tile.block_n) * tile.block_k * itemsize
-    if step * tile.num_stages <= limit:
+    buffers = (tile.num_stages + 1) // 2 if indirect else tile.num_stages
+    if step * buffers <= limit:
         return tile
     if tile.num_stages > 2:
         smaller = replace(tile, num_stages=tile.num_stages - 1)
@@ -266,7 +265,7 @@ def _fit_stages(tile: Tile, arch: str, itemsize: int, branches: int) -> Tile:
         smaller = replace(tile, block_k=tile.block_k // 2)
     else:
         return tile
-    return _fit_stages(smaller, arch, itemsize, branches)
+    return _fit_stages(smaller, arch, itemsize, branches, indirect)
 
 
 def _multiprocessors(device: torch.device) -> int:
