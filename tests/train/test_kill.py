@@ -136,7 +136,7 @@ def main(config_file):
         lives.append({"stage": stage, "call": call, "seconds": seconds, "status": status})
     status = one_life(config_file, None, 0, None)
     lives.append({"stage": "last", "status": status})
-    print(json.dumps(lives))
+    sys.stdout.write(json.dumps(lives) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expertmesh.models import row_blocks
+
 
 class LayerCache(Protocol):
     """What attention needs of a key-value cache; `expertmesh.infer.cache.KVCache` is one."""
@@ -44,6 +46,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim) in the dtype of x."""
+        if row_blocks.serves(x):
+            return row_blocks.rms_norm(x, self.weight, eps=self.eps)
         dtype = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(dtype)
         return F.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)
@@ -154,11 +158,12 @@ class Attention(nn.Module):
         B, S, _ = x_BSD.shape
         group = self.num_heads // self.num_kv_heads
         qkv = self.qkv(x_BSD).view(B, S, self.num_kv_heads, group + 2, self.head_dim)
-        q, k, v = qkv.split([group, 1, 1], dim=3)
-        q, k, v = (t.reshape(B, S, -1, self.head_dim).transpose(1, 2) for t in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        q, k, v = (t.reshape(B, S, -1, self.head_dim) for t in qkv.split([group, 1, 1], dim=3))
+        q, k = (
+            self._norm_and_rope(t, norm, cos, sin)
+            for t, norm in ((q, self.q_norm), (k, self.k_norm))
+        )
+        v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(self.layer_index, k_BHSD=k, v_BHSD=v)
         # One new token may look at everything so far, so it needs no mask at all.
@@ -167,3 +172,15 @@ class Attention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1
         )
         return self.out(y.transpose(1, 2).reshape(B, S, -1))
+
+    def _norm_and_rope(
+        self, x_BSHd: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """(B, S, H, head_dim) -> (B, H, S, head_dim), normalised and turned."""
+        if row_blocks.serves(x_BSHd) and cos.ndim == 2:
+            weight = None if norm is None else norm.weight
+            eps = 0.0 if norm is None else norm.eps
+            turned = row_blocks.norm_and_rope(x_BSHd, weight, eps=eps, cos=cos, sin=sin)
+            return turned.transpose(1, 2)
+        x_BHSD = x_BSHd.transpose(1, 2)
+        return apply_rope(x_BHSD if norm is None else norm(x_BHSD), cos, sin)
