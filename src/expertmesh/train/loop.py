@@ -15,6 +15,7 @@ from expertmesh.errors import TrainingDivergedError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.train.checkpoint import CheckpointStore, list_checkpoints, newest_good, read_state
 from expertmesh.train.evaluate import Evaluation, evaluate
+from expertmesh.train.heap import keep_freed_memory
 from expertmesh.train.loader import Windows
 from expertmesh.train.metrics import (
     EventWriter,
@@ -95,6 +96,8 @@ def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> 
         stack.enter_context(_threads(config.parallel.num_threads))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(config.train.seed)
+        if precision.device.type == "cpu":
+            keep_freed_memory()
         data = prepare_data(config.data, vocab_size=config.model.vocab_size)
         trainer = _Trainer(config, recipe, run_dir, data, precision)
         stack.callback(trainer.store.close)
