@@ -54,8 +54,8 @@ def layer_activation_bytes(config: ModelConfig, *, num_experts: int, dtype: str)
         dtype: compute dtype.
 
     Returns:
-        An estimate from the tensors that PyTorch and our operators save on the CPU: for the norms their input and their
-        normalised value, for attention queries, keys, values and output, and for experts the input and the
+        An estimate from the tensors that PyTorch and our operators save on the CPU: for the norms their input,
+        for attention queries, keys, values and output, and for experts the input and the
         pre-activations alone (see `ops/moe_mlp.py`).
     """
     compute = DTYPE_BYTES[dtype]
@@ -63,12 +63,12 @@ def layer_activation_bytes(config: ModelConfig, *, num_experts: int, dtype: str)
     moe = config.moe
     width = config.num_heads * config.head_size
     kv_width = config.kv_heads * config.head_size
-    # Two norms keep input and normalised value. In the compute dtype: input of the projections; rotated queries and keys;
-    # their common output, which the values are a view of; attention output.
-    bytes_per_token = 4 * config.dim * stream
+    # Two norms keep their input. In the compute dtype: input of the projections; their common output, which values and
+    # unrotated keys are views of; rotated queries and keys; attention output.
+    bytes_per_token = 2 * config.dim * stream
     bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
     if config.qk_norm:
-        bytes_per_token += 2 * (width + kv_width) * stream
+        bytes_per_token += width * compute  # the queries before norm and rotation
     if not num_experts:
         return bytes_per_token + _mlp_elements(config.ffn_hidden_dim, config) * compute
     branches = 2 if config.activation in GATED_ACTIVATIONS else 1
@@ -101,7 +101,7 @@ def estimate_memory(
         activation_checkpointing: keep only the inputs of the layers, and one layer's activations at a time.
 
     Returns:
-        Bytes by purpose. The activations leave out temporary buffers.
+        Bytes by purpose. Of the temporary buffers only the gradient of the logits is counted.
     """
     compute = DTYPE_BYTES[dtype]
     master = max(compute, 4)
@@ -114,8 +114,8 @@ def estimate_memory(
     layers = sum(per_layer)
     if activation_checkpointing:
         layers = len(per_layer) * config.dim * master + max(per_layer)
-    # Final norm and its output; logits in the compute dtype, and the loss's log-probabilities in FP32.
-    head = config.dim * (2 * master + compute) + config.vocab_size * (compute + master)
+    # Final norm and its output; in the compute dtype, the logits and, at the peak, their gradient.
+    head = config.dim * (master + compute) + 2 * config.vocab_size * compute
     return MemoryEstimate(
         weights_bytes=parameters * master,
         compute_copy_bytes=parameters * compute if compute < master else 0,
