@@ -36,7 +36,7 @@ def gpt_moe_demo() -> RunConfig:
             vocab_size=4096,
             max_seq_len=256,
             dim=256,
-            num_layers=6,
+            num_layers=4,
             num_heads=4,
             num_kv_heads=2,
             ffn_hidden_dim=1024,
@@ -49,8 +49,8 @@ def gpt_moe_demo() -> RunConfig:
             steps=520,
             batch_size=16,
             run_dir="runs/gpt-moe-demo",
-            checkpoint_every=130,
-            eval_every=130,
+            checkpoint_every=260,
+            eval_every=65,
         ),
     )
 
