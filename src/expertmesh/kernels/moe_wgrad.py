@@ -160,19 +160,15 @@ def _add_step(
     row = row.to(tl.int64)
     token = token.to(tl.int64)
     if GATHERED_M:
-        left = _load_rows(
-            source_ptr, token, live, first, m, M, False, LAST, EVEN_M, BLOCK_M, BLOCK_K
-        )
-        right = _load_rows(dense, row, live, first, n, N, TMA, LAST, EVEN_N, BLOCK_N, BLOCK_K)
+        left = _load_columns(source_ptr, token, live, first, m, M, False, LAST, EVEN_M, BLOCK_M)
+        right = _load_rows(dense, row, live, first, n, N, TMA, LAST, EVEN_N, BLOCK_N)
     else:
-        left = _load_rows(dense, row, live, first, m, M, TMA, LAST, EVEN_M, BLOCK_M, BLOCK_K)
-        right = _load_rows(
-            source_ptr, token, live, first, n, N, False, LAST, EVEN_N, BLOCK_N, BLOCK_K
-        )
+        left = _load_columns(dense, row, live, first, m, M, TMA, LAST, EVEN_M, BLOCK_M)
+        right = _load_rows(source_ptr, token, live, first, n, N, False, LAST, EVEN_N, BLOCK_N)
     if UPCAST:  # the interpreter multiplies no BF16
         left = left.to(tl.float32)
         right = right.to(tl.float32)
-    return tl.dot(left.T, right, total, input_precision=PRECISION)
+    return tl.dot(left, right, total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -187,9 +183,8 @@ def _load_rows(
     LAST: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
-    """A block (BLOCK_K, BLOCK) of rows of a matrix (rows, width), zeros where not live or behind the width."""
+    """A block of rows of a matrix (rows, width), zeros where not live or behind the width."""
     columns = column + tl.arange(0, BLOCK)
     if TMA:
         block = source.load([first, column])
@@ -205,6 +200,38 @@ def _load_rows(
             block = tl.load(pointers)
         else:
             block = tl.load(pointers, mask=(columns < width)[None, :], other=0.0)
+    return block
+
+
+@triton.jit
+def _load_columns(
+    source,
+    row,
+    live,
+    first,
+    column,
+    width,
+    TMA: tl.constexpr,
+    LAST: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The same transposed. By transposed pointers, not by transposing: only so does sm_80 copy asynchronously."""
+    columns = column + tl.arange(0, BLOCK)
+    if TMA:
+        block = source.load([first, column])
+        if LAST:
+            block = tl.where(live[:, None], block, 0.0).to(block.dtype)
+        block = block.T
+    else:
+        pointers = source + row[None, :] * width + columns[:, None]
+        if LAST:
+            mask = live[None, :] & (columns < width)[:, None]
+            block = tl.load(pointers, mask=mask, other=0.0)
+        elif EVEN:
+            block = tl.load(pointers)
+        else:
+            block = tl.load(pointers, mask=(columns < width)[:, None], other=0.0)
     return block
 
 

@@ -187,7 +187,7 @@ def plan_for(
 def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str) -> Tile:
     """The tile of a GEMM over routed rows: most waste is half a tile per expert, so few rows want low tiles."""
     if arch == "interpreter":
-        return Tile(16, 32, 32, 4, 1, group_m=2)
+        return Tile(32, 64, 64, 4, 1, group_m=2)
     if itemsize == 4 and precision == "ieee" and not arch.startswith("gfx"):
         # no tensor cores: a thread holds its whole step of both operands, so steps are short and tiles small
         return Tile(16 if rows_per_expert <= 24 else 64, 64, 16, 8, 3)
@@ -235,7 +235,7 @@ def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
     Rows are loaded by indices that are loaded themselves, so the pipeline has one buffer per two stages.
     """
     if arch == "interpreter":
-        return Tile(32, 32, 16, 4, 1, group_m=2)
+        return Tile(64, 64, 32, 4, 1, group_m=2)
     if arch.startswith("gfx"):
         return Tile(128, 128, 32, 8, 2)
     if itemsize == 4 and precision == "ieee":

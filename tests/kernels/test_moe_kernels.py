@@ -1,0 +1,278 @@
+"""The experts' kernels in Triton's interpreter: the two-times rule for the output and every gradient, outputs poisoned."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from expertmesh.errors import ConfigError
+from expertmesh.kernels import tiles
+from expertmesh.kernels.tiles import Tile
+from expertmesh.ops import moe_mlp_triton
+from expertmesh.ops.activation import _INNER
+from expertmesh.ops.expert_loop import Experts, Maps, Needs
+from expertmesh.ops.moe_mlp import moe_mlp
+from expertmesh.ops.route_metadata import route_metadata
+from expertmesh.testing.experts_case import ExpertsCase
+from expertmesh.testing.numerics import assert_differs
+from expertmesh.testing.poison import poisoned_empty
+
+SMALL = Tile(16, 16, 16, 4, 1, group_m=3)
+
+
+def use_plan(monkeypatch, **changes):
+    """Let the kernels run with a changed plan."""
+    choose = tiles.plan_for
+    monkeypatch.setattr(tiles, "plan_for", lambda *a, **k: replace(choose(*a, **k), **changes))
+
+
+def small_tiles():
+    names = ("up", "down", "hidden_grad", "input_grad", "w_in_grad", "w_out_grad")
+    return dict.fromkeys(names, SMALL)
+
+
+def check(case, **options):
+    def run():
+        with poisoned_empty():
+            return case.run("triton", **options)
+
+    case.check(run)
+
+
+# T, D, F, E, K: T = 0 and 1, D and F odd and aligned, E prime and a power of two, K = 1, 2, 8 and E
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ((0, 8, 16, 4, 2), "hot"),
+        ((1, 5, 3, 7, 2), "uniform"),
+        ((7, 33, 65, 3, 3), "uniform"),
+        ((7, 64, 64, 8, 8), "uniform"),
+        ((128, 24, 40, 5, 2), "zipf"),
+        ((128, 17, 16, 4, 1), "hot"),
+        ((40, 70, 130, 7, 2), "dropped"),
+        ((30, 16, 9, 16, 2), "sparse"),
+    ],
+)
+def test_two_times_rule_in_fp32(shape, kind):
+    check(ExpertsCase.draw(shape, kind=kind, bias=kind == "dropped"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_two_times_rule_in_16_bit(dtype, bias):
+    check(ExpertsCase.draw((60, 72, 40, 5, 2), kind="dropped", dtype=dtype, bias=bias))
+
+
+@pytest.mark.parametrize("activation", sorted(_INNER))
+def test_every_activation(activation):
+    check(ExpertsCase.draw((20, 16, 24, 3, 2), activation=activation, bias=True))
+
+
+@pytest.mark.parametrize(
+    ("activation", "interleaved"), [("swiglu", False), ("swiglu", True), ("relu2", False)]
+)
+def test_tensor_descriptors_and_small_tiles(monkeypatch, activation, interleaved):
+    """The Hopper path: several tiles and steps in every direction, tails in all of them."""
+    case = ExpertsCase.draw(
+        (30, 24, 40, 3, 2),
+        kind="dropped",
+        activation=activation,
+        bias=True,
+        interleaved=interleaved,
+    )
+    use_plan(monkeypatch, tma=True, **small_tiles())
+    check(case)
+
+
+def test_interleaved_and_concatenated_weights_give_the_same(monkeypatch):
+    case = ExpertsCase.draw((30, 19, 21, 3, 2), kind="dropped", bias=True)
+    stored = case.w_in_EGFD.transpose(1, 2).contiguous().transpose(1, 2)
+    interleaved = replace(case, w_in_EGFD=stored)
+    assert tiles.is_interleaved(stored)
+    use_plan(monkeypatch, **small_tiles())
+    check(interleaved)
+    a, b = case.run("triton"), interleaved.run("triton")
+    assert b["w_in"].stride() == stored.stride()
+    assert torch.equal(a["y"], b["y"])
+
+
+def test_bits_do_not_depend_on_the_grid_or_the_run(monkeypatch):
+    case = ExpertsCase.draw((60, 40, 48, 5, 2), kind="zipf", bias=True)
+    first = case.run("triton")
+    for num_programs in (1, 7, 10**6):
+        use_plan(monkeypatch, num_programs=num_programs)
+        again = case.run("triton")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_recomputing_h_gives_the_same_bits_and_saves_x_only():
+    for dtype in (torch.float32, torch.bfloat16):
+        case = ExpertsCase.draw((20, 16, 24, 3, 2), kind="dropped", bias=True, dtype=dtype)
+        kept = case.run("triton")
+        with poisoned_empty():
+            recomputed = case.run("triton", recompute_h=True)
+        assert all(torch.equal(kept[name], recomputed[name]) for name in kept)
+
+
+@pytest.mark.parametrize("recompute_h", [False, True])
+def test_saved_bytes_are_x_and_h(recompute_h):
+    case = ExpertsCase.draw((40, 64, 48, 4, 2))
+    x, w_in, w_out, weights, *_ = case.leaves()
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        moe_mlp(
+            x,
+            w_in,
+            w_out,
+            weights,
+            case.metadata,
+            activation="swiglu",
+            backend="triton",
+            recompute_h=recompute_h,
+        )
+    for parameter in (w_in, w_out):
+        saved.pop(parameter.untyped_storage().data_ptr())
+    elements = 40 * 64 + (0 if recompute_h else 2 * 80 * 48)
+    metadata = 4 * (4 + 1 + 3 * 80) + 4 * 80
+    assert sum(saved.values()) == 4 * elements + metadata
+
+
+def parts(case, needs=None):
+    experts = Experts(case.w_in_EGFD, case.w_out_EDF, case.b_in_EGF, case.b_out_ED, case.activation)
+    m = case.metadata
+    maps = Maps(m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N)
+    needs = needs or Needs(True, True, True, True, True, True)
+    _, h = moe_mlp_triton.forward(case.x_TD, experts, case.weights_TK, maps, save_h=True)
+    _, _, hidden = moe_mlp_triton.data_grads(
+        case.grad_TD, case.x_TD, h, experts, case.weights_TK, maps, needs
+    )
+    return (case.grad_TD, case.x_TD, hidden, experts, case.weights_TK, maps, needs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_later_and_into_fp32_buffers(dtype):
+    case = ExpertsCase.draw((20, 16, 24, 4, 2), kind="sparse", bias=True, dtype=dtype)
+    together = case.run("triton")
+    arguments = parts(case)
+    with poisoned_empty():
+        apart = moe_mlp_triton.weight_grads(*arguments)
+    names = {"w_in": "w_in_EGFD", "w_out": "w_out_EDF", "b_in": "b_in_EGF", "b_out": "b_out_ED"}
+    into = Experts(*(torch.randn(getattr(apart, f).shape) for f in names.values()), case.activation)
+    before = {name: getattr(into, field).clone() for name, field in names.items()}
+    moe_mlp_triton.weight_grads(*arguments, into=into)
+    for name, field in names.items():
+        grad = getattr(apart, field)
+        assert torch.equal(grad, together[name]), name
+        added = getattr(into, field) - before[name]
+        assert_differs(getattr(into, field), before[name], what=name)
+        untouched = (grad == 0).flatten(1).all(1)
+        assert torch.equal(getattr(into, field)[untouched], before[name][untouched])
+        # the buffer is FP32, so the sum of a BF16 layer is not rounded to BF16
+        assert torch.equal(added.to(dtype).float().sign(), grad.float().sign()), name
+
+
+def test_only_what_is_needed_is_computed():
+    case = ExpertsCase.draw((12, 8, 16, 3, 2))
+    x, w_in, w_out, weights, *_ = case.leaves()
+    full = case.run("triton")
+    y = moe_mlp(x, w_in, w_out, weights, case.metadata, activation="swiglu", backend="triton")
+    for leaf, name in ((x, "x"), (w_in, "w_in"), (w_out, "w_out"), (weights, "weights")):
+        (grad,) = torch.autograd.grad(y, leaf, case.grad_TD, retain_graph=True)
+        assert torch.equal(grad, full[name])
+    hidden = parts(case, Needs(False, False, False, True, False, False))[2]
+    assert hidden.a_RF is None
+    assert hidden.d_h_RH is None
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("save_h", [False, True])
+def test_opcheck(interleaved, save_h):
+    case = ExpertsCase.draw((6, 8, 16, 3, 2), bias=True, interleaved=interleaved)
+    m = case.metadata
+    maps = (m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N)
+    args = (*case.leaves(), *maps, "swiglu", save_h)
+    torch.library.opcheck(torch.ops.expertmesh.moe_mlp_triton.default, args)
+
+
+def test_compiles_without_graph_breaks_or_recompiles():
+    case = ExpertsCase.draw((16, 8, 16, 3, 2))
+    _, w_in, w_out, *_ = case.leaves()
+    router = torch.randn(8, 3, requires_grad=True)
+
+    def block(x):
+        weights, ids = (x @ router).softmax(-1).topk(2)
+        metadata = route_metadata(ids, 3, backend="torch")
+        return moe_mlp(x, w_in, w_out, weights, metadata, activation="swiglu", backend="triton")
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    for step, num_tokens in enumerate((18, 9, 33)):
+        x = torch.randn(num_tokens, 8, requires_grad=True)
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+            y = compiled(x)
+        leaves = (x, w_in, w_out, router)
+        expected = block(x)
+        assert torch.equal(y, expected)
+        ours = torch.autograd.grad(y.sum(), leaves)
+        theirs = torch.autograd.grad(expected.sum(), leaves)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_double_backward_and_fp64_are_errors():
+    case = ExpertsCase.draw((4, 8, 16, 2, 1))
+    x, w_in, w_out, weights, *_ = case.leaves()
+    y = moe_mlp(x, w_in, w_out, weights, case.metadata, activation="swiglu", backend="triton")
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        grad.sum().backward()
+    with pytest.raises(ConfigError, match="float64"):
+        case.run("triton", torch.float64)
+
+
+SWEEP = [
+    (T, D, F, E, K)
+    for T, D, F in [
+        (0, 16, 16),
+        (1, 16, 24),
+        (1, 3, 5),
+        (7, 31, 17),
+        (128, 64, 96),
+        (128, 33, 65),
+        (1000, 16, 8),
+        (1000, 9, 15),
+    ]
+    for E, K in [(1, 1), (7, 2), (8, 8), (61, 1), (64, 8), (16, 2)]
+    if not (T == 1000 and K == 8)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SWEEP)
+@pytest.mark.parametrize("kind", ["uniform", "hot", "zipf", "dropped", "sparse"])
+def test_sweep(shape, kind):
+    check(ExpertsCase.draw(shape, kind=kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", sorted(_INNER))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("small", [False, True])
+def test_sweep_of_variants(monkeypatch, activation, dtype, tma, small):
+    use_plan(monkeypatch, tma=tma, **(small_tiles() if small else {}))
+    for kind, bias in (("dropped", True), ("zipf", False)):
+        for interleaved in (False, True):
+            check(
+                ExpertsCase.draw(
+                    (70, 40, 72, 5, 2),
+                    kind=kind,
+                    activation=activation,
+                    dtype=dtype,
+                    bias=bias,
+                    interleaved=interleaved,
+                )
+            )
