@@ -1,0 +1,234 @@
+"""Do experts learn more from the same tokens at the same cost? `gpt-moe-demo` against its dense twin.
+
+    .venv/bin/python benchmarks/equal_learning.py
+
+Trains both with several seeds on the same batches, and writes curves and a table to docs/results/equal_learning.*.
+Runs resume, so the script can be stopped and started again.
+"""
+
+import json
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from expertmesh.config.run import RunConfig
+from expertmesh.costs.flops import forward_flops
+from expertmesh.costs.parameters import count_parameters
+from expertmesh.models.gpt.model import GPT
+from expertmesh.recipes import RECIPES
+from expertmesh.train.evaluate import Evaluation, evaluate
+from expertmesh.train.loader import Windows
+from expertmesh.train.loop import train
+from expertmesh.train.metrics import read_metrics
+from expertmesh.train.precision import resolve_precision
+from expertmesh.train.run_dir import RunDir, load_run
+from expertmesh.train.shards import prepare_data
+from expertmesh.train.state import load_weights
+from expertmesh.train.tokenizer import load_tokenizer, token_num_bytes
+
+KINDS = {"moe": "gpt-moe-demo", "dense": "gpt-dense-demo"}
+COLORS = {"moe": "#0b6e99", "dense": "#c4632c"}
+
+
+def main(
+    seeds: tuple[int, ...] = (0, 1, 2),
+    steps: int | None = None,
+    runs: Path = Path("runs/equal_learning"),
+    out: Path = Path("docs/results"),
+) -> None:
+    """Train, compare, write.
+
+    Args:
+        seeds: one pair of runs each.
+        steps: optimiser steps; none: the recipe's.
+        runs: folder of the run directories.
+        out: folder of the results.
+    """
+    results = []
+    for seed in seeds:
+        for kind, recipe in KINDS.items():
+            config = configuration(recipe, seed=seed, steps=steps, run_dir=runs / f"{kind}_{seed}")
+            print(f"== {kind}, seed {seed}")
+            train(config, recipe=recipe)
+            results.append({"kind": kind, "seed": seed, **measure(config)})
+            report(results, out)
+    check(results)
+    for line in table(results):
+        print(line)
+
+
+def configuration(recipe: str, *, seed: int, steps: int | None, run_dir: Path) -> RunConfig:
+    """The recipe with this seed, evaluated often enough for a curve."""
+    config = RECIPES[recipe]()
+    steps = steps or config.train.steps
+    return config.updated(
+        {
+            "train.seed": seed,
+            "train.steps": steps,
+            "train.run_dir": str(run_dir),
+            "train.resume": "auto",
+            "train.eval_every": max(1, steps // 10),
+            "train.checkpoint_every": max(1, steps // 2),
+            "train.tensorboard": False,
+            "optim.warmup_steps": min(config.optim.warmup_steps, steps),
+        }
+    )
+
+
+def measure(config: RunConfig) -> dict[str, Any]:
+    """Curve of a finished run, and its loss on all of the validation split."""
+    metrics = read_metrics(RunDir(config.train.run_dir).metrics)
+    tokens = config.train.batch_size * config.data.seq_len
+    curve = [[m["step"] * tokens, m["eval_loss"]] for m in metrics if "eval_loss" in m]
+    curve.insert(0, [0, metrics[0]["initial_eval_loss"]])
+    final = final_evaluation(config)
+    parameters = count_parameters(config.model)
+    return {
+        "curve": curve,
+        "tokens": metrics[-1]["step"] * tokens,
+        "loss": final.loss,
+        "bits_per_byte": final.bits_per_byte,
+        "parameters": parameters.total,
+        "active_parameters": parameters.active,
+        "forward_flops_per_token": forward_flops(
+            config.model, seq_len=config.data.seq_len
+        ).total_flops,
+        "dtype": str(resolve_precision(config.train).compute_dtype).removeprefix("torch."),
+    }
+
+
+def final_evaluation(config: RunConfig) -> Evaluation:
+    """The last checkpoint on all of the validation split."""
+    run, precision = load_run(config.train.run_dir), resolve_precision(config.train)
+    data = prepare_data(config.data, vocab_size=config.model.vocab_size)
+    sizes = token_num_bytes(load_tokenizer(run.tokenizer), config.model.vocab_size)
+    model = GPT(config.model, device=precision.device, dtype=precision.master_dtype, seed=0)
+    load_weights(run.checkpoint, model)
+    return evaluate(
+        model,
+        Windows(data.validation.tokens_N, config.data.seq_len, 0),
+        torch.from_numpy(sizes),
+        batch_size=config.train.batch_size,
+        max_samples=None,
+        precision=precision,
+    )
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """The comparison is fair: same tokens, and operations per token within 2%."""
+    tokens = {r["tokens"] for r in results}
+    flops = [r["forward_flops_per_token"] for r in results]
+    assert len(tokens) == 1, f"runs of different lengths: {tokens}"
+    assert max(flops) <= 1.02 * min(flops), f"different operations per token: {set(flops)}"
+
+
+def of_kind(results: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [r for r in results if r["kind"] == kind]
+
+
+def table(results: list[dict[str, Any]]) -> list[str]:
+    """A Markdown table, one line per run, then means and differences per seed."""
+    lines = [
+        "| model | seed | parameters (active) | tokens | validation loss | bits per byte |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in results:
+        size = f"{r['parameters'] / 1e6:.1f} M ({r['active_parameters'] / 1e6:.1f} M)"
+        lines.append(
+            f"| {KINDS[r['kind']]} | {r['seed']} | {size} | {r['tokens']:,} | {r['loss']:.4f} | {r['bits_per_byte']:.4f} |"
+        )
+    lines.append("")
+    for kind in KINDS:
+        losses = [r["loss"] for r in of_kind(results, kind)]
+        if losses:
+            lines.append(
+                f"{KINDS[kind]}: mean {statistics.mean(losses):.4f} over {len(losses)} seeds. "
+            )
+    dense = {r["seed"]: r["loss"] for r in of_kind(results, "dense")}
+    for r in of_kind(results, "moe"):
+        if r["seed"] in dense:
+            gain = dense[r["seed"]] - r["loss"]
+            lines.append(
+                f"Seed {r['seed']}: the mixture of experts is {gain:+.4f} nats per token better. "
+            )
+    return lines
+
+
+def report(results: list[dict[str, Any]], out: Path) -> None:
+    """Write what there is so far."""
+    out.mkdir(parents=True, exist_ok=True)
+    first = results[0]
+    about = {
+        "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads, {first['dtype']}",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    (out / "equal_learning.json").write_text(
+        json.dumps({"about": about, "runs": results}, indent=1) + "\n"
+    )
+    (out / "equal_learning.svg").write_text(plot(results))
+    text = [
+        "# Equal learning: experts against a dense model of the same cost",
+        "",
+        "Same tokens in the same order, same operations per token, same learning rates; validation loss in nats per",
+        "token on the whole validation split (Python's standard library, split by file).",
+        f"Made by `benchmarks/equal_learning.py` on {about['hardware']}, torch {about['torch']}.",
+        "",
+        *table(results),
+        "",
+        "![validation loss against tokens](equal_learning.svg)",
+        "",
+    ]
+    (out / "equal_learning.md").write_text("\n".join(line.rstrip() for line in text))
+
+
+def plot(results: list[dict[str, Any]], width: int = 720, height: int = 420) -> str:
+    """Validation loss against tokens as SVG; the first point, before training, is left out."""
+    curves = [(r["kind"], r["curve"][1:]) for r in results]
+    points = [point for _, curve in curves for point in curve]
+    right = max(x for x, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
+    left, top, bottom = 60, 20, 50
+
+    def place(x: float, y: float) -> str:
+        u = left + (width - left - 20) * x / right
+        v = top + (height - top - bottom) * (high - y) / (high - low)
+        return f"{u:.1f},{v:.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for i in range(6):
+        y = low + (high - low) * i / 5
+        u, v = place(0, y).split(",")
+        parts.append(f'<line x1="{u}" y1="{v}" x2="{width - 20}" y2="{v}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 8}" y="{float(v) + 4}" text-anchor="end">{y:.2f}</text>')
+        u, v = place(right * i / 5, low).split(",")
+        label = f"{right * i / 5 / 1e6:.1f} M"
+        parts.append(f'<text x="{u}" y="{float(v) + 18}" text-anchor="middle">{label}</text>')
+    for kind, curve in curves:
+        line = " ".join(place(x, y) for x, y in curve)
+        parts.append(
+            f'<polyline points="{line}" fill="none" stroke="{COLORS[kind]}" stroke-width="1.5"/>'
+        )
+    for i, kind in enumerate(KINDS):
+        y = top + 20 + 20 * i
+        parts.append(
+            f'<line x1="{width - 190}" y1="{y - 4}" x2="{width - 165}" y2="{y - 4}" stroke="{COLORS[kind]}" stroke-width="2"/>'
+        )
+        parts.append(f'<text x="{width - 158}" y="{y}">{KINDS[kind]}</text>')
+    parts.append(
+        f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">tokens</text>'
+        f'<text x="14" y="{height / 2}" transform="rotate(-90 14 {height / 2})" text-anchor="middle">validation loss (nats per token)</text>'
+    )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
