@@ -2,6 +2,7 @@
 
 from expertmesh.moe.assignment import count_choices
 from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
+from expertmesh.ops.capacity import combine_capacity, dispatch_capacity, weighted_combine
 from expertmesh.ops.moe_mlp import moe_mlp
 from expertmesh.ops.permute import combine, permute, unpermute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
@@ -11,7 +12,9 @@ __all__ = [
     "RouteMetadata",
     "choose_experts",
     "combine",
+    "combine_capacity",
     "count_choices",
+    "dispatch_capacity",
     "importance_load_loss",
     "moe_mlp",
     "permute",
@@ -19,4 +22,5 @@ __all__ = [
     "router_z_loss",
     "switch_loss",
     "unpermute",
+    "weighted_combine",
 ]
