@@ -157,11 +157,13 @@ def plan_for(
     # Descriptors need strides of a multiple of 16 bytes; other shapes take the path with pointers.
     aligned = dim * itemsize % 16 == 0 and hidden_dim * itemsize % 16 == 0
     rows = _rows_tile(arch, itemsize, rows_per_expert, precision)
+    weight = _weight_tile(arch, itemsize, precision)
+    if not aligned and arch != "interpreter":
+        rows, weight = _for_single_elements(rows), _for_single_elements(weight)
     one_branch = replace(rows, block_n=_fit(rows.block_n, dim))
     up = replace(rows, block_n=_fit(rows.block_n // num_branches, hidden_dim))
     # the epilogue holds the accumulator, H and both gradients at once: half the columns
     hidden = replace(rows, block_n=_fit(min(rows.block_n, 128), hidden_dim), source=UNTUNED)
-    weight = _weight_tile(arch, itemsize, precision)
     w_in = replace(weight, block_m=_fit(weight.block_m, num_branches * hidden_dim))
     w_in = replace(w_in, block_n=_fit(weight.block_n, dim))
     w_out = replace(weight, block_m=_fit(weight.block_m, dim))
@@ -245,6 +247,11 @@ def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
     if arch in ("sm_90", "sm_100"):
         return Tile(128, 256, 64, 8, 5)
     return Tile(128, 128, 32, 8, 7)
+
+
+def _for_single_elements(tile: Tile) -> Tile:
+    """A tile for rows that are no multiple of 16 bytes: elements are loaded one by one, through registers."""
+    return Tile(min(tile.block_m, 64), min(tile.block_n, 128), min(tile.block_k, 32), 8, 2)
 
 
 def _fit(block: int, size: int) -> int:

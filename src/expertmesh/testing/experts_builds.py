@@ -69,8 +69,8 @@ def step_launches(
         )
 
     w_in = empty(E, F, G, D).transpose(1, 2) if interleaved else empty(E, G, F, D)
-    biases = (empty(E, G, F), empty(E, D)) if bias else (None, None)
-    experts = Experts(w_in, empty(E, D, F), *biases, activation)
+    b_in, b_out = (empty(E, G, F), empty(E, D)) if bias else (None, None)
+    experts = Experts(w_in, empty(E, D, F), b_in, b_out, activation)
     maps = Maps(index(E + 1), index(T * K), index(T * K), index(T * K))
     x, weights = empty(T, D), empty(T, K, dtype=torch.float32)
     needs = Needs(True, True, True, True, bias, bias)
