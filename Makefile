@@ -8,11 +8,12 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast check format bench clean
+.PHONY: help install demo test test-fast kernels-all check format bench clean
 
 help:
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
 	@echo "make test    run every test"
+	@echo "make kernels-all  compile every variant of every Triton kernel for every GPU target (no GPU needed)"
 	@echo "make check   run the linters, the type checker and the design rules"
 	@echo "make bench   run the benchmarks"
 	@echo "make format  format the code"
@@ -35,6 +36,10 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+# Everything under tests/kernels, the slow part too: sweeps in the interpreter, builds for sm_80, sm_90, sm_100, gfx942.
+kernels-all: $(STAMP)
+	@$(PYTEST) tests/kernels $(PYTEST_ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
