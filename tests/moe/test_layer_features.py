@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -95,10 +96,15 @@ def test_compiles_into_one_graph_and_equals_eager(variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["plain", "random_kept", "gaussian_load", "expert_choice"])
-def test_compiles_with_inductor(variant):
+# Inductor's own imports use a part of torch.jit that torch has deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_compiles_with_inductor():
     torch._dynamo.reset()
-    layer, x = make(variant), tokens()
+    layer, x = (
+        make("random_kept", router_noise="gaussian", balance_loss="importance_load"),
+        tokens(),
+    )
     compiled = torch.compile(layer, fullgraph=True)
     assert_same(results(layer, x, compiled), results(layer, x))
 

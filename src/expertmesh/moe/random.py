@@ -1,4 +1,4 @@
-"""Counter-based randomness for routing: Philox4x32-10 in plain torch operations.
+"""Counter-based randomness for routing: Philox4x32-10 in torch operations.
 
 Noise is a pure function of (seed, step, layer, stream, token index, column): the same on any number of ranks, in
 eager mode and under torch.compile, and when activation checkpointing recomputes a layer. The layout of the counter
@@ -29,27 +29,33 @@ def philox4x32(
 ) -> Tensor:
     """Philox4x32-10.
 
-    Products are built from 16-bit halves: a 32 x 32 bit product overflows int64, which compilers may exploit.
-
     Args:
         counter: four int64 tensors of values in [0, 2^32), broadcast together.
-        key: two int64 tensors of values in [0, 2^32), broadcast with the counter.
+        key: two scalar int64 tensors of values in [0, 2^32).
 
     Returns:
         (..., 4) int64, uniform in [0, 2^32). Does not synchronise.
     """
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    # Two of the four words are multiplied in each round: keep them together, halving the number of launches.
-    even, odd = torch.stack((c0, c2), -1), torch.stack((c1, c3), -1)
-    key_pair = torch.stack(torch.broadcast_tensors(*key), -1)
-    multiplier, weyl = even.new_tensor(_MULTIPLIERS), even.new_tensor(_WEYL)
+    return _philox4x32(*counter, *key)
+
+
+# Opaque to torch.compile: fused, the ten rounds become one expression that takes a C++ compiler minutes, and one in
+# which it may assume that the products below never overflow. Step by step they wrap, which keeps all 64 bits.
+@torch.library.custom_op("expertmesh::philox4x32", mutates_args=())
+def _philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
+    c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)
     for _ in range(_ROUNDS):
-        low_product = (even & _MASK16) * multiplier
-        middle = (even >> 16) * multiplier + (low_product >> 16)
-        high, low = middle >> 16, ((middle & _MASK16) << 16) | (low_product & _MASK16)
-        even, odd = high.flip(-1) ^ odd ^ key_pair, low.flip(-1)
-        key_pair = (key_pair + weyl) & _MASK32
-    return torch.stack((even[..., 0], odd[..., 0], even[..., 1], odd[..., 1]), -1)
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0 = ((product1 >> 32) & _MASK32).bitwise_xor_(c1).bitwise_xor_(k0)
+        c2 = ((product0 >> 32) & _MASK32).bitwise_xor_(c3).bitwise_xor_(k1)
+        c1, c3 = product1.bitwise_and_(_MASK32), product0.bitwise_and_(_MASK32)
+        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+    return torch.stack((c0, c1, c2, c3), -1)
+
+
+@_philox4x32.register_fake
+def _(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
+    return c0.new_empty((*torch.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape), 4))
 
 
 def random_bits(
