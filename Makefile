@@ -13,7 +13,7 @@ STAMP := .venv/.installed
 help:
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
 	@echo "make test    run every test"
-	@echo "make kernels-all  compile every variant of every Triton kernel for every GPU target (no GPU needed)"
+	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make check   run the linters, the type checker and the design rules"
 	@echo "make bench   run the benchmarks"
 	@echo "make format  format the code"
