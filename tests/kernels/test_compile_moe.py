@@ -87,7 +87,10 @@ def test_hopper_copies_by_descriptor_and_gathers_asynchronously():
     ],
 )
 def test_variants_build_for_hopper(dtype, options):
-    for launch, build in build_once(step_launches("sm_90", dtype, **options), "sm_90"):
+    launches = step_launches("sm_90", dtype, **options)
+    if not options.get("bias"):  # the one with biases builds the small kernels too
+        launches = [launch for launch in launches if launch.name in GEMMS]
+    for launch, build in build_once(launches, "sm_90"):
         check(launch, build, matrix=False)
 
 

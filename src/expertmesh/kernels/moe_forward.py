@@ -216,8 +216,9 @@ class RowOptions:
     def of(plan: Plan, tile: Tile, rows: Rows, n: int, k: int) -> "RowOptions":
         """Options for a result of n columns and sums of k products."""
         bound = rows.most_tiles * triton.cdiv(n, tile.block_n)
+        most = plan.num_programs * tile.programs
         return RowOptions(
-            min(plan.num_programs, bound), n % tile.block_n == 0, k % tile.block_k == 0, plan, tile
+            min(most, bound), n % tile.block_n == 0, k % tile.block_k == 0, plan, tile
         )
 
     def constants(self) -> dict[str, Any]:

@@ -309,7 +309,7 @@ def weight_grad(
         return
     block = tile.block_n if gathered_rows else tile.block_m
     tiles = num_experts * triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
-    num_programs = min(plan.num_programs, tiles)
+    num_programs = min(plan.num_programs * tile.programs, tiles)
     launch(
         _rows_transposed,
         (num_programs,),

@@ -19,11 +19,13 @@ SHARED_BYTES = {
     "sm_89": 99 * 1024,
     "sm_90": 227 * 1024,
     "sm_100": 227 * 1024,
+    "sm_103": 227 * 1024,
     "sm_120": 99 * 1024,
     "gfx942": 64 * 1024,
     "gfx950": 160 * 1024,
 }
 """Shared memory (LDS) that one program may have."""
+_LARGE = ("sm_90", "sm_100", "sm_103")
 _FEWEST_SHARED_BYTES = 64 * 1024
 _SHARED_BYTES_KEPT = 2 * 1024  # barriers of the pipeline, and reductions
 
@@ -40,6 +42,7 @@ class Tile:
         num_stages: depth of the software pipeline.
         group_m: row tiles that are walked before the next column tile, so that they share the weights in the L2.
         source: how the entry was found.
+        programs: programs per multiprocessor; small tiles leave room for several.
     """
 
     block_m: int
@@ -49,6 +52,7 @@ class Tile:
     num_stages: int
     group_m: int = 8
     source: str = UNTUNED
+    programs: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Plan:
         w_out_grad: dO^T A'.
         tma: load weights and rows that lie in order through tensor descriptors (Hopper).
         precision: of FP32 products, "ieee" or "tf32"; without effect for other types.
-        num_programs: programs of a persistent grid.
+        num_programs: multiprocessors, each of which gets a tile's `programs`.
         interpreted: the tensors are on the CPU.
     """
 
@@ -158,7 +162,7 @@ def plan_for(
     aligned = dim * itemsize % 16 == 0 and hidden_dim * itemsize % 16 == 0
     rows = _rows_tile(arch, itemsize, rows_per_expert, precision)
     weight = _weight_tile(arch, itemsize, precision)
-    if not aligned and arch != "interpreter":
+    if (dim % 16 or hidden_dim % 16) and arch != "interpreter":
         rows, weight = _for_single_elements(rows), _for_single_elements(weight)
     one_branch = replace(rows, block_n=_fit(rows.block_n, dim))
     up = replace(rows, block_n=_fit(rows.block_n // num_branches, hidden_dim))
@@ -198,14 +202,14 @@ def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str)
     if itemsize == 4:
         return _rows_tile_fp32(arch, rows_per_expert)
     if rows_per_expert <= 8:
-        return Tile(16, 64, 128, 4, 4, source=PUBLISHED)
+        return Tile(16, 64, 128, 4, 4, source=PUBLISHED, programs=3)
     if rows_per_expert <= 24:
-        return Tile(32, 128, 128, 4, 3)
+        return Tile(32, 128, 128, 4, 3, programs=2)
     if rows_per_expert <= 48:
         return Tile(64, 128, 64, 4, 3, source=PUBLISHED)
-    if arch in ("sm_90", "sm_100"):
+    if arch in _LARGE:
         if rows_per_expert < 256:
-            return Tile(64, 256, 64, 4, 4)
+            return Tile(64, 256, 64, 8, 4)
         return Tile(128, 256, 64, 8, 4, source=PUBLISHED)
     if rows_per_expert < 256:
         return Tile(64, 128, 64, 4, 3)
@@ -214,10 +218,10 @@ def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str)
 
 def _rows_tile_fp32(arch: str, rows_per_expert: float) -> Tile:
     if rows_per_expert <= 24:
-        return Tile(16, 64, 64, 4, 3)
+        return Tile(16, 64, 64, 4, 3, programs=3)
     if rows_per_expert < 256:
         return Tile(64, 64, 32, 4, 3)
-    if arch in ("sm_90", "sm_100"):
+    if arch in _LARGE:
         return Tile(128, 128, 32, 8, 3)
     return Tile(64, 128, 32, 8, 3)
 
@@ -225,7 +229,7 @@ def _rows_tile_fp32(arch: str, rows_per_expert: float) -> Tile:
 def _rows_tile_amd(itemsize: int, rows_per_expert: float) -> Tile:
     block_k = 64 if itemsize == 2 else 32
     if rows_per_expert <= 24:
-        return Tile(16, 64, block_k, 4, 2)
+        return Tile(16, 64, block_k, 4, 2, programs=3)
     if rows_per_expert < 256:
         return Tile(64, 128, block_k, 4, 2)
     return Tile(128, 128, block_k, 8, 2)
@@ -244,13 +248,13 @@ def _weight_tile(arch: str, itemsize: int, precision: str) -> Tile:
         return Tile(64, 64, 16, 8, 5)
     if itemsize == 4:
         return Tile(128, 64, 32, 8, 5)
-    if arch in ("sm_90", "sm_100"):
+    if arch in _LARGE:
         return Tile(128, 256, 64, 8, 5)
     return Tile(128, 128, 32, 8, 7)
 
 
 def _for_single_elements(tile: Tile) -> Tile:
-    """A tile for rows that are no multiple of 16 bytes: elements are loaded one by one, through registers."""
+    """A tile for rows that are no multiple of 16 elements: Triton then loads one by one, through registers."""
     return Tile(min(tile.block_m, 64), min(tile.block_n, 128), min(tile.block_k, 32), 8, 2)
 
 
