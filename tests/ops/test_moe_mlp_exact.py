@@ -146,6 +146,12 @@ def test_rows_of_many_chunks(dtype):
     check((600, 2, 2, 24, 260), "hot", "swiglu", dtype, bias=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_row_counts_that_are_rounded_up(dtype):
+    """Blocks of 64 rows and more are padded for the products; nothing of the padding or of neighbours gets in."""
+    check((250, 2, 3, 24, 20), "zipf", "swiglu", dtype, bias=True)
+
+
 def test_capacity_rows():
     """With max_rows the row buffers are shorter than T * K, and nothing changes."""
     leaves = problem(20, 2, 4, 8, 6, "swiglu", bias=False)

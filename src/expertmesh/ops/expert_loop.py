@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.activation_passes import Passes
-from expertmesh.ops.allocation import empty_large
 from expertmesh.ops.backend import gemm_dtype, gemm_rows
 from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.reference import accumulate_dtype
@@ -79,11 +78,11 @@ def forward(
     bounds = maps.offsets_E.tolist()
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
     most, pad = _largest_block(bounds, x_TD.device, dtype)
-    h_all = empty_large((num_rows if save_h else 0, G * F), x_TD)
-    y_RD = empty_large((bounds[-1] + pad, D), x_TD, dtype)
-    x_buffer = empty_large((most, D), x_TD)
-    h_buffer = empty_large((most, G * F), x_TD, dtype)
-    a_buffer = empty_large((most, F), x_TD, dtype)
+    h_all = x_TD.new_empty(num_rows if save_h else 0, G * F)
+    y_RD = x_TD.new_empty(bounds[-1] + pad, D, dtype=dtype)
+    x_buffer = x_TD.new_empty(most, D)
+    h_buffer = x_TD.new_empty(most, G * F, dtype=dtype)
+    a_buffer = x_TD.new_empty(most, F, dtype=dtype)
     s_R = _row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
     passes = Passes.allocate(experts.activation, a_buffer, backward=False)
     for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -126,12 +125,12 @@ def backward(
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
     most, pad = _largest_block(bounds, x_TD.device, dtype)
     grads = _allocate_gradients(x_TD, experts, needs)
-    d_x_RD = empty_large((bounds[-1] + pad if needs.x else 0, D), x_TD, dtype)
+    d_x_RD = x_TD.new_empty(bounds[-1] + pad if needs.x else 0, D, dtype=dtype)
     s_R = _row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
     d_s_R = torch.empty_like(s_R)
-    rows_buffer = empty_large((most, D), x_TD)
-    da_buffer, a_buffer = (empty_large((most, F), x_TD, dtype) for _ in range(2))
-    dh_buffer = empty_large((most, G * F), x_TD, dtype)
+    rows_buffer = x_TD.new_empty(most, D)
+    da_buffer, a_buffer = (x_TD.new_empty(most, F, dtype=dtype) for _ in range(2))
+    dh_buffer = x_TD.new_empty(most, G * F, dtype=dtype)
     passes = Passes.allocate(experts.activation, a_buffer, backward=True)
     for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
         if start == stop:
@@ -197,7 +196,7 @@ def _mm_into(a: Tensor, b: Tensor, out: Tensor) -> None:
 def _allocate_gradients(x_TD: Tensor, experts: Experts, needs: Needs) -> Gradients:
     def empty_like(tensor: Tensor | None, needed: bool) -> Tensor:
         # a fresh tensor even when empty: outputs of one operator may not be the same tensor
-        return empty_large((0,) if tensor is None or not needed else tensor.shape, x_TD)
+        return x_TD.new_empty((0,) if tensor is None or not needed else tensor.shape)
 
     return Gradients(
         x_TD=x_TD.new_empty(0),
