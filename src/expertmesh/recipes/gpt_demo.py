@@ -30,27 +30,31 @@ def gpt_moe_test() -> RunConfig:
 
 
 def gpt_moe_demo() -> RunConfig:
-    """The demo: 8 experts of which a token uses 2; 2.1 million tokens of Python source."""
+    """The demo: 16 experts of which a token uses 2; 2.6 million tokens of Python source.
+
+    So small that a dense model of the same cost is short of parameters within the minutes of a demo, which is
+    where experts pay (docs/log.md, "Demo"). weight_scale = K undoes the 1/K that normalised weights put on K
+    experts, so that the layer starts with the output, and the step size, of its dense twin.
+    """
     return RunConfig(
         model=ModelConfig(
-            vocab_size=4096,
+            vocab_size=2048,
             max_seq_len=256,
-            dim=256,
+            dim=128,
             num_layers=4,
-            num_heads=4,
-            num_kv_heads=2,
-            ffn_hidden_dim=1024,
+            num_heads=2,
+            num_kv_heads=1,
             qk_norm=True,
-            moe=MoEConfig(num_experts=(8,), top_k=2, hidden_dim=512),
+            moe=MoEConfig(num_experts=(16,), top_k=2, hidden_dim=128, weight_scale=2.0),
         ),
         data=DataConfig(seq_len=256),
         optim=OptimConfig(lr=2e-3, warmup_steps=50),
         train=TrainConfig(
-            steps=520,
+            steps=640,
             batch_size=16,
             run_dir="runs/gpt-moe-demo",
-            checkpoint_every=260,
-            eval_every=65,
+            checkpoint_every=160,
+            eval_every=80,
         ),
     )
 
