@@ -423,3 +423,10 @@ def test_replay_of_routers_without_logits():
 
     stats = make(router=Scores(), normalize_weights="none")(x, routing=Routing(ids))[1]
     assert torch.equal(stats.topk_weights_TK, torch.tensor([[1 / E, 0.0]]).double().expand(T, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_router_linear_passes_opcheck(dtype):
+    x = tokens(3, dtype).requires_grad_()
+    w = torch.randn(E, D, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.library.opcheck(torch.ops.expertmesh.router_linear, (x, w.requires_grad_()))
