@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from expertmesh.errors import ConfigError
-from expertmesh.kernels import tiles
+from expertmesh.kernels import grouped, tiles
 from expertmesh.kernels.tiles import Tile
 from expertmesh.ops import moe_mlp_triton
 from expertmesh.ops.activation import _INNER
@@ -61,6 +61,10 @@ def test_two_times_rule_in_fp32(shape, kind):
 @pytest.mark.parametrize("bias", [False, True])
 def test_two_times_rule_in_16_bit(dtype, bias):
     check(ExpertsCase.draw((60, 72, 40, 5, 2), kind="dropped", dtype=dtype, bias=bias))
+
+
+def test_kernels_know_the_activations_of_the_operators():
+    assert grouped.INNER == _INNER
 
 
 @pytest.mark.parametrize("activation", sorted(_INNER))

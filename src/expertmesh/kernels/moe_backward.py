@@ -124,7 +124,7 @@ def _hidden_grad(
     """A', dH and partial[tile_n, row] of all rows; a_ptr, d_h_ptr or partial_ptr may be None."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(F, BLOCK_N)
-    D64 = D.to(tl.int64)
+    D64 = tl.cast(D, tl.int64)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
         e, first, row, live = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
@@ -140,7 +140,7 @@ def _hidden_grad(
             F,
             D,
             D64 * F,
-            F.to(tl.int64),
+            tl.cast(F, tl.int64),
             0,
             1,
             False,
@@ -199,7 +199,7 @@ def _routing_weight_grad(
     if tile < tl.load(num_tiles_ptr):
         e, first, row, live = tile_rows(tile, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        stride = num_rows.to(tl.int64)
+        stride = tl.cast(num_rows, tl.int64)
         for i in tl.range(0, num_partials):
             total += tl.load(partial_ptr + i * stride + row, mask=live, other=0.0)
         if bias_ptr is not None:

@@ -59,7 +59,7 @@ def _up(
     """H and A' of all rows; h_ptr or a_ptr may be None."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(F, BLOCK_N)
-    D64 = D.to(tl.int64)
+    D64 = tl.cast(D, tl.int64)
     stride_n = D64 * (G if INTERLEAVED else 1)
     stride_g = D64 * (1 if INTERLEAVED else F)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
@@ -155,7 +155,7 @@ def _rows(
     """y[row] = A[row] W[e]^T + s * bias[e] for W (E, N, K), or A[row] W[e] for W (E, K, N) unless K_MAJOR."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(N, BLOCK_N)
-    K64 = K.to(tl.int64)
+    K64 = tl.cast(K, tl.int64)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
         e, first, row, live = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
@@ -170,7 +170,7 @@ def _rows(
             N,
             K,
             K64 * N,
-            K64 if K_MAJOR else N.to(tl.int64),
+            K64 if K_MAJOR else tl.cast(N, tl.int64),
             0,
             1,
             K_MAJOR,
