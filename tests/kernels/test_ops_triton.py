@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.functional import combine, permute, route_metadata, unpermute
 from expertmesh.ops import backend as backends
 from expertmesh.ops.backend import explain_backends, resolve_backend
-from expertmesh.testing.numerics import assert_close_fp64
+from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -135,3 +136,35 @@ def test_operators_follow_the_rules_of_torch_library():
     torch.library.opcheck(ops.sum_rows.default, (rows, *maps, 2, "triton"))
     torch.library.opcheck(ops.rows_to_slots.default, (rows, *slots, "triton"))
     torch.library.opcheck(ops.slots_to_rows.default, (rows, *slots, "triton"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score_function": "sigmoid", "num_expert_groups": 3, "num_limited_groups": 2},
+        {"capacity_factor": 1.0, "drop_policy": "first", "activation": "gelu", "bias": True},
+    ],
+    ids=["groups", "capacity"],
+)
+def test_the_whole_layer(options):
+    x, grad = torch.randn(20, 16, device=DEVICE), torch.randn(20, 16, device=DEVICE)
+    state = None
+    results = []
+    for backend, dtype in (
+        ("triton", torch.float32),
+        ("torch", torch.float32),
+        ("torch", torch.float64),
+    ):
+        layer = MoELayer(
+            dim=16, hidden_dim=24, num_experts=6, top_k=2, backend=backend, dtype=dtype, **options
+        ).to(DEVICE)
+        state = state or layer.state_dict()
+        layer.load_state_dict(state)
+        inputs = x.detach().to(dtype).requires_grad_()
+        y, stats = layer(inputs)
+        ((y * grad.to(dtype)).sum() + stats.aux_loss).backward()
+        grads = {name: p.grad for name, p in layer.named_parameters()}
+        results.append({"y": y.detach(), "x": inputs.grad, **grads})
+    ours, same, oracle = results
+    for name in ours:
+        assert_two_times(ours[name], same[name], oracle[name], what=name)

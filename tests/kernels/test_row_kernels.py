@@ -210,3 +210,23 @@ def test_results_are_repeatable_and_do_not_depend_on_the_batch():
         assert torch.equal(first, again)
     part = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot[40:80], 4, weights[10:20])
     assert torch.equal(part, first[10:20])
+
+
+@pytest.mark.slow
+def test_addresses_beyond_2_31_elements():
+    # memory that nobody touches is not committed: 4 GiB of addresses, some pages of memory
+    num_rows, dim = 2**21 + 8, 1024
+    rows = torch.empty(num_rows, dim, dtype=torch.bfloat16, device=DEVICE)
+    index = torch.tensor([num_rows - 1, 3, num_rows - 2, 5], dtype=torch.int32, device=DEVICE)
+    values = torch.randn(4, dim, device=DEVICE).to(torch.bfloat16)
+    rows[index.long()] = values
+    y = combine_kernels.sum_rows(rows, num_rows, index, 2)
+    assert torch.equal(y, values.view(2, 2, dim).float().sum(1).to(torch.bfloat16))
+    grad = torch.randn(2, dim, device=DEVICE).to(torch.bfloat16)
+    dots = combine_kernels.dot_rows(grad, rows, num_rows, index, 2, dtype=torch.float32)
+    exact = (grad[:, None].double() * values.view(2, 2, dim).double()).sum(-1)
+    same = (grad[:, None].float() * values.view(2, 2, dim).float()).sum(-1)
+    assert_two_times(dots, same, exact, what="dots")
+    offsets = torch.tensor([0, num_rows], dtype=torch.int32, device=DEVICE)
+    spread = permute_kernels.tokens_to_rows(grad, offsets, index, num_rows)
+    assert torch.equal(spread[index.long()], grad.repeat_interleave(2, 0))

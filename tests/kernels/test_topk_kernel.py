@@ -154,20 +154,22 @@ def test_missing_gradients_are_zero_and_scores_are_optional():
 def test_is_the_choice_of_the_layer(function):
     logits = torch.randn(33, 24, device=DEVICE)
     noise, bias = torch.randn_like(logits), torch.randn(24, device=DEVICE)
-    options = SelectionOptions(
-        num_experts=24,
-        score_function=function,
-        weight_scale=1.5,
-        num_expert_groups=4,
-        num_limited_groups=2,
-    )
-    layer = choose_by_token(logits, 3, options=options, noise_TE=noise, bias_E=bias)
-    rule = Rule(function, options.normalizes(3), 1.5, 4, 2)
-    ids, weights, scores = kernels.choose(logits, 3, rule, noise_TE=noise, bias_E=bias)
-    assert torch.equal(ids, layer.topk_expert_ids_TK)
-    exact = choose_by_token(
-        logits.double(), 3, options=options, noise_TE=noise.double(), bias_E=bias.double()
-    )
-    assert torch.equal(ids, exact.topk_expert_ids_TK)
-    assert_two_times(weights, layer.topk_weights_TK, exact.topk_weights_TK, what="weights")
-    assert_two_times(scores, layer.scores_TE, exact.scores_TE, what="scores")
+
+    def choose(backend, dtype=torch.float32):
+        options = SelectionOptions(
+            num_experts=24,
+            score_function=function,
+            weight_scale=1.5,
+            num_expert_groups=4,
+            num_limited_groups=2,
+            backend=backend,
+        )
+        to = {"noise_TE": noise.to(dtype), "bias_E": bias.to(dtype)}
+        return choose_by_token(logits.to(dtype), 3, options=options, **to)
+
+    ours, same, oracle = choose("triton"), choose("torch"), choose("torch", torch.float64)
+    assert torch.equal(ours.topk_expert_ids_TK, same.topk_expert_ids_TK)
+    assert torch.equal(ours.topk_expert_ids_TK, oracle.topk_expert_ids_TK)
+    for name in ("topk_weights_TK", "scores_TE"):
+        three = [getattr(output, name) for output in (ours, same, oracle)]
+        assert_two_times(*three, what=name)

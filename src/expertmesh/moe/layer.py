@@ -90,7 +90,8 @@ class MoELayer(nn.Module):
         aux_loss_weight: weight of the balance loss in `RoutingStats.aux_loss`.
         z_loss_weight: weight of the router z-loss in `RoutingStats.z_loss`.
         dispatcher: sends rows to other processes; None: all experts are here.
-        backend: "auto", "torch" or "reference": implementation of the operators.
+        backend: implementation of the operators: "auto" (triton on GPUs that it supports, else torch), "triton", "torch"
+            or "reference"; see `expertmesh doctor`.
         seed: of the initial weights and the hash; None: from torch's default generator.
         layer_index: makes weights and noise of the layers of one model differ.
         device: of the parameters; "meta" allocates none.
@@ -179,6 +180,7 @@ class MoELayer(nn.Module):
                 num_limited_groups=num_limited_groups,
                 noise_std=router_noise_std,
                 by_expert=router == "expert_choice",
+                backend=backend,
             ),
         )
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher

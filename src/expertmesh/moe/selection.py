@@ -9,6 +9,7 @@ from torch import Tensor
 from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
 from expertmesh.moe.random import STREAM_HASH, philox4x32
 from expertmesh.moe.types import RouterOutput
+from expertmesh.ops.topk import choose_experts, runs_fused
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class SelectionOptions:
     num_limited_groups: int = 1
     noise_std: float = 0.0
     by_expert: bool = False
+    backend: str = "auto"
 
     def normalizes(self, top_k: int) -> bool:
         """Whether weights are divided by their sum over the chosen experts."""
@@ -131,15 +133,29 @@ def choose_by_token(
     Returns:
         Choices in descending order of what they were chosen by. Does not synchronise.
     """
-    scores_TE = scores_of(logits_TE, options.score_function)
-    ids_TK = selection_scores(logits_TE, noise_TE, bias_E, options).topk(top_k, dim=-1).indices
-    weights_TK = weights_at(
-        logits_TE, scores_TE, ids_TK, normalize=options.normalizes(top_k), options=options
-    )
+    normalize = options.normalizes(top_k)
+    if runs_fused(logits_TE, options.backend):
+        ids_TK, weights_TK, scores_TE = choose_experts(
+            logits_TE,
+            top_k,
+            score_function=options.score_function,
+            normalize=normalize,
+            weight_scale=options.weight_scale,
+            noise_TE=noise_TE,
+            bias_E=bias_E,
+            num_expert_groups=options.num_expert_groups,
+            num_limited_groups=options.num_limited_groups,
+            backend=options.backend,
+        )
+    else:
+        raw_TE = scores_of(logits_TE, options.score_function)
+        ids_TK = selection_scores(logits_TE, noise_TE, bias_E, options).topk(top_k, dim=-1).indices
+        weights_TK = weights_at(logits_TE, raw_TE, ids_TK, normalize=normalize, options=options)
+        scores_TE = balance_scores(raw_TE, options)
     load_TE = None
     if with_load and noise_TE is not None:
         load_TE = chosen_probability(logits_TE, logits_TE + noise_TE, top_k, options.noise_std)
-    return RouterOutput(ids_TK, weights_TK, balance_scores(scores_TE, options), logits_TE, load_TE)
+    return RouterOutput(ids_TK, weights_TK, scores_TE, logits_TE, load_TE)
 
 
 def balance_scores(scores_TE: Tensor, options: SelectionOptions) -> Tensor:

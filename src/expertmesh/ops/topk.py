@@ -99,6 +99,13 @@ def choose_experts(
     return ids_TK, weights_TK, scores_TE
 
 
+def runs_fused(logits_TE: Tensor, backend: str) -> bool:
+    """Whether `choose_experts` would run as one kernel for these logits."""
+    if resolve_backend(backend, logits_TE.device, logits_TE.dtype) != "triton":
+        return False
+    return _triton_problem(logits_TE) is None
+
+
 def _triton_problem(logits_TE: Tensor) -> str | None:
     if logits_TE.dtype != torch.float32:
         return f"logits are {logits_TE.dtype}, the triton backend takes float32"
