@@ -102,9 +102,11 @@ def cases(draw, *, router, dtype):
 
 
 def drawn_routing(T, E, K, values):
-    """A choice to replay: K different experts per token, some "none" (E), with or without weights."""
+    """A choice to replay: K different experts per token (or the same ones for all), some "none" (E); weights or not."""
     generator = torch.Generator().manual_seed(values + 2)
     ids_TK = torch.rand(T, E, generator=generator).argsort(-1)[:, :K]
+    if values % 3 == 0:  # hot experts, and all others empty
+        ids_TK = ids_TK[:1].expand(T, K)
     ids_TK = ids_TK.masked_fill(torch.rand(T, K, generator=generator) < 0.2, E)
     weights_TK = torch.rand(T, K, generator=generator, dtype=torch.float64) + 0.1
     return Routing(ids_TK, weights_TK.float().double() if values % 2 else None)

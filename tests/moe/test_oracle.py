@@ -10,6 +10,7 @@ from expertmesh.testing import numerics
 from expertmesh.testing.loop_layer import LoopInputs, loop_forward
 from expertmesh.testing.oracle import oracle_backward, oracle_forward
 from expertmesh.testing.oracle_types import OracleInputs, OracleOptions
+from expertmesh.testing.poison import poisoned_empty
 
 T, D, F, E, K = 9, 5, 6, 4, 2
 COSINE_DIM = 3
@@ -219,3 +220,17 @@ def test_uniform_routing_has_a_balance_loss_of_one():
     )
     out = oracle_forward(inputs, options)
     numerics.assert_close_fp64(out.aux_loss, options.aux_loss_weight, what="uniform")
+
+
+def test_poisoned_memory_shows_and_ends():
+    like, original = torch.ones(2), torch.empty
+    with poisoned_empty():
+        fresh = [
+            torch.empty(3),
+            torch.empty_like(like),
+            like.new_empty(4),
+            torch.empty_strided((2,), (1,)),
+        ]
+        assert all(tensor.isnan().all() for tensor in fresh)
+        assert (like.new_empty(2, dtype=torch.int32) == torch.iinfo(torch.int32).max).all()
+    assert torch.empty is original and "new_empty" not in vars(torch.Tensor)
