@@ -1,0 +1,196 @@
+"""What every benchmark does the same way: check first, time interleaved, write Markdown and JSON with the circumstances.
+
+The clock is wall time, or CPU time of one thread (`--clock cpu`): on a machine shared with other work only the
+second one means something.
+"""
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+Clock = Literal["wall", "cpu"]
+
+INTERESTING_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "amx_fp16",
+    "sve",
+    "bf16",
+)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One of the things compared.
+
+    Attributes:
+        name: as it appears in the table.
+        run: what is timed.
+        prepare: what comes before and is not timed (gradients set to None, the next batch); gets the round's number.
+        slow: timed once, in the last round, without warm-up (baselines that take minutes).
+    """
+
+    name: str
+    run: Callable[[], Any]
+    prepare: Callable[[int], Any] = lambda _: None
+    slow: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one contender over the rounds."""
+
+    name: str
+    median_s: float
+    fastest_s: float
+    rounds: int
+
+
+class ResultsAreWrongError(Exception):
+    """The correctness check before a benchmark failed; there is nothing to report."""
+
+
+def checked(name: str, check: Callable[[], None]) -> None:
+    """Run a check that raises AssertionError when results are wrong, and refuse to go on if it does.
+
+    Raises:
+        ResultsAreWrongError: with the check's message.
+    """
+    try:
+        check()
+    except AssertionError as error:
+        raise ResultsAreWrongError(
+            f"{name}: {error}; no timing is reported for wrong results"
+        ) from error
+
+
+def interleaved(
+    contenders: Sequence[Contender], *, rounds: int, warmup: int = 1, clock: Clock = "wall"
+) -> list[Timing]:
+    """Time all contenders in turn, round by round, the first of the round changing.
+
+    Args:
+        contenders: at least one.
+        rounds: timed rounds.
+        warmup: rounds before, not timed.
+        clock: wall time, or CPU time of this thread (for runs with one thread).
+
+    Returns:
+        One timing per contender, in their order.
+    """
+    if clock == "cpu" and torch.get_num_threads() != 1:
+        raise ValueError("clock is cpu, which counts one thread; use it with --threads 1")
+    now = time.perf_counter if clock == "wall" else time.thread_time
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for number in range(warmup + rounds):
+        first = number % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
+            if contender.slow and number < warmup + rounds - 1:
+                continue
+            contender.prepare(number)
+            start = now()
+            contender.run()
+            elapsed = now() - start
+            if number >= warmup:
+                seconds[contender.name].append(elapsed)
+    return [
+        Timing(name, statistics.median(values), min(values), len(values))
+        for name, values in seconds.items()
+    ]
+
+
+def circumstances(*, clock: Clock, peers: dict[str, str] | None = None) -> dict[str, Any]:
+    """Give hardware, versions, threads and clock of this run, in words that name no machine."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, **(peers or {})}
+    return {
+        "cpu": _cpu_description(),
+        "threads": torch.get_num_threads(),
+        "clock": "wall" if clock == "wall" else "CPU time of one thread",
+        "date": time.strftime("%Y-%m"),
+        "versions": versions,
+    }
+
+
+def _cpu_description() -> str:
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    flags = set(
+        next(
+            (line for line in text.splitlines() if line.startswith(("flags", "Features"))), ""
+        ).split()
+    )
+    vendor = next(
+        (v for k, v in (("AuthenticAMD", "AMD"), ("GenuineIntel", "Intel")) if k in text), ""
+    )
+    shown = ", ".join(flag for flag in INTERESTING_FLAGS if flag in flags)
+    cores = text.count("processor\t") or "unknown"
+    return " ".join(
+        f"{vendor} {platform.machine()}, {cores} cores ({shown or 'no vector flags known'})".split()
+    )
+
+
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Give rows with equal keys as a Markdown table."""
+    keys = list(rows[0])
+    lines = [" | ".join(keys), " | ".join("---" for _ in keys)]
+    lines += [" | ".join(_cell(row[key]) for key in keys) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 10 else f"{value:.1f}"
+    return str(value)
+
+
+def previous_rows(path: Path, around: dict[str, Any]) -> list[dict[str, Any]]:
+    """Give the rows of an earlier report at path (without suffix), if it came from the same circumstances; else none."""
+    file = path.with_suffix(".json")
+    if not file.exists():
+        return []
+    record = json.loads(file.read_text())
+    return record["rows"] if record["circumstances"] == around else []
+
+
+def write_report(
+    path: Path,
+    *,
+    title: str,
+    command: str,
+    notes: Sequence[str],
+    around: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+) -> None:
+    """Write path.md and path.json.
+
+    Args:
+        path: without suffix.
+        title: heading.
+        command: how to run it again.
+        notes: paragraphs between heading and table.
+        around: from `circumstances`.
+        rows: the table.
+    """
+    versions = ", ".join(f"{name} {version}" for name, version in around["versions"].items())
+    text = [
+        f"# {title}",
+        f"`{command}`",
+        f"{around['cpu']}; {around['threads']} thread(s); {around['clock']}; {versions}; {around['date']}.",
+        *notes,
+        markdown_table(rows),
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".md").write_text("\n\n".join(text) + "\n")
+    record = {"title": title, "command": command, "circumstances": around, "rows": list(rows)}
+    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    print("\n\n".join(text))
