@@ -53,11 +53,15 @@ def test_every_option_can_be_given():
         (["--model.moe.capacity-factor", "None"], "model.moe.capacity_factor", None),
         (["--model.moe.num-experts", "4"], "model.moe.num_experts", (4,)),
         (
-            ["--model.moe.num-experts", "4", "4", "4", "8", "8", "8"],
+            ["--model.num-layers", "6", "--model.moe.num-experts", "4", "4", "4", "8", "8", "8"],
             "model.moe.num_experts",
             (4, 4, 4, 8, 8, 8),
         ),
-        (["--model.moe.num-experts", "4,4,4,8,8,8"], "model.moe.num_experts", (4, 4, 4, 8, 8, 8)),
+        (
+            ["--model.num-layers", "6", "--model.moe.num-experts", "4,4,4,8,8,8"],
+            "model.moe.num_experts",
+            (4, 4, 4, 8, 8, 8),
+        ),
         (["--model.moe.num-experts"], "model.moe.num_experts", ()),
         (["--model.moe.num-experts", "none"], "model.moe.num_experts", ()),
         (["--train.tensorboard"], "train.tensorboard", True),
@@ -155,11 +159,11 @@ def test_dry_run():
         ),
         ([RECIPE, "--train.dtype", "bf16"], "--train.dtype bf16: must be one of auto, "),
         (
-            [RECIPE, "--model.moe.top-k", "9"],
+            [RECIPE, "--model.moe.num-experts", "8", "--model.moe.top-k", "9"],
             "--model.moe.top-k 9: must be at most the fewest experts of a layer, 8; ",
         ),
         (
-            [RECIPE, "--model.moe.num-experts", "8", "8"],
+            [RECIPE, "--model.num-layers", "6", "--model.moe.num-experts", "8", "8"],
             "--model.moe.num-experts 8 8: must have one entry, or one per MoE layer (6), has 2; ",
         ),
         (
