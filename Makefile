@@ -32,10 +32,10 @@ demo: $(STAMP)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 8
 
 test: $(STAMP)
-	@$(PYTEST) $(PYTEST_ARGS)
+	@$(PYTEST) -m "not exhaustive" $(PYTEST_ARGS)
 
 test-fast: $(STAMP)
-	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow and not exhaustive" $(PYTEST_ARGS)
 
 # Everything under tests/kernels, the slow part too: sweeps in the interpreter, builds for sm_80, sm_90, sm_100, gfx942.
 kernels-all: $(STAMP)
@@ -53,10 +53,8 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	@set -e; for script in benchmarks/bench_*.py; do \
-	  [ -e "$$script" ] || { echo "error: there are no benchmarks/bench_*.py" >&2; exit 1; }; \
-	  echo "== $$script"; $(BIN)/python "$$script"; \
-	done
+	$(BIN)/python -m benchmarks.routing_scaling
+	$(BIN)/python -m benchmarks.layer
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis

@@ -94,7 +94,7 @@ def test_variants_build_for_hopper(dtype, options):
         check(launch, build, matrix=False)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", list(TARGETS))
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("name", list(SWEEP))
@@ -104,7 +104,7 @@ def test_every_variant_builds(target, dtype, name):
         check(launch, build, matrix=matrix)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", list(TARGETS))
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("name", list(SWEEP))

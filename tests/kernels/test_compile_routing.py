@@ -161,7 +161,7 @@ def parameters():
         for case in cases:
             for target in TARGETS:
                 slow = target not in targets or target in slow_first.get(case[0], ())
-                marks = [pytest.mark.slow] if slow else []
+                marks = [pytest.mark.exhaustive] if slow else []
                 yield pytest.param(case, target, id=f"{case[0]}-{target}", marks=marks)
 
 

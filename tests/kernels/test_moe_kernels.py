@@ -254,14 +254,14 @@ SWEEP = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", SWEEP)
 @pytest.mark.parametrize("kind", ["uniform", "hot", "zipf", "dropped", "sparse"])
 def test_sweep(shape, kind):
     check(ExpertsCase.draw(shape, kind=kind))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("activation", sorted(_INNER))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tma", [False, True])

@@ -37,7 +37,7 @@ def _large_blocks(monkeypatch, request):
 
 
 def with_slow(shapes, slow):
-    return shapes + [pytest.param(shape, marks=pytest.mark.slow) for shape in slow]
+    return shapes + [pytest.param(shape, marks=pytest.mark.exhaustive) for shape in slow]
 
 
 def routing(num_tokens, top_k, num_experts, max_rows=None):
@@ -212,7 +212,7 @@ def test_results_are_repeatable_and_do_not_depend_on_the_batch():
     assert torch.equal(part, first[10:20])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_addresses_beyond_2_31_elements():
     # memory that nobody touches is not committed: 4 GiB of addresses, some pages of memory
     num_rows, dim = 2**21 + 8, 1024

@@ -34,7 +34,7 @@ SLOW_SHAPES = [
     (128, 160, 6, 8, 3),
     (7, 2000, 2, 1, 1),
 ]
-ALL_SHAPES = SHAPES + [pytest.param(shape, marks=pytest.mark.slow) for shape in SLOW_SHAPES]
+ALL_SHAPES = SHAPES + [pytest.param(shape, marks=pytest.mark.exhaustive) for shape in SLOW_SHAPES]
 
 
 def plain(logits, ids, rule, dtype, d_weights, d_scores):
