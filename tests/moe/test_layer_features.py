@@ -100,13 +100,16 @@ def test_compiles_into_one_graph_and_equals_eager(variant):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compiles_with_inductor():
+    from torch._inductor.utils import fresh_cache
+
     torch._dynamo.reset()
     layer, x = (
         make("random_kept", router_noise="gaussian", balance_loss="importance_load"),
         tokens(),
     )
     compiled = torch.compile(layer, fullgraph=True)
-    assert_same(results(layer, x, compiled), results(layer, x))
+    with fresh_cache():  # a run that was killed leaves half-written libraries in the common one
+        assert_same(results(layer, x, compiled), results(layer, x))
 
 
 def test_compiled_layer_takes_new_steps_and_sizes_without_recompiling():
