@@ -1,5 +1,7 @@
 """`moe_mlp` against a loop over tokens in FP64, by the two-times rule; gradients too."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from expertmesh.config.model import Activation
 from expertmesh.functional import moe_mlp, route_metadata
+from expertmesh.ops import expert_loop
 from expertmesh.ops.activation import num_branches
 from expertmesh.testing.expert_oracle import experts_per_token
 from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
@@ -83,18 +86,22 @@ def check(shape, kind, activation, dtype, *, bias, backend="auto"):
         return experts_per_token(*inputs, expert_ids_TK=ids, activation=activation)
 
     weights_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    with poisoned_empty():
-        results = with_gradients(ours, leaves, dtype, grad, weights_dtype=weights_dtype)
+    ways = []
+    # expert by expert, and all rows of a small call together
+    for limit in (0, expert_loop.FEW_ELEMENTS):
+        with poisoned_empty(), patch.object(expert_loop, "FEW_ELEMENTS", limit):
+            ways.append(with_gradients(ours, leaves, dtype, grad, weights_dtype=weights_dtype))
     oracle = with_gradients(plain, leaves, torch.float64, grad)
     rival = with_gradients(plain, leaves, dtype, grad, weights_dtype=weights_dtype)
     names = ["y", *(n for n, leaf in zip(NAMES, leaves, strict=True) if leaf is not None)]
-    for name, a, b, exact in zip(names, results, rival, oracle, strict=True):
-        exact = torch.zeros_like(a, dtype=torch.float64) if exact is None else exact
-        b = torch.zeros_like(a) if b is None else b
-        if dtype == torch.float64:
-            assert_close_fp64(a, exact, what=name)
-        else:
-            assert_two_times(a, b, exact, what=f"{name} {dtype}", dtype=dtype)
+    for results in ways:
+        for name, a, b, exact in zip(names, results, rival, oracle, strict=True):
+            exact = torch.zeros_like(a, dtype=torch.float64) if exact is None else exact
+            b = torch.zeros_like(a) if b is None else b
+            if dtype == torch.float64:
+                assert_close_fp64(a, exact, what=name)
+            else:
+                assert_two_times(a, b, exact, what=f"{name} {dtype}", dtype=dtype)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -5,7 +5,7 @@ passes before the next one starts, so only the first read and the last write lea
 (FP64 for FP64) whatever the type of the rows, with one rounding at the end. `docs/log.md` has what was tried.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,27 @@ BLOCK_ELEMENTS = 131072
 """Elements of one buffer per thread (512 KiB in FP32): smaller blocks lose more to calls than the L2 cache gives."""
 
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of rows in the backward: what is read, and where results go; `up` is None for plain activations.
+
+    Attributes:
+        gate: pre-activations, the first branch (or the only one).
+        up: the second branch.
+        grad: gradient before the product with the routing weight; overwritten.
+        out: receives s * act.
+        d_gate: receives the gradient of gate; may be the `product` scratch.
+        d_up: receives the gradient of up; may be the `act` scratch.
+    """
+
+    gate: Tensor
+    up: Tensor | None
+    grad: Tensor
+    out: Tensor
+    d_gate: Tensor
+    d_up: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -51,21 +72,21 @@ class Passes:
 
     def forward(self, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> None:
         """Write s * act(h) into the first rows of out; h (R, G * F), s (R,) FP32 or FP64, out of h's type."""
-        for rows in self._blocks(h_RH.shape[0]):
-            h, s, out = h_RH[rows], s_R[rows, None], out_RF[rows]
-            gate, up = self._branches(h)
-            if h.dtype == s.dtype:
-                self._pointwise(gate, out)
-                if up is not None:
-                    out.mul_(up)
-                out.mul_(s)
-                continue
-            act, other = (buffer[: len(h)] for buffer in self.scratch)
-            act.copy_(gate)
-            self._pointwise(act, act)
+        num_rows = h_RH.shape[0]
+        narrow = h_RH.dtype != s_R.dtype
+        for gate, up, s, out in zip(
+            *self._branches(h_RH),
+            self._blocks(s_R[:, None]),
+            self._blocks(out_RF[:num_rows]),
+            strict=True,
+        ):
+            act = self._sized(self.scratch[0], gate) if narrow else out
+            self._pointwise(act.copy_(gate) if narrow else gate, act)
             if up is not None:
-                act.mul_(other.copy_(up))
-            out.copy_(act.mul_(s))
+                act.mul_(self._sized(self.scratch[1], up).copy_(up) if narrow else up)
+            act.mul_(s)
+            if narrow:
+                out.copy_(act)
 
     def backward(
         self,
@@ -86,90 +107,75 @@ class Passes:
             d_h_RH: (R or more, G * F), receives the gradient of h.
             d_s_R: (R,), receives the gradient of s.
         """
-        for rows in self._blocks(h_RH.shape[0]):
-            h, s, d_h = h_RH[rows], s_R[rows, None], d_h_RH[rows]
-            gate, up = self._branches(h)
-            d_gate, d_up = self._branches(d_h)
-            grad, out = grad_RF[rows], out_RF[rows]
-            act, product, *rest = (buffer[: len(h)] for buffer in self.scratch)
-            if h.dtype == s.dtype:
-                self._block_backward(
-                    grad, gate, up, s, act, product, out, d_gate, d_up, d_s_R[rows]
-                )
-                continue
-            wide_gate, wide_up, wide_grad, wide_out = rest
-            wide_grad.copy_(grad)
-            wide_gate.copy_(gate)
-            if up is None or d_up is None:
-                self._block_backward(
-                    wide_grad,
-                    wide_gate,
-                    None,
-                    s,
-                    act,
-                    product,
-                    wide_out,
-                    wide_up,
-                    None,
-                    d_s_R[rows],
-                )
-                d_gate.copy_(wide_up)
+        num_rows = h_RH.shape[0]
+        gates, ups = self._branches(h_RH)
+        d_gates, d_ups = self._branches(d_h_RH[:num_rows])
+        grads, outs = self._blocks(grad_RF[:num_rows]), self._blocks(out_RF[:num_rows])
+        weights = zip(self._blocks(s_R[:, None]), self._blocks(d_s_R), strict=True)
+        blocks = (
+            Block(*views) for views in zip(gates, ups, grads, outs, d_gates, d_ups, strict=True)
+        )
+        for block, (s, d_s) in zip(blocks, weights, strict=True):
+            act, product, *rest = (self._sized(buffer, block.gate) for buffer in self.scratch)
+            if h_RH.dtype == s_R.dtype:
+                self._block_backward(block, s, d_s, act, product)
             else:
-                wide_up.copy_(up)
-                # the gradients of gate and up may take the places of product and act, which are read first
-                self._block_backward(
-                    wide_grad,
-                    wide_gate,
-                    wide_up,
-                    s,
-                    act,
-                    product,
-                    wide_out,
-                    product,
-                    act,
-                    d_s_R[rows],
-                )
-                d_gate.copy_(product)
-                d_up.copy_(act)
-            out.copy_(wide_out)
+                wide = self._widened(block, act, product, *rest)
+                self._block_backward(wide, s, d_s, act, product)
+                block.out.copy_(wide.out)
+                block.d_gate.copy_(wide.d_gate)
+                if block.d_up is not None and wide.d_up is not None:
+                    block.d_up.copy_(wide.d_up)
 
     def _block_backward(
-        self,
-        grad: Tensor,
-        gate: Tensor,
-        up: Tensor | None,
-        s: Tensor,
-        act: Tensor,
-        product: Tensor,
-        out: Tensor,
-        d_gate: Tensor,
-        d_up: Tensor | None,
-        d_s: Tensor,
+        self, block: Block, s: Tensor, d_s: Tensor, act: Tensor, product: Tensor
     ) -> None:
-        self._pointwise(gate, act)
-        if up is None or d_up is None:
+        grad, out = block.grad, block.out
+        self._pointwise(block.gate, act)
+        if block.up is None or block.d_up is None:
             torch.mul(grad, act, out=product)
             torch.sum(product, 1, out=d_s)
             torch.mul(act, s, out=out)
             grad.mul_(s)
         else:
-            torch.mul(act, up, out=out)
+            torch.mul(act, block.up, out=out)
             torch.mul(grad, out, out=product)
             torch.sum(product, 1, out=d_s)
             out.mul_(s)
             grad.mul_(s)
-            torch.mul(grad, act, out=d_up)
-            grad.mul_(up)
-        self._pointwise_backward(grad, gate, d_gate)
+            torch.mul(grad, act, out=block.d_up)
+            grad.mul_(block.up)
+        self._pointwise_backward(grad, block.gate, block.d_gate)
 
-    def _blocks(self, num_rows: int) -> Iterator[slice]:
-        for start in range(0, num_rows, self.block_rows):
-            yield slice(start, min(start + self.block_rows, num_rows))
+    @staticmethod
+    def _widened(
+        block: Block,
+        act: Tensor,
+        product: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        grad: Tensor,
+        out: Tensor,
+    ) -> Block:
+        """Copy what is read into FP32 scratch; gradients of gate and up take scratch that is read before."""
+        gate.copy_(block.gate)
+        grad.copy_(block.grad)
+        if block.up is None:
+            return Block(gate, None, grad, out, product, None)
+        return Block(gate, up.copy_(block.up), grad, out, product, act)
 
-    def _branches(self, h: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _blocks(self, rows: Tensor) -> Sequence[Tensor]:
+        return rows.split(self.block_rows)
+
+    def _branches(self, h_RH: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         if num_branches(self.activation) == 1:
-            return h, None
-        return h[:, : self.hidden_dim], h[:, self.hidden_dim :]
+            blocks = self._blocks(h_RH)
+            return blocks, (None,) * len(blocks)
+        return self._blocks(h_RH[:, : self.hidden_dim]), self._blocks(h_RH[:, self.hidden_dim :])
+
+    @staticmethod
+    def _sized(buffer: Tensor, like: Tensor) -> Tensor:
+        return buffer if buffer.shape[0] == like.shape[0] else buffer[: like.shape[0]]
 
     def _pointwise(self, h: Tensor, out: Tensor) -> None:
         inner = inner_name(self.activation)

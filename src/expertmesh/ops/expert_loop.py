@@ -14,6 +14,9 @@ from expertmesh.ops.backend import gemm_dtype, gemm_rows
 from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.reference import accumulate_dtype
 
+FEW_ELEMENTS = 1 << 20
+"""Up to this many elements of H, all rows go through each step together: what decoding needs."""
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -27,12 +30,13 @@ class Experts:
 
     def w_in(self, e: int, dtype: torch.dtype) -> Tensor:
         """First weight of one expert as (G * F, D)."""
-        w = self.w_in_EGFD[e]
-        return w.reshape(w.shape[0] * w.shape[1], w.shape[2]).to(dtype)
+        w = self.w_in_EGFD[e].flatten(0, 1)
+        return w if w.dtype == dtype else w.to(dtype)
 
     def w_out(self, e: int, dtype: torch.dtype) -> Tensor:
         """Second weight of one expert, (D, F)."""
-        return self.w_out_EDF[e].to(dtype)
+        w = self.w_out_EDF[e]
+        return w if w.dtype == dtype else w.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ def forward(
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
     most, pad = _largest_block(bounds, x_TD.device, dtype)
     h_all = x_TD.new_empty(num_rows if save_h else 0, G * F)
+    if pad == 0 and bounds[-1] * G * F <= FEW_ELEMENTS:
+        return _forward_of_few(x_TD, experts, weights_TK, maps, bounds, h_all), h_all
     y_RD = x_TD.new_empty(bounds[-1] + pad, D, dtype=dtype)
     x_buffer = x_TD.new_empty(most, D)
     h_buffer = x_TD.new_empty(most, G * F, dtype=dtype)
@@ -108,6 +114,42 @@ def forward(
             y_RD[start:stop].add_(s_R[start:stop, None] * experts.b_out_ED[e])
     y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
     return y_TD.to(x_TD.dtype), h_all
+
+
+def _forward_of_few(
+    x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps, bounds: list[int], h_all: Tensor
+) -> Tensor:
+    """The same for so few rows (decoding) that all of H stays in the cache: fewer, larger calls."""
+    _, G, F, D = experts.w_in_EGFD.shape
+    dtype = gemm_dtype(x_TD.device, x_TD.dtype)
+    num_rows = bounds[-1]
+    if num_rows == 0:
+        return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
+    counts = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    live = [e for e, count in enumerate(counts) if count]
+    sizes = [counts[e] for e in live]
+    x_RD = x_TD.index_select(0, maps.token_of_row_N[:num_rows]).to(dtype)
+    direct = dtype == x_TD.dtype and bool(h_all.numel())
+    h_RH = h_all[:num_rows] if direct else x_TD.new_empty(num_rows, G * F, dtype=dtype)
+    for e, x, h in zip(live, x_RD.split(sizes), h_RH.split(sizes), strict=True):
+        if experts.b_in_EGF is None:
+            torch.mm(x, experts.w_in(e, dtype).T, out=h)
+        else:
+            bias = experts.b_in_EGF[e].reshape(G * F).to(dtype)
+            torch.addmm(bias, x, experts.w_in(e, dtype).T, out=h)
+    if h_all.numel() and not direct:
+        h_all[:num_rows].copy_(h_RH)
+    s_R = _row_weights(weights_TK, maps, num_rows, x_TD.dtype)
+    a_RF, y_RD = (x_TD.new_empty(num_rows, width, dtype=dtype) for width in (F, D))
+    Passes.allocate(experts.activation, a_RF, backward=False).forward(h_RH, s_R, a_RF)
+    for e, a, y in zip(live, a_RF.split(sizes), y_RD.split(sizes), strict=True):
+        torch.mm(a, experts.w_out(e, dtype).T, out=y)
+    if experts.b_out_ED is not None:
+        rows = torch.tensor(sizes, device=x_TD.device)
+        expert_R = torch.tensor(live, device=x_TD.device).repeat_interleave(rows)
+        y_RD.add_(s_R[:, None] * experts.b_out_ED[expert_R])
+    y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
+    return y_TD.to(x_TD.dtype)
 
 
 def backward(
@@ -165,11 +207,9 @@ def backward(
 
 def _largest_block(bounds: list[int], device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
     """Rows of the largest padded block, and the largest padding."""
-    counts = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    padded = [gemm_rows(n, device, dtype) for n in counts]
-    return max(padded, default=0), max(
-        (m - n for m, n in zip(padded, counts, strict=True)), default=0
-    )
+    counts = {stop - start for start, stop in zip(bounds, bounds[1:], strict=False)}
+    padded = [(gemm_rows(n, device, dtype), n) for n in counts]
+    return max((m for m, _ in padded), default=0), max((m - n for m, n in padded), default=0)
 
 
 def _gather(source_TD: Tensor, tokens_R: Tensor, out_RD: Tensor, dtype: torch.dtype) -> Tensor:
