@@ -312,7 +312,9 @@ def test_the_dropped_part_of_a_token_is_all_that_is_missing():
     y, stats, _ = run(layer, x)
     whole, _, _ = run(layer, x, capacity_factor=float("inf"))
     assert int(stats.num_dropped) > 0
-    missing = (whole - y).abs().sum(-1) > 0
+    # other row counts per expert may round the rows that stayed differently, by far less than a dropped part
+    rounding = torch.finfo(y.dtype).eps ** 0.5 * whole.abs().max()
+    missing = (whole - y).abs().amax(-1) > rounding
     assert 0 < int(missing.sum()) <= int(stats.num_dropped)
     single = Routing(stats.topk_expert_ids_TK[:, :1], stats.topk_weights_TK[:, :1])
     rest = Routing(stats.topk_expert_ids_TK[:, 1:], stats.topk_weights_TK[:, 1:])
