@@ -232,6 +232,15 @@ def test_meta_construction_then_reset_equals_direct_construction(variant):
     assert not late.noise_is_keyed and late.noise_key.tolist() == [0, 0]
 
 
+@every_variant
+def test_shapes_can_be_followed_on_the_meta_device(variant):
+    layer = make(variant, device="meta")
+    y, stats = layer(tokens().to("meta"), token_ids=torch.arange(len(tokens())).to("meta"))
+    assert y.is_meta and y.shape == tokens().shape and stats.topk_weights_TK.is_meta
+    (y.sum() + stats.aux_loss).backward()
+    assert all(p.grad is not None for name, p in layer.named_parameters() if "experts.w" in name)
+
+
 def test_a_layer_left_on_meta_is_told_how_to_go_on():
     with pytest.raises(ConfigError, match="to_empty"):
         make(device="meta")(tokens())

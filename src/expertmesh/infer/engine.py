@@ -11,6 +11,7 @@ from expertmesh.infer.cache import KVCache
 from expertmesh.infer.sampling import Sampling, choose, draw_uniform, sequence_generators
 from expertmesh.infer.text import TextStream
 from expertmesh.models.gpt.model import GPT
+from expertmesh.ops.autocast import autocast_dtype
 
 
 def generate(
@@ -210,9 +211,7 @@ def pad_left(
 def new_cache(model: GPT, *, batch_size: int, max_len: int) -> KVCache:
     """A cache in the dtype that the model's attention computes in: its own, or autocast's where that is on."""
     weight = model.embedding.weight
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(weight.device.type):
-        dtype = torch.get_autocast_dtype(weight.device.type)
+    dtype = autocast_dtype(weight.device) or weight.dtype
     return KVCache(
         model.config, batch_size=batch_size, max_len=max_len, device=weight.device, dtype=dtype
     )

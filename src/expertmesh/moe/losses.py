@@ -7,6 +7,7 @@ from torch import Tensor
 
 from expertmesh.moe.assignment import count_choices, group_sizes, valid_tokens_per_group
 from expertmesh.moe.types import RouterOutput
+from expertmesh.ops.autocast import without_autocast
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ def weighted_losses(
     scores_TE, logits_TE, size = routed.scores_TE, routed.logits_TE, options.group_size
     counts_GE = count_choices(routed.topk_expert_ids_TK, num_experts, size)
     aux_loss = z_loss = routed.topk_weights_TK.new_zeros(())
-    with torch.autocast(aux_loss.device.type, enabled=False):
+    with without_autocast(aux_loss.device):
         if options.aux_loss_weight and scores_TE is not None and options.kind == "switch":
             aux_loss = options.aux_loss_weight * switch_loss(
                 scores_TE, counts_GE, token_mask_T=token_mask_T, group_size=size

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expertmesh.ops.autocast import without_autocast
+
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
 
 
@@ -24,7 +26,7 @@ def full_precision(dtype: torch.dtype) -> torch.dtype:
 @torch.library.custom_op("expertmesh::router_linear", mutates_args=())
 def _router_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     dtype = full_precision(x_TD.dtype)
-    with torch.autocast(x_TD.device.type, enabled=False):
+    with without_autocast(x_TD.device):
         return F.linear(x_TD.to(dtype), w_ED.to(dtype))
 
 
@@ -40,7 +42,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Non
 def _router_linear_backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Cast the saved x again, in differentiable operations."""
     x_TD, w_ED = ctx.saved_tensors
-    with torch.autocast(x_TD.device.type, enabled=False):
+    with without_autocast(x_TD.device):
         dx = (grad_TE @ w_ED.to(grad_TE.dtype)).to(x_TD.dtype) if ctx.needs_input_grad[0] else None
         dw = (
             (grad_TE.t() @ x_TD.to(grad_TE.dtype)).to(w_ED.dtype)
@@ -138,7 +140,7 @@ class CosineRouter(_FullPrecisionModule):
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> logits (T, E) in FP32, or FP64 for FP64 input."""
         projected = router_linear(x_TD, self.proj.weight)
-        with torch.autocast(x_TD.device.type, enabled=False):
+        with without_autocast(x_TD.device):
             token = F.normalize(projected, dim=-1, eps=1e-6)
             expert = F.normalize(self.expert_embeddings.to(token.dtype), dim=-1, eps=1e-6)
             scale = self.log_scale.to(token.dtype).clamp(max=_MAX_LOG_SCALE).exp()

@@ -28,6 +28,7 @@ from expertmesh.moe.selection import (
     weights_at,
 )
 from expertmesh.moe.types import RouterOutput, Routing
+from expertmesh.ops.autocast import without_autocast
 
 _MODULE_ARGUMENTS = ("token_mask_T", "token_ids_T", "token_index_T", "top_k")
 
@@ -97,7 +98,7 @@ def route(router: nn.Module, call: CallInputs, options: RoutingOptions) -> Route
         ConfigError: the hash router has no token ids, or a custom router's result does not fit.
     """
     given = None if options.kind == "hash" else _run_router(router, call, options)
-    with torch.autocast(call.x_TD.device.type, enabled=False):
+    with without_autocast(call.x_TD.device):
         if isinstance(given, RouterOutput):
             output = given
         elif given is None:

@@ -21,6 +21,7 @@ from expertmesh.config.model import (
 )
 from expertmesh.errors import ConfigError
 from expertmesh.moe.types import Routing
+from expertmesh.ops.autocast import autocast_dtype
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "router": get_args(RouterKind),
@@ -216,8 +217,7 @@ def check_input(x: Tensor, *, dim: int, weight: Tensor | None) -> None:
             else "move one of them with .to(device)"
         )
         raise ConfigError(f"x is on {x.device} and the layer on {weight.device}; {fix}")
-    autocast = torch.is_autocast_enabled(x.device.type)
-    if weight is not None and not autocast and weight.dtype != x.dtype:
+    if weight is not None and autocast_dtype(x.device) is None and weight.dtype != x.dtype:
         raise ConfigError(
             f"x has dtype {x.dtype} and the experts {weight.dtype}; they must be equal outside autocast; "
             "use x.to(...), layer.to(...) or torch.autocast"

@@ -8,6 +8,7 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 from expertmesh.ops import expert_loop, moe_mlp_triton, reference
 from expertmesh.ops.activation import num_branches
+from expertmesh.ops.autocast import autocast_dtype, without_autocast
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.expert_loop import Experts, Maps, Needs
 from expertmesh.ops.route_metadata import RouteMetadata
@@ -54,8 +55,8 @@ def moe_mlp(
     Raises:
         ConfigError: shapes or types do not fit one another.
     """
-    if torch.is_autocast_enabled(x_TD.device.type) and x_TD.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x_TD.device.type)
+    dtype = autocast_dtype(x_TD.device)
+    if dtype is not None and x_TD.dtype != torch.float64:
         x_TD, w_in_EGFD, w_out_EDF = x_TD.to(dtype), w_in_EGFD.to(dtype), w_out_EDF.to(dtype)
         b_in_EGF = None if b_in_EGF is None else b_in_EGF.to(dtype)
         b_out_ED = None if b_out_ED is None else b_out_ED.to(dtype)
@@ -145,7 +146,7 @@ def _moe_mlp(
 ) -> tuple[Tensor, Tensor]:
     experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
     maps = Maps(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
-    with torch.autocast(x_TD.device.type, enabled=False):
+    with without_autocast(x_TD.device):
         return expert_loop.forward(x_TD, experts, weights_TK, maps, save_h=save_h)
 
 
@@ -188,7 +189,7 @@ def _moe_mlp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
     maps = Maps(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
-    with torch.autocast(x_TD.device.type, enabled=False):
+    with without_autocast(x_TD.device):
         if h_RH.shape[0] != token_of_row_N.shape[0]:
             _, h_RH = expert_loop.forward(x_TD, experts, weights_TK, maps, save_h=True)
         grads = expert_loop.backward(

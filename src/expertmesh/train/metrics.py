@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,8 +97,13 @@ class MetricsFile:
         self._file.truncate(end)
 
     def write(self, metrics: StepMetrics, extra: dict[str, float]) -> None:
-        """Append one line: the metrics, then what only some steps have (evaluations)."""
-        self._file.write(json.dumps({**asdict(metrics), **extra}).encode() + b"\n")
+        """Append one line: the metrics, then what only some steps have (evaluations).
+
+        JSON has no NaN and no infinity; a number that is not finite is written as null.
+        """
+        values = {**asdict(metrics), **extra}
+        line = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
