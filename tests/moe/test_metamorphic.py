@@ -64,6 +64,18 @@ def observe(layer, kwargs, what, **call):
         _, stats = layer(x, **call)
         layer.update_expert_bias(stats.num_tokens_per_expert_E)
         return None if layer.expert_bias_E is None else as_fp64(layer.expert_bias_E).tolist()
+    if what == "saved bytes":
+        saved = {}
+
+        def pack(tensor):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            kept = layer(
+                x, **call
+            )  # held, so that no saved memory is freed and counted as another's
+        return sum(saved.values()) if kept else None
     y, stats = layer(x, **call)
     if what == "double backward":
         (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -108,6 +120,7 @@ FLIPS = {
     "shared_hidden_dim": ({"num_shared_experts": 1}, 5, "parameters"),
     "residual": ({}, True, "parameters"),
     "residual_hidden_dim": ({"residual": True}, 5, "parameters"),
+    "recompute_h": ({}, True, "saved bytes"),
     "balance_loss": ({}, "importance_load", "aux_loss"),
     "balance_loss_scope": ({"routing_group_size": 5}, "global", "aux_loss"),
     "aux_loss_weight": ({}, 0.7, "aux_loss"),

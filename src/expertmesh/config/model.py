@@ -79,6 +79,8 @@ class MoEConfig(Config):
     """Weight of the router z-loss."""
     bias: bool = False
     """Biases in the experts."""
+    recompute_h: bool = False
+    """Compute the experts' pre-activations again in the backward instead of keeping them: less memory, more time."""
     backend: Backend = "auto"
     """Implementation of the operators."""
 

@@ -55,8 +55,8 @@ def layer_activation_bytes(config: ModelConfig, *, num_experts: int, dtype: str)
 
     Returns:
         An estimate from the tensors that PyTorch and our operators save on the CPU: for the norms their input,
-        for attention queries, keys, values and output, and for experts the input and the
-        pre-activations alone (see `ops/moe_mlp.py`).
+        for attention queries, keys, values and output, and for experts the input and, unless
+        they are computed again (`recompute_h`), the pre-activations alone (see `ops/moe_mlp.py`).
     """
     compute = DTYPE_BYTES[dtype]
     stream = max(compute, 4)
@@ -72,7 +72,7 @@ def layer_activation_bytes(config: ModelConfig, *, num_experts: int, dtype: str)
     if not num_experts:
         return bytes_per_token + _mlp_elements(config.ffn_hidden_dim, config) * compute
     branches = 2 if config.activation in GATED_ACTIVATIONS else 1
-    elements = config.dim + moe.top_k * branches * moe.hidden_dim
+    elements = config.dim + (0 if moe.recompute_h else moe.top_k * branches * moe.hidden_dim)
     if moe.num_shared_experts:
         elements += _mlp_elements(moe.num_shared_experts * moe.hidden_dim, config)
     if moe.residual:

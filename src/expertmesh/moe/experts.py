@@ -53,6 +53,17 @@ class GroupedExperts(nn.Module):
     """E experts in stacked tensors, run by one autograd operator (`expertmesh.functional.moe_mlp`).
 
     Parameters: w_in (E, G, F, D), w_out (E, D, F), and with bias b_in (E, G, F), b_out (E, D).
+
+    Args:
+        num_experts: E.
+        dim: D.
+        hidden_dim: F.
+        activation: swiglu, geglu, reglu, gelu, relu, relu2 or silu.
+        bias: whether there are b_in and b_out.
+        recompute_h: do not save the pre-activations, compute them again in the backward; the same results to the bit.
+        backend: see `ops.backend.resolve_backend`.
+        device: of the parameters.
+        dtype: of the parameters.
     """
 
     def __init__(
@@ -63,6 +74,7 @@ class GroupedExperts(nn.Module):
         hidden_dim: int,
         activation: str,
         bias: bool,
+        recompute_h: bool = False,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -71,6 +83,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         branches = num_branches(activation)
         self.num_experts, self.activation, self.backend = num_experts, activation, backend
+        self.recompute_h = recompute_h
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -106,6 +119,7 @@ class GroupedExperts(nn.Module):
             activation=self.activation,
             b_in_EGF=self.b_in,
             b_out_ED=self.b_out,
+            recompute_h=self.recompute_h,
             backend=self.backend,
         )
 

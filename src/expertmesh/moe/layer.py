@@ -20,6 +20,7 @@ from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher
 from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
 from expertmesh.moe.init import draw_seed, init_normal_, reset_custom_modules
 from expertmesh.moe.losses import LossOptions, weighted_losses
+from expertmesh.moe.phases import phase
 from expertmesh.moe.random import fresh_key
 from expertmesh.moe.router import ROUTERS, full_precision, keep_full_precision
 from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, route
@@ -85,6 +86,8 @@ class MoELayer(nn.Module):
         residual: PR-MoE's residual layer, y = a * MoE(x) + b * MLP(x) with (a, b) = softmax(W_c x + b_c) (arXiv
             2201.05596, section 4.1.2). Shared experts are added outside.
         residual_hidden_dim: hidden size of the residual MLP; None: hidden_dim.
+        recompute_h: grouped experts do not save their pre-activations (T * K * G * F elements) but compute them again in
+            the backward, a third of their forward's FLOPs more; the same results to the bit.
         balance_loss: "switch", "importance_load" or "none".
         balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call.
         aux_loss_weight: weight of the balance loss in `RoutingStats.aux_loss`.
@@ -137,6 +140,7 @@ class MoELayer(nn.Module):
         shared_hidden_dim: int | None = None,
         residual: bool = False,
         residual_hidden_dim: int | None = None,
+        recompute_h: bool = False,
         balance_loss: str = "switch",
         balance_loss_scope: str = "group",
         aux_loss_weight: float = 0.01,
@@ -210,7 +214,11 @@ class MoELayer(nn.Module):
         self.experts: GroupedExperts | ExpertList
         if experts is None:
             self.experts = GroupedExperts(
-                num_experts=E, hidden_dim=hidden_dim, backend=backend, **mlp
+                num_experts=E,
+                hidden_dim=hidden_dim,
+                recompute_h=options["recompute_h"],
+                backend=backend,
+                **mlp,
             )
         elif isinstance(experts, nn.ModuleList):
             self.experts = ExpertList(experts, backend=backend)
@@ -392,18 +400,23 @@ class MoELayer(nn.Module):
         call = self._call_inputs(
             x, token_mask, token_ids, token_index, routing, top_k, capacity_factor
         )
-        routed = route(self.router, call, self.routing_options)
-        aux_loss, z_loss, counts_E = weighted_losses(
-            routed, call.token_mask_T, self.num_experts, self.loss_options
-        )
-        assigned = self._assign(routed, call, capacity_factor)
-        sent = self.dispatcher.dispatch(
-            call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, max_rows=assigned.max_rows
-        )
-        partial_TD = self.experts(
-            sent.x_TD, sent.expert_ids_TK, sent.weights_TK, max_rows=sent.max_rows
-        )
-        y_TD = self._add_dense(call, self.dispatcher.combine(partial_TD, sent))
+        with phase("route"):
+            routed = route(self.router, call, self.routing_options)
+            aux_loss, z_loss, counts_E = weighted_losses(
+                routed, call.token_mask_T, self.num_experts, self.loss_options
+            )
+            assigned = self._assign(routed, call, capacity_factor)
+        with phase("dispatch"):
+            sent = self.dispatcher.dispatch(
+                call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, max_rows=assigned.max_rows
+            )
+        with phase("experts"):
+            partial_TD = self.experts(
+                sent.x_TD, sent.expert_ids_TK, sent.weights_TK, max_rows=sent.max_rows
+            )
+        with phase("combine"):
+            combined_TD = self.dispatcher.combine(partial_TD, sent)
+        y_TD = self._add_dense(call, combined_TD)
         stats = RoutingStats(
             aux_loss=aux_loss,
             z_loss=z_loss,
