@@ -1,7 +1,7 @@
 """Random inputs of the experts, and the comparison of an implementation with the FP64 oracle by the two-times rule."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from expertmesh.ops.route_metadata import RouteMetadata
 from expertmesh.testing.numerics import assert_two_times
 
 NAMES = ("x", "w_in", "w_out", "weights", "b_in", "b_out")
+ORDERS = 3
+"""Orders of summation in which plain PyTorch is computed; the worst counts, as for the whole layer."""
 
 
 def draw_ids(kind: str, num_tokens: int, top_k: int, num_experts: int) -> Tensor:
@@ -128,11 +130,73 @@ class ExpertsCase:
         grads = torch.autograd.grad(y, [leaf for _, leaf in named], self.grad_TD.to(y.dtype))
         return {"y": y.detach(), **dict(zip([n for n, _ in named], grads, strict=True))}
 
+    def plain(self, order: int) -> dict[str, Tensor]:
+        """The results of plain PyTorch in the same precision, with D and F summed in an order; 0 is the natural one."""
+        if order == 0:
+            return self.run("reference")
+        D, F = self.x_TD.shape[1], self.w_out_EDF.shape[2]
+        generator = torch.Generator().manual_seed(order)
+        order_D = torch.randperm(D, generator=generator).to(self.x_TD.device)
+        order_F = torch.randperm(F, generator=generator).to(self.x_TD.device)
+        b_in, b_out = self.b_in_EGF, self.b_out_ED
+        moved = replace(
+            self,
+            x_TD=self.x_TD[:, order_D],
+            w_in_EGFD=self.w_in_EGFD[:, :, order_F][..., order_D],
+            w_out_EDF=self.w_out_EDF[:, order_D][..., order_F],
+            b_in_EGF=None if b_in is None else b_in[..., order_F],
+            b_out_ED=None if b_out is None else b_out[..., order_D],
+            grad_TD=self.grad_TD[:, order_D],
+        )
+        results, back_D, back_F = moved.run("reference"), order_D.argsort(), order_F.argsort()
+        undo: dict[str, Callable[[Tensor], Tensor]] = {
+            "y": lambda v: v[:, back_D],
+            "x": lambda v: v[:, back_D],
+            "w_in": lambda v: v[:, :, back_F][..., back_D],
+            "w_out": lambda v: v[:, back_D][..., back_F],
+            "weights": lambda v: v,
+            "b_in": lambda v: v[..., back_F],
+            "b_out": lambda v: v[..., back_D],
+        }
+        return {name: undo[name](value) for name, value in results.items()}
+
     def check(self, run: Callable[[], dict[str, Tensor]]) -> None:
         """Assert the two-times rule for the results of `run`, against plain PyTorch in the same precision."""
-        ours = run()
-        plain = self.run("reference")
-        oracle = self.run("reference", torch.float64)
+        check_together([self], lambda _: run())
+
+
+def check_together(
+    cases: Sequence[ExpertsCase], run: Callable[[ExpertsCase], dict[str, Tensor]]
+) -> None:
+    """Assert the two-times rule for several draws of one kind as if they were one result.
+
+    The rule compares largest errors. Of a few numbers these are luck: the routing weight's gradient of a single token
+    is one number, plain PyTorch's error in it may be anywhere near zero, and so may the number itself. Over 200 such
+    draws the kernels' root-mean-square error was 0.97 times plain PyTorch's, yet 17 were beyond the rule. Draws with
+    few elements are therefore judged together, where the largest error of many speaks for the arithmetic.
+
+    Args:
+        cases: draws of equal type and shapes.
+        run: gives the output and every gradient of a case by name.
+
+    Raises:
+        AssertionError: too far off.
+    """
+    found: dict[str, list[tuple[Tensor, list[Tensor], Tensor]]] = {}
+    for case in cases:
+        ours = run(case)
+        plain = [case.plain(order) for order in range(ORDERS)]
+        oracle = case.run("reference", torch.float64)
         assert ours.keys() == oracle.keys()
         for name, value in ours.items():
-            assert_two_times(value, plain[name], oracle[name], what=name, dtype=self.x_TD.dtype)
+            references = [results[name] for results in plain]
+            found.setdefault(name, []).append((value, references, oracle[name]))
+    for name, results in found.items():
+        values, references, oracles = zip(*results, strict=True)
+        assert_two_times(
+            torch.stack(values),
+            [torch.stack(same_order) for same_order in zip(*references, strict=True)],
+            torch.stack(oracles),
+            what=name,
+            dtype=cases[0].x_TD.dtype,
+        )

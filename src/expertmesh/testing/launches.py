@@ -46,19 +46,14 @@ class Launch:
         """Name of the kernel without its leading underscore."""
         return str(self.kernel.__name__).lstrip("_")
 
+    @property
+    def key(self) -> str:
+        """Equal for launches that Triton compiles once for a target."""
+        return repr((self.name, *self._compiled_for(), sorted(self.options.items())))
+
     def build(self, target: str) -> Build:
         """Compile as Triton would for these arguments: types, constants, which numbers are multiples of 16."""
-        constexprs = {p.name for p in self.kernel.params if p.is_constexpr}
-        plain = {p.name for p in self.kernel.params if p.do_not_specialize}
-        types, constants, unaligned = {}, {}, set()
-        for name, value in self.values.items():
-            is_one = isinstance(value, int) and value == 1 and name not in plain
-            if name in constexprs or value is None or is_one:
-                constants[name] = value
-                continue
-            types[name] = _type_name(value)
-            if isinstance(value, int) and value % _ALIGNMENT:
-                unaligned.add(name)
+        types, constants, unaligned = self._compiled_for()
         return build(
             self.kernel,
             target,
@@ -67,6 +62,20 @@ class Launch:
             unaligned=frozenset(unaligned),
             **self.options,
         )
+
+    def _compiled_for(self) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+        constexprs = {p.name for p in self.kernel.params if p.is_constexpr}
+        plain = {p.name for p in self.kernel.params if p.do_not_specialize}
+        types, constants, unaligned = {}, {}, []
+        for name, value in self.values.items():
+            is_one = isinstance(value, int) and value == 1 and name not in plain
+            if name in constexprs or value is None or is_one:
+                constants[name] = value
+                continue
+            types[name] = _type_name(value)
+            if isinstance(value, int) and value % _ALIGNMENT:
+                unaligned.append(name)
+        return types, constants, unaligned
 
 
 def _type_name(value: Any) -> str:
