@@ -164,7 +164,7 @@ def test_opcheck(dtype, grad):
     m = _metadata()
     maps = (m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N)
     b_in = torch.randn(E, 2, F, dtype=dtype, requires_grad=grad)
-    args = (*_inputs(dtype, grad=grad), b_in, None, *maps, "swiglu", grad)
+    args = (*_inputs(dtype, grad=grad), b_in, None, *maps, "swiglu", grad, "torch")
     torch.library.opcheck(torch.ops.expertmesh.moe_mlp.default, args)
 
 

@@ -1,8 +1,4 @@
-"""The "triton" backend of `moe_mlp`: the kernels in sequence, and their registration as one autograd operator.
-
-`forward`, `data_grads` and `weight_grads` are also what a pipeline schedule calls when it wants the weights'
-gradients later than the input's, or added to FP32 buffers. Kernels are imported when the first call runs.
-"""
+"""The "triton" backend of `moe_mlp`: the kernels in sequence. Kernels are imported when the first call runs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,24 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.ops.expert_loop import Experts, Maps, Needs
-
-
-@dataclass(frozen=True)
-class HiddenGradients:
-    """What `weight_grads` needs of `data_grads`.
-
-    Attributes:
-        a_RF: s * act(H), or None where no gradient of w_out is wanted.
-        d_h_RH: gradient of H, or None where nothing before H has a gradient.
-    """
-
-    a_RF: Tensor | None
-    d_h_RH: Tensor | None
+from expertmesh.ops.expert_loop import Experts, HiddenGradients, Maps, Needs
 
 
 def forward(
-    x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps, *, save_h: bool
+    x_TD: Tensor,
+    experts: Experts,
+    weights_TK: Tensor,
+    maps: Maps,
+    *,
+    save_h: bool,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Give (y (T, D), H (R, G * F)); H has no rows unless save_h. Does not synchronise.
 
@@ -37,10 +26,11 @@ def forward(
         weights_TK: (T, K) routing weights.
         maps: from `route_metadata`.
         save_h: whether H is wanted for `data_grads`, which computes it again otherwise.
+        batch_invariant: take tiles that do not depend on the number of rows.
     """
     from expertmesh.kernels import combine, moe_forward
 
-    call = _Call.of(x_TD, experts, weights_TK, maps)
+    call = _Call.of(x_TD, experts, weights_TK, maps, batch_invariant=batch_invariant)
     h, a = moe_forward.up(
         call.x_TD,
         call.w_in_EGFD,
@@ -217,33 +207,21 @@ def weight_grads(
     return Experts(w_in, w_out, b_in, b_out, experts.activation)
 
 
-def moe_mlp(
+def backward(
+    grad_TD: Tensor,
     x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
+    h_RH: Tensor,
+    experts: Experts,
     weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
     maps: Maps,
+    needs: Needs,
     *,
-    activation: str,
-    save_h: bool,
-) -> Tensor:
-    """Run the operator that autograd sees: `ops.moe_mlp` after its checks. Without save_h autograd saves x only."""
-    return _moe_mlp(
-        x_TD,
-        w_in_EGFD,
-        w_out_EDF,
-        weights_TK,
-        b_in_EGF,
-        b_out_ED,
-        maps.offsets_E,
-        maps.token_of_row_N,
-        maps.slot_of_row_N,
-        maps.row_of_slot_N,
-        activation,
-        save_h,
-    )[0]
+    into: Experts | None = None,
+) -> tuple[Tensor | None, Tensor | None, Experts]:
+    """`data_grads`, then `weight_grads`: the gradients of x, of the routing weights, and of the experts."""
+    shared = (experts, weights_TK, maps, needs)
+    d_x, d_weights, hidden = data_grads(grad_TD, x_TD, h_RH, *shared)
+    return d_x, d_weights, weight_grads(grad_TD, x_TD, hidden, *shared, into=into)
 
 
 @dataclass(frozen=True)
@@ -261,7 +239,13 @@ class _Call:
 
     @staticmethod
     def of(
-        x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps, *, cut: bool = True
+        x_TD: Tensor,
+        experts: Experts,
+        weights_TK: Tensor,
+        maps: Maps,
+        *,
+        cut: bool = True,
+        batch_invariant: bool = False,
     ) -> "_Call":
         from expertmesh.kernels import grouped, tiles
 
@@ -280,6 +264,7 @@ class _Call:
             dim=D,
             hidden_dim=F,
             num_branches=G,
+            batch_invariant=batch_invariant,
         )
         order = (maps.offsets_E, maps.token_of_row_N, maps.slot_of_row_N)
         return _Call(
@@ -297,145 +282,3 @@ class _Call:
 def _in_memory_order(w: Tensor, like: Tensor | None = None) -> Tensor:
     """The same memory as a contiguous tensor: (E, F, G, ...) where (E, G, F, ...) is interleaved."""
     return w if (w if like is None else like).is_contiguous() else w.transpose(1, 2)
-
-
-@torch.library.custom_op("expertmesh::moe_mlp_triton", mutates_args=())
-def _moe_mlp(
-    x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    activation: str,
-    save_h: bool,
-) -> tuple[Tensor, Tensor]:
-    experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
-    maps = Maps(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
-    return forward(x_TD, experts, weights_TK, maps, save_h=save_h)
-
-
-@_moe_mlp.register_fake
-def _(
-    x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    activation: str,
-    save_h: bool,
-) -> tuple[Tensor, Tensor]:
-    num_rows = token_of_row_N.shape[0] if save_h else 0
-    h_RH = x_TD.new_empty(num_rows, w_in_EGFD.shape[1] * w_in_EGFD.shape[2])
-    return x_TD.new_empty(x_TD.shape[0], x_TD.shape[1]), h_RH
-
-
-@torch.library.custom_op("expertmesh::moe_mlp_triton_backward", mutates_args=())
-def _moe_mlp_backward(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    h_RH: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    activation: str,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
-    maps = Maps(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
-    wanted = Needs(*needs)
-    shared = (experts, weights_TK, maps, wanted)
-    grad_TD = grad_TD.contiguous()
-    d_x, d_weights, hidden = data_grads(grad_TD, x_TD, h_RH, *shared)
-    grads = weight_grads(grad_TD, x_TD, hidden, *shared)
-
-    def given(grad: Tensor | None) -> Tensor:
-        return x_TD.new_empty(0) if grad is None else grad
-
-    return (
-        given(d_x),
-        grads.w_in_EGFD,
-        grads.w_out_EDF,
-        given(d_weights),
-        given(grads.b_in_EGF).contiguous(),
-        given(grads.b_out_ED),
-    )
-
-
-@_moe_mlp_backward.register_fake
-def _(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    h_RH: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    activation: str,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from expertmesh.kernels.tiles import is_interleaved
-
-    def like(tensor: Tensor | None, needed: bool) -> Tensor:
-        if tensor is None or not needed:
-            return x_TD.new_empty(0)
-        return tensor.new_empty(tensor.shape)
-
-    need_x, need_w_in, need_w_out, need_weights, need_b_in, need_b_out = needs
-    d_w_in = like(w_in_EGFD, need_w_in)
-    if need_w_in and is_interleaved(w_in_EGFD):
-        d_w_in = torch.empty_like(w_in_EGFD)
-    return (
-        like(x_TD, need_x),
-        d_w_in,
-        like(w_out_EDF, need_w_out),
-        like(weights_TK, need_weights),
-        like(b_in_EGF, need_b_in),
-        like(b_out_ED, need_b_out),
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w_in, w_out, weights, b_in, b_out, *maps, activation, _ = inputs
-    ctx.save_for_backward(x, output[1], w_in, w_out, weights, b_in, b_out, *maps)
-    ctx.activation = activation
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_TD: Tensor | None, grad_h: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:6])
-    rest = (None,) * 6
-    if grad_TD is None:
-        return (None,) * 6 + rest
-    grads = _moe_mlp_backward(grad_TD, *ctx.saved_tensors, ctx.activation, needs)
-    return tuple(g if needed else None for g, needed in zip(grads, needs, strict=True)) + rest
-
-
-def _double_backward(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError(
-        "moe_mlp has no second derivative; use backend='reference' where one is needed (gradient penalties)"
-    )
-
-
-_moe_mlp.register_autograd(_backward, setup_context=_setup_context)
-_moe_mlp_backward.register_autograd(_double_backward)

@@ -3,6 +3,8 @@
 They are the "reference" backend and what the tests compare every other backend with.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -133,3 +135,22 @@ def moe_mlp(
         rows.append(y)
     y_RD = torch.cat(rows)
     return combine(y_RD, row_of_slot_N, bounds[-1], weights_TK.shape[1])
+
+
+class _Deposit(torch.autograd.Function):
+    """The identity, whose gradient is added to a buffer and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, buffer: Tensor) -> Tensor:
+        ctx.buffer = buffer
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.buffer.add_(grad)
+        return None, None
+
+
+def deposit(weight: Tensor | None, buffer: Tensor | None) -> Tensor | None:
+    """Give the weight as it is, but with its gradient added to the buffer instead of to `.grad`."""
+    return weight if weight is None or buffer is None else _Deposit.apply(weight, buffer)
