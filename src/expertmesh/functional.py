@@ -1,15 +1,25 @@
 """Operators and losses for other mixture-of-experts systems: what our layer is made of, without the layer."""
 
 from expertmesh.moe.assignment import count_choices
+from expertmesh.moe.checkpointing import routing_checkpoint_contexts, routing_checkpoint_policy
 from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
 from expertmesh.ops.capacity import combine_capacity, dispatch_capacity, weighted_combine
 from expertmesh.ops.moe_mlp import moe_mlp
+from expertmesh.ops.moe_mlp_inputs import WeightGradients
+from expertmesh.ops.moe_mlp_parts import (
+    HiddenRows,
+    moe_mlp_data_grads,
+    moe_mlp_forward,
+    moe_mlp_weight_grads,
+)
 from expertmesh.ops.permute import combine, permute, unpermute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.ops.topk import choose_experts
 
 __all__ = [
+    "HiddenRows",
     "RouteMetadata",
+    "WeightGradients",
     "choose_experts",
     "combine",
     "combine_capacity",
@@ -17,9 +27,14 @@ __all__ = [
     "dispatch_capacity",
     "importance_load_loss",
     "moe_mlp",
+    "moe_mlp_data_grads",
+    "moe_mlp_forward",
+    "moe_mlp_weight_grads",
     "permute",
     "route_metadata",
     "router_z_loss",
+    "routing_checkpoint_contexts",
+    "routing_checkpoint_policy",
     "switch_loss",
     "unpermute",
     "weighted_combine",

@@ -134,3 +134,7 @@ def _(
         return expert_ids_TK.new_empty((size,), dtype=torch.int32)
 
     return empty(num_experts + 1), empty(num_rows), empty(num_rows), empty(num_slots)
+
+
+OPERATOR = torch.ops.expertmesh.route_metadata.default
+"""What graphs and dispatch modes see, for policies that go by operator (activation checkpointing)."""

@@ -202,3 +202,6 @@ def _double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _choose_experts.register_autograd(_backward, setup_context=_save)
 _choose_experts_backward.register_autograd(_double_backward)
+
+OPERATOR = torch.ops.expertmesh.choose_experts.default
+"""The fused choice, for policies that go by operator (activation checkpointing)."""

@@ -1,0 +1,54 @@
+"""Selective activation checkpointing: keep the choice of experts, compute everything else again.
+
+A recomputed router may choose differently: another kernel, a non-deterministic product before it, a parameter that
+changed in between. The backward would then mix two routings. With this policy the recomputation takes the ids, their
+order and the drops of the forward, and computes weights, scores and losses again at these ids.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from expertmesh.ops import route_metadata, topk
+
+_aten = torch.ops.aten
+CHOOSING_OPERATORS = frozenset(
+    {
+        # our fused choice, and the order of the rows with the dropped ones left out
+        topk.OPERATOR,
+        route_metadata.OPERATOR,
+        # the choice on PyTorch's operators, of routers of your own too; the queues of a capacity
+        _aten.topk.default,
+        _aten.argmax.default,
+        _aten.multinomial.default,
+        _aten.sort.default,
+        _aten.sort.stable,
+    }
+)
+"""Operators whose results are kept: all that decide where a token goes."""
+
+
+def routing_checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Say what `torch.utils.checkpoint` keeps of one operator: the results of those that choose experts.
+
+    Kept per token: ids and values of the K best (12 K bytes), the int32 metadata (12 K bytes), with a capacity the
+    queue (12 K bytes); with the fused choice of the Triton backend all scores (4 E bytes) instead of the values. The
+    random numbers of noise and drops are drawn again from the same state (`preserve_rng_state`).
+
+    Args:
+        ctx: given by torch.
+        op: the operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
+    if op in CHOOSING_OPERATORS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+routing_checkpoint_contexts = functools.partial(
+    create_selective_checkpoint_contexts, routing_checkpoint_policy
+)
+"""`checkpoint(function, *args, use_reentrant=False, context_fn=routing_checkpoint_contexts)`."""
