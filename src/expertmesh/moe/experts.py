@@ -1,6 +1,8 @@
 """The routed experts (grouped tensors, or a module of the user's per expert) and the dense MLPs beside them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -8,8 +10,29 @@ from torch import Tensor, nn
 
 from expertmesh.ops.activation import activate, num_branches
 from expertmesh.ops.moe_mlp import moe_mlp
+from expertmesh.ops.moe_mlp_inputs import WeightGradients
 from expertmesh.ops.permute import combine, permute
+from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.ops.route_metadata import route_metadata
+
+
+@dataclass(frozen=True)
+class ExpertParameters:
+    """Parameters of e experts that stand in for those of a `GroupedExperts`, in one call.
+
+    Attributes:
+        w_in_EGFD: (e, G, F', D), where F' may be a slice of the hidden size.
+        w_out_EDF: (e, D, F').
+        b_in_EGF: (e, G, F') or None.
+        b_out_ED: (e, D) or None.
+        context: entered around the experts' operator; their owner may decide there what autograd keeps.
+    """
+
+    w_in_EGFD: Tensor
+    w_out_EDF: Tensor
+    b_in_EGF: Tensor | None = None
+    b_out_ED: Tensor | None = None
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class DenseMLP(nn.Module):
@@ -84,6 +107,7 @@ class GroupedExperts(nn.Module):
         branches = num_branches(activation)
         self.num_experts, self.activation, self.backend = num_experts, activation, backend
         self.recompute_h = recompute_h
+        self.main_grads: WeightGradients | None = None
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -93,8 +117,44 @@ class GroupedExperts(nn.Module):
         self.b_in = parameter(num_experts, branches, hidden_dim) if bias else None
         self.b_out = parameter(num_experts, dim) if bias else None
 
+    def accumulate_main_grads(self, enabled: bool = True) -> None:
+        """From now on add the gradients of all parameters to FP32 buffers, `self.main_grads`, in the backward.
+
+        The parameters' `.grad` stays None, and nothing is rounded to their type between micro-batches. Before the
+        optimiser step hand the buffers over (`experts.w_in.grad = experts.main_grads.w_in` where the parameters are
+        FP32, or to FP32 master weights), after it call `zero_main_grads`. The buffers are zero at first, lie on the
+        parameters' device of now, and are in no state dict. What sees gradients through autograd (hooks, DDP) sees none
+        of these; see `main_grads` of `moe_mlp` for the other limits.
+
+        Args:
+            enabled: False goes back to autograd's gradients and drops the buffers.
+        """
+
+        def buffer(parameter: Tensor | None) -> Tensor | None:
+            if parameter is None:
+                return None
+            return torch.zeros_like(
+                parameter, dtype=accumulate_dtype(parameter.dtype), requires_grad=False
+            )
+
+        parameters = (self.w_in, self.w_out, self.b_in, self.b_out)
+        self.main_grads = WeightGradients(*map(buffer, parameters)) if enabled else None
+
+    @torch.no_grad()
+    def zero_main_grads(self) -> None:
+        """Set the buffers of `accumulate_main_grads` to zero, for the next step."""
+        for buffer in () if self.main_grads is None else vars(self.main_grads).values():
+            if buffer is not None:
+                buffer.zero_()
+
     def forward(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, *, max_rows: int | None
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        max_rows: int | None,
+        parameters: ExpertParameters | None = None,
     ) -> Tensor:
         """Weighted sum of the chosen experts' outputs per token.
 
@@ -103,25 +163,31 @@ class GroupedExperts(nn.Module):
             expert_ids_TK: (T, K) in [0, E]; E is skipped.
             weights_TK: (T, K).
             max_rows: a bound on the ids below E that the caller guarantees.
+            parameters: of the experts that the ids count, in the place of this module's own.
 
         Returns:
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
         """
+        main_grads = self.main_grads if parameters is None else None
+        if parameters is None:
+            parameters = ExpertParameters(self.w_in, self.w_out, self.b_in, self.b_out)
         metadata = route_metadata(
-            expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend
+            expert_ids_TK, parameters.w_in_EGFD.shape[0], max_rows=max_rows, backend=self.backend
         )
-        return moe_mlp(
-            x_TD,
-            self.w_in,
-            self.w_out,
-            weights_TK,
-            metadata,
-            activation=self.activation,
-            b_in_EGF=self.b_in,
-            b_out_ED=self.b_out,
-            recompute_h=self.recompute_h,
-            backend=self.backend,
-        )
+        with parameters.context():
+            return moe_mlp(
+                x_TD,
+                parameters.w_in_EGFD,
+                parameters.w_out_EDF,
+                weights_TK,
+                metadata,
+                activation=self.activation,
+                b_in_EGF=parameters.b_in_EGF,
+                b_out_ED=parameters.b_out_ED,
+                recompute_h=self.recompute_h,
+                main_grads=main_grads,
+                backend=self.backend,
+            )
 
 
 class ExpertList(nn.ModuleList):
@@ -133,13 +199,20 @@ class ExpertList(nn.ModuleList):
         self.num_experts, self.backend = len(self), backend
 
     def forward(
-        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, *, max_rows: int | None
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        max_rows: int | None,
+        parameters: ExpertParameters | None = None,
     ) -> Tensor:
         """As GroupedExperts.forward, but waits for the number of rows of each expert on the host.
 
-        The routing weight multiplies an expert's output. An expert without a row is not called, so that its
+        `parameters` must be None: modules keep their own. The routing weight multiplies an expert's output. An expert without a row is not called, so that its
         parameters get no gradient (None).
         """
+        assert parameters is None, "modules keep their own parameters"
         metadata = route_metadata(
             expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend
         )

@@ -154,6 +154,8 @@ class Inputs:
             "b_in": (main.b_in, self.b_in),
             "b_out": (main.b_out, () if self.b_out_ED is None else (self.b_out_ED,)),
         }
+        first = self.w_in[0]
+        interleaved = not first.is_contiguous() and first.transpose(1, 2).is_contiguous()
         found: dict[str, tuple[Tensor, ...]] = {}
         for name, (given, weights) in pairs.items():
             buffers = () if given is None else (given,) if isinstance(given, Tensor) else given
@@ -165,8 +167,8 @@ class Inputs:
                 )
             for buffer, weight in zip(buffers, weights, strict=True):
                 _check_tensor(f"main_grads.{name}", buffer, tuple(weight.shape), wide)
-                in_order = name in ("w_out", "b_out") or self.w_in[0].is_contiguous()
-                if not (buffer if in_order else buffer.transpose(1, 2)).is_contiguous():
+                like_w_in = name in ("w_in", "b_in") and interleaved
+                if not (buffer.transpose(1, 2) if like_w_in else buffer).is_contiguous():
                     raise ConfigError(
                         f"main_grads.{name} has strides {buffer.stride()}; it must lie in memory like w_in, contiguous or "
                         "with interleaved branches; allocate it with torch.zeros_like(w_in)"

@@ -1,0 +1,186 @@
+"""`moe_mlp` on weights in slices along F: the result of their concatenation, without concatenating."""
+
+import pytest
+import torch
+
+from expertmesh.errors import ConfigError
+from expertmesh.functional import moe_mlp, route_metadata
+from expertmesh.testing.experts_case import NAMES, ExpertsCase
+from expertmesh.testing.numerics import assert_close_fp64
+from expertmesh.testing.poison import poisoned_empty
+
+SHAPE = (40, 16, 24, 5, 2)
+
+
+def cut(tensor, sizes, dim):
+    return [s.detach().clone().requires_grad_() for s in tensor.split(sizes, dim)]
+
+
+def run_sliced(case, sizes, backend="auto", dtype=None, **options):
+    """Output and every gradient by name, those of the slices concatenated."""
+    x, w_in, w_out, weights, b_in, b_out = case.leaves(dtype)
+    slices = {
+        "w_in": cut(w_in, sizes, 2),
+        "w_out": cut(w_out, sizes, 2),
+        "b_in": None if b_in is None else cut(b_in, sizes, 2),
+    }
+    y = moe_mlp(
+        x,
+        slices["w_in"],
+        slices["w_out"],
+        weights,
+        case.metadata,
+        activation=case.activation,
+        b_in_EGF=slices["b_in"],
+        b_out_ED=b_out,
+        backend=backend,
+        **options,
+    )
+    y.backward(case.grad_TD.to(y.dtype))
+    whole = {"x": x, "weights": weights, "b_out": b_out}
+    results = {"y": y.detach()}
+    for name in NAMES:
+        if whole.get(name) is not None:
+            results[name] = whole[name].grad
+        elif slices.get(name) is not None:
+            results[name] = torch.cat([s.grad for s in slices[name]], 2)
+    return results
+
+
+@pytest.mark.parametrize("sizes", [[24], [8, 16], [7, 1, 16], [3] * 8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["uniform", "sparse", "dropped"])
+def test_two_times_rule(sizes, dtype, kind):
+    case = ExpertsCase.draw(SHAPE, kind=kind, dtype=dtype, bias=True)
+    with poisoned_empty():
+        ours = run_sliced(case, sizes)
+    case.check(lambda: ours)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_fp64(activation):
+    case = ExpertsCase.draw(SHAPE, activation=activation, dtype=torch.float64, bias=True)
+    whole = case.run("reference", torch.float64)
+    for backend in ("torch", "reference"):
+        for name, value in run_sliced(case, [5, 19], backend, torch.float64).items():
+            assert_close_fp64(value, whole[name], what=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton(dtype):
+    case = ExpertsCase.draw((9, 8, 24, 3, 2), kind="sparse", dtype=dtype, bias=True)
+    case.check(lambda: run_sliced(case, [16, 8], "triton"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_deterministic_and_recomputation_changes_no_bit(backend, dtype):
+    case = ExpertsCase.draw((9, 8, 24, 3, 2), dtype=dtype, bias=True)
+    first = run_sliced(case, [16, 8], backend)
+    for options in ({}, {"recompute_h": True}):
+        again = run_sliced(case, [16, 8], backend, **options)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("recompute_h", [False, True])
+def test_slices_are_saved_as_they_are_and_h_once(recompute_h):
+    case = ExpertsCase.draw((64, 16, 24, 4, 2))
+    w_in, w_out = cut(case.w_in_EGFD, [8, 16], 2), cut(case.w_out_EDF, [8, 16], 2)
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x, _, _, weights, *_ = case.leaves()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        moe_mlp(
+            x, w_in, w_out, weights, case.metadata, activation="swiglu", recompute_h=recompute_h
+        )
+    for parameter in (*w_in, *w_out):
+        saved.pop(parameter.untyped_storage().data_ptr())
+    elements = 64 * 16 + (0 if recompute_h else 2 * 128 * 24)
+    metadata_and_weights = 4 * (5 + 3 * 128) + 4 * 128
+    assert sum(saved.values()) == 4 * elements + metadata_and_weights
+
+
+def test_some_slices_frozen():
+    case = ExpertsCase.draw(SHAPE)
+    x, w_in, w_out, weights, *_ = case.leaves()
+    ins, outs = cut(w_in, [8, 16], 2), cut(w_out, [8, 16], 2)
+    full = run_sliced(case, [8, 16])
+    ins[0].requires_grad_(False)
+    outs[1].requires_grad_(False)
+    y = moe_mlp(x, ins, outs, weights, case.metadata, activation="swiglu")
+    y.backward(case.grad_TD)
+    assert ins[0].grad is None
+    assert outs[1].grad is None
+    assert torch.equal(ins[1].grad, full["w_in"][:, :, 8:])
+    assert torch.equal(outs[0].grad, full["w_out"][:, :, :8])
+
+
+def test_compile_fullgraph():
+    case = ExpertsCase.draw(SHAPE, bias=True)
+    x, w_in, w_out, weights, b_in, b_out = case.leaves()
+    ins, outs, biases = (cut(t, [8, 16], 2) for t in (w_in, w_out, b_in))
+    ids = torch.randint(0, 5, (40, 2))
+
+    def block(x, ins, outs, biases):
+        metadata = route_metadata(ids, 5)
+        options = {"b_in_EGF": biases, "b_out_ED": b_out, "activation": "swiglu"}
+        return moe_mlp(x, ins, outs, weights, metadata, **options)
+
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    leaves = (x, weights, b_out, *ins, *outs, *biases)
+    y, expected = compiled(x, ins, outs, biases), block(x, ins, outs, biases)
+    assert torch.equal(y, expected)
+    ours = torch.autograd.grad(y, leaves, case.grad_TD)
+    theirs = torch.autograd.grad(expected, leaves, case.grad_TD)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck(bias):
+    case = ExpertsCase.draw((6, 8, 16, 3, 2), bias=bias)
+    x, w_in, w_out, weights, b_in, b_out = case.leaves()
+    m = case.metadata
+    maps = (m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N)
+    ins, outs = cut(w_in, [8, 8], 2), cut(w_out, [8, 8], 2)
+    biases = cut(b_in, [8, 8], 2) if bias else []
+    args = (x, ins, outs, weights, biases, b_out, [], *maps, "swiglu", True, "torch")
+    torch.library.opcheck(torch.ops.expertmesh.moe_mlp_sliced.default, args)
+
+
+def test_second_derivative_is_an_error():
+    case = ExpertsCase.draw(SHAPE)
+    x, w_in, w_out, weights, *_ = case.leaves()
+    y = moe_mlp(
+        x,
+        cut(w_in, [8, 16], 2),
+        cut(w_out, [8, 16], 2),
+        weights,
+        case.metadata,
+        activation="swiglu",
+    )
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_mistakes_are_one_line_errors():
+    case = ExpertsCase.draw(SHAPE, bias=True)
+    x, w_in, w_out, weights, b_in, _ = (t if t is None else t.detach() for t in case.leaves())
+    ins, outs = list(w_in.split([8, 16], 2)), list(w_out.split([8, 16], 2))
+    for change, word in (
+        ({"w_out_EDF": w_out}, "slice both alike"),
+        ({"w_out_EDF": outs[:1]}, "slices"),
+        ({"w_in_EGFD": [], "w_out_EDF": []}, "no slices"),
+        ({"w_out_EDF": outs[::-1]}, r"w_out\[0\]"),
+        ({"b_in_EGF": b_in}, "slice both alike"),
+        ({"b_in_EGF": [b_in]}, "slices"),
+        ({"w_in_EGFD": [ins[0], ins[1].double()]}, r"w_in\[1\]"),
+    ):
+        arguments = {"w_in_EGFD": ins, "w_out_EDF": outs} | change
+        with pytest.raises(ConfigError, match=word) as error:
+            moe_mlp(x, weights_TK=weights, metadata=case.metadata, activation="swiglu", **arguments)
+        assert "\n" not in str(error.value)
