@@ -5,10 +5,13 @@ Buffers are reused from expert to expert so that they stay in the cache, results
 `expert_loop_backward.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 
 from expertmesh.ops.activation_passes import Passes
 from expertmesh.ops.backend import gemm_dtype, gemm_rows
@@ -16,7 +19,7 @@ from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.reference import accumulate_dtype
 
 FEW_ELEMENTS = 1 << 20
-"""Up to this many elements of H, all rows go through each step together: what decoding needs."""
+"""Up to this many elements of H, the rows of several experts go through each step together."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,13 @@ class Experts:
 
     def hidden(self, e: int, x_RD: Tensor, out_RH: Tensor) -> None:
         """Write the pre-activations of rows of one expert, all three in the type of the products."""
-        w_in = self.w_in(e, x_RD.dtype).T
+        w_in = self.w_in(e, x_RD.dtype)
         if self.b_in_EGF is None:
-            torch.mm(x_RD, w_in, out=out_RH)
+            product_into(x_RD, w_in, out_RH)
         else:
             # inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
             bias = self.b_in_EGF[e].flatten().to(x_RD.dtype)
-            torch.addmm(bias, x_RD, w_in, out=out_RH)
+            torch.addmm(bias, x_RD, w_in.T, out=out_RH)
 
 
 @dataclass(frozen=True)
@@ -93,66 +96,124 @@ def forward(
     num_rows = maps.token_of_row_N.shape[0]
     bounds = maps.offsets_E.tolist()
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
-    most, pad = largest_block(bounds, x_TD.device, dtype)
+    _, pad = largest_block(bounds, x_TD.device, dtype)
     h_all = x_TD.new_empty(num_rows if save_h else 0, G * F)
-    if pad == 0 and bounds[-1] * G * F <= FEW_ELEMENTS:
-        return _forward_of_few(x_TD, experts, weights_TK, maps, bounds, h_all), h_all
-    y_RD = x_TD.new_empty(bounds[-1] + pad, D, dtype=dtype)
+    runs = _runs(bounds, FEW_ELEMENTS // (G * F))
+    most = max((run[-1].stop - run[0].start for run in runs), default=0) + pad
     x_buffer = x_TD.new_empty(most, D)
-    h_buffer = x_TD.new_empty(most, G * F, dtype=dtype)
-    a_buffer = x_TD.new_empty(most, F, dtype=dtype)
+    h_buffer, a_buffer = (x_TD.new_empty(most, width, dtype=dtype) for width in (G * F, F))
+    y_RD = x_TD.new_empty(bounds[-1] + pad, D, dtype=dtype)
     s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
     passes = Passes.allocate(experts.activation, a_buffer, backward=False)
-    for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        if start == stop:
-            continue
-        n = stop - start
-        m = gemm_rows(n, x_TD.device, dtype)
+    for run in runs:
+        start, stop = run[0].start, run[-1].stop
+        n, m = stop - start, stop - start + pad
         x = gather_tokens(x_TD, maps.token_of_row_N[start:stop], x_buffer[:m], dtype)
         # padding rows land on those of the next experts, which are written later, but never behind the last one
         direct = save_h and dtype == x_TD.dtype and start + m <= num_rows
         h = h_all[start : start + m] if direct else h_buffer[:m]
-        experts.hidden(e, x, h)
+        offsets_E = None if save_h else _grouped_offsets(run, experts, maps, dtype)
+        if offsets_E is None:
+            sizes = [gemm_rows(block.stop - block.start, x_TD.device, dtype) for block in run]
+            for block, x_nD, h_nH in zip(
+                run, _views(x, run, sizes), _views(h, run, sizes), strict=True
+            ):
+                experts.hidden(block.expert, x_nD, h_nH)
+        else:
+            h = grouped_mm(x, experts.w_in_EGFD.flatten(1, 2).mT, offs=offsets_E)
         if save_h and not direct:
             h_all[start:stop].copy_(h[:n])
         passes.forward(h[:n], s_R[start:stop], a_buffer)
-        torch.mm(a_buffer[:m], experts.w_out(e, dtype).T, out=y_RD[start : start + m])
-        if experts.b_out_ED is not None:
-            y_RD[start:stop].add_(s_R[start:stop, None] * experts.b_out_ED[e])
+        y = y_RD[start : start + m]
+        if offsets_E is None:
+            for block, a_nF, y_nD in zip(
+                run, _views(a_buffer, run, sizes), _views(y, run, sizes), strict=True
+            ):
+                product_into(a_nF, experts.w_out(block.expert, dtype), y_nD)
+        else:
+            y.copy_(grouped_mm(a_buffer, experts.w_out_EDF.mT, offs=offsets_E))
+    if experts.b_out_ED is not None:
+        for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            if stop > start:
+                y_RD[start:stop].add_(s_R[start:stop, None] * experts.b_out_ED[e])
     y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
     return y_TD.to(x_TD.dtype), h_all
 
 
-def _forward_of_few(
-    x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps, bounds: list[int], h_all: Tensor
-) -> Tensor:
-    """The same for so few rows (decoding) that all of H stays in the cache: fewer, larger calls."""
-    _, G, F, D = experts.w_in_EGFD.shape
-    dtype = gemm_dtype(x_TD.device, x_TD.dtype)
-    num_rows = bounds[-1]
-    if num_rows == 0:
-        return torch.zeros_like(x_TD, memory_format=torch.contiguous_format)
-    counts = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-    live = [e for e, count in enumerate(counts) if count]
-    sizes = [counts[e] for e in live]
-    x_RD = x_TD.index_select(0, maps.token_of_row_N[:num_rows]).to(dtype)
-    direct = dtype == x_TD.dtype and bool(h_all.numel())
-    h_RH = h_all[:num_rows] if direct else x_TD.new_empty(num_rows, G * F, dtype=dtype)
-    for e, x, h in zip(live, x_RD.split(sizes), h_RH.split(sizes), strict=True):
-        experts.hidden(e, x, h)
-    if h_all.numel() and not direct:
-        h_all[:num_rows].copy_(h_RH)
-    s_R = row_weights(weights_TK, maps, num_rows, x_TD.dtype)
-    a_RF, y_RD = (x_TD.new_empty(num_rows, width, dtype=dtype) for width in (F, D))
-    Passes.allocate(experts.activation, a_RF, backward=False).forward(h_RH, s_R, a_RF)
-    for e, a, y in zip(live, a_RF.split(sizes), y_RD.split(sizes), strict=True):
-        torch.mm(a, experts.w_out(e, dtype).T, out=y)
-    if experts.b_out_ED is not None:
-        rows = torch.tensor(sizes, device=x_TD.device)
-        expert_R = torch.tensor(live, device=x_TD.device).repeat_interleave(rows)
-        y_RD.add_(s_R[:, None] * experts.b_out_ED[expert_R])
-    y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
-    return y_TD.to(x_TD.dtype)
+class Block(NamedTuple):
+    """The rows [start, stop) of one expert; at least one."""
+
+    expert: int
+    start: int
+    stop: int
+
+
+def _runs(bounds: list[int], most_rows: int) -> list[list[Block]]:
+    """Neighbouring blocks that go through each step together: up to this many rows, or one block.
+
+    One expert's rows at a time are enough work for a step in training; in decoding and for narrow experts the calls
+    would cost more than the work.
+    """
+    runs: list[list[Block]] = []
+    for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if start == stop:
+            continue
+        if runs and stop - runs[-1][0].start <= most_rows:
+            runs[-1].append(Block(e, start, stop))
+        else:
+            runs.append([Block(e, start, stop)])
+    return runs
+
+
+def _views(rows: Tensor, run: list[Block], sizes: list[int]) -> Sequence[Tensor]:
+    """The first sizes[i] rows from the start of block i, in a buffer that begins with the run's first row."""
+    first, last = run[0].start, run[-1].stop
+    if sum(sizes) == last - first:  # no padding, so no overlap: one call
+        return rows[: last - first].split(sizes)
+    return [
+        rows[block.start - first : block.start - first + size]
+        for block, size in zip(run, sizes, strict=True)
+    ]
+
+
+def _grouped_offsets(
+    run: list[Block], experts: Experts, maps: Maps, dtype: torch.dtype
+) -> Tensor | None:
+    """Ends of all experts' rows for PyTorch's grouped product, where it serves best; None: a loop does.
+
+    It is the same loop without Python, over all experts, those without rows included. Its demands (bytes of a row, no
+    bias, no row behind the last offset) are checked here.
+    """
+    w_in, w_out = experts.w_in_EGFD, experts.w_out_EDF
+    serves = (
+        w_in.device.type == "cpu"
+        and dtype == w_in.dtype == torch.bfloat16
+        and experts.b_in_EGF is None
+        and w_in.is_contiguous()
+        and w_out.is_contiguous()
+        and w_in.shape[3] % 8 == 0
+        and w_out.shape[2] % 8 == 0
+        and 4 * len(run) >= w_in.shape[0]
+        and all(block.stop - block.start < 64 for block in run)  # else gemm_rows pads
+    )
+    if not serves or run[0].start != 0 or int(maps.offsets_E[-1]) != run[-1].stop:
+        return None
+    return maps.offsets_E[1:]
+
+
+def product_into(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
+    """Write x W^T.
+
+    For up to 4 rows in FP32 the CPU library is twice as fast when W is the left factor, for one row when that row is
+    doubled; so it is for no other type and no more rows.
+    """
+    num_rows = x_RK.shape[0]
+    if num_rows > 4 or x_RK.dtype != torch.float32 or x_RK.device.type != "cpu":
+        torch.mm(x_RK, w_NK.T, out=out_RN)
+    elif num_rows > 1:
+        out_RN.copy_(torch.mm(w_NK, x_RK.T).T)
+    else:
+        out_RN.copy_(torch.mm(w_NK, x_RK.repeat(2, 1).T)[:, :1].T)
 
 
 def largest_block(bounds: list[int], device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
