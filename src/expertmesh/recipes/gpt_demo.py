@@ -32,7 +32,7 @@ def gpt_moe_test() -> RunConfig:
 
 
 def gpt_moe_demo() -> RunConfig:
-    """The demo: 32 narrow experts of which a token uses 2; 3.9 million tokens of Python source.
+    """The demo: 32 narrow experts of which a token uses 2; 2.6 million tokens of Python source.
 
     The feed-forward layers are narrow, so that a dense model of the same cost is short of parameters within the
     minutes of a demo, which is where experts pay (docs/log.md, "Equal learning"). weight_scale = K undoes the 1/K
@@ -41,22 +41,23 @@ def gpt_moe_demo() -> RunConfig:
     return RunConfig(
         model=ModelConfig(
             vocab_size=2048,
-            max_seq_len=256,
+            max_seq_len=128,
             dim=128,
             num_layers=4,
             num_heads=4,
             num_kv_heads=2,
             qk_norm=True,
+            init_std=0.06,
             moe=MoEConfig(num_experts=(32,), top_k=2, hidden_dim=64, weight_scale=2.0),
         ),
-        data=DataConfig(seq_len=256),
+        data=DataConfig(seq_len=128),
         optim=OptimConfig(lr=2e-3, warmup_steps=50),
         train=TrainConfig(
-            steps=960,
-            batch_size=16,
+            steps=640,
+            batch_size=32,
             run_dir="runs/gpt-moe-demo",
-            checkpoint_every=240,
-            eval_every=120,
+            checkpoint_every=160,
+            eval_every=80,
         ),
     )
 
