@@ -6,6 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from expertmesh import MoELayer
 from expertmesh.moe.phases import PHASES
+from expertmesh.testing.memory import saved_bytes
 
 SHAPES = [(512, 64, 96, 8, 2), (700, 128, 160, 16, 1), (256, 96, 64, 32, 8)]
 ONE_PERCENT = 100
@@ -19,22 +20,6 @@ def make(shape, dtype=torch.float32, **options):
 def tokens(shape, dtype=torch.float32):
     generator = torch.Generator().manual_seed(3)
     return torch.randn(shape[0], shape[1], generator=generator).to(dtype).requires_grad_()
-
-
-def saved_bytes(layer, x):
-    """Bytes of all storages that autograd saves, parameters left out."""
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = layer(x)
-    assert result[0].shape == x.shape
-    for parameter in layer.parameters():
-        saved.pop(parameter.untyped_storage().data_ptr(), None)
-    return sum(saved.values())
 
 
 def documented_bytes(shape, itemsize, *, recompute_h=False):
@@ -51,7 +36,8 @@ def documented_bytes(shape, itemsize, *, recompute_h=False):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saves_x_and_h_and_metadata_and_routing(shape, dtype, recompute_h):
-    found = saved_bytes(make(shape, dtype, recompute_h=recompute_h), tokens(shape, dtype))
+    layer, x = make(shape, dtype, recompute_h=recompute_h), tokens(shape, dtype)
+    found = saved_bytes(lambda: layer(x), parameters=layer.parameters())
     expected = documented_bytes(shape, dtype.itemsize, recompute_h=recompute_h)
     assert abs(found - expected) * ONE_PERCENT <= expected
 

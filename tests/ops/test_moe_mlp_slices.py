@@ -6,6 +6,7 @@ import torch
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.testing.experts_case import NAMES, ExpertsCase
+from expertmesh.testing.memory import saved_bytes
 from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.testing.poison import poisoned_empty
 
@@ -86,22 +87,15 @@ def test_deterministic_and_recomputation_changes_no_bit(backend, dtype):
 def test_slices_are_saved_as_they_are_and_h_once(recompute_h):
     case = ExpertsCase.draw((64, 16, 24, 4, 2))
     w_in, w_out = cut(case.w_in_EGFD, [8, 16], 2), cut(case.w_out_EDF, [8, 16], 2)
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     x, _, _, weights, *_ = case.leaves()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        moe_mlp(
-            x, w_in, w_out, weights, case.metadata, activation="swiglu", recompute_h=recompute_h
-        )
-    for parameter in (*w_in, *w_out):
-        saved.pop(parameter.untyped_storage().data_ptr())
+    options = {"activation": "swiglu", "recompute_h": recompute_h}
+    found = saved_bytes(
+        lambda: moe_mlp(x, w_in, w_out, weights, case.metadata, **options),
+        parameters=(*w_in, *w_out),
+    )
     elements = 64 * 16 + (0 if recompute_h else 2 * 128 * 24)
     metadata_and_weights = 4 * (5 + 3 * 128) + 4 * 128
-    assert sum(saved.values()) == 4 * elements + metadata_and_weights
+    assert found == 4 * elements + metadata_and_weights
 
 
 def test_some_slices_frozen():
