@@ -28,7 +28,8 @@ from expertmesh.kernels.moe_forward import RowOptions
 from expertmesh.kernels.tiles import Plan
 
 _BIAS_COLUMNS = 128
-_CHUNK_N = 32
+_CHUNK_ELEMENTS = 32
+"""Elements of H in a row that the activation's backward holds at once; more do not fit the registers."""
 
 
 @triton.jit
@@ -282,7 +283,7 @@ def hidden_grad(
         INNER=INNER[activation],
         INTERLEAVED=interleaved,
         TMA=plan.tma,
-        CHUNK_N=_CHUNK_N,
+        CHUNK_N=_CHUNK_ELEMENTS // 2 if interleaved else _CHUNK_ELEMENTS,
         **options.constants(),
     )
     return a, d_h, partial

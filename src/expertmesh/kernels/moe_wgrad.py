@@ -1,8 +1,10 @@
 """Gradients of the experts' weights and biases: sums over an expert's rows.
 
 dW_out[e] = gather(dO)^T A' and dW_in[e] = dH^T gather(x). One of the operands lies in row order, the other is
-gathered in its loads. Every element is written by one program, an expert without rows gets zeros, and there is no
-split of the sum: deterministic, no memory to clear first. `into` adds to a buffer instead (FP32 main gradients).
+gathered in its loads. Every element is written by one program and an expert without rows gets zeros: no memory to
+clear first. Where an expert has fewer tiles than the GPU multiprocessors, a very hot expert's sum is split (see
+`pieces`); partial sums are added in a fixed order, so results are deterministic. `accumulate` adds to a buffer
+instead (FP32 main gradients).
 """
 
 import triton
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from expertmesh.kernels.grouped import Rows, descriptor, tile_place
 from expertmesh.kernels.launch import launch
+from expertmesh.kernels.pieces import Pieces, add, cut, rows_of_pieces
 from expertmesh.kernels.tiles import Plan, Tile
 
 _SUM_ROWS = 32
@@ -23,6 +26,12 @@ def _rows_transposed(
     source_ptr,
     token_of_row_ptr,
     offsets_ptr,
+    start_ptr,
+    end_ptr,
+    expert_ptr,
+    place_ptr,
+    num_pieces_ptr,
+    work_ptr,
     out_ptr,
     num_experts,
     M,
@@ -39,16 +48,28 @@ def _rows_transposed(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """out[e] (M, N) = sum over rows r of e of A[r]^T B[r]; A is gathered if GATHERED_M, else B is."""
+    """out[e] (M, N) = sum over rows r of e of A[r]^T B[r]; A is gathered if GATHERED_M, else B is.
+
+    With a list of pieces the sums over pieces of an expert go to their places in work instead.
+    """
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     per_expert = num_m * num_n
-    for tile in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
+    num_sums = num_experts if work_ptr is None else tl.load(num_pieces_ptr)
+    for tile in tl.range(tl.program_id(0), num_sums * per_expert, tl.num_programs(0)):
         e = tile // per_expert
         tile_m, tile_n = tile_place(tile % per_expert, num_m, num_n, GROUP_M)
         m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-        start = tl.load(offsets_ptr + e)
-        end = tl.load(offsets_ptr + e + 1)
+        if work_ptr is None:
+            start = tl.load(offsets_ptr + e)
+            end = tl.load(offsets_ptr + e + 1)
+        else:
+            # the list ends with the pieces of hot experts: they are long, so they come first
+            piece = num_sums - 1 - e
+            e = tl.load(expert_ptr + piece)
+            start = tl.load(start_ptr + piece)
+            end = tl.load(end_ptr + piece)
+            place = tl.load(place_ptr + piece)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         full = (end - start) // BLOCK_K
         for step in tl.range(0, full):
@@ -98,7 +119,15 @@ def _rows_transposed(
                 BLOCK_K,
             )
         out_rows = out_ptr + (e.to(tl.int64) * M + m) * N
-        _write(out_rows, m < M, tile_n * BLOCK_N, N, total, ACCUMULATE, BLOCK_M, BLOCK_N)
+        n = tile_n * BLOCK_N
+        if work_ptr is not None:
+            if place >= 0:
+                work_rows = work_ptr + (place.to(tl.int64) * M + m) * N
+                _write(work_rows, m < M, n, N, total, False, BLOCK_M, BLOCK_N)
+            else:
+                _write(out_rows, m < M, n, N, total, ACCUMULATE, BLOCK_M, BLOCK_N)
+        else:
+            _write(out_rows, m < M, n, N, total, ACCUMULATE, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -308,7 +337,9 @@ def weight_grad(
             out.zero_()
         return
     block = tile.block_n if gathered_rows else tile.block_m
-    tiles = num_experts * triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
+    pieces = _pieces(rows, plan, tile, M, N)
+    num_sums = num_experts if pieces is None else pieces.start.shape[0]
+    tiles = num_sums * triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     num_programs = min(plan.num_programs * tile.programs, tiles)
     launch(
         _rows_transposed,
@@ -317,6 +348,7 @@ def weight_grad(
         source_TN,
         rows.token_of_row_N,
         rows.offsets_E,
+        *_list_of(pieces),
         out,
         num_experts,
         M,
@@ -326,6 +358,26 @@ def weight_grad(
         ACCUMULATE=accumulate,
         **weight_options(plan, tile, M, N),
     )
+    if pieces is not None:
+        add(pieces, out, accumulate=accumulate)
+
+
+def _pieces(rows: Rows, plan: Plan, tile: Tile, M: int, N: int) -> Pieces | None:
+    """The pieces of experts with many rows; None where the tiles of one expert keep the GPU busy, or rows are few."""
+    most = plan.sharing // (triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n))
+    if most < 2:
+        return None
+    piece_rows = rows_of_pieces(rows.num_rows, most, plan.piece_rows, tile.block_k)
+    if piece_rows >= rows.num_rows:
+        return None
+    return cut(rows.offsets_E, piece_rows, rows.num_rows, M, N)
+
+
+def _list_of(pieces: Pieces | None) -> tuple[Tensor | None, ...]:
+    if pieces is None:
+        return (None,) * 6
+    p = pieces
+    return (p.start, p.end, p.expert, p.place, p.num_pieces, p.work)
 
 
 def weight_options(plan: Plan, tile: Tile, m: int, n: int) -> dict[str, object]:

@@ -27,6 +27,10 @@ SHARED_BYTES = {
 """Shared memory (LDS) that one program may have."""
 _LARGE = ("sm_90", "sm_100", "sm_103")
 _FEWEST_SHARED_BYTES = 64 * 1024
+INVARIANT_ROWS = 64
+"""Rows per expert that the tiles of the batch-invariant mode are chosen for: between decoding and long prompts."""
+PIECE_ROWS = 512
+"""Fewest rows for which it pays to give part of an expert's weight gradient to another program."""
 _SHARED_BYTES_KEPT = 2 * 1024  # barriers of the pipeline, and reductions
 
 
@@ -70,6 +74,8 @@ class Plan:
         precision: of FP32 products, "ieee" or "tf32"; without effect for other types.
         num_programs: multiprocessors, each of which gets a tile's `programs`.
         interpreted: the tensors are on the CPU.
+        sharing: programs among which the weight gradient of one expert may be split, all its tiles together.
+        piece_rows: fewest rows of a part of such a split.
     """
 
     up: Tile
@@ -82,6 +88,8 @@ class Plan:
     precision: str
     num_programs: int
     interpreted: bool
+    sharing: int = 1
+    piece_rows: int = PIECE_ROWS
 
     @property
     def block_m(self) -> int:
@@ -115,6 +123,7 @@ def choose_plan(
     dim: int,
     hidden_dim: int,
     num_branches: int,
+    batch_invariant: bool = False,
 ) -> Plan:
     """Choose the tiles for tensors on a device; depends on shapes only and does not synchronise.
 
@@ -126,17 +135,20 @@ def choose_plan(
         dim: D.
         hidden_dim: F.
         num_branches: G.
+        batch_invariant: the same tiles whatever num_rows, so that no sum changes its order.
 
     Returns:
-        The plan. FP32 products are TF32 where `torch.set_float32_matmul_precision` allows it.
+        The plan. FP32 products are TF32 where PyTorch's are: `torch.backends.cuda.matmul.fp32_precision = "tf32"`, or
+        what sets it too (`allow_tf32 = True`, `torch.set_float32_matmul_precision("high")`); else IEEE.
     """
     arch = architecture(device)
     interpreted = arch == "interpreter"
-    allow_tf32 = torch.get_float32_matmul_precision() != "highest"
+    # the newest of three switches: it follows the older two, which raise once it was set
+    allow_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return plan_for(
         arch,
         dtype,
-        rows_per_expert=num_rows / max(num_experts, 1),
+        rows_per_expert=INVARIANT_ROWS if batch_invariant else num_rows / max(num_experts, 1),
         dim=dim,
         hidden_dim=hidden_dim,
         num_branches=num_branches,
@@ -187,6 +199,7 @@ def plan_for(
         precision=precision,
         num_programs=num_programs,
         interpreted=arch == "interpreter",
+        sharing=num_programs,
     )
 
 

@@ -10,6 +10,7 @@ from expertmesh.kernels import (
     moe_backward,
     moe_forward,
     moe_wgrad,
+    pieces,
     route_metadata,
     tiles,
 )
@@ -74,7 +75,7 @@ def step_launches(
     maps = Maps(index(E + 1), index(T * K), index(T * K), index(T * K))
     x, weights = empty(T, D), empty(T, K, dtype=torch.float32)
     needs = Needs(True, True, True, True, bias, bias)
-    modules = (combine, moe_backward, moe_forward, moe_wgrad, route_metadata)
+    modules = (combine, moe_backward, moe_forward, moe_wgrad, pieces, route_metadata)
     with mock.patch.object(tiles, "choose_plan", plan), recorded_launches(*modules) as launches:
         y, h = moe_mlp_triton.forward(x, experts, weights, maps, save_h=not recompute_h)
         shared = (experts, weights, maps, needs)

@@ -1,0 +1,62 @@
+"""What a kernel compiled ahead of time must look like: matrix units, asynchronous copies, registers, no atomics."""
+
+import re
+
+from expertmesh.kernels.tiles import SHARED_BYTES
+from expertmesh.testing.aot import Build
+from expertmesh.testing.experts_builds import GEMMS
+from expertmesh.testing.launches import Launch
+from expertmesh.testing.routing_builds import RoutingCase
+
+MATRIX_INSTRUCTION = {
+    "sm_80": "mma.sync",
+    "sm_90": "wgmma.mma_async",
+    "sm_100": "tcgen05.mma",
+    "gfx942": "v_mfma",
+}
+BULK_COPY = "cp.async.bulk.tensor"
+"""The copies of the Hopper path, by descriptor."""
+MOST_SPILL_BYTES = 256
+"""Per thread, stores and loads together, in the experts' kernels: what a tile's epilogue may lose outside its loop."""
+MOST_ROUTING_SHARED_BYTES = 16 * 1024
+MOST_ROUTING_REGISTERS = 128
+"""Two programs of eight warps, or four of four, fit a multiprocessor."""
+GLOBAL_ATOMIC = {
+    "sm": r"\b(atom|red)(\.\w+)*\.global",
+    "gf": r"\b(global|buffer|flat)_atomic",
+}
+"""Patterns of atomics between programs by the first two letters of the target."""
+_WIDE_ACCESS = {
+    "sm": r"(ld|st)\.global(\.\w+)*\.v[248]\.b(32|64)",
+    "gf": r"(global|buffer)_(load|store)_dwordx4",
+}
+_ROW_KERNELS = ("sum", "spread", "dot", "fill")
+
+
+def check_experts(launch: Launch, build: Build, *, matrix: bool = True) -> None:
+    """Assert the rules of the experts' kernels; matrix: the target's matrix unit must be used.
+
+    Raises:
+        AssertionError: too many spills, too much shared memory, an atomic, or no matrix instruction.
+    """
+    name = f"{launch.name} for {build.target}"
+    assert build.spill_bytes <= MOST_SPILL_BYTES, f"{name}: {build.spill_bytes} bytes spilled"
+    assert build.shared_bytes <= SHARED_BYTES[build.target], f"{name}: {build.shared_bytes} bytes"
+    assert not re.search(GLOBAL_ATOMIC[build.target[:2]], build.assembly), f"{name}: atomics"
+    if launch.name in GEMMS and matrix:
+        assert MATRIX_INSTRUCTION[build.target] in build.assembly, f"{name}: no matrix unit"
+
+
+def check_routing(case: RoutingCase, build: Build) -> None:
+    """Assert the rules of the routing kernels: no spills at all, few registers, 16-byte accesses, no atomics.
+
+    Raises:
+        AssertionError: one of them is broken.
+    """
+    assert build.spill_bytes == 0, case.name
+    assert build.registers <= MOST_ROUTING_REGISTERS, case.name
+    assert build.shared_bytes <= MOST_ROUTING_SHARED_BYTES, case.name
+    assert not re.search(GLOBAL_ATOMIC[build.target[:2]], build.assembly), case.name
+    if case.name.split("-")[0] in _ROW_KERNELS:
+        wide = re.search(_WIDE_ACCESS[build.target[:2]], build.assembly)
+        assert wide, f"{case.name}: no 16-byte accesses"
