@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hash": {"moe": {"router": "hash"}},
     "expert-choice": {"moe": {"router": "expert_choice"}},
     "expert-bias": {"moe": {"bias_update_rate": 0.01}},
+    "recompute-h": {"moe": {"recompute_h": True}},
 }
 all_variants = pytest.mark.parametrize("name", VARIANTS)
 

@@ -231,3 +231,33 @@ def test_interleaved_weights(backend):
     step(case, leaves, buffers, backend=backend)
     oracle, plain = case.run("reference", torch.float64), case.run("reference")
     assert_two_times(buffers.w_in, plain["w_in"], oracle["w_in"], what="w_in")
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_opcheck_of_the_operator_that_adds(backend):
+    case = ExpertsCase.draw((6, 8, 16, 3, 2), bias=True)
+    m = case.metadata
+    maps = [m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N]
+    weights = [case.w_in_EGFD, case.w_out_EDF, case.b_in_EGF, case.b_out_ED]
+    needs = [True] * 6
+    args = (
+        case.grad_TD, case.x_TD, [case.x_TD.new_empty(0, 32)], weights[:1], weights[1:2], case.weights_TK,
+        weights[2:3], weights[3], maps, "swiglu", needs, backend, [torch.zeros_like(w) for w in weights],
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.expertmesh.moe_mlp_backward_into.default, args)
+
+
+def test_layer_compiled():
+    make = {"dim": 8, "hidden_dim": 16, "num_experts": 3, "top_k": 2, "seed": 0}
+    layers = [MoELayer(**make, bias=True) for _ in range(2)]
+    runs = [layers[0], torch.compile(layers[1], fullgraph=True, backend="aot_eager")]
+    for layer, run in zip(layers, runs, strict=True):
+        layer.experts.accumulate_main_grads()
+        for batch in range(2):
+            x = torch.randn(20, 8, generator=torch.Generator().manual_seed(batch))
+            run(x)[0].square().sum().backward()
+    for name in NAMES:
+        eager, compiled = (getattr(layer.experts.main_grads, name) for layer in layers)
+        assert eager.any()
+        assert torch.equal(eager, compiled), name
+    assert all(p.grad is None for layer in layers for p in layer.experts.parameters())
