@@ -163,7 +163,7 @@ def report(results: list[dict[str, Any]], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     first = results[0]
     about = {
-        "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads, {first['dtype']}",
+        "hardware": f"{platform.machine()}, {torch.get_num_threads()} thread(s), {first['dtype']}",
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
@@ -177,6 +177,8 @@ def report(results: list[dict[str, Any]], out: Path) -> None:
         "Same tokens in the same order, same operations per token, same learning rates; validation loss in nats per",
         "token on the whole validation split (Python's standard library, split by file).",
         f"Made by `benchmarks/equal_learning.py` on {about['hardware']}, torch {about['torch']}.",
+        "The models are too small and the runs too short for more than what feed-forward layers store: no run here found",
+        'induction heads, which are worth more than experts at this size (docs/log.md, "Equal learning").',
         "",
         *table(results),
         "",
