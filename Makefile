@@ -55,6 +55,7 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.routing_scaling
 	$(BIN)/python -m benchmarks.layer
+	$(BIN)/python -m benchmarks.trainer
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis

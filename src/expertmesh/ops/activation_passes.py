@@ -165,7 +165,7 @@ class Passes:
         return Block(gate, up.copy_(block.up), grad, out, product, act)
 
     def _blocks(self, rows: Tensor) -> Sequence[Tensor]:
-        return rows.split(self.block_rows)
+        return (rows,) if rows.shape[0] <= self.block_rows else rows.split(self.block_rows)
 
     def _branches(self, h_RH: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         if num_branches(self.activation) == 1:

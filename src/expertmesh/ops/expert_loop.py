@@ -169,7 +169,7 @@ def _views(rows: Tensor, run: list[Block], sizes: list[int]) -> Sequence[Tensor]
     """The first sizes[i] rows from the start of block i, in a buffer that begins with the run's first row."""
     first, last = run[0].start, run[-1].stop
     if sum(sizes) == last - first:  # no padding, so no overlap: one call
-        return rows[: last - first].split(sizes)
+        return torch.split_with_sizes(rows[: last - first], sizes)
     return [
         rows[block.start - first : block.start - first + size]
         for block, size in zip(run, sizes, strict=True)
@@ -205,10 +205,11 @@ def product_into(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
     """Write x W^T.
 
     For up to 4 rows in FP32 the CPU library is twice as fast when W is the left factor, for one row when that row is
-    doubled; so it is for no other type and no more rows.
+    doubled; so it is for no other type and no more rows (docs/log.md).
     """
     num_rows = x_RK.shape[0]
-    if num_rows > 4 or x_RK.dtype != torch.float32 or x_RK.device.type != "cpu":
+    is_large = w_NK.numel() >= 1 << 16  # else calls cost more than products
+    if num_rows > 4 or not is_large or x_RK.dtype != torch.float32 or x_RK.device.type != "cpu":
         torch.mm(x_RK, w_NK.T, out=out_RN)
     elif num_rows > 1:
         out_RN.copy_(torch.mm(w_NK, x_RK.T).T)

@@ -8,11 +8,16 @@ from torch import Tensor
 from expertmesh.ops.autocast import without_autocast
 from expertmesh.ops.expert_loop import Experts, Maps
 from expertmesh.ops.expert_slices import ExpertsCall, SliceNeeds
+from expertmesh.ops.plain_call import runs_plainly
 
 
 def moe_mlp(call: ExpertsCall, *, save_h: bool) -> Tensor:
     """Run the operator for a call of one slice; without save_h autograd saves x only."""
     (experts,), m = call.slices, call.maps
+    weights = (experts.w_in_EGFD, experts.w_out_EDF, experts.b_in_EGF, experts.b_out_ED)
+    if runs_plainly(call.x_TD, call.weights_TK, *weights):
+        with without_autocast(call.x_TD.device):
+            return call.forward(save_h=False)[0]
     return _moe_mlp(
         call.x_TD,
         experts.w_in_EGFD,

@@ -8,6 +8,7 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.plain_call import runs_plainly
 
 _MOST_TRITON_EXPERTS = (
     2047  # what one program of its kernels holds; kernels.route_metadata.MAX_EXPERTS
@@ -83,15 +84,15 @@ def route_metadata(
                 f"num_experts is {num_experts}; backend='triton' takes up to {_MOST_TRITON_EXPERTS}; use backend='torch'"
             )
         name = "torch"
-    return RouteMetadata(*_route_metadata(ids, num_experts, max_rows, name))
+    run = _sorted if name == "torch" and runs_plainly(ids) else _route_metadata
+    return RouteMetadata(*run(ids, num_experts, max_rows, name))
 
 
 def _num_rows(num_slots: int, max_rows: int | None) -> int:
     return num_slots if max_rows is None else torch.sym_min(num_slots, max_rows)
 
 
-@torch.library.custom_op("expertmesh::route_metadata", mutates_args=())
-def _route_metadata(
+def _sorted(
     expert_ids_TK: Tensor, num_experts: int, max_rows: int | None, backend: str = "torch"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if backend == "triton":
@@ -121,6 +122,9 @@ def _route_metadata(
     row_of_slot_N[slot_of_row_N] = rows_N
     slot_of_row_N = slot_of_row_N[:num_rows].to(torch.int32)
     return offsets_E, slot_of_row_N // top_k, slot_of_row_N, row_of_slot_N
+
+
+_route_metadata = torch.library.custom_op("expertmesh::route_metadata", _sorted, mutates_args=())
 
 
 @_route_metadata.register_fake

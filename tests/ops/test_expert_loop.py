@@ -1,0 +1,97 @@
+"""Few rows per expert, as in decoding: the ways that only the CPU's forward takes."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from expertmesh.functional import moe_mlp, route_metadata
+from expertmesh.ops import expert_loop
+from expertmesh.testing.numerics import assert_two_times
+from expertmesh.testing.poison import poisoned_empty
+
+
+def make_call(*, num_tokens, num_experts, top_k, dim, hidden_dim, dtype):
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    ids_TK = torch.stack(
+        [torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)]
+    )
+    tensors = (
+        randn(num_tokens, dim),
+        randn(num_experts, 2, hidden_dim, dim),
+        randn(num_experts, dim, hidden_dim),
+        torch.rand(num_tokens, top_k, generator=generator),
+    )
+    return tensors, route_metadata(ids_TK, num_experts)
+
+
+def run(tensors, metadata, dtype, backend):
+    x, w_in, w_out, weights = tensors
+    cast = (x.to(dtype), w_in.to(dtype), w_out.to(dtype))
+    return moe_mlp(
+        *cast,
+        weights.to(torch.float64 if dtype == torch.float64 else torch.float32),
+        metadata,
+        activation="swiglu",
+        backend=backend,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 40])
+@pytest.mark.parametrize("limit", [0, 3000, 1 << 20])
+def test_runs_of_experts_without_gradients(dtype, num_tokens, limit):
+    tensors, metadata = make_call(
+        num_tokens=num_tokens, num_experts=6, top_k=2, dim=32, hidden_dim=48, dtype=dtype
+    )
+    with torch.no_grad():
+        with poisoned_empty(), patch.object(expert_loop, "FEW_ELEMENTS", limit):
+            ours = run(tensors, metadata, dtype, "torch")
+        plain = run(tensors, metadata, dtype, "reference")
+        exact = run(tensors, metadata, torch.float64, "reference")
+    assert_two_times(ours, plain, exact, what="y", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_used"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"dim": 20}, False),
+        ({"hidden_dim": 20}, False),
+        ({"num_experts": 64}, False),
+        ({"num_tokens": 300}, False),
+    ],
+)
+def test_grouped_product_serves_few_bf16_rows_only(change, is_used):
+    shape = {
+        "num_tokens": 6,
+        "num_experts": 6,
+        "top_k": 2,
+        "dim": 32,
+        "hidden_dim": 48,
+        "dtype": torch.bfloat16,
+    }
+    tensors, metadata = make_call(**(shape | change))
+    dtype = tensors[0].dtype
+    with (
+        torch.no_grad(),
+        patch.object(expert_loop, "grouped_mm", wraps=expert_loop.grouped_mm) as grouped,
+    ):
+        ours = run(tensors, metadata, dtype, "torch")
+        plain, exact = (run(tensors, metadata, t, "reference") for t in (dtype, torch.float64))
+    assert (grouped.call_count == 2) == is_used
+    assert_two_times(ours, plain, exact, what="y", dtype=dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_products_of_few_rows(num_rows, dtype):
+    x, w = torch.randn(num_rows, 260).to(dtype), torch.randn(300, 260).to(dtype)
+    out = torch.full((num_rows, 300), torch.nan, dtype=dtype)
+    expert_loop.product_into(x, w, out)
+    assert_two_times(out, x @ w.T, x.double() @ w.double().T, what="product", dtype=dtype)
