@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh import MoELayer, Routing
 from expertmesh.config.model import MoEConfig
@@ -46,6 +47,19 @@ class ConstantRouter(nn.Module):
         return torch.arange(E, dtype=x_TD.dtype).expand(len(x_TD), E)
 
 
+class Operators(TorchDispatchMode):
+    """Names of our own operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "expertmesh":
+            self.names.add(function.name())
+        return function(*args, **(kwargs or {}))
+
+
 def observe(layer, kwargs, what, **call):
     """One observable of a layer, by name."""
     call = dict(call)
@@ -76,6 +90,10 @@ def observe(layer, kwargs, what, **call):
                 x, **call
             )  # held, so that no saved memory is freed and counted as another's
         return sum(saved.values()) if kept else None
+    if what == "eval operators":
+        with Operators() as seen:
+            layer(x, **call)
+        return seen.names
     y, stats = layer(x, **call)
     if what == "double backward":
         (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -127,6 +145,7 @@ FLIPS = {
     "z_loss_weight": ({}, 0.7, "z_loss"),
     "dispatcher": ({}, DoublingDispatcher(), "eval y"),
     "backend": ({}, "reference", "double backward"),
+    "batch_invariant": ({}, True, "eval operators"),
     "seed": ({}, 1, "weights"),
     "layer_index": ({}, 1, "weights"),
     "device": ({}, "meta", "parameters"),

@@ -1,5 +1,6 @@
 """Options of the GPT model family and of the mixture-of-experts layers in it."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -83,12 +84,16 @@ class MoEConfig(Config):
     """Compute the experts' pre-activations again in the backward instead of keeping them: less memory, more time."""
     backend: Backend = "auto"
     """Implementation of the operators."""
+    batch_invariant: bool = False
+    """In evaluation the layers give a token the same bits in every batch (slower); model.batch_invariant sets it."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.num_experts:
             self._check_routing(min(self.num_experts))
             self._check_router()
+        if self.batch_invariant:
+            self.check_invariant()
         if self.num_limited_groups > self.num_expert_groups:
             raise FieldError(
                 "num_limited_groups",
@@ -105,6 +110,32 @@ class MoEConfig(Config):
                 "raise it or lower capacity_factor",
             )
         return self
+
+    def check_invariant(self, *, under: tuple[str, ...] = ()) -> None:
+        """Refuses what makes a token's result depend on its batch in evaluation; `under` is where this object lies."""
+        for name in ("eval_capacity_factor", "max_capacity_factor"):
+            value = getattr(self, name)
+            if value is not None and not math.isinf(value):
+                raise FieldError(
+                    (*under, name),
+                    value,
+                    "makes drops in evaluation depend on the batch, which batch_invariant rules out",
+                    f"leave {name} out, or batch_invariant",
+                )
+        if self.router == "expert_choice":
+            raise FieldError(
+                (*under, "router"),
+                self.router,
+                "lets experts choose among the tokens of the batch, which batch_invariant rules out",
+                "use another router, or leave batch_invariant out",
+            )
+        if self.backend == "reference":
+            raise FieldError(
+                (*under, "backend"),
+                self.backend,
+                "orders its sums by the batch, which batch_invariant rules out",
+                "use auto, torch or triton, or leave batch_invariant out",
+            )
 
     def _check_router(self) -> None:
         """Refuses options that the chosen router would ignore."""
@@ -189,6 +220,8 @@ class ModelConfig(Config):
     """Standard deviation of the initial weights."""
     moe_every: int = Field(default=1, gt=0)
     """Every n-th layer is MoE, counted from the first group's last layer (2: layers 1, 3, 5, ...)."""
+    batch_invariant: bool = False
+    """In evaluation a token's logits are the same to the bit in every batch; slower. No effect in training."""
     moe: MoEConfig = MoEConfig()
     """The mixture-of-experts layers."""
 
@@ -218,6 +251,13 @@ class ModelConfig(Config):
         return tuple(experts.get(i, 0) for i in range(self.num_layers))
 
     @property
+    def moe_layer(self) -> MoEConfig:
+        """The mixture-of-experts layers as the model builds them: batch_invariant if the model is."""
+        if not self.batch_invariant or self.moe.batch_invariant:
+            return self.moe
+        return self.moe.model_copy(update={"batch_invariant": True})
+
+    @property
     def num_moe_layers(self) -> int:
         """Layers with experts; 0 for a dense model."""
         return self.num_layers // self.moe_every if self.moe.num_experts else 0
@@ -226,6 +266,8 @@ class ModelConfig(Config):
     def _check(self) -> Self:
         self._check_attention()
         self._check_experts()
+        if self.batch_invariant and self.moe.num_experts:
+            self.moe.check_invariant(under=("moe",))
         return self
 
     def _check_attention(self) -> None:

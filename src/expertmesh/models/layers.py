@@ -3,6 +3,7 @@
 The dense feed-forward layer is `expertmesh.moe.experts.DenseMLP`, the same module as a shared expert.
 """
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.models import row_blocks
+from expertmesh.ops import invariant
+from expertmesh.ops.invariant_attention import attention as invariant_attention
 
 
 class LayerCache(Protocol):
@@ -28,6 +31,7 @@ class RMSNorm(nn.Module):
     Args:
         dim: size of the last axis.
         eps: added to the mean square.
+        batch_invariant: in evaluation, sum in an order that the width alone decides.
         device: of the weight.
         dtype: of the weight.
     """
@@ -37,15 +41,18 @@ class RMSNorm(nn.Module):
         dim: int,
         *,
         eps: float,
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.batch_invariant = eps, batch_invariant
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim) in the dtype of x."""
+        if self.batch_invariant and not self.training:
+            return invariant.rms_norm(x, self.weight, eps=self.eps)
         if row_blocks.serves(x):
             return row_blocks.rms_norm(x, self.weight, eps=self.eps)
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -54,7 +61,12 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(
-    positions_S: Tensor, *, head_dim: int, base: float, dtype: torch.dtype
+    positions_S: Tensor,
+    *,
+    head_dim: int,
+    base: float,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
 
@@ -65,6 +77,7 @@ def rope_tables(
         head_dim: size of one head, even.
         base: base of the frequencies.
         dtype: FP32 or FP64.
+        batch_invariant: an entry has the same bits wherever it stands in the table.
 
     Returns:
         Cosines and sines, each (..., S, head_dim / 2).
@@ -72,6 +85,8 @@ def rope_tables(
     half = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=dtype)
     frequency = torch.pow(base, -half / head_dim)
     angle = positions_S.to(dtype)[..., None] * frequency
+    if batch_invariant:
+        return invariant.pointwise(angle, "cos"), invariant.pointwise(angle, "sin")
     return angle.cos(), angle.sin()
 
 
@@ -105,6 +120,7 @@ class Attention(nn.Module):
         qk_norm: RMSNorm over head_dim on queries and keys, before the rotation.
         norm_eps: its epsilon.
         layer_index: which layer of a cache is this one's.
+        batch_invariant: in evaluation a token's result is the same to the bit in every batch.
         device: of the parameters.
         dtype: of the parameters.
     """
@@ -119,20 +135,23 @@ class Attention(nn.Module):
         qk_norm: bool,
         norm_eps: float,
         layer_index: int,
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.layer_index = layer_index
+        self.layer_index, self.batch_invariant = layer_index, batch_invariant
         rows = (num_heads + 2 * num_kv_heads) * head_dim
         self.qkv = nn.Linear(dim, rows, bias=False, device=device, dtype=dtype)
         self.out = nn.Linear(num_heads * head_dim, dim, bias=False, device=device, dtype=dtype)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm:
-            self.q_norm = RMSNorm(head_dim, eps=norm_eps, device=device, dtype=dtype)
-            self.k_norm = RMSNorm(head_dim, eps=norm_eps, device=device, dtype=dtype)
+            norm = partial(
+                RMSNorm, eps=norm_eps, batch_invariant=batch_invariant, device=device, dtype=dtype
+            )
+            self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
 
     def forward(
         self,
@@ -157,7 +176,9 @@ class Attention(nn.Module):
         """
         B, S, _ = x_BSD.shape
         group = self.num_heads // self.num_kv_heads
-        qkv = self.qkv(x_BSD).view(B, S, self.num_kv_heads, group + 2, self.head_dim)
+        invariant_now = self.batch_invariant and not self.training
+        linear = invariant.linear if invariant_now else F.linear
+        qkv = linear(x_BSD, self.qkv.weight).view(B, S, self.num_kv_heads, group + 2, self.head_dim)
         q, k, v = (t.reshape(B, S, -1, self.head_dim) for t in qkv.split([group, 1, 1], dim=3))
         q, k = (
             self._norm_and_rope(t, norm, cos, sin)
@@ -166,6 +187,9 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(self.layer_index, k_BHSD=k, v_BHSD=v)
+        if invariant_now:
+            y = invariant_attention(q, k, v, mask=mask)
+            return linear(y.transpose(1, 2).reshape(B, S, -1), self.out.weight)
         # One new token may look at everything so far, so it needs no mask at all.
         causal = mask is None and S > 1
         y = F.scaled_dot_product_attention(
@@ -177,7 +201,8 @@ class Attention(nn.Module):
         self, x_BSHd: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """(B, S, H, head_dim) -> (B, H, S, head_dim), normalised and turned."""
-        if row_blocks.serves(x_BSHd) and cos.ndim == 2:
+        plain = self.training or not self.batch_invariant
+        if plain and row_blocks.serves(x_BSHd) and cos.ndim == 2:
             weight = None if norm is None else norm.weight
             eps = 0.0 if norm is None else norm.eps
             turned = row_blocks.norm_and_rope(x_BSHd, weight, eps=eps, cos=cos, sin=sin)

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import activate, num_branches
+from expertmesh.ops.invariant_experts import invariant_mlp, invariant_moe_mlp
 from expertmesh.ops.moe_mlp import moe_mlp
 from expertmesh.ops.moe_mlp_inputs import WeightGradients
 from expertmesh.ops.permute import combine, permute
@@ -49,13 +52,16 @@ class DenseMLP(nn.Module):
         hidden_dim: int,
         activation: str,
         bias: bool,
+        batch_invariant: bool = False,
+        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate the parameters; the layer initialises them."""
+        """Allocate the parameters; the layer initialises them. `backend` counts with batch_invariant only."""
         super().__init__()
         branches = num_branches(activation)
         self.activation = activation
+        self.batch_invariant, self.backend = batch_invariant, backend
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -67,6 +73,16 @@ class DenseMLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> (T, D), in x's dtype or autocast's."""
+        if self.batch_invariant and not self.training:
+            return invariant_mlp(
+                x_TD,
+                self.w_in,
+                self.w_out,
+                activation=self.activation,
+                b_in_GF=self.b_in,
+                b_out_D=self.b_out,
+                backend=self.backend,
+            )
         b_in = None if self.b_in is None else self.b_in.flatten()
         h_TGF = F.linear(x_TD, self.w_in.flatten(0, 1), b_in).unflatten(-1, self.w_in.shape[:2])
         return F.linear(activate(h_TGF, self.activation), self.w_out, self.b_out)
@@ -84,6 +100,7 @@ class GroupedExperts(nn.Module):
         activation: swiglu, geglu, reglu, gelu, relu, relu2 or silu.
         bias: whether there are b_in and b_out.
         recompute_h: do not save the pre-activations, compute them again in the backward; the same results to the bit.
+        batch_invariant: in evaluation, run `invariant_moe_mlp`.
         backend: see `ops.backend.resolve_backend`.
         device: of the parameters.
         dtype: of the parameters.
@@ -98,6 +115,7 @@ class GroupedExperts(nn.Module):
         activation: str,
         bias: bool,
         recompute_h: bool = False,
+        batch_invariant: bool = False,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -106,7 +124,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         branches = num_branches(activation)
         self.num_experts, self.activation, self.backend = num_experts, activation, backend
-        self.recompute_h = recompute_h
+        self.recompute_h, self.batch_invariant = recompute_h, batch_invariant
         self.main_grads: WeightGradients | None = None
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -174,8 +192,12 @@ class GroupedExperts(nn.Module):
         metadata = route_metadata(
             expert_ids_TK, parameters.w_in_EGFD.shape[0], max_rows=max_rows, backend=self.backend
         )
+        run = partial(moe_mlp, recompute_h=self.recompute_h, main_grads=main_grads)
+        if self.batch_invariant and not self.training:
+            _refuse_main_grads(main_grads)
+            run = partial(invariant_moe_mlp)
         with parameters.context():
-            return moe_mlp(
+            return run(
                 x_TD,
                 parameters.w_in_EGFD,
                 parameters.w_out_EDF,
@@ -184,10 +206,16 @@ class GroupedExperts(nn.Module):
                 activation=self.activation,
                 b_in_EGF=parameters.b_in_EGF,
                 b_out_ED=parameters.b_out_ED,
-                recompute_h=self.recompute_h,
-                main_grads=main_grads,
                 backend=self.backend,
             )
+
+
+def _refuse_main_grads(main_grads: WeightGradients | None) -> None:
+    if main_grads is not None and torch.is_grad_enabled():
+        raise ConfigError(
+            "batch_invariant=True with main gradients in evaluation: its backward does not add to them; "
+            "compute under torch.no_grad(), or call layer.train()"
+        )
 
 
 class ExpertList(nn.ModuleList):

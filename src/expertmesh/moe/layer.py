@@ -27,6 +27,7 @@ from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, rout
 from expertmesh.moe.selection import SelectionOptions
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
 from expertmesh.moe.validation import (
+    check_batch_invariant,
     check_factor,
     check_input,
     check_options,
@@ -34,6 +35,7 @@ from expertmesh.moe.validation import (
     check_top_k,
     flat_argument,
 )
+from expertmesh.ops import invariant
 
 
 class MoELayer(nn.Module):
@@ -95,6 +97,10 @@ class MoELayer(nn.Module):
         dispatcher: sends rows to other processes; None: all experts are here.
         backend: implementation of the operators: "auto" (triton on GPUs that it supports, else torch), "triton", "torch"
             or "reference"; see `expertmesh doctor`.
+        batch_invariant: in evaluation a token's output (and its routing) is the same to the bit whatever batch it sits
+            in, at the price of speed; no effect in training. Refused where the batch decides by definition: capacity in
+            evaluation, expert_choice; and for a router, experts or a "reference" backend that are not ours to order.
+            A dispatcher must keep it. See docs/numerics.md, section 6.
         seed: of the initial weights and the hash; None: from torch's default generator.
         layer_index: makes weights and noise of the layers of one model differ.
         device: of the parameters; "meta" allocates none.
@@ -147,6 +153,7 @@ class MoELayer(nn.Module):
         z_loss_weight: float = 0.0,
         dispatcher: TokenDispatcher | None = None,
         backend: str = "auto",
+        batch_invariant: bool = False,
         seed: int | None = None,
         layer_index: int = 0,
         device: torch.device | str | None = None,
@@ -167,7 +174,7 @@ class MoELayer(nn.Module):
             aux_loss_weight=aux_loss_weight,
             z_loss_weight=z_loss_weight,
         )
-        self.bias_update_rate = bias_update_rate
+        self.bias_update_rate, self.batch_invariant = bias_update_rate, batch_invariant
         self.routing_options = RoutingOptions(
             kind=router if isinstance(router, str) else "module",
             noise=router_noise if router_noise_std > 0 else "none",
@@ -185,6 +192,7 @@ class MoELayer(nn.Module):
                 noise_std=router_noise_std,
                 by_expert=router == "expert_choice",
                 backend=backend,
+                batch_invariant=batch_invariant,
             ),
         )
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
@@ -196,11 +204,13 @@ class MoELayer(nn.Module):
         place = {"device": options["device"], "dtype": options["dtype"]}
         exact = full_precision(options["dtype"] or torch.get_default_dtype())
         router, experts, E = options["router"], options["experts"], self.num_experts
+        how = {name: options[name] for name in ("batch_invariant", "backend")}
         if isinstance(router, str):
             router = ROUTERS[router](
                 dim=self.dim,
                 num_experts=E,
                 cosine_dim=options["cosine_dim"],
+                **how,
                 device=options["device"],
                 dtype=exact,
             )
@@ -209,7 +219,8 @@ class MoELayer(nn.Module):
             "dim": self.dim,
             "activation": options["activation"],
             "bias": options["bias"],
-        } | place
+        }
+        mlp |= place | how
         hidden_dim, backend = options["hidden_dim"], options["backend"]
         self.experts: GroupedExperts | ExpertList
         if experts is None:
@@ -217,7 +228,6 @@ class MoELayer(nn.Module):
                 num_experts=E,
                 hidden_dim=hidden_dim,
                 recompute_h=options["recompute_h"],
-                backend=backend,
                 **mlp,
             )
         elif isinstance(experts, nn.ModuleList):
@@ -441,6 +451,8 @@ class MoELayer(nn.Module):
         weight = self.experts.w_in if isinstance(self.experts, GroupedExperts) else None
         check_input(x, dim=self.dim, weight=weight)
         check_factor("capacity_factor", capacity_factor)
+        if self.batch_invariant and not self.training:
+            check_batch_invariant({"capacity_factor": capacity_factor})
         if top_k is not None:
             check_top_k(top_k, self.num_experts)
         mask_T = (
@@ -525,11 +537,19 @@ class MoELayer(nn.Module):
         x_TD = call.x_TD
         if self.residual_mlp is not None:
             assert self.residual_coefficient is not None
-            exact = full_precision(x_TD.dtype)
-            mix_T2 = self.residual_coefficient(x_TD).to(exact).softmax(-1)
+            mix_T2 = self._mixture(self.residual_coefficient, x_TD)
             y_TD = mix_T2[:, :1] * y_TD + mix_T2[:, 1:] * self.residual_mlp(x_TD)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
         if call.token_mask_T is not None:
             y_TD = y_TD.masked_fill(~call.token_mask_T[:, None], 0)
         return y_TD
+
+    def _mixture(self, coefficient: nn.Linear, x_TD: Tensor) -> Tensor:
+        """(T, 2) shares of the experts and of the residual MLP, FP32 or FP64."""
+        exact = full_precision(x_TD.dtype)
+        if self.training or not self.batch_invariant:
+            return coefficient(x_TD).to(exact).softmax(-1)
+        backend = self.routing_options.selection.backend
+        raw_T2 = invariant.linear(x_TD, coefficient.weight, coefficient.bias, backend=backend)
+        return invariant.softmax(raw_T2.to(exact))

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expertmesh.ops import invariant
 from expertmesh.ops.autocast import without_autocast
 
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
@@ -71,6 +72,17 @@ def router_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
 class _FullPrecisionModule(nn.Module):
     """A module whose floating-point tensors stay FP32 (or FP64) when it is cast to a smaller dtype."""
 
+    batch_invariant: bool
+    backend: str
+
+    def _linear(self, x_TD: Tensor, w_ED: Tensor) -> Tensor:
+        """`router_linear`, or what gives the same bits in every batch where that is asked for."""
+        if self.training or not self.batch_invariant:
+            return router_linear(x_TD, w_ED)
+        dtype = full_precision(x_TD.dtype)
+        with without_autocast(x_TD.device):
+            return invariant.linear(x_TD.to(dtype), w_ED.to(dtype), backend=self.backend)
+
     def _apply(
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> "_FullPrecisionModule":
@@ -101,16 +113,19 @@ class LinearRouter(_FullPrecisionModule):
         *,
         dim: int,
         num_experts: int,
+        batch_invariant: bool = False,
+        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Make a router without bias; `dtype` is FP32 or FP64."""
         super().__init__()
+        self.batch_invariant, self.backend = batch_invariant, backend
         self.proj = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> logits (T, E) in FP32, or FP64 for FP64 input."""
-        return router_linear(x_TD, self.proj.weight)
+        return self._linear(x_TD, self.proj.weight)
 
 
 class CosineRouter(_FullPrecisionModule):
@@ -126,11 +141,14 @@ class CosineRouter(_FullPrecisionModule):
         dim: int,
         num_experts: int,
         cosine_dim: int,
+        batch_invariant: bool = False,
+        backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Make a router that compares in `cosine_dim` dimensions."""
         super().__init__()
+        self.batch_invariant, self.backend = batch_invariant, backend
         self.proj = nn.Linear(dim, cosine_dim, bias=False, device=device, dtype=dtype)
         self.expert_embeddings = nn.Parameter(
             torch.empty(num_experts, cosine_dim, device=device, dtype=dtype)
@@ -139,12 +157,15 @@ class CosineRouter(_FullPrecisionModule):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> logits (T, E) in FP32, or FP64 for FP64 input."""
-        projected = router_linear(x_TD, self.proj.weight)
+        projected = self._linear(x_TD, self.proj.weight)
         with without_autocast(x_TD.device):
-            token = F.normalize(projected, dim=-1, eps=1e-6)
+            if self.training or not self.batch_invariant:
+                token = F.normalize(projected, dim=-1, eps=1e-6)
+            else:
+                token = invariant.unit_rows(projected, eps=1e-6)
             expert = F.normalize(self.expert_embeddings.to(token.dtype), dim=-1, eps=1e-6)
             scale = self.log_scale.to(token.dtype).clamp(max=_MAX_LOG_SCALE).exp()
-            return (token @ expert.t()) * scale
+            return self._linear(token, expert) * scale
 
 
 class HashRouter(nn.Module):
@@ -166,9 +187,7 @@ def make_linear_router(*, dim: int, num_experts: int, cosine_dim: int, **kwargs:
     return LinearRouter(dim=dim, num_experts=num_experts, **kwargs)
 
 
-def make_hash_router(
-    *, dim: int, num_experts: int, cosine_dim: int, device: Any = None, dtype: Any = None
-) -> nn.Module:
+def make_hash_router(*, device: torch.device | str | None = None, **kwargs: Any) -> nn.Module:
     """A HashRouter; takes and ignores the options of other routers."""
     return HashRouter(device=device)
 

@@ -97,6 +97,8 @@ def route(router: nn.Module, call: CallInputs, options: RoutingOptions) -> Route
     Raises:
         ConfigError: the hash router has no token ids, or a custom router's result does not fit.
     """
+    if call.training and options.selection.batch_invariant:
+        options = replace(options, selection=replace(options.selection, batch_invariant=False))
     given = None if options.kind == "hash" else _run_router(router, call, options)
     with without_autocast(call.x_TD.device):
         if isinstance(given, RouterOutput):
@@ -181,7 +183,7 @@ def _choose(logits_TE: Tensor, call: CallInputs, options: RoutingOptions) -> Rou
     selection = options.selection
     if call.routing is not None:
         # The replayed ids stand in for the choice: only scores and logits are needed.
-        scores_TE = balance_scores(scores_of(logits_TE, selection.score_function), selection)
+        scores_TE = balance_scores(scores_of(logits_TE, selection), selection)
         ids_TK = call.routing.expert_ids_TK
         return RouterOutput(ids_TK, logits_TE.new_zeros(ids_TK.shape), scores_TE, logits_TE)
     noise_TE = _noise(call, options, logits_TE.dtype)
@@ -231,17 +233,21 @@ def _replay(
     if routing.weights_TK is not None:
         weights_TK = routing.weights_TK.to(output.topk_weights_TK.dtype)
     elif output.logits_TE is not None:
-        scores_TE = scores_of(output.logits_TE, selection.score_function)
+        scores_TE = scores_of(output.logits_TE, selection)
         weights_TK = weights_at(
             output.logits_TE, scores_TE, ids_TK, normalize=normalize, options=selection
         )
     elif output.scores_TE is not None:
         padded = torch.nn.functional.pad(output.scores_TE, (0, 1))
         weights_TK = padded.gather(-1, ids_TK)
-        weights_TK = (normalized(weights_TK) if normalize else weights_TK) * selection.weight_scale
+        weights_TK = (
+            normalized(weights_TK, selection) if normalize else weights_TK
+        ) * selection.weight_scale
     else:
         live_TK = (ids_TK < selection.num_experts).to(output.topk_weights_TK.dtype)
-        weights_TK = (normalized(live_TK) if normalize else live_TK) * selection.weight_scale
+        weights_TK = (
+            normalized(live_TK, selection) if normalize else live_TK
+        ) * selection.weight_scale
     return replace(output, topk_expert_ids_TK=ids_TK, topk_weights_TK=weights_TK, load_TE=None)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
 from expertmesh.moe.random import STREAM_HASH, philox4x32
 from expertmesh.moe.types import RouterOutput
+from expertmesh.ops import invariant
 from expertmesh.ops.topk import choose_experts, runs_fused
 
 
@@ -25,6 +26,7 @@ class SelectionOptions:
     noise_std: float = 0.0
     by_expert: bool = False
     backend: str = "auto"
+    batch_invariant: bool = False
 
     def normalizes(self, top_k: int) -> bool:
         """Whether weights are divided by their sum over the chosen experts."""
@@ -33,14 +35,24 @@ class SelectionOptions:
         return self.normalize_weights in ("topk", "kept")
 
 
-def scores_of(logits_TE: Tensor, score_function: str) -> Tensor:
+def scores_of(logits_TE: Tensor, options: SelectionOptions) -> Tensor:
     """Logits -> scores: sigmoid, or softmax over all experts (for softmax_after_topk as well)."""
-    return logits_TE.sigmoid() if score_function == "sigmoid" else logits_TE.softmax(-1)
+    if options.score_function == "sigmoid":
+        return invariant.sigmoid(logits_TE) if options.batch_invariant else logits_TE.sigmoid()
+    return _softmax(logits_TE, options)
 
 
-def normalized(scores_TE: Tensor) -> Tensor:
+def _softmax(logits_TE: Tensor, options: SelectionOptions) -> Tensor:
+    return invariant.softmax(logits_TE) if options.batch_invariant else logits_TE.softmax(-1)
+
+
+def normalized(scores_TE: Tensor, options: SelectionOptions) -> Tensor:
     """Divide by the sum over the experts, safely where all scores are zero."""
-    return scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(torch.finfo(scores_TE.dtype).tiny)
+    if options.batch_invariant:
+        total = invariant.row_sum(scores_TE)
+    else:
+        total = scores_TE.sum(-1, keepdim=True)
+    return scores_TE / total.clamp_min(torch.finfo(scores_TE.dtype).tiny)
 
 
 def weights_at(
@@ -69,11 +81,11 @@ def weights_at(
         chosen_TK = logits_TE.gather(-1, index_TK).masked_fill(~live_TK, -math.inf)
         # A token without any choice has only -inf: softmax gives NaN there, in the gradient too, so shift it to 0.
         chosen_TK = chosen_TK.masked_fill(~live_TK.any(-1, keepdim=True), 0.0)
-        weights_TK = chosen_TK.softmax(-1).masked_fill(~live_TK, 0.0)
+        weights_TK = _softmax(chosen_TK, options).masked_fill(~live_TK, 0.0)
     else:
         weights_TK = scores_TE.gather(-1, index_TK).masked_fill(~live_TK, 0.0)
         if normalize:
-            weights_TK = normalized(weights_TK)
+            weights_TK = normalized(weights_TK, options)
     return weights_TK * options.weight_scale
 
 
@@ -103,7 +115,7 @@ def selection_scores(
     if bias_E is None and options.num_expert_groups == 1:
         return chosen_by
     if options.score_function != "softmax_after_topk":
-        chosen_by = scores_of(chosen_by, options.score_function)
+        chosen_by = scores_of(chosen_by, options)
     if bias_E is not None:
         chosen_by = chosen_by + bias_E.to(chosen_by.dtype)
     return _limit_groups(chosen_by, options) if options.num_expert_groups > 1 else chosen_by
@@ -134,7 +146,8 @@ def choose_by_token(
         Choices in descending order of what they were chosen by. Does not synchronise.
     """
     normalize = options.normalizes(top_k)
-    if runs_fused(logits_TE, options.backend):
+    # the fused kernel divides a row's sums among threads by the number of rows
+    if not options.batch_invariant and runs_fused(logits_TE, options.backend):
         ids_TK, weights_TK, scores_TE = choose_experts(
             logits_TE,
             top_k,
@@ -148,7 +161,7 @@ def choose_by_token(
             backend=options.backend,
         )
     else:
-        raw_TE = scores_of(logits_TE, options.score_function)
+        raw_TE = scores_of(logits_TE, options)
         ids_TK = selection_scores(logits_TE, noise_TE, bias_E, options).topk(top_k, dim=-1).indices
         weights_TK = weights_at(logits_TE, raw_TE, ids_TK, normalize=normalize, options=options)
         scores_TE = balance_scores(raw_TE, options)
@@ -160,7 +173,7 @@ def choose_by_token(
 
 def balance_scores(scores_TE: Tensor, options: SelectionOptions) -> Tensor:
     """Scores that sum to 1 per token, for the balance loss."""
-    return normalized(scores_TE) if options.score_function == "sigmoid" else scores_TE
+    return normalized(scores_TE, options) if options.score_function == "sigmoid" else scores_TE
 
 
 def chosen_probability(logits_TE: Tensor, noisy_TE: Tensor, top_k: int, std: float) -> Tensor:
@@ -204,9 +217,9 @@ def choose_by_expert(
         K = E slots per token: slot e holds e if expert e chose the token, else E. Does not synchronise.
     """
     T, E = logits_TE.shape
-    scores_TE = scores_of(logits_TE, options.score_function)
+    scores_TE = scores_of(logits_TE, options)
     chosen_by = logits_TE.detach() if noise_TE is None else logits_TE.detach() + noise_TE
-    chosen_by = scores_of(chosen_by, options.score_function)
+    chosen_by = scores_of(chosen_by, options)
     if token_mask_T is not None:
         chosen_by = chosen_by.masked_fill(~token_mask_T[:, None], -math.inf)
     size = T if group_size is None else min(group_size, T)

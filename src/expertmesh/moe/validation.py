@@ -137,6 +137,42 @@ def check_options(options: dict[str, Any]) -> None:
     _check_groups(options)
     _check_router(options)
     _check_experts(options)
+    if not isinstance(options["batch_invariant"], bool):
+        raise ConfigError(
+            f"batch_invariant={options['batch_invariant']!r} must be True or False; give one of these"
+        )
+    if options["batch_invariant"]:
+        _check_invariant_parts(options)
+        check_batch_invariant(
+            {name: options[name] for name in ("eval_capacity_factor", "max_capacity_factor")}
+        )
+
+
+def _check_invariant_parts(options: dict[str, Any]) -> None:
+    router, experts = options["router"], options["experts"]
+    problem = None
+    if isinstance(router, nn.Module):
+        problem = f"router={type(router).__name__}: the layer does not order the sums of a router of your own"
+    elif router == "expert_choice":
+        problem = "router='expert_choice': experts choose among the tokens of the batch"
+    elif experts is not None:
+        problem = f"experts={type(experts).__name__}: the layer does not order the sums of experts of your own"
+    elif options["backend"] == "reference":
+        problem = "backend='reference': the order of its sums follows the batch"
+    if problem is not None:
+        raise ConfigError(
+            f"batch_invariant=True with {problem}; leave batch_invariant at False, or change it"
+        )
+
+
+def check_batch_invariant(factors: dict[str, float | None]) -> None:
+    """Raise ConfigError if one of these factors limits an expert's rows in evaluation: the batch decides who stays."""
+    for name, value in factors.items():
+        if value is not None and not math.isinf(value):
+            raise ConfigError(
+                f"batch_invariant=True with {name}={value}: which rows exceed a capacity in evaluation depends on the "
+                f"batch; leave {name} out, or batch_invariant at False"
+            )
 
 
 def _check_groups(options: dict[str, Any]) -> None:

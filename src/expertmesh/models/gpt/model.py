@@ -1,6 +1,7 @@
 """A GPT with mixture-of-experts layers: the forward pass, the initial weights, nothing of training or parallelism."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,8 @@ from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
+from expertmesh.ops import invariant
+from expertmesh.ops.invariant_attention import first_token
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,9 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         dim, eps = config.dim, config.norm_eps
-        self.attention_norm = RMSNorm(dim, eps=eps, device=device, dtype=dtype)
+        invariant = config.batch_invariant
+        norm = partial(RMSNorm, dim, eps=eps, batch_invariant=invariant, device=device, dtype=dtype)
+        self.attention_norm = norm()
         self.attention = Attention(
             dim=dim,
             num_heads=config.num_heads,
@@ -87,15 +92,16 @@ class Block(nn.Module):
             qk_norm=config.qk_norm,
             norm_eps=eps,
             layer_index=layer_index,
+            batch_invariant=invariant,
             device=device,
             dtype=dtype,
         )
-        self.ffn_norm = RMSNorm(dim, eps=eps, device=device, dtype=dtype)
+        self.ffn_norm = norm()
         self.moe: MoELayer | None = None
         self.ffn: DenseMLP | None = None
         if num_experts:
             self.moe = MoELayer.from_config(
-                config.moe,
+                config.moe_layer,
                 dim=dim,
                 num_experts=num_experts,
                 activation=config.activation,
@@ -110,6 +116,7 @@ class Block(nn.Module):
                 hidden_dim=config.ffn_hidden_dim,
                 activation=config.activation,
                 bias=False,
+                batch_invariant=invariant,
                 device=device,
                 dtype=dtype,
             )
@@ -146,6 +153,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, MoE in every n-th layer.
 
+    With config.batch_invariant, in evaluation, the logits of a token are the same to the bit whatever other sequences and
+    padding are in the batch, and with a cache or without.
+
     Args:
         config: the model.
         device: of the parameters; "meta" makes none (then `to_empty` and `init_weights`).
@@ -173,7 +183,13 @@ class GPT(nn.Module):
             Block(config, layer_index=index, num_experts=experts, device="meta", dtype=dtype)
             for index, experts in enumerate(config.experts_per_layer())
         )
-        self.final_norm = RMSNorm(config.dim, eps=config.norm_eps, device="meta", dtype=dtype)
+        self.final_norm = RMSNorm(
+            config.dim,
+            eps=config.norm_eps,
+            batch_invariant=config.batch_invariant,
+            device="meta",
+            dtype=dtype,
+        )
         self.output: nn.Linear | None = None
         if not config.tie_embeddings:
             self.output = nn.Linear(
@@ -250,12 +266,18 @@ class GPT(nn.Module):
         else:
             positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
             mask = None if token_mask_BS is None else causal_mask(token_mask_BS)
+        invariant_now = self.config.batch_invariant and not self.training
+        first_B = first_token(mask) if invariant_now else None
+        if first_B is not None:
+            # counted from the sequence's own first token, so that padding before it turns no bit
+            positions_S = (positions_S - first_B[:, None]).clamp(min=0)[:, None]
         x_BSD = self.embedding(ids_BS)
         cos, sin = rope_tables(
             positions_S,
             head_dim=self.config.head_size,
             base=self.config.rope_base,
             dtype=torch.promote_types(x_BSD.dtype, torch.float32),
+            batch_invariant=invariant_now,
         )
         context: dict[str, Any] = {
             "cos": cos,
@@ -278,4 +300,5 @@ class GPT(nn.Module):
         if num_logits is not None:
             x_BSD = x_BSD[:, x_BSD.shape[1] - num_logits :]
         weight = self.embedding.weight if self.output is None else self.output.weight
-        return GPTOutput(F.linear(self.final_norm(x_BSD), weight), tuple(all_stats))
+        linear = invariant.linear if invariant_now else F.linear
+        return GPTOutput(linear(self.final_norm(x_BSD), weight), tuple(all_stats))
