@@ -15,3 +15,7 @@ class CheckpointError(RuntimeError):
 
 class TrainingDivergedError(RuntimeError):
     """Too many steps in a row had a non-finite loss or gradient; names the last good checkpoint."""
+
+
+class CollectiveError(RuntimeError):
+    """Ranks lost one another: a collective failed or timed out; names the rank, the layer, the collective and its ranks."""

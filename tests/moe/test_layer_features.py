@@ -536,9 +536,9 @@ def test_shared_experts_and_residual(activation):
 
 def test_a_dispatcher_of_ones_own():
     class Reversed(LocalDispatcher):
-        def dispatch(self, x_TD, expert_ids_TK, weights_TK, *, max_rows=None):
+        def dispatch(self, x_TD, expert_ids_TK, weights_TK, **options):
             flipped = x_TD.flip(0), expert_ids_TK.flip(0), weights_TK.flip(0)
-            return super().dispatch(*flipped, max_rows=max_rows)
+            return super().dispatch(*flipped, **options)
 
         def combine(self, y_TD, dispatched):
             return y_TD.flip(0)

@@ -119,3 +119,12 @@ def test_wrong_arguments(x, kwargs, message):
     with pytest.raises(ConfigError, match=message) as caught:
         make()(x, **kwargs)
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
+
+
+def test_route_degree_needs_a_spread_layer():
+    layer, x = make(), torch.zeros(3, D, dtype=torch.float64)
+    layer(x, route_degree=1)
+    with pytest.raises(
+        ConfigError, match="route_degree=2: this layer is on one process; leave it out"
+    ):
+        layer(x, route_degree=2)

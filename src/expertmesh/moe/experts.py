@@ -186,15 +186,19 @@ class GroupedExperts(nn.Module):
         Returns:
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
         """
-        main_grads = self.main_grads if parameters is None else None
         if parameters is None:
             parameters = ExpertParameters(self.w_in, self.w_out, self.b_in, self.b_out)
+        elif self.main_grads is not None:
+            raise ConfigError(
+                "accumulate_main_grads is on, and these experts are spread over processes, where gradients take another "
+                "way; switch it off"
+            )
         metadata = route_metadata(
             expert_ids_TK, parameters.w_in_EGFD.shape[0], max_rows=max_rows, backend=self.backend
         )
-        run = partial(moe_mlp, recompute_h=self.recompute_h, main_grads=main_grads)
+        run = partial(moe_mlp, recompute_h=self.recompute_h, main_grads=self.main_grads)
         if self.batch_invariant and not self.training:
-            _refuse_main_grads(main_grads)
+            _refuse_main_grads(self.main_grads)
             run = partial(invariant_moe_mlp)
         with parameters.context():
             return run(

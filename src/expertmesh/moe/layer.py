@@ -94,7 +94,7 @@ class MoELayer(nn.Module):
         balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call.
         aux_loss_weight: weight of the balance loss in `RoutingStats.aux_loss`.
         z_loss_weight: weight of the router z-loss in `RoutingStats.z_loss`.
-        dispatcher: sends rows to other processes; None: all experts are here.
+        dispatcher: sends rows to other processes; None: all experts are here. `expertmesh.parallel` sets it.
         backend: implementation of the operators: "auto" (triton on GPUs that it supports, else torch), "triton", "torch"
             or "reference"; see `expertmesh doctor`.
         batch_invariant: in evaluation a token's output (and its routing) is the same to the bit whatever batch it sits
@@ -387,6 +387,7 @@ class MoELayer(nn.Module):
         routing: Routing | RoutingStats | None = None,
         top_k: int | None = None,
         capacity_factor: float | None = None,
+        route_degree: int | None = None,
     ) -> tuple[Tensor, RoutingStats]:
         """Route every token through its experts.
 
@@ -400,6 +401,7 @@ class MoELayer(nn.Module):
                 RoutingStats of an earlier call, the weights are recomputed at the given ids.
             top_k: for this call only.
             capacity_factor: for this call only; inf: dropless.
+            route_degree: for this call only, processes that a token may travel over, of a layer spread over several.
 
         Returns:
             y of x's shape and dtype, and the routing statistics. With grouped experts it does not synchronise with a GPU.
@@ -413,16 +415,28 @@ class MoELayer(nn.Module):
         with phase("route"):
             routed = route(self.router, call, self.routing_options)
             aux_loss, z_loss, counts_E = weighted_losses(
-                routed, call.token_mask_T, self.num_experts, self.loss_options
+                routed,
+                call.token_mask_T,
+                self.num_experts,
+                self.loss_options,
+                sum_over_processes=self.dispatcher.sum_over_processes,
             )
             assigned = self._assign(routed, call, capacity_factor)
         with phase("dispatch"):
             sent = self.dispatcher.dispatch(
-                call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, max_rows=assigned.max_rows
+                call.x_TD,
+                assigned.expert_ids_TK,
+                assigned.weights_TK,
+                max_rows=assigned.max_rows,
+                route_degree=route_degree,
             )
         with phase("experts"):
             partial_TD = self.experts(
-                sent.x_TD, sent.expert_ids_TK, sent.weights_TK, max_rows=sent.max_rows
+                sent.x_TD,
+                sent.expert_ids_TK,
+                sent.weights_TK,
+                max_rows=sent.max_rows,
+                parameters=sent.parameters,
             )
         with phase("combine"):
             combined_TD = self.dispatcher.combine(partial_TD, sent)
@@ -431,7 +445,7 @@ class MoELayer(nn.Module):
             aux_loss=aux_loss,
             z_loss=z_loss,
             num_tokens_per_expert_E=counts_E,
-            num_dropped=assigned.num_dropped,
+            num_dropped=self.dispatcher.sum_over_processes(assigned.num_dropped),
             topk_expert_ids_TK=routed.topk_expert_ids_TK.detach(),
             topk_weights_TK=routed.topk_weights_TK.detach(),
         )

@@ -1,5 +1,6 @@
 """Balance losses and the router z-loss, normalised by the number of valid tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,13 @@ from expertmesh.moe.assignment import count_choices, group_sizes, valid_tokens_p
 from expertmesh.moe.types import RouterOutput
 from expertmesh.ops.autocast import without_autocast
 
+SumOverProcesses = Callable[[Tensor], Tensor]
+"""Sums a tensor over the processes that share a batch, differentiably."""
+
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The options of `MoELayer` for its losses; `group_size` None: over all tokens of the call."""
+    """The options of `MoELayer` for its losses; `group_size` None: over all tokens of the call, on all processes."""
 
     kind: str
     group_size: int | None
@@ -21,16 +25,34 @@ class LossOptions:
 
 
 def weighted_losses(
-    routed: RouterOutput, token_mask_T: Tensor | None, num_experts: int, options: LossOptions
+    routed: RouterOutput,
+    token_mask_T: Tensor | None,
+    num_experts: int,
+    options: LossOptions,
+    *,
+    sum_over_processes: SumOverProcesses,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted balance loss, weighted z-loss, and (E,) choices per expert before dropping. Does not synchronise."""
+    """Weighted balance loss, weighted z-loss, and (E,) choices per expert before dropping.
+
+    Without routing groups the balance loss counts the tokens of all processes. With them it is that of this
+    process's groups, and the z-loss is that of its tokens: their means over processes, weighted by valid tokens, are
+    the losses of the whole batch. The choices are counted over all processes. Does not synchronise by itself.
+    """
     scores_TE, logits_TE, size = routed.scores_TE, routed.logits_TE, options.group_size
     counts_GE = count_choices(routed.topk_expert_ids_TK, num_experts, size)
+    counts_E = sum_over_processes(counts_GE.sum(0))
+    across = None
+    if size is None:
+        counts_GE, across = counts_E[None], sum_over_processes
     aux_loss = z_loss = routed.topk_weights_TK.new_zeros(())
     with without_autocast(aux_loss.device):
         if options.aux_loss_weight and scores_TE is not None and options.kind == "switch":
             aux_loss = options.aux_loss_weight * switch_loss(
-                scores_TE, counts_GE, token_mask_T=token_mask_T, group_size=size
+                scores_TE,
+                counts_GE,
+                token_mask_T=token_mask_T,
+                group_size=size,
+                sum_over_processes=across,
             )
         if options.aux_loss_weight and scores_TE is not None and options.kind == "importance_load":
             aux_loss = options.aux_loss_weight * importance_load_loss(
@@ -39,10 +61,11 @@ def weighted_losses(
                 load_TE=routed.load_TE,
                 token_mask_T=token_mask_T,
                 group_size=size,
+                sum_over_processes=across,
             )
         if options.z_loss_weight and logits_TE is not None:
             z_loss = options.z_loss_weight * router_z_loss(logits_TE, token_mask_T=token_mask_T)
-    return aux_loss, z_loss, counts_GE.sum(0)
+    return aux_loss, z_loss, counts_E
 
 
 def _sum_groups(values_TE: Tensor, token_mask_T: Tensor | None, group_size: int | None) -> Tensor:
@@ -57,6 +80,26 @@ def _sum_groups(values_TE: Tensor, token_mask_T: Tensor | None, group_size: int 
     return padded.view(num_groups, size, E).sum(1)
 
 
+def _sums(
+    values_TE: Tensor,
+    token_mask_T: Tensor | None,
+    group_size: int | None,
+    sum_over_processes: SumOverProcesses | None,
+) -> Tensor:
+    sums_GE = _sum_groups(values_TE, token_mask_T, group_size)
+    return sums_GE if sum_over_processes is None else sum_over_processes(sums_GE)
+
+
+def _valid(
+    values_TE: Tensor,
+    token_mask_T: Tensor | None,
+    group_size: int | None,
+    sum_over_processes: SumOverProcesses | None,
+) -> Tensor:
+    valid_G = valid_tokens_per_group(values_TE.shape[0], group_size, token_mask_T, values_TE.device)
+    return valid_G if sum_over_processes is None else sum_over_processes(valid_G)
+
+
 def _mean_groups(loss_G: Tensor, valid_G: Tensor) -> Tensor:
     """Mean over the routing groups, weighted by their valid tokens; 0 if there are none."""
     share = valid_G.to(loss_G.dtype) / valid_G.sum().clamp(min=1)
@@ -69,6 +112,7 @@ def switch_loss(
     *,
     token_mask_T: Tensor | None = None,
     group_size: int | None = None,
+    sum_over_processes: SumOverProcesses | None = None,
 ) -> Tensor:
     """Load-balancing loss E * sum_e f_e * P_e; 1.0 when routing is uniform.
 
@@ -81,14 +125,16 @@ def switch_loss(
         num_choices_GE: (number of groups, E) integers, choices per expert, before dropping (`count_choices`).
         token_mask_T: (T,) bool, True for real tokens; None: all are.
         group_size: tokens per routing group; None: all tokens are one group.
+        sum_over_processes: makes that one group of the tokens of all processes; num_choices_GE must be summed already.
 
     Returns:
         Scalar, not weighted. Does not synchronise.
     """
-    valid_G = valid_tokens_per_group(scores_TE.shape[0], group_size, token_mask_T, scores_TE.device)
+    valid_G = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
     counts = num_choices_GE.to(scores_TE.dtype)
     share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
-    mean = _sum_groups(scores_TE, token_mask_T, group_size) / valid_G.clamp(min=1)[:, None]
+    sums_GE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
+    mean = sums_GE / valid_G.clamp(min=1)[:, None]
     return _mean_groups(scores_TE.shape[1] * (share * mean).sum(-1), valid_G)
 
 
@@ -106,6 +152,7 @@ def importance_load_loss(
     load_TE: Tensor | None = None,
     token_mask_T: Tensor | None = None,
     group_size: int | None = None,
+    sum_over_processes: SumOverProcesses | None = None,
 ) -> Tensor:
     """Importance and load loss (CV^2(importance) + CV^2(load)) / 2; 0 when routing is uniform.
 
@@ -119,16 +166,17 @@ def importance_load_loss(
         load_TE: (T, E) probability of being chosen, differentiable, or None.
         token_mask_T: (T,) bool, True for real tokens; None: all are.
         group_size: tokens per routing group; None: all tokens are one group.
+        sum_over_processes: makes that one group of the tokens of all processes; num_choices_GE must be summed already.
 
     Returns:
         Scalar, not weighted. Does not synchronise.
     """
-    valid_G = valid_tokens_per_group(scores_TE.shape[0], group_size, token_mask_T, scores_TE.device)
-    importance_GE = _sum_groups(scores_TE, token_mask_T, group_size)
+    valid_G = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
+    importance_GE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
     if load_TE is None:
         load_GE = num_choices_GE.to(scores_TE.dtype)
     else:
-        load_GE = _sum_groups(load_TE, token_mask_T, group_size)
+        load_GE = _sums(load_TE, token_mask_T, group_size, sum_over_processes)
     return _mean_groups((_cv_squared(importance_GE) + _cv_squared(load_GE)) / 2, valid_G)
 
 

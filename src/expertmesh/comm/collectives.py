@@ -1,0 +1,165 @@
+"""Collectives with gradients.
+
+Every rank has a loss of its own, and the loss of all is their sum. So the gradient of a gather is a reduce-scatter,
+that of a reduce-scatter a gather, and that of a sum over ranks the sum of the gradients over ranks.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from expertmesh.comm.group import Pending, RankGroup
+
+# Newer versions of torch have new names for the same functions, and warn of the old ones.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def start_all_gather(x: Tensor, group: RankGroup, *, where: str) -> tuple[Tensor, Pending | None]:
+    """Begin to gather the equally shaped tensors of all ranks; not seen by autograd.
+
+    Args:
+        x: any shape and dtype.
+        group: of n ranks.
+        where: layer and purpose, for the byte counter and for errors.
+
+    Returns:
+        (n, ...) in the order of the group's ranks, and what to wait for before using it (None: nothing).
+    """
+    x = x.detach().contiguous()
+    if group.size == 1:
+        return x[None], None
+    out = x.new_empty(group.size * x.numel())
+    num_bytes = (group.size - 1) * x.nbytes
+    pending = group.start(
+        "all_gather",
+        where,
+        num_bytes,
+        lambda pg: _gather_into(out, x.view(-1), group=pg, async_op=True),
+    )
+    return out.view(group.size, *x.shape), pending
+
+
+def start_reduce_scatter(
+    x: Tensor, group: RankGroup, *, where: str
+) -> tuple[Tensor, Pending | None]:
+    """Begin to sum tensors over ranks, each rank keeping its block; not seen by autograd.
+
+    Args:
+        x: (n, ...), block i for the i-th rank of the group.
+        group: of n ranks.
+        where: layer and purpose.
+
+    Returns:
+        (...) this rank's sum, and what to wait for before using it.
+    """
+    x = x.detach().contiguous()
+    if group.size == 1:
+        return x[0], None
+    out = x.new_empty(x.shape[1:])
+    num_bytes = (group.size - 1) * out.nbytes
+    pending = group.start(
+        "reduce_scatter",
+        where,
+        num_bytes,
+        lambda pg: _scatter_sum(out.view(-1), x.view(-1), group=pg, async_op=True),
+    )
+    return out, pending
+
+
+def start_all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Pending | None:
+    """Begin to sum a contiguous tensor over ranks in place; not seen by autograd."""
+    if group.size == 1:
+        return None
+    num_bytes = 2 * (group.size - 1) * x.nbytes // group.size
+    return group.start(
+        "all_reduce",
+        where,
+        num_bytes,
+        lambda pg: dist.all_reduce(x, group=pg, async_op=True),
+    )
+
+
+def _wait(pending: Pending | None) -> None:
+    if pending is not None:
+        pending.wait()
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: RankGroup, where: str) -> Tensor:
+        ctx.group, ctx.where = group, where
+        out, pending = start_all_gather(x, group, where=where)
+        _wait(pending)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        out, pending = start_reduce_scatter(grad, ctx.group, where=f"{ctx.where}, backward")
+        _wait(pending)
+        return out, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: RankGroup, where: str) -> Tensor:
+        ctx.group, ctx.where = group, where
+        out, pending = start_reduce_scatter(x, group, where=where)
+        _wait(pending)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        out, pending = start_all_gather(grad, ctx.group, where=f"{ctx.where}, backward")
+        _wait(pending)
+        return out, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: RankGroup, where: str) -> Tensor:
+        ctx.group, ctx.where = group, where
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        _wait(start_all_reduce(out, group, where=where))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        _wait(start_all_reduce(grad, ctx.group, where=f"{ctx.where}, backward"))
+        return grad, None, None
+
+
+def all_gather(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
+    """Stack the tensors of all ranks, equal in shape.
+
+    Args:
+        x: (...), any dtype.
+        group: of n ranks.
+        where: layer and purpose, for the byte counter and for errors.
+
+    Returns:
+        (n, ...). Differentiable once: the gradient is reduce-scattered over the same group. Waits for the ranks.
+    """
+    out: Tensor = _AllGather.apply(x, group, where)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
+    """Sum (n, ...) over ranks, each keeping its block (...). Differentiable once: the gradient is gathered."""
+    out: Tensor = _ReduceScatter.apply(x, group, where)
+    return out
+
+
+def all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
+    """Sum over ranks; not in place. Differentiable once: the gradients of the ranks' losses are summed too."""
+    if group.size == 1:
+        return x
+    out: Tensor = _AllReduce.apply(x, group, where)
+    return out

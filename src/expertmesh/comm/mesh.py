@@ -1,0 +1,171 @@
+"""How the ranks are factored: dense layers as dp_replicate x dp_shard x tp, experts as dp_replicate x e x f."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from expertmesh.comm.world import World
+from expertmesh.errors import ConfigError
+
+ExpertOrder = Literal["slices_inner", "experts_inner"]
+DENSE_AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class DenseDegrees:
+    """Sizes of the axes of the dense layers; rank = (replica * dp_shard + shard) * tp + tensor part.
+
+    Attributes:
+        dp_replicate: copies of the model.
+        dp_shard: ranks that share one copy's parameters.
+        tp: ranks that share one sequence.
+    """
+
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+    @property
+    def num_ranks(self) -> int:
+        """All of them."""
+        return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def num_storage_ranks(self) -> int:
+        """Ranks of one copy, over which experts are spread."""
+        return self.dp_shard * self.tp
+
+
+def dense_degrees(
+    num_ranks: int, *, dp_replicate: int = 1, dp_shard: int | None = None, tp: int = 1
+) -> DenseDegrees:
+    """Factor the ranks for the dense layers.
+
+    Args:
+        num_ranks: of the world.
+        dp_replicate: copies of the model.
+        dp_shard: None: all ranks that the other two leave.
+        tp: tensor parallel degree.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the number of ranks; it prints all of them and the nearest valid choice.
+    """
+    given = dp_replicate * tp * (dp_shard or 1)
+    if given == num_ranks or (dp_shard is None and num_ranks % given == 0):
+        return DenseDegrees(dp_replicate, dp_shard or num_ranks // given, tp)
+    valid = [
+        DenseDegrees(r, num_ranks // (r * t), t)
+        for r in divisors(num_ranks)
+        for t in divisors(num_ranks // r)
+    ]
+
+    def distance(choice: DenseDegrees) -> tuple[float, ...]:
+        shard = choice.dp_shard if dp_shard is None else dp_shard
+        wanted = (tp, dp_replicate, shard)
+        got = (choice.tp, choice.dp_replicate, choice.dp_shard)
+        return tuple(abs(math.log(a / b)) for a, b in zip(got, wanted, strict=True))
+
+    near = min(valid, key=lambda choice: (sum(distance(choice)), distance(choice)))
+    shown = "all that remain" if dp_shard is None else dp_shard
+    raise ConfigError(
+        f"dp_replicate={dp_replicate} x dp_shard={shown} x tp={tp} does not make {num_ranks} ranks; nearest: "
+        f"dp_replicate={near.dp_replicate}, dp_shard={near.dp_shard}, tp={near.tp}"
+    )
+
+
+@dataclass(frozen=True)
+class ExpertDegrees:
+    """How the W = e * f ranks of one copy hold the experts of one layer.
+
+    Attributes:
+        e: parts of the experts (along E).
+        f: slices of each expert's hidden size (along F).
+        order: slices_inner: neighbouring ranks hold slices of the same experts, rank = i * f + j; experts_inner: they
+            hold other experts, rank = j * e + i.
+    """
+
+    e: int
+    f: int
+    order: ExpertOrder = "slices_inner"
+
+    @property
+    def num_ranks(self) -> int:
+        """W."""
+        return self.e * self.f
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """(i, j): part of the experts and slice of a storage rank."""
+        if self.order == "slices_inner":
+            return divmod(rank, self.f)
+        j, i = divmod(rank, self.e)
+        return i, j
+
+    def rank_of(self, i: int, j: int) -> int:
+        """The storage rank with these coordinates."""
+        return i * self.f + j if self.order == "slices_inner" else j * self.e + i
+
+
+def expert_degrees(
+    num_ranks: int,
+    *,
+    num_experts: int,
+    hidden_dim: int,
+    es_degree: int | None = None,
+    order: ExpertOrder = "slices_inner",
+) -> ExpertDegrees:
+    """Factor the ranks of one copy for the experts of one layer.
+
+    Args:
+        num_ranks: W.
+        num_experts: E.
+        hidden_dim: F.
+        es_degree: f; None: the smallest for which W / f divides E, which is W / gcd(E, W).
+        order: see `ExpertDegrees`.
+
+    Raises:
+        ConfigError: f does not divide W or F, or W / f does not divide E; names the nearest valid choice.
+    """
+    f = num_ranks // math.gcd(num_experts, num_ranks) if es_degree is None else es_degree
+    fits = [
+        d
+        for d in divisors(num_ranks)
+        if num_experts % (num_ranks // d) == 0 and hidden_dim % d == 0
+    ]
+    if f in fits:
+        return ExpertDegrees(num_ranks // f, f, order)
+    near = min(fits, key=lambda d: abs(math.log(d / f)), default=None)
+    fix = (
+        f"use es_degree={near}"
+        if near is not None
+        else f"use a hidden_dim divisible by {num_ranks // math.gcd(num_experts, num_ranks)}, or fewer ranks"
+    )
+    raise ConfigError(
+        f"es_degree={f} on {num_ranks} ranks, with num_experts={num_experts} and hidden_dim={hidden_dim}: es_degree must "
+        f"divide the ranks and hidden_dim, and ranks / es_degree must divide num_experts; {fix}"
+    )
+
+
+def dense_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
+    """The mesh ("dp_replicate", "dp_shard", "tp"). Every rank must ask for it."""
+    shape = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
+    return world.mesh(shape, DENSE_AXES, range(world.size))
+
+
+def expert_mesh(world: World, experts: ExpertDegrees) -> DeviceMesh:
+    """The mesh ("replica", "e", "f") of one layer's experts on the same ranks. Every rank must ask for it."""
+    W = experts.num_ranks
+    order = [
+        replica * W + experts.rank_of(i, j)
+        for replica in range(world.size // W)
+        for i in range(experts.e)
+        for j in range(experts.f)
+    ]
+    return world.mesh((world.size // W, experts.e, experts.f), ("replica", "e", "f"), order)
+
+
+def divisors(number: int) -> Sequence[int]:
+    """All of them, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]

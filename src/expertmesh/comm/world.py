@@ -1,0 +1,147 @@
+"""The ranks that one model is spread over, and the groups among them."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from expertmesh.comm.group import RankGroup, Traffic
+from expertmesh.errors import ConfigError
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class World:
+    """All ranks of one process group, and groups among them, made when first asked for.
+
+    Positions count the ranks of the group from 0. Layers of one model share one world, because each new group costs
+    threads and connections; `close` ends them. For a group that is not torch's default group its members must so
+    far have been in equally many groups: that is how torch names a new group of some of the ranks.
+
+    Args:
+        group: any process group; None: torch's default group.
+        device_type: of the tensors, "cpu" or "cuda".
+        timeout_s: of collectives on the groups that this makes; the given group keeps its own.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device_type: str = "cpu",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed has no process group; call torch.distributed.init_process_group first, or start "
+                "with torchrun"
+            )
+        self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
+        self.position = self.ranks.index(dist.get_rank())
+        self.device_type, self.timeout_s = device_type, timeout_s
+        self.traffic = Traffic()
+        self._made: list[dist.ProcessGroup] = []
+        self._is_default = len(self.ranks) == dist.get_world_size()
+        self._group = group or dist.group.WORLD
+        self._groups: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
+        self._meshes: dict[tuple[tuple[Any, ...], ...], DeviceMesh] = {}
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def everyone(self) -> RankGroup:
+        """The group of all ranks."""
+        return self.group([range(self.size)], name="all ranks")
+
+    def group(self, cells: Sequence[Sequence[int]], *, name: str) -> RankGroup:
+        """This rank's cell of a partition of all ranks; every rank must ask, with the same partition.
+
+        Args:
+            cells: positions, each in exactly one cell, all cells of one size.
+            name: for error messages.
+        """
+        # By the whole partition, so that all ranks agree on what is new.
+        key = tuple(sorted(tuple(sorted(cell)) for cell in cells))
+        if key not in self._groups:
+            self._groups[key] = self._new_group(key, name)
+        return self._groups[key]
+
+    def _new_group(self, cells: tuple[tuple[int, ...], ...], name: str) -> RankGroup:
+        mine = next(cell for cell in cells if self.position in cell)
+        found = self._group if len(mine) == self.size and self.size > 1 else None
+        for cell in cells if 1 < len(mine) < self.size else ():
+            # In torch's default world every rank takes part in making every group; elsewhere only the members may.
+            if self._is_default or cell == mine:
+                made = self._torch_group(cell)
+                found = made if cell == mine else found
+        return RankGroup(
+            found,
+            ranks=tuple(self.ranks[p] for p in mine),
+            rank=mine.index(self.position),
+            name=name,
+            timeout_s=self.timeout_s,
+            traffic=self.traffic,
+        )
+
+    def _torch_group(self, cell: Sequence[int]) -> dist.ProcessGroup:
+        group = dist.new_group(
+            [self.ranks[p] for p in cell],
+            timeout=timedelta(seconds=self.timeout_s),
+            use_local_synchronization=not self._is_default,
+        )
+        if self.position in cell:
+            self._made.append(group)
+        return group
+
+    def close(self) -> None:
+        """End the groups that this made; their layers can be used no more."""
+        made, self._made = self._made, []
+        for group in made:
+            dist.destroy_process_group(group)
+        self._groups, self._meshes = {}, {}
+
+    def mesh(self, shape: Sequence[int], names: Sequence[str], order: Sequence[int]) -> DeviceMesh:
+        """A device mesh over all ranks; every rank must ask for it.
+
+        Args:
+            shape: size of each axis; their product is the number of ranks.
+            names: of the axes.
+            order: positions in row-major order of the mesh.
+        """
+        key = (tuple(shape), tuple(names), tuple(order))
+        if key not in self._meshes:
+            self._meshes[key] = self._new_mesh(shape, names, order)
+        return self._meshes[key]
+
+    def _new_mesh(
+        self, shape: Sequence[int], names: Sequence[str], order: Sequence[int]
+    ) -> DeviceMesh:
+        grid = torch.tensor(list(order)).view(*shape)
+        groups = []
+        for axis, name in enumerate(names):
+            cells = grid.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
+            groups.append(self._group_of_axis(self.group(cells, name=f"axis {name}")))
+        ranks = torch.tensor(self.ranks)[grid]
+        if len(shape) == 1:
+            return DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=tuple(names))
+        return DeviceMesh.from_group(
+            groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(names)
+        )
+
+    def _group_of_axis(self, group: RankGroup) -> dist.ProcessGroup:
+        """A mesh needs a process group for an axis of one rank too."""
+        if group.process_group is None:
+            for position in range(self.size) if self._is_default else (self.position,):
+                made = self._torch_group([position])
+                if position == self.position:
+                    group.process_group = made
+        assert group.process_group is not None
+        return group.process_group

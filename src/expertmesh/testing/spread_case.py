@@ -1,0 +1,189 @@
+"""Run one layer spread over ranks and whole on each of them, and compare; the code of the ranks of a test."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from expertmesh.comm.collectives import start_all_reduce
+from expertmesh.comm.world import World
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.random import key_noise
+from expertmesh.parallel.expert import spread_experts
+from expertmesh.testing.numerics import (
+    FP64_RELATIVE,
+    assert_two_times,
+    magnitude,
+    max_error,
+    relative_error,
+)
+
+D, F, E = 8, 12, 8
+LOSS_FACTOR = 3.0
+
+
+@dataclass(frozen=True)
+class SpreadCase:
+    """One call of one layer.
+
+    Attributes:
+        layer: keyword arguments of MoELayer beside the sizes.
+        spread: of spread_experts.
+        call: of forward.
+        tokens: of each rank; None: [7, 4, 0, 9] as far as there are ranks, times group.
+        group: routing group size; the tokens of each rank are so many times `tokens`.
+        subset: ranks 0 and 2 are one world, 1 and 3 another.
+        dtype: of the layer.
+        training: mode.
+    """
+
+    layer: Mapping[str, Any] = field(default_factory=dict)
+    spread: Mapping[str, Any] = field(default_factory=dict)
+    call: Mapping[str, Any] = field(default_factory=dict)
+    tokens: tuple[int, ...] = (7, 4, 0, 9)
+    group: int = 1
+    subset: bool = False
+    dtype: torch.dtype = torch.float64
+    training: bool = True
+
+
+@functools.cache
+def world_of(subset: bool) -> World:
+    """The world of all ranks of this pool, or one of two halves of it."""
+    if not subset:
+        return World()
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return World(halves[dist.get_rank() % 2])
+
+
+def build(case: SpreadCase, dtype: torch.dtype) -> MoELayer:
+    """The layer, with the same weights in every process, and biases that are not zero."""
+    group = case.group if case.group > 1 else None
+    options = {"num_experts": E, "top_k": 2, "seed": 1, "routing_group_size": group, **case.layer}
+    layer = MoELayer(dim=D, hidden_dim=F, dtype=torch.float64, **options)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in sorted(layer.named_parameters()):
+            if "b_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    key_noise(layer, seed=5, step=6)
+    layer.train(case.training)
+    return layer.to(dtype)
+
+
+@dataclass
+class Tried:
+    """Results of one process, all gradients summed over ranks and whole."""
+
+    y_TD: Tensor
+    x_grad_TD: Tensor
+    aux_loss: Tensor
+    z_loss: Tensor
+    counts_E: Tensor
+    num_dropped: Tensor
+    gradients: dict[str, Tensor]
+    transfers: list[Any]
+
+
+def _inputs(total: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return tuple(torch.randn(total, D, dtype=torch.float64, generator=generator) for _ in "xc")  # type: ignore[return-value]
+
+
+def run_whole(case: SpreadCase, num_ranks: int, dtype: torch.dtype) -> Tried:
+    """All tokens of all ranks through the layer in one process."""
+    layer = build(case, dtype)
+    x, cotangent = (t.to(dtype) for t in _inputs(sum(case.tokens[:num_ranks]) * case.group))
+    return _run(layer, x, cotangent, case, torch.arange(len(x)), share=1.0)
+
+
+def run_spread(case: SpreadCase) -> tuple[Tried, slice]:
+    """This rank's tokens through the spread layer; and which they are of all tokens."""
+    world = world_of(case.subset)
+    sizes = [n * case.group for n in case.tokens[: world.size]]
+    first = sum(sizes[: world.position])
+    mine = slice(first, first + sizes[world.position])
+    layer = build(case, case.dtype)
+    spread_experts(layer, world, **case.spread)
+    x, cotangent = (t[mine].to(case.dtype) for t in _inputs(sum(sizes)))
+    index = torch.arange(mine.start, mine.stop)
+    with world.traffic.logged() as log:
+        tried = _run(layer, x, cotangent, case, index, share=len(x) / max(sum(sizes), 1))
+    for name, grad in tried.gradients.items():
+        if not name.startswith("experts."):
+            pending = start_all_reduce(grad, world.everyone(), where="test")
+            if pending is not None:
+                pending.wait()
+    return replace(tried, transfers=log.transfers), mine
+
+
+def _run(
+    layer: MoELayer, x: Tensor, cotangent: Tensor, case: SpreadCase, index: Tensor, *, share: float
+) -> Tried:
+    x = x.clone().requires_grad_()
+    y, stats = layer(x, token_index=index, **case.call)
+    loss = (y * cotangent).sum() + share * LOSS_FACTOR * (stats.aux_loss + stats.z_loss)
+    loss.backward()
+    assert x.grad is not None
+    return Tried(
+        y.detach(),
+        x.grad,
+        stats.aux_loss.detach(),
+        stats.z_loss.detach(),
+        stats.num_tokens_per_expert_E,
+        stats.num_dropped,
+        {name: whole(p.grad) for name, p in layer.named_parameters() if p.grad is not None},
+        [],
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered where it is a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(case: SpreadCase) -> list[Any]:
+    """Assert on each rank that the spread layer equals the whole one; returns the rank's transfers.
+
+    FP64: 1e-10 relative. Other dtypes: the two-times rule against the whole layer in that dtype.
+    """
+    world = world_of(case.subset)
+    spread, mine = run_spread(case)
+    oracle = run_whole(case, world.size, torch.float64)
+    assert torch.equal(spread.counts_E, oracle.counts_E), (spread.counts_E, oracle.counts_E)
+    assert int(spread.num_dropped) == int(oracle.num_dropped)
+    pairs = {
+        "y": (spread.y_TD, oracle.y_TD[mine], oracle.y_TD),
+        "dx": (spread.x_grad_TD, oracle.x_grad_TD[mine], oracle.x_grad_TD),
+    }
+    assert spread.gradients.keys() == oracle.gradients.keys()
+    pairs |= {n: (g, oracle.gradients[n], oracle.gradients[n]) for n, g in spread.gradients.items()}
+    if case.group == 1:
+        pairs["aux"] = (spread.aux_loss, oracle.aux_loss, oracle.aux_loss)
+    if case.dtype == torch.float64:
+        for name, (ours, theirs, scale) in pairs.items():
+            error = max_error(ours, theirs) / max(magnitude(scale), 1.0)
+            assert error <= FP64_RELATIVE, f"{name}: {error:.2e}"
+    else:
+        same = run_whole(case, world.size, case.dtype)
+        near = {"y": same.y_TD[mine], "dx": same.x_grad_TD[mine], "aux": same.aux_loss}
+        for name, (ours, theirs, _) in pairs.items():
+            plain = near.get(name, same.gradients.get(name))
+            assert plain is not None
+            assert_two_times(ours, plain, theirs, what=name)
+    return spread.transfers
+
+
+def differences(case: SpreadCase) -> dict[str, float]:
+    """Relative errors of a spread layer's gradients, for tests that expect them to be wrong."""
+    world = world_of(case.subset)
+    spread, mine = run_spread(case)
+    oracle = run_whole(case, world.size, torch.float64)
+    found = {n: relative_error(g, oracle.gradients[n]) for n, g in spread.gradients.items()}
+    found["dx"] = relative_error(spread.x_grad_TD, oracle.x_grad_TD[mine])
+    return found

@@ -1,0 +1,89 @@
+"""A layer spread over ranks equals the layer in one process: output, losses, counts and all gradients."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from expertmesh.testing.spread_case import SpreadCase, compare
+
+LAYERS = {
+    "gated": {},
+    "plain_bias": {"activation": "gelu", "bias": True},
+    "one_choice": {"top_k": 1, "activation": "geglu"},
+    "four_choices": {"top_k": 4, "z_loss_weight": 0.1},
+    "dense_parts": {"num_shared_experts": 1, "residual": True, "bias": True},
+    "capacity_first": {"capacity_factor": 0.75, "min_capacity": 1, "drop_policy": "first"},
+    "capacity_random": {"capacity_factor": 1.0, "min_capacity": 1, "router_noise": "gumbel"},
+    "importance": {"balance_loss": "importance_load", "router_noise": "gaussian"},
+    "expert_choice": {"router": "expert_choice"},
+}
+GROUPED = ("capacity_first", "capacity_random", "expert_choice")
+
+
+def cases(num_ranks, tokens, seed):
+    """Each layer with three plans; each pair of degrees and each way to keep weights with some layer."""
+    divisors = [d for d in (1, 2, 4) if num_ranks % d == 0]
+    plans = list(
+        itertools.product(divisors, divisors, ("until_step", "until_backward", "regather"))
+    )
+    draw = random.Random(seed)
+    draw.shuffle(plans)
+    supply = itertools.cycle(plans)
+    for name, layer in LAYERS.items():
+        for _ in range(3):
+            route, es, keep = next(supply)
+            order = draw.choice(("slices_inner", "experts_inner"))
+            spread = {"route_degree": route, "es_degree": es, "keep": keep, "order": order}
+            yield SpreadCase(layer, spread, tokens=tokens, group=8 if name in GROUPED else 1)
+
+
+def compare_all(all_cases):
+    for case in all_cases:
+        try:
+            compare(case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("tokens", [(5, 5), (7, 0)], ids=["equal", "zero"])
+def test_two_ranks(two_ranks, tokens):
+    two_ranks.run(compare_all, list(cases(2, tokens, seed=1)))
+
+
+@pytest.mark.parametrize("tokens", [(3, 3, 3, 3), (7, 4, 0, 9)], ids=["equal", "unequal"])
+def test_four_ranks(four_ranks, tokens):
+    four_ranks.run(compare_all, list(cases(4, tokens, seed=2)))
+
+
+def test_no_tokens_at_all(two_ranks):
+    two_ranks.run(
+        compare_all, [SpreadCase(tokens=(0, 0), spread={"route_degree": r}) for r in (1, 2)]
+    )
+
+
+def test_copies_of_the_experts(four_ranks):
+    plans = [
+        {"num_replicas": 2, "route_degree": r, "es_degree": es} for r in (1, 2) for es in (1, 2)
+    ]
+    layer = {"bias": True, "activation": "relu"}
+    four_ranks.run(compare_all, [SpreadCase(layer, plan) for plan in plans])
+
+
+def test_part_of_the_world(four_ranks):
+    """Two worlds of two ranks each, side by side."""
+    plans = [{"route_degree": r, "keep": k} for r in (1, 2) for k in ("until_backward", "regather")]
+    four_ranks.run(compare_all, [SpreadCase(spread=plan, subset=True) for plan in plans])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_precisions(four_ranks, dtype):
+    """The two-times rule against one process in the same precision; one choice, as ties may fall elsewhere."""
+    spreads = [{"route_degree": r, "es_degree": es} for r, es in ((1, 1), (2, 2), (4, 1), (4, 2))]
+    four_ranks.run(compare_all, [SpreadCase(spread=s, dtype=dtype) for s in spreads])
+
+
+def test_fixed_exchange(four_ranks):
+    spreads = [{"route_degree": r, "es_degree": 2, "fixed_tokens": 9} for r in (1, 2, 4)]
+    four_ranks.run(compare_all, [SpreadCase(LAYERS["four_choices"], s) for s in spreads])
