@@ -242,3 +242,36 @@ def test_double_backward_and_fp64_are_errors():
         grad.sum().backward()
     with pytest.raises(ConfigError, match="float64"):
         case.run("triton", torch.float64)
+
+
+@pytest.fixture
+def _own_precision():
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+def allow_by(switch, allowed):
+    if switch == "set_float32_matmul_precision":
+        torch.set_float32_matmul_precision("high" if allowed else "highest")
+    elif switch == "allow_tf32":
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+    else:
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+
+
+@pytest.mark.usefixtures("_own_precision")
+@pytest.mark.parametrize("switch", ["set_float32_matmul_precision", "allow_tf32", "fp32_precision"])
+def test_fp32_products_are_ieee_unless_pytorch_allows_tf32(switch):
+    sizes = {"num_rows": 64, "num_experts": 4, "dim": 64, "hidden_dim": 64, "num_branches": 2}
+
+    def precision(dtype):
+        return tiles.choose_plan(torch.device("cpu"), dtype, **sizes).precision
+
+    assert precision(torch.float32) == "ieee"
+    allow_by(switch, True)
+    assert precision(torch.float32) == "tf32"
+    assert precision(torch.bfloat16) == "ieee"
+    allow_by(switch, False)
+    assert precision(torch.float32) == "ieee"

@@ -27,7 +27,7 @@ from expertmesh.kernels.launch import launch
 from expertmesh.kernels.moe_forward import RowOptions
 from expertmesh.kernels.tiles import Plan
 
-_BIAS_COLUMNS = 128
+_BIAS_COLUMNS = 64
 _CHUNK_ELEMENTS = 32
 """Elements of H in a row that the activation's backward holds at once; more do not fit the registers."""
 

@@ -26,6 +26,9 @@ from expertmesh.kernels.grouped import (
 from expertmesh.kernels.launch import launch
 from expertmesh.kernels.tiles import Plan, Tile, is_interleaved
 
+_CHUNK_N = 64
+"""Hidden units that the epilogue holds at once."""
+
 
 @triton.jit
 def _up(
@@ -55,6 +58,7 @@ def _up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    CHUNK_N: tl.constexpr,
 ):
     """H and A' of all rows; h_ptr or a_ptr may be None."""
     num_m = tl.load(num_tiles_ptr)
@@ -92,13 +96,66 @@ def _up(
             BLOCK_N,
             BLOCK_K,
         )
+        _store_hidden(
+            h,
+            e,
+            n,
+            row,
+            live,
+            row_weights(weights_ptr, slot_of_row_ptr, row, live) if a_ptr is not None else None,
+            F,
+            bias_ptr,
+            h_ptr,
+            a_ptr,
+            G,
+            INNER,
+            INTERLEAVED,
+            BLOCK_M,
+            BLOCK_N,
+            CHUNK_N,
+        )
+
+
+@triton.jit
+def _store_hidden(
+    h,
+    e,
+    n,
+    row,
+    live,
+    s,
+    F,
+    bias_ptr,
+    h_ptr,
+    a_ptr,
+    G: tl.constexpr,
+    INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK_N: tl.constexpr,
+):
+    """Add the bias to a tile of H, write it and A'. By halves down to CHUNK_N hidden units: more do not fit registers."""
+    if BLOCK_N > CHUNK_N:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = h.reshape(BLOCK_M, 2, HALF * G).permute(0, 2, 1).split()
+        _store_hidden(
+            left, e, n, row, live, s, F, bias_ptr, h_ptr, a_ptr,
+            G, INNER, INTERLEAVED, BLOCK_M, HALF, CHUNK_N,
+        )  # fmt: skip
+        _store_hidden(
+            right, e, n + HALF, row, live, s, F, bias_ptr, h_ptr, a_ptr,
+            G, INNER, INTERLEAVED, BLOCK_M, HALF, CHUNK_N,
+        )  # fmt: skip
+    else:
         f = n + tl.arange(0, BLOCK_N)
-        inside = f < F
+        mask = live[:, None] & (f < F)[None, :]
+        place = row[:, None] * F + f[None, :]
         out = (a_ptr if h_ptr is None else h_ptr).dtype.element_ty
         if bias_ptr is not None:
             column = n * G + tl.arange(0, BLOCK_N * G)
-            place = column if INTERLEAVED else (column % G) * F + column // G
-            bias = bias_ptr + e.to(tl.int64) * F * G + place
+            unit = column if INTERLEAVED else (column % G) * F + column // G
+            bias = bias_ptr + e.to(tl.int64) * F * G + unit
             h += tl.load(bias, mask=column < F * G, other=0.0).to(tl.float32)[None, :]
         # A comes from H as it is saved, so that the backward recomputes the very same A
         h = h.to(out)
@@ -110,21 +167,12 @@ def _up(
             if G == 2:
                 store_branches(h_ptr, gate, up, row, live, n, F, INTERLEAVED, BLOCK_N)
             else:
-                tl.store(
-                    h_ptr + row[:, None] * F + f[None, :],
-                    gate,
-                    mask=live[:, None] & inside[None, :],
-                )
+                tl.store(h_ptr + place, gate, mask=mask)
         if a_ptr is not None:
             a = activate(gate.to(tl.float32), INNER)
             if G == 2:
                 a *= up.to(tl.float32)
-            a *= row_weights(weights_ptr, slot_of_row_ptr, row, live)[:, None]
-            tl.store(
-                a_ptr + row[:, None] * F + f[None, :],
-                a.to(out),
-                mask=live[:, None] & inside[None, :],
-            )
+            tl.store(a_ptr + place, (a * s[:, None]).to(out), mask=mask)
 
 
 @triton.jit
@@ -296,6 +344,7 @@ def up(
         INNER=INNER[activation],
         INTERLEAVED=is_interleaved(w_in_EGFD),
         TMA=tma,
+        CHUNK_N=_CHUNK_N,
         **options.constants(),
     )
     return h, a

@@ -16,8 +16,8 @@ MATRIX_INSTRUCTION = {
 }
 BULK_COPY = "cp.async.bulk.tensor"
 """The copies of the Hopper path, by descriptor."""
-MOST_SPILL_BYTES = 256
-"""Per thread, stores and loads together, in the experts' kernels: what a tile's epilogue may lose outside its loop."""
+MOST_SPILL_BYTES = 32
+"""Per thread, stores and loads together, in the experts' kernels."""
 MOST_ROUTING_SHARED_BYTES = 16 * 1024
 MOST_ROUTING_REGISTERS = 128
 """Two programs of eight warps, or four of four, fit a multiprocessor."""
