@@ -1,7 +1,7 @@
 """What every benchmark does the same way: check first, time interleaved, write Markdown and JSON with the circumstances.
 
 The clock is wall time, or CPU time of one thread (`--clock cpu`): on a machine shared with other work only the
-second one means something.
+second one means something. On a GPU it is events on the stream ("cuda").
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-Clock = Literal["wall", "cpu"]
+Clock = Literal["wall", "cpu", "cuda"]
 
 INTERESTING_FLAGS = (
     "avx2",
@@ -83,14 +83,13 @@ def interleaved(
         contenders: at least one.
         rounds: timed rounds.
         warmup: rounds before, not timed.
-        clock: wall time, or CPU time of this thread (for runs with one thread).
+        clock: wall time, CPU time of this thread (for runs with one thread), or events on the current CUDA stream.
 
     Returns:
         One timing per contender, in their order.
     """
     if clock == "cpu" and torch.get_num_threads() != 1:
         raise ValueError("clock is cpu, which counts one thread; use it with --threads 1")
-    now = time.perf_counter if clock == "wall" else time.thread_time
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(warmup + rounds):
         first = number % len(contenders)
@@ -98,9 +97,7 @@ def interleaved(
             if contender.slow and number < warmup + rounds - 1:
                 continue
             contender.prepare(number)
-            start = now()
-            contender.run()
-            elapsed = now() - start
+            elapsed = _seconds(contender.run, clock)
             if number >= warmup:
                 seconds[contender.name].append(elapsed)
     return [
@@ -109,13 +106,32 @@ def interleaved(
     ]
 
 
+def _seconds(run: Callable[[], Any], clock: Clock) -> float:
+    if clock == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    now = time.perf_counter if clock == "wall" else time.thread_time
+    began = now()
+    run()
+    return now() - began
+
+
+_CLOCKS = {"wall": "wall", "cpu": "CPU time of one thread", "cuda": "CUDA events"}
+
+
 def circumstances(*, clock: Clock, peers: dict[str, str] | None = None) -> dict[str, Any]:
     """Give hardware, versions, threads and clock of this run, in words that name no machine."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, **(peers or {})}
     return {
-        "cpu": _cpu_description(),
+        "cpu": _cpu_description()
+        + (f"; {torch.cuda.get_device_name()}" if clock == "cuda" else ""),
         "threads": torch.get_num_threads(),
-        "clock": "wall" if clock == "wall" else "CPU time of one thread",
+        "clock": _CLOCKS[clock],
         "date": time.strftime("%Y-%m"),
         "versions": versions,
     }

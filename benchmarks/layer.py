@@ -2,24 +2,26 @@
 
     python -m benchmarks.layer                                # training shapes and decoding, all threads, wall time
     python -m benchmarks.layer --threads 1 --clock cpu        # the same where other work shares the machine
+    python -m benchmarks.layer --device cuda --dim 2048 --hidden-dim 1024 --tokens 16384 --no-einsum
 
 Contenders per shape, all with the same weights and a new batch (so a new routing) in every round:
 
 * expertmesh: `MoELayer`, router included.
 * transformers: `MixtralSparseMoeBlock`, router included, by `experts_implementation`: eager, grouped_mm and, where its copy of
   the weights fits (decoding), batched_mm.
+* Liger-Kernel's fused MoE (on a GPU) and DeepSpeed's `MoE` (GELU experts), where they are installed.
+* torch grouped_mm: `torch.nn.functional.grouped_mm` over sorted rows; one-hot cumsum: rows placed by a running count.
 * einsum: the GShard/fairseq form, one-hot dispatch and combine tensors (T, E, C), with C the fullest expert's rows.
 * matrix products: forward, input and weight gradients of all T * K rows at once with one expert's weights; no MoE can
   be faster than about this. Its time is 1.0 in the column "of products".
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import tyro
 from benchmarks.harness import (
     Clock,
@@ -31,125 +33,20 @@ from benchmarks.harness import (
     previous_rows,
     write_report,
 )
+from benchmarks.layer_peers import Case, EinsumMoE, make_layer, peers_of, versions
 from torch import Tensor, nn
 
-from expertmesh import MoELayer
 from expertmesh.testing.numerics import assert_two_times
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUM_BATCHES = 7
+FAR_OFF = 0.05
+"""A peer whose results are further off than this, relatively, computes something else."""
 NOTE = (
     "Median of interleaved rounds, gradients set to None before each, a new batch and so a new routing in every round; "
     "router included. `of products`: time relative to plain matrix products of the same FLOPs. Contenders with one "
     "round are the slow baselines."
 )
-
-
-@dataclass(frozen=True)
-class Case:
-    """One shape: T tokens, D, F, E experts, K choices, activation, dtype, forward and backward or forward only."""
-
-    num_tokens: int
-    dim: int
-    hidden_dim: int
-    num_experts: int
-    top_k: int
-    activation: str
-    dtype: torch.dtype
-    training: bool = True
-
-    @property
-    def num_branches(self) -> int:
-        return 2 if self.activation == "swiglu" else 1
-
-
-class EinsumMoE(nn.Module):
-    """Dispatch and combine as dense einsums over (token, expert, place), as in GShard and fairseq."""
-
-    def __init__(self, layer: MoELayer, case: Case) -> None:
-        super().__init__()
-        self.case = case
-        self.router = nn.Parameter(layer.router.proj.weight.detach().clone())
-        self.w_in = nn.Parameter(layer.experts.w_in.detach().flatten(1, 2).clone())
-        self.w_out = nn.Parameter(layer.experts.w_out.detach().clone())
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        case = self.case
-        weights_TK, ids_TK = (x_TD.float() @ self.router.float().T).softmax(-1).topk(case.top_k)
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        chosen_TKE = F.one_hot(ids_TK, case.num_experts)
-        place_TKE = (chosen_TKE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_TKE)
-        place_TK = (place_TKE * chosen_TKE).sum(-1)
-        capacity = int(chosen_TKE.sum((0, 1)).max())
-        weights_TKE = weights_TK[..., None] * chosen_TKE
-        combine_TEC = torch.zeros(*weights_TKE[:, 0].shape, capacity, dtype=x_TD.dtype)
-        for j in range(case.top_k):  # one choice at a time, or (T, K, E, C) would not fit
-            place_TC = F.one_hot(place_TK[:, j], capacity).to(x_TD.dtype)
-            combine_TEC = (
-                combine_TEC + weights_TKE[:, j, :, None].to(x_TD.dtype) * place_TC[:, None]
-            )
-        dispatch_TEC = (combine_TEC != 0).to(x_TD.dtype)
-        rows_ECD = torch.einsum("tec,td->ecd", dispatch_TEC, x_TD)
-        h_ECH = rows_ECD @ self.w_in.transpose(1, 2)
-        if case.num_branches == 2:
-            gate, up = h_ECH.chunk(2, -1)
-            a_ECF = F.silu(gate) * up
-        else:
-            a_ECF = F.gelu(h_ECH)
-        return torch.einsum("tec,ecd->td", combine_TEC, a_ECF @ self.w_out.transpose(1, 2))
-
-
-def make_layer(case: Case) -> MoELayer:
-    """Give our layer with the weights that all contenders get."""
-    layer = MoELayer(
-        dim=case.dim,
-        hidden_dim=case.hidden_dim,
-        num_experts=case.num_experts,
-        top_k=case.top_k,
-        activation=case.activation,
-        balance_loss="none",
-        seed=0,
-        dtype=case.dtype,
-    )
-    with (
-        torch.no_grad()
-    ):  # values that BF16 and FP32 both hold, so that every precision routes alike
-        for parameter in layer.parameters():
-            parameter.copy_(parameter.bfloat16())
-    return layer
-
-
-def make_mixtral(layer: MoELayer, case: Case, implementation: str) -> nn.Module:
-    """Give transformers' block with our weights."""
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    config = MixtralConfig(
-        hidden_size=case.dim,
-        intermediate_size=case.hidden_dim,
-        num_local_experts=case.num_experts,
-        num_experts_per_tok=case.top_k,
-        experts_implementation=implementation,
-    )
-    block = MixtralSparseMoeBlock(config).to(case.dtype)
-    with torch.no_grad():
-        block.gate.weight.copy_(layer.router.proj.weight)
-        block.experts.gate_up_proj.copy_(layer.experts.w_in.flatten(1, 2))
-        block.experts.down_proj.copy_(layer.experts.w_out)
-    block.gate.float()  # the router in FP32, as ours, so that all choose the same experts
-    return _InPrecision(block)
-
-
-class _InPrecision(nn.Module):
-    """Transformers' block with its router in FP32: (T, D) -> (T, D)."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        _, weights_TK, ids_TK = self.block.gate(x_TD.float())
-        return self.block.experts(x_TD, ids_TK, weights_TK.to(x_TD.dtype))
 
 
 def as_contender(
@@ -163,10 +60,10 @@ def as_contender(
     """Time forward and backward (or forward alone) of a module on a new batch per round."""
     generator = torch.Generator().manual_seed(1)
     batches = [
-        torch.randn(case.num_tokens, case.dim, generator=generator).to(case.dtype)
+        torch.randn(case.num_tokens, case.dim, generator=generator).to(case.device, case.dtype)
         for _ in range(NUM_BATCHES)
     ]
-    grad = torch.randn(case.num_tokens, case.dim, generator=generator).to(case.dtype)
+    grad = torch.randn(case.num_tokens, case.dim, generator=generator).to(case.device, case.dtype)
     now = {"x": batches[0]}
 
     def prepare(number: int) -> None:
@@ -186,13 +83,12 @@ def as_contender(
 def products(case: Case) -> Contender:
     """The same FLOPs as matrix products over all rows with one expert's weights."""
     rows, hidden = case.num_tokens * case.top_k, case.num_branches * case.hidden_dim
-    x, d_y = (torch.randn(rows, case.dim).to(case.dtype) for _ in range(2))
-    h, a = (
-        torch.randn(rows, hidden).to(case.dtype),
-        torch.randn(rows, case.hidden_dim).to(case.dtype),
-    )
-    w_in = torch.randn(hidden, case.dim).to(case.dtype)
-    w_out = torch.randn(case.dim, case.hidden_dim).to(case.dtype)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=case.device).to(case.dtype)
+
+    x, d_y, h, a = (randn(rows, width) for width in (case.dim, case.dim, hidden, case.hidden_dim))
+    w_in, w_out = randn(hidden, case.dim), randn(case.dim, case.hidden_dim)
 
     def forward() -> None:
         torch.mm(x, w_in.T)
@@ -208,20 +104,17 @@ def products(case: Case) -> Contender:
     return Contender("matrix products", step if case.training else forward)
 
 
-def contenders(case: Case, *, einsum: bool = True) -> list[Contender]:
-    """All that can run this case here."""
-    layer = make_layer(case)
-    found = [as_contender("expertmesh", layer, lambda x: layer(x)[0], case)]
-    if case.activation == "swiglu":
-        names = ["eager", "grouped_mm"] + ([] if case.training else ["batched_mm"])
-        for name in names:
-            block = make_mixtral(layer, case, name)
-            slow = name == "eager" and case.training and case.num_experts > 16
-            found.append(as_contender(f"transformers {name}", block, block, case, slow=slow))
-    if einsum and case.training:
-        dense = EinsumMoE(layer, case)
-        found.append(as_contender("einsum", dense, dense, case, slow=True))
-    return [*found, products(case)]
+def contenders(case: Case, *, einsum: bool = True) -> tuple[list[Contender], list[str]]:
+    """All that can run this case here, ours first, and a line for each that cannot."""
+    layer = make_layer(case).train(case.training)
+    found, missing = [as_contender("expertmesh", layer, lambda x: layer(x)[0], case)], []
+    for peer in peers_of(case, einsum=einsum):
+        if peer.missing is not None:
+            missing.append(f"{peer.name}: {peer.missing}")
+            continue
+        module = peer.make(layer, case).train(case.training)
+        found.append(as_contender(peer.name, module, module, case, slow=peer.slow))
+    return [*found, products(case)], missing
 
 
 def check(case: Case) -> None:
@@ -230,11 +123,10 @@ def check(case: Case) -> None:
     Raises:
         AssertionError: ours breaks the two-times rule, or a rival computes something else.
     """
-    small = Case(48, 64, 96, case.num_experts, case.top_k, case.activation, case.dtype)
+    small = replace(case, num_tokens=48, dim=64, hidden_dim=96, training=True)
     layer = make_layer(small)
-    exact_case = Case(48, 64, 96, case.num_experts, case.top_k, case.activation, torch.float64)
-    x = torch.randn(48, 64).bfloat16()
-    grad = torch.randn(48, 64).bfloat16()
+    exact_case = replace(small, dtype=torch.float64)
+    x, grad = (torch.randn(48, 64).to(case.device, torch.bfloat16) for _ in range(2))
 
     def results(
         module: nn.Module, call: Callable[[Tensor], Tensor], dtype: torch.dtype
@@ -248,20 +140,32 @@ def check(case: Case) -> None:
             *[p.grad.flatten() for p in sorted(module.parameters(), key=lambda p: p.numel())],
         ]
 
-    def rival(like: MoELayer, of: Case) -> nn.Module:
-        if of.activation == "swiglu":
-            return make_mixtral(like, of, "eager")
-        return EinsumMoE(like, of)
-
     ours = results(layer, lambda v: layer(v)[0], small.dtype)
-    peer = rival(layer, small)
     exact = EinsumMoE(layer, exact_case).double()
-    theirs, oracle = results(peer, peer, small.dtype), results(exact, exact, torch.float64)
+    oracle = results(exact, exact, torch.float64)
+    for peer in peers_of(small, einsum=True):
+        if peer.missing is None:
+            module = peer.make(layer, small)
+            theirs = results(module, module, small.dtype)
+            compare(ours, theirs, oracle, small, peer.name)
+
+
+def compare(
+    ours: list[Tensor], theirs: list[Tensor], oracle: list[Tensor], case: Case, peer: str
+) -> None:
+    """Ours is at most twice as far from the truth as a peer, and the peer computes the same at all.
+
+    Raises:
+        AssertionError: one of the two does not hold.
+    """
     names = ("y", "x gradient", "router gradient", "w_out gradient", "w_in gradient")
-    for name, a, b, c in zip(names, ours, theirs, oracle, strict=True):
-        assert_two_times(
-            a, b.to(a.dtype), c, what=f"{name} ({case.activation}, {case.dtype})", dtype=small.dtype
-        )
+    about = f"({case.activation}, {case.dtype}, beside {peer})"
+    if len(theirs) != len(oracle):  # a weight per expert, as DeepSpeed has them
+        names = names[:2]
+    for name, a, b, c in zip(names, ours, theirs, oracle, strict=False):
+        distance = (b.double() - c).norm() / c.norm()
+        assert distance < FAR_OFF, f"{name} of {peer} is off by {distance:.3f} {about}"
+        assert_two_times(a, b.to(a.dtype), c, what=f"{name} {about}", dtype=case.dtype)
 
 
 def rows_of(case: Case, timings: list[Timing]) -> list[dict[str, Any]]:
@@ -308,11 +212,10 @@ def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[st
     )
 
 
-def peers() -> dict[str, str]:
-    """Give the installed rivals and their versions."""
-    import transformers
-
-    return {"transformers": transformers.__version__}
+def absent_note(left_out: set[str]) -> str:
+    """Say which peers are not in the table, and why."""
+    never = "Tutel, ScatterMoE and SonicMoE need a GPU build of their own and are not wired in"
+    return "Not in the table: " + "; ".join([*sorted(left_out), never]) + "."
 
 
 def main(
@@ -328,14 +231,15 @@ def main(
     decode: tuple[int, ...] = (1, 8, 32),
     einsum: bool = True,
     update: bool = False,
-    name: str = "layer_cpu_202611",
+    device: str = "cpu",
+    name: str | None = None,
     out: Path = Path("benchmarks/results"),
 ) -> None:
     """Check, time, write.
 
     Args:
         threads: of PyTorch; 0: its default.
-        clock: wall, or cpu (one thread's CPU time).
+        clock: wall, or cpu (one thread's CPU time); on a GPU events measure.
         rounds: timed rounds of training shapes.
         dim: D.
         hidden_dim: F.
@@ -346,36 +250,51 @@ def main(
         decode: T of decoding shapes (E=64, K=8); none: leave out.
         einsum: include the einsum baseline.
         update: keep the rows of other cases in the result files, if they come from the same circumstances.
-        name: of the result files.
+        device: cpu or cuda.
+        name: of the result files; none: layer_DEVICE_202611.
         out: folder of the result files.
     """
     if threads:
         torch.set_num_threads(threads)
-    around = circumstances(clock=clock, peers=peers())
+    clock = "cuda" if device == "cuda" else clock
+    name = name or f"layer_{device}_202611"
+    around = circumstances(clock=clock, peers=versions())
     cases = [
-        Case(tokens, dim, hidden_dim, *map(int, shape.split("x")), activation, DTYPES[dtype])
+        Case(
+            num_tokens=tokens,
+            dim=dim,
+            hidden_dim=hidden_dim,
+            num_experts=int(shape.split("x")[0]),
+            top_k=int(shape.split("x")[1]),
+            activation=activation,
+            dtype=DTYPES[dtype],
+            device=device,
+        )
         for shape in shapes
         for activation in activations
         for dtype in dtypes
     ]
     cases += [
-        Case(t, dim, hidden_dim, 64, 8, "swiglu", DTYPES[dtype], False)
+        Case(t, dim, hidden_dim, 64, 8, "swiglu", DTYPES[dtype], False, device)
         for t in decode
         for dtype in dtypes
     ]
     table: list[dict[str, Any]] = []
+    left_out: set[str] = set()
     for case in cases:
         torch.manual_seed(0)
         checked("layer", lambda case=case: check(case))
-        found = contenders(case, einsum=einsum)
+        found, missing = contenders(case, einsum=einsum)
+        left_out |= set(missing)
         many = rounds if case.training else rounds * 4
         new = rows_of(case, interleaved(found, rounds=many, clock=clock))
         table = merged(previous_rows(out / name, around) if update else table, new)
         write_report(
             out / name,
-            title=f"The layer on the CPU (D={dim}, F={hidden_dim})",
-            command=f"python -m benchmarks.layer --threads {torch.get_num_threads()} --clock {clock} --rounds {rounds}",
-            notes=[NOTE],
+            title=f"The layer on the {'GPU' if device == 'cuda' else 'CPU'} (D={dim}, F={hidden_dim})",
+            command=f"python -m benchmarks.layer --device {device} --threads {torch.get_num_threads()} "
+            f"--clock {clock} --rounds {rounds}",
+            notes=[NOTE, absent_note(left_out)],
             around=around,
             rows=table,
         )

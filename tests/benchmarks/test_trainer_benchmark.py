@@ -40,24 +40,24 @@ def test_check_sees_another_size_and_a_loss_that_is_not_finite(trainer, config):
         trainer.peer(config, "grouped_mm", "float32", "plain"),
     )
     batches = random_batches(config, 1) * 3
-    vocab_size = config.model.vocab_size
-    trainer.check([ours, rival], batches, vocab_size)
+    expected = trainer.first_loss(config)
+    trainer.check([ours, rival], batches, expected)
     assert len(ours.losses) == len(rival.losses) == 3
-    with pytest.raises(AssertionError, match="guessing gives"):
-        trainer.check([trainer.ours(config, "float32")], batches, 10 * vocab_size)
+    with pytest.raises(AssertionError, match="a fresh model has"):
+        trainer.check([trainer.ours(config, "float32")], batches, 2 * expected)
     rival.losses.append(float("nan"))
     with pytest.raises(AssertionError, match="not finite"):
         trainer.check_finite([ours, rival])
     rival.num_parameters += 1
     with pytest.raises(AssertionError, match="parameters"):
-        trainer.check([ours, rival], batches, vocab_size)
+        trainer.check([ours, rival], batches, expected)
 
 
 @pytest.mark.parametrize("mode", ["autocast", "FP32 copy", "pure"])
 def test_peers_in_bf16_learn_as_in_fp32(trainer, config, mode):
     batches = random_batches(config, 1) * 4
     rival = trainer.peer(config, "eager", "bfloat16", mode)
-    trainer.check([rival], batches, config.model.vocab_size)
+    trainer.check([rival], batches, trainer.first_loss(config))
     assert rival.keeps_fp32 == (mode != "pure")
 
 

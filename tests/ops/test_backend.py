@@ -5,7 +5,7 @@ import torch
 
 from expertmesh.config.model import Backend
 from expertmesh.errors import ConfigError
-from expertmesh.ops.backend import explain_backends, resolve_backend
+from expertmesh.ops.backend import explain_backends, gemm_rows, resolve_backend
 
 
 def test_auto_gives_one_that_works():
@@ -28,3 +28,12 @@ def test_reports_are_one_line_each():
 def test_unknown_is_told(name, dtype):
     with pytest.raises(ConfigError):
         resolve_backend(name, torch.device("cpu"), dtype)
+
+
+@pytest.mark.parametrize(("is_narrow", "parts"), [(False, 32), (True, 8)])
+def test_row_counts_of_bf16_products_are_few(is_narrow, parts):
+    cpu = torch.device("cpu")
+    rows = {n: gemm_rows(n, cpu, torch.bfloat16, is_narrow=is_narrow) for n in range(2048)}
+    assert all(n <= m <= n + n // parts for n, m in rows.items())
+    assert len({rows[n] for n in range(1024, 2048)}) <= parts + 1
+    assert gemm_rows(1025, cpu, torch.float32, is_narrow=is_narrow) == 1025

@@ -110,15 +110,23 @@ def gemm_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def gemm_rows(num_rows: int, device: torch.device, dtype: torch.dtype) -> int:
+def gemm_rows(
+    num_rows: int, device: torch.device, dtype: torch.dtype, *, is_narrow: bool = False
+) -> int:
     """Give the number of rows to multiply where there are num_rows: up to 1/32 more, so that few counts occur.
 
     PyTorch's CPU products of BF16 and FP16 matrices generate code for every new shape, which takes as long as the
     product of some hundred rows, and row counts differ in every step of a training run.
+
+    Args:
+        num_rows: rows of one expert.
+        device: of the product.
+        dtype: of the product.
+        is_narrow: the weights are so small that generating code takes as long as ten products: up to 1/8 more.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return num_rows
-    step = max(1, (1 << max(num_rows, 1).bit_length() - 1) // 32)
+    step = max(1, (1 << max(num_rows, 1).bit_length() - 1) // (8 if is_narrow else 32))
     return -(-num_rows // step) * step
 
 

@@ -42,6 +42,12 @@ class Experts:
         w = self.w_out_EDF[e]
         return w if w.dtype == dtype else w.to(dtype)
 
+    @property
+    def are_narrow(self) -> bool:
+        """Whether a weight is so small that the CPU library's code for a new shape costs more than its products."""
+        _, G, F, D = self.w_in_EGFD.shape
+        return G * F * D <= 1 << 16
+
     def hidden(self, e: int, x_RD: Tensor, out_RH: Tensor) -> None:
         """Write the pre-activations of rows of one expert, all three in the type of the products."""
         w_in = self.w_in(e, x_RD.dtype)
@@ -96,7 +102,8 @@ def forward(
     num_rows = maps.token_of_row_N.shape[0]
     bounds = maps.offsets_E.tolist()
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
-    _, pad = largest_block(bounds, x_TD.device, dtype)
+    narrow = experts.are_narrow
+    _, pad = largest_block(bounds, x_TD.device, dtype, is_narrow=narrow)
     h_all = x_TD.new_empty(num_rows if save_h else 0, G * F)
     runs = _runs(bounds, FEW_ELEMENTS // (G * F))
     most = max((run[-1].stop - run[0].start for run in runs), default=0) + pad
@@ -114,7 +121,10 @@ def forward(
         h = h_all[start : start + m] if direct else h_buffer[:m]
         offsets_E = None if save_h else _grouped_offsets(run, experts, maps, dtype)
         if offsets_E is None:
-            sizes = [gemm_rows(block.stop - block.start, x_TD.device, dtype) for block in run]
+            sizes = [
+                gemm_rows(block.stop - block.start, x_TD.device, dtype, is_narrow=narrow)
+                for block in run
+            ]
             for block, x_nD, h_nH in zip(
                 run, _views(x, run, sizes), _views(h, run, sizes), strict=True
             ):
@@ -217,10 +227,12 @@ def product_into(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
         out_RN.copy_(torch.mm(w_NK, x_RK.repeat(2, 1).T)[:, :1].T)
 
 
-def largest_block(bounds: list[int], device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
+def largest_block(
+    bounds: list[int], device: torch.device, dtype: torch.dtype, *, is_narrow: bool
+) -> tuple[int, int]:
     """Rows of the largest padded block, and the largest padding."""
     counts = {stop - start for start, stop in zip(bounds, bounds[1:], strict=False)}
-    padded = [(gemm_rows(n, device, dtype), n) for n in counts]
+    padded = [(gemm_rows(n, device, dtype, is_narrow=is_narrow), n) for n in counts]
     return max((m for m, _ in padded), default=0), max((m - n for m, n in padded), default=0)
 
 

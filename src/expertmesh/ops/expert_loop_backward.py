@@ -76,7 +76,7 @@ def data_grads(
     """Give the gradients of x and of the routing weights, and what the weights' gradients need later.
 
     Arguments are those of `backward`; `needs` includes what `weight_grads` will be asked for. The hidden rows take
-    R * (1 + G) * F elements, plus 1/32 of padding on CPUs that multiply BF16.
+    R * (1 + G) * F elements, plus `gemm_rows`' padding on CPUs that multiply BF16.
     """
     steps = _Steps.of(grad_TD, x_TD, experts, weights_TK, maps, needs)
     data = _DataBuffers.of(steps, h_RH)
@@ -195,7 +195,7 @@ class _Steps:
     ) -> "_Steps":
         bounds = maps.offsets_E.tolist()
         dtype = gemm_dtype(x_TD.device, x_TD.dtype)
-        most, pad = largest_block(bounds, x_TD.device, dtype)
+        most, pad = largest_block(bounds, x_TD.device, dtype, is_narrow=experts.are_narrow)
         s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
         rows = x_TD.new_empty(most, x_TD.shape[1])
         call = (grad_TD, x_TD, experts, weights_TK, maps, needs)
@@ -210,7 +210,8 @@ class _Steps:
         return self.new(num_rows, F), self.new(num_rows, G * F)
 
     def padded(self, num_rows: int) -> int:
-        return gemm_rows(num_rows, self.x_TD.device, self.dtype)
+        is_narrow = self.experts.are_narrow
+        return gemm_rows(num_rows, self.x_TD.device, self.dtype, is_narrow=is_narrow)
 
     def padded_starts(self) -> list[int]:
         """Where the experts' blocks start when each has room for its padding."""

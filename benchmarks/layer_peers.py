@@ -1,0 +1,290 @@
+"""The layers that `benchmarks.layer` compares with ours, all with our weights, router included: (T, D) -> (T, D)."""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expertmesh import MoELayer
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape: T tokens, D, F, E experts, K choices, activation, dtype, forward and backward or forward only, device."""
+
+    num_tokens: int
+    dim: int
+    hidden_dim: int
+    num_experts: int
+    top_k: int
+    activation: str
+    dtype: torch.dtype
+    training: bool = True
+    device: str = "cpu"
+
+    @property
+    def num_branches(self) -> int:
+        return 2 if self.activation == "swiglu" else 1
+
+
+def choose(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Normalised weights and ids, (T, K) each: softmax in FP32, as all contenders route."""
+    weights_TK, ids_TK = (x_TD.float() @ router_ED.float().T).softmax(-1).topk(top_k)
+    return weights_TK / weights_TK.sum(-1, keepdim=True), ids_TK
+
+
+def activate(h: Tensor, case: Case) -> Tensor:
+    """SwiGLU or GELU of the last dimension."""
+    if case.num_branches == 1:
+        return F.gelu(h)
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+class _OwnWeights(nn.Module):
+    """A copy of our weights: router (E, D), w_in (E, G * F, D), w_out (E, D, F)."""
+
+    def __init__(self, layer: MoELayer, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.router = nn.Parameter(layer.router.proj.weight.detach().clone())
+        self.w_in = nn.Parameter(layer.experts.w_in.detach().flatten(1, 2).clone())
+        self.w_out = nn.Parameter(layer.experts.w_out.detach().clone())
+
+
+class EinsumMoE(_OwnWeights):
+    """Dispatch and combine as dense einsums over (token, expert, place), as in GShard and fairseq."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        case = self.case
+        weights_TK, ids_TK = choose(x_TD, self.router, case.top_k)
+        chosen_TKE = F.one_hot(ids_TK, case.num_experts)
+        place_TKE = (chosen_TKE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_TKE)
+        place_TK = (place_TKE * chosen_TKE).sum(-1)
+        capacity = int(chosen_TKE.sum((0, 1)).max())
+        weights_TKE = weights_TK[..., None] * chosen_TKE
+        combine_TEC = x_TD.new_zeros(*weights_TKE[:, 0].shape, capacity)
+        for j in range(case.top_k):  # one choice at a time, or (T, K, E, C) would not fit
+            place_TC = F.one_hot(place_TK[:, j], capacity).to(x_TD.dtype)
+            combine_TEC = (
+                combine_TEC + weights_TKE[:, j, :, None].to(x_TD.dtype) * place_TC[:, None]
+            )
+        dispatch_TEC = (combine_TEC != 0).to(x_TD.dtype)
+        rows_ECD = torch.einsum("tec,td->ecd", dispatch_TEC, x_TD)
+        a_ECF = activate(rows_ECD @ self.w_in.transpose(1, 2), case)
+        return torch.einsum("tec,ecd->td", combine_TEC, a_ECF @ self.w_out.transpose(1, 2))
+
+
+class OneHotMoE(_OwnWeights):
+    """Rows placed by a running count over a one-hot matrix (T * K, E), then one product per expert, and index_add."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        case = self.case
+        weights_TK, ids_TK = choose(x_TD, self.router, case.top_k)
+        ids_N = ids_TK.flatten()
+        one_hot_NE = F.one_hot(ids_N, case.num_experts)
+        place_N = (one_hot_NE.cumsum(0) * one_hot_NE).sum(1) - 1
+        counts_E = one_hot_NE.sum(0)
+        row_N = (counts_E.cumsum(0) - counts_E)[ids_N] + place_N
+        slot_R = torch.empty_like(row_N).scatter_(
+            0, row_N, torch.arange(len(row_N), device=x_TD.device)
+        )
+        token_R = slot_R // case.top_k
+        parts = x_TD[token_R].split(counts_E.tolist())
+        y_RD = torch.cat(
+            [
+                F.linear(activate(F.linear(x, w_in), case), w_out)
+                for x, w_in, w_out in zip(parts, self.w_in, self.w_out, strict=True)
+            ]
+        )
+        weighted_RD = y_RD * weights_TK.flatten()[slot_R, None].to(y_RD.dtype)
+        return torch.zeros_like(x_TD).index_add(0, token_R, weighted_RD)
+
+
+class GroupedMM(_OwnWeights):
+    """`torch.nn.functional.grouped_mm` over rows sorted by expert, the weights applied to the rows."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        case = self.case
+        weights_TK, ids_TK = choose(x_TD, self.router, case.top_k)
+        slot_R = ids_TK.flatten().argsort(stable=True)
+        counts_E = torch.bincount(ids_TK.flatten(), minlength=case.num_experts)
+        ends_E = counts_E.cumsum(0).to(torch.int32)
+        token_R = slot_R // case.top_k
+        h_RH = F.grouped_mm(x_TD[token_R], self.w_in.transpose(1, 2), offs=ends_E)
+        y_RD = F.grouped_mm(activate(h_RH, case), self.w_out.transpose(1, 2), offs=ends_E)
+        weighted_RD = y_RD * weights_TK.flatten()[slot_R, None].to(y_RD.dtype)
+        slots_ND = torch.empty_like(weighted_RD).index_copy(0, slot_R, weighted_RD)
+        return slots_ND.view(*ids_TK.shape, -1).sum(1)
+
+
+class LigerMoE(_OwnWeights):
+    """Liger-Kernel's fused experts (Triton, GPUs only) behind the same router."""
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+        weights_TK, ids_TK = choose(x_TD, self.router, self.case.top_k)
+        return LigerFusedMoEFunction.apply(
+            x_TD, self.w_in, self.w_out, ids_TK.to(torch.int32), weights_TK
+        )
+
+
+class _GeluExpert(nn.Module):
+    """One expert as DeepSpeed takes it."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w_in = nn.Linear(dim, hidden_dim, bias=False)
+        self.w_out = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_out(F.gelu(self.w_in(x)))
+
+
+class DeepSpeedMoE(nn.Module):
+    """DeepSpeed's `MoE`, dropless, in a process group of one."""
+
+    def __init__(self, layer: MoELayer, case: Case) -> None:
+        super().__init__()
+        import deepspeed
+        from deepspeed.moe.layer import MoE
+
+        deepspeed.init_distributed(
+            "gloo" if case.device == "cpu" else "nccl",
+            auto_mpi_discovery=False,
+            init_method="tcp://127.0.0.1:29561",
+            rank=0,
+            world_size=1,
+            verbose=False,
+        )
+        expert = _GeluExpert(case.dim, case.hidden_dim)
+        self.moe = MoE(
+            case.dim,
+            expert,
+            num_experts=case.num_experts,
+            k=case.top_k,
+            drop_tokens=False,
+            top2_2nd_expert_sampling=False,
+        ).to(case.device, case.dtype)
+        self.moe.deepspeed_moe.gate.wg.float()  # the router in FP32, as ours
+        with torch.no_grad():
+            self.moe.deepspeed_moe.gate.wg.weight.copy_(layer.router.proj.weight)
+            for e, own in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
+                own.w_in.weight.copy_(layer.experts.w_in[e, 0])
+                own.w_out.weight.copy_(layer.experts.w_out[e])
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.moe(x_TD[None])[0][0]
+
+
+def make_layer(case: Case) -> MoELayer:
+    """Give our layer with the weights that all contenders get."""
+    layer = MoELayer(
+        dim=case.dim,
+        hidden_dim=case.hidden_dim,
+        num_experts=case.num_experts,
+        top_k=case.top_k,
+        activation=case.activation,
+        balance_loss="none",
+        seed=0,
+        device=case.device,
+        dtype=case.dtype,
+    )
+    with (
+        torch.no_grad()
+    ):  # values that BF16 and FP32 both hold, so that every precision routes alike
+        for parameter in layer.parameters():
+            parameter.copy_(parameter.bfloat16())
+    return layer
+
+
+def make_mixtral(layer: MoELayer, case: Case, implementation: str) -> nn.Module:
+    """Give transformers' block with our weights."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(
+        hidden_size=case.dim,
+        intermediate_size=case.hidden_dim,
+        num_local_experts=case.num_experts,
+        num_experts_per_tok=case.top_k,
+        experts_implementation=implementation,
+    )
+    block = MixtralSparseMoeBlock(config).to(case.device, case.dtype)
+    with torch.no_grad():
+        block.gate.weight.copy_(layer.router.proj.weight)
+        block.experts.gate_up_proj.copy_(layer.experts.w_in.flatten(1, 2))
+        block.experts.down_proj.copy_(layer.experts.w_out)
+    block.gate.float()  # the router in FP32, as ours, so that all choose the same experts
+    return _InPrecision(block)
+
+
+class _InPrecision(nn.Module):
+    """Transformers' block with its router in FP32: (T, D) -> (T, D)."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        _, weights_TK, ids_TK = self.block.gate(x_TD.float())
+        return self.block.experts(x_TD, ids_TK, weights_TK.to(x_TD.dtype))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A layer to compare with.
+
+    Attributes:
+        name: as in the table.
+        make: from our layer and the case.
+        missing: why it cannot run here, or None.
+        slow: timed once in training.
+    """
+
+    name: str
+    make: Callable[[MoELayer, Case], nn.Module]
+    missing: str | None = None
+    slow: bool = False
+
+
+def peers_of(case: Case, *, einsum: bool) -> list[Peer]:
+    """All that compute this case, whether they can run here or not."""
+    found = []
+    if case.activation == "swiglu":
+        for name in ("eager", "grouped_mm", *(() if case.training else ("batched_mm",))):
+            slow = name == "eager" and case.training and case.num_experts > 16
+            make = _mixtral_maker(name)
+            found.append(Peer(f"transformers {name}", make, _absent("transformers"), slow))
+        why = _absent("liger_kernel") or (None if case.device == "cuda" else "runs on GPUs only")
+        found.append(Peer("Liger-Kernel fused MoE", LigerMoE, why))
+    if case.activation == "gelu" and case.training:
+        found.append(Peer("DeepSpeed MoE", DeepSpeedMoE, _absent("deepspeed"), slow=True))
+    found.append(Peer("torch grouped_mm", GroupedMM))
+    found.append(Peer("one-hot cumsum", OneHotMoE))
+    if einsum and case.training:
+        found.append(Peer("einsum", EinsumMoE, slow=True))
+    return found
+
+
+def _mixtral_maker(implementation: str) -> Callable[[MoELayer, Case], nn.Module]:
+    return lambda layer, case: make_mixtral(layer, case, implementation)
+
+
+def _absent(module: str) -> str | None:
+    return None if importlib.util.find_spec(module) else "not installed"
+
+
+def versions() -> dict[str, str]:
+    """The installed peers and their versions."""
+    names = ("transformers", "liger-kernel", "deepspeed", "triton")
+    return {
+        name: importlib.metadata.version(name)
+        for name in names
+        if _absent(name.replace("-", "_")) is None
+    }
