@@ -139,19 +139,27 @@ def cut(offsets_E: Tensor, piece_rows: int, num_rows: int, M: int, N: int) -> Pi
     num_experts = offsets_E.shape[0] - 1
     most = triton.cdiv(num_rows, piece_rows)
     sizes = [num_experts + most] * 4 + [1] + [most] * 3 + [1]
-    table = torch.empty(sum(sizes), dtype=torch.int32, device=offsets_E.device).split(sizes)
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=offsets_E.device)
+    start, end, expert, place, num_pieces, *split = memory.split(sizes)
     launch(
         _cut_pieces,
         (1,),
         offsets_E,
-        *table,
+        start,
+        end,
+        expert,
+        place,
+        num_pieces,
+        *split,
         piece_rows,
         E=num_experts,
         BINS=next_power_of_2(num_experts),
         num_warps=4,
     )
     work = torch.empty(2 * most - 1, M, N, dtype=torch.float32, device=offsets_E.device)
-    return Pieces(*table, work)
+    return Pieces(
+        start, end, expert, place, num_pieces, split[0], split[1], split[2], split[3], work
+    )
 
 
 def add(pieces: Pieces, out: Tensor, *, accumulate: bool) -> None:

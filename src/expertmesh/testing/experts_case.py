@@ -191,11 +191,11 @@ def check_together(
         for name, value in ours.items():
             references = [results[name] for results in plain]
             found.setdefault(name, []).append((value, references, oracle[name]))
-    for name, results in found.items():
-        values, references, oracles = zip(*results, strict=True)
+    for name, triples in found.items():
+        values, by_case, oracles = zip(*triples, strict=True)
         assert_two_times(
             torch.stack(values),
-            [torch.stack(same_order) for same_order in zip(*references, strict=True)],
+            [torch.stack(same_order) for same_order in zip(*by_case, strict=True)],
             torch.stack(oracles),
             what=name,
             dtype=cases[0].x_TD.dtype,
