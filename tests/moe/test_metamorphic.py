@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,6 +41,16 @@ def tokens(**kwargs):
 class DoublingDispatcher(LocalDispatcher):
     def combine(self, y_TD, dispatched):
         return 2 * y_TD
+
+
+class DegreeDispatcher(LocalDispatcher):
+    """Scales by the degree that it is told, so that it shows whether and for which call it is."""
+
+    def dispatch(self, *args, route_degree=None, **kwargs):
+        return replace(super().dispatch(*args, **kwargs), handle=route_degree or 1)
+
+    def combine(self, y_TD, dispatched):
+        return dispatched.handle * y_TD
 
 
 class ConstantRouter(nn.Module):
@@ -288,6 +299,7 @@ CALLS = {
     "routing": ({}, {"routing": Routing(torch.arange(T * K).view(T, K) % E)}, "y"),
     "top_k": ({}, {"top_k": 3}, "y"),
     "capacity_factor": ({"min_capacity": 1}, {"capacity_factor": 0.5}, "y"),
+    "route_degree": ({"dispatcher": DegreeDispatcher()}, {"route_degree": 2}, "y"),
 }
 
 
