@@ -176,3 +176,22 @@ def test_the_configuration_refuses_the_same(field, value):
         MoEConfig(batch_invariant=True, **{field: value})
     with pytest.raises(ConfigError, match=f"{field}.*batch_invariant"):
         ModelConfig(batch_invariant=True, moe=MoEConfig(**{field: value}))
+
+
+def test_it_compiles_into_one_graph():
+    layer = make_layer(torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(20, 37)
+    with torch.no_grad():
+        assert torch.equal(compiled(x)[0], layer(x)[0])
+
+
+def test_main_gradients_are_refused_where_a_backward_could_miss_them():
+    layer = make_layer(torch.float32)
+    layer.experts.accumulate_main_grads()
+    x = torch.randn(4, 37)
+    with pytest.raises(ConfigError, match="main gradients"):
+        layer(x)
+    with torch.no_grad():
+        layer(x)
+    layer.train()(x)

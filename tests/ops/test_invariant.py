@@ -1,0 +1,149 @@
+"""The batch-invariant pieces: right, differentiable, and the same bits at every place of a tensor."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertmesh.ops import invariant
+from expertmesh.ops.activation import activate, inner_name, num_branches
+from expertmesh.ops.invariant_attention import attention
+from expertmesh.testing.numerics import assert_close_fp64
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+WIDE = (torch.float32, torch.float64)
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 130),
+    products=st.integers(1, 300),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+)
+def test_a_row_of_a_product_does_not_know_its_place(rows, columns, products, dtype, bias):
+    x = torch.randn(rows, products).to(dtype)
+    w = torch.randn(columns, products).to(dtype)
+    b = torch.randn(columns).to(dtype) if bias else None
+    whole = invariant.linear(x, w, b)
+    assert torch.equal(invariant.linear(x.flip(0), w, b), whole.flip(0))
+    place = rows // 2
+    assert torch.equal(invariant.linear(x[place : place + 1], w, b), whole[place : place + 1])
+
+
+def test_where_places_differ_rows_go_one_by_one(monkeypatch):
+    """The trial's verdict is obeyed: with a product that favours odd rows, blocks have one row."""
+    x, w = torch.randn(5, 32), torch.randn(16, 32)
+    monkeypatch.setattr(invariant, "_rows_are_alike", lambda *shape: False)
+    assert invariant.BlockProduct.of(w).x_block.shape[0] == 1
+    assert torch.equal(invariant.linear(x, w)[3:4], invariant.linear(x[3:4], w))
+
+
+def test_the_trial_notices_a_place_that_differs(monkeypatch):
+    def favouring(x, w, b, out):
+        torch.mm(x, w.T, out=out)
+        out[1::2] *= 1 + 1e-6
+
+    shape = (48, 208, False, torch.float32, torch.device("cpu"), 0, torch.get_num_threads())
+    fresh = invariant._rows_are_alike.__wrapped__
+    assert isinstance(fresh(*shape), bool)
+    monkeypatch.setattr(invariant, "_product", favouring)
+    assert not fresh(*shape)
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+@pytest.mark.parametrize("name", ["exp", "erf", "cos", "sin"])
+def test_an_element_does_not_know_its_place(name, dtype):
+    x = torch.randn(9001).to(dtype) * 3
+    whole = invariant.pointwise(x, name)
+    for part in (slice(0, 1), slice(3, 5), slice(17, 4200), slice(8999, 9001)):
+        assert torch.equal(invariant.pointwise(x[part], name), whole[part])
+    assert torch.equal(invariant.pointwise(x[:7].expand(3, 7).t(), name)[:, 1], whole[:7])
+    assert invariant.pointwise(x[:0], name).shape == (0,)
+    assert_close_fp64(
+        invariant.pointwise(x.double(), name), getattr(torch, name)(x.double()), what=name
+    )
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 64, 65, 1000])
+@pytest.mark.parametrize("dtype", WIDE)
+def test_row_reductions(n, dtype):
+    x = torch.randn(23, n).to(dtype)
+    for function in (
+        invariant.row_sum,
+        lambda rows: invariant.rms_norm(rows, torch.ones(n), eps=1e-6),
+        lambda rows: invariant.unit_rows(rows, eps=1e-6),
+        *([invariant.softmax] if n else []),
+    ):
+        whole = function(x)
+        assert torch.equal(function(x[11:12]), whole[11:12])
+        assert torch.equal(function(x.flip(0)), whole.flip(0))
+    assert_close_fp64(
+        invariant.row_sum(x.double())[:, 0], x.double().sum(1), what="sum", scale=1.0 + n
+    )
+
+
+def test_they_are_the_functions_they_stand_for():
+    x = torch.randn(6, 10, dtype=torch.float64) * 4
+    pairs = {
+        "softmax": (invariant.softmax(x), x.softmax(-1)),
+        "sigmoid": (invariant.sigmoid(x), x.sigmoid()),
+        "unit": (invariant.unit_rows(x, eps=1e-6), F.normalize(x, dim=-1, eps=1e-6)),
+        "norm": (
+            invariant.rms_norm(x, x[0], eps=1e-3),
+            F.rms_norm(x, (10,), x[0], 1e-3),
+        ),
+    }
+    for name in ("swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu"):
+        h = x.view(6, num_branches(name), -1)
+        pairs[name] = (invariant.activate(h, inner_name(name)), activate(h, name))
+    for name, (ours, theirs) in pairs.items():
+        assert_close_fp64(ours, theirs, what=name)
+
+
+def test_extremes():
+    x = torch.tensor([[-torch.inf, 0.0, 1e4], [-torch.inf] * 3])
+    assert torch.equal(invariant.softmax(x), torch.tensor([[0.0, 0.0, 1.0], [0.0] * 3]))
+    ends = torch.tensor([-1e4, 0.0, 1e4, torch.inf], requires_grad=True)
+    y = invariant.sigmoid(ends)
+    assert y.tolist() == [0.0, 0.5, 1.0, 1.0]
+    (slope,) = torch.autograd.grad(y[:3].sum(), ends)
+    assert slope[:3].tolist() == [0.0, 0.25, 0.0]
+
+
+def test_gradients():
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(invariant.linear, (x, w, b))
+    for name in ("exp", "erf", "cos", "sin"):
+        assert torch.autograd.gradcheck(lambda t, name=name: invariant.pointwise(t, name), (x,))
+    for function in (invariant.softmax, invariant.sigmoid, invariant.row_sum):
+        assert torch.autograd.gradcheck(function, (x,))
+    q = torch.randn(2, 4, 3, 2, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 2, 3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(attention, (q, k, v))
+
+
+def test_attention_is_attention():
+    q = torch.randn(2, 4, 70, 6, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, 70, 6, dtype=torch.float64).unbind()
+    theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert_close_fp64(attention(q, k, v), theirs, what="causal")
+    last = attention(q[:, :, 60:], k, v)
+    assert torch.equal(last, attention(q, k, v)[:, :, 60:])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_operators_obey_torch_library(bias):
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    b = torch.randn(5, requires_grad=True) if bias else None
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(
+        torch.ops.expertmesh.invariant_linear.default, (x, w, b, "torch"), test_utils=checks
+    )
+    torch.library.opcheck(
+        torch.ops.expertmesh.invariant_pointwise.default, (x, "exp"), test_utils=checks
+    )
