@@ -19,3 +19,7 @@ class TrainingDivergedError(RuntimeError):
 
 class CollectiveError(RuntimeError):
     """Ranks lost one another: a collective failed or timed out; names the rank, the layer, the collective and its ranks."""
+
+
+class PeerError(RuntimeError):
+    """Another rank failed and has said why; this one stops quietly."""

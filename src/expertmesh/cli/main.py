@@ -12,7 +12,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
+from expertmesh.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    PeerError,
+    TrainingDivergedError,
+)
 
 
 def _train(argv: list[str]) -> int:
@@ -123,7 +129,9 @@ def _verb(name: str) -> Callable[[list[str]], int]:
 
 def _report_error(error: Exception) -> int:
     """Prints one line for an error and returns the exit code."""
-    if isinstance(error, ConfigError | CheckpointError | TrainingDivergedError):
+    if isinstance(error, PeerError):
+        return 1  # the rank that failed has said why
+    if isinstance(error, ConfigError | CheckpointError | CollectiveError | TrainingDivergedError):
         from expertmesh.cli.flags import spell_options
 
         return _fail(spell_options(str(error)), 2 if isinstance(error, ConfigError) else 1)

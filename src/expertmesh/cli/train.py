@@ -29,7 +29,8 @@ def run(argv: list[str]) -> int:
     from expertmesh.train.loop import train
 
     result = train(parsed.config, recipe=parsed.recipe)
-    print(summary(result))
+    if result.is_leader:
+        print(summary(result))
     return 0 if result.stopped_by is None else 128 + int(result.stopped_by)
 
 

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.comm.world import World
+from expertmesh.config.run import ExpertOrder
 from expertmesh.errors import ConfigError
 
-ExpertOrder = Literal["slices_inner", "experts_inner"]
 DENSE_AXES = ("dp_replicate", "dp_shard", "tp")
 
 
@@ -69,10 +68,10 @@ def dense_degrees(
         return tuple(abs(math.log(a / b)) for a, b in zip(got, wanted, strict=True))
 
     near = min(valid, key=lambda choice: (sum(distance(choice)), distance(choice)))
-    shown = "all that remain" if dp_shard is None else dp_shard
+    shown = "all_others" if dp_shard is None else dp_shard
     raise ConfigError(
-        f"dp_replicate={dp_replicate} x dp_shard={shown} x tp={tp} does not make {num_ranks} ranks; nearest: "
-        f"dp_replicate={near.dp_replicate}, dp_shard={near.dp_shard}, tp={near.tp}"
+        f"dp_replicate_degree={dp_replicate} x dp_shard_degree={shown} x tp={tp} does not make {num_ranks} ranks; nearest: "
+        f"dp_replicate_degree={near.dp_replicate}, dp_shard_degree={near.dp_shard}, tp={near.tp}"
     )
 
 

@@ -12,6 +12,7 @@ MIN_VOCAB_SIZE = 257
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Schedule = Literal["cosine", "wsd"]
 Resume = Literal["auto", "never", "required"]
+ExpertOrder = Literal["slices_inner", "experts_inner"]
 
 
 def _check_not_empty(name: str, value: str | None) -> None:
@@ -128,10 +129,37 @@ class TrainConfig(Config):
 
 
 class ParallelConfig(Config):
-    """How the machine is used."""
+    """How the machine is used; degrees matter with several ranks, which torchrun starts."""
 
     num_threads: int | None = Field(default=None, gt=0)
     """CPU threads of this process; none: PyTorch's choice."""
+    dp_replicate_degree: int = Field(default=1, gt=0)
+    """Copies of the model; each is spread over the other ranks."""
+    dp_shard_degree: int | None = Field(default=None, gt=0)
+    """Ranks over which one copy's parameters are spread; none: all that dp_replicate_degree leaves."""
+    ep_degree: int | None = Field(default=None, gt=0)
+    """Expert shards that tokens are routed over: route_degree = ep_degree x es_degree; none: as route_degree says."""
+    es_degree: int | None = Field(default=None, gt=0)
+    """Slices of each expert's hidden size; none: as few as the ranks allow."""
+    route_degree: int | None = Field(default=None, gt=0)
+    """Ranks that a token may travel over; the rest of the experts' weights is gathered. 1: tokens stay; none: all."""
+    expert_order: ExpertOrder = "slices_inner"
+    """Neighbouring ranks hold slices of the same experts (slices_inner), or other experts (experts_inner)."""
+    zero_stage: int = Field(default=3, ge=1, le=3)
+    """3: weights are gathered for each use; 2: kept through a step; 1: dense gradients, too, are reduced once per step."""
+    timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds after which a collective that some rank does not join fails."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.ep_degree is not None and self.route_degree is not None:
+            raise FieldError(
+                "route_degree",
+                self.route_degree,
+                f"conflicts with ep_degree={self.ep_degree}, which names the same thing",
+                "give only one of the two",
+            )
+        return self
 
 
 class RunConfig(Config):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from expertmesh.comm.all_to_all.flat import Counts, all_to_all, exchange_counts
 from expertmesh.comm.collectives import all_gather, all_reduce
 from expertmesh.comm.group import RankGroup
-from expertmesh.comm.mesh import ExpertOrder, expert_degrees
+from expertmesh.comm.mesh import expert_degrees
 from expertmesh.comm.world import World
+from expertmesh.config.run import ExpertOrder
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.moe.experts import GroupedExperts

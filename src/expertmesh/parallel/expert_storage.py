@@ -179,7 +179,7 @@ class ExpertStorage:
         world: all ranks; every one must construct the storage.
         degrees: how the W ranks of one copy hold the experts; world.size / W copies are kept equal.
         keep: how long gathered weights live. "until_step": until a parameter changes, so that all micro-batches of a
-            step share one gather; "until_backward": of the forward that gathered them; "regather": until the experts
+            step share one gather, and only with `follow`; "until_backward": of the forward that gathered them; "regather": until the experts
             have run, and once more in the backward.
         layer: name for errors and the byte counter.
 
@@ -206,7 +206,13 @@ class ExpertStorage:
         self._layouts: dict[Plan, Layout] = {}
         self._kept: dict[tuple[Plan, torch.dtype], tuple[list[int], list[Tensor]]] = {}
         self.names = [name for name in _SLICED_AXIS if getattr(experts, name) is not None]
+        self._is_following = False
         self._shard_parameters()
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget kept weights after each step of an optimiser; until this is called, "until_step" keeps none."""
+        self._is_following = True
+        optimizer.register_step_post_hook(lambda *_: self._kept.clear())
 
     def _shard_parameters(self) -> None:
         mesh = expert_mesh(self.world, self.degrees)
@@ -274,10 +280,12 @@ class ExpertStorage:
         return gathering
 
     def _versions(self) -> list[int]:
-        return [shard.detach()._version for shard in self.shards()]
+        # Sees copies into parameters, but not the fused steps of optimisers: hence `follow`.
+        parameters = [getattr(self.experts, name) for name in self.names]
+        return [p._version for p in parameters] + [s.detach()._version for s in self.shards()]
 
     def _kept_tensors(self, key: tuple[Plan, torch.dtype]) -> list[Tensor] | None:
-        """Gathered weights that are still those of the parameters; all ranks update these together."""
+        """Gathered weights that are still those of the parameters; all ranks change these together."""
         kept = self._kept.get(key)
         if kept is not None and kept[0] == self._versions():
             return kept[1]
@@ -289,7 +297,7 @@ class ExpertStorage:
         whole = self._kept_tensors(gathering.kept_key)
         if whole is None:
             whole = gathering.finish()
-            if self.keep == "until_step":
+            if self.keep == "until_step" and self._is_following:
                 self._kept[gathering.kept_key] = self._versions(), whole
         drops = self.keep == "regather" and gathering.layout.group.size > 1
         if drops:

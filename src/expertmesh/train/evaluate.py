@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from expertmesh.parallel.team import Team
 from expertmesh.train.loader import Windows
 from expertmesh.train.objective import token_losses
 from expertmesh.train.precision import Precision
@@ -51,6 +52,7 @@ def evaluate(
     batch_size: int,
     max_samples: int | None,
     precision: Precision,
+    team: Team | None = None,
 ) -> Evaluation:
     """Predict validation windows, each from its own beginning.
 
@@ -58,14 +60,16 @@ def evaluate(
         model: maps ids (B, S) to an output with `logits_BSV`.
         windows: of the validation split.
         token_num_bytes_V: (V,) int64 bytes per token, on the CPU.
-        batch_size: windows per forward pass.
+        batch_size: windows per forward pass of all ranks.
         max_samples: so many windows, evenly spread over the split; None: all.
         precision: device and dtype.
+        team: the ranks among which the windows are split; None: this process alone.
 
     Returns:
         The evaluation; synchronises with the device once.
     """
     chosen = windows.spread(windows.num_windows if max_samples is None else max_samples)
+    team = Team() if team is None else team
     nats = torch.zeros((), dtype=torch.float64, device=precision.device)
     num_tokens = num_bytes = 0
     with evaluation_mode(model):
@@ -73,10 +77,16 @@ def evaluate(
             ids_BS, targets_BS = windows.windows(chosen[start : start + batch_size])
             num_tokens += targets_BS.numel()
             num_bytes += int(token_num_bytes_V[targets_BS].sum())
+            rows = team.rows(0, len(ids_BS))
+            # A rank without a window joins the others with one that does not count.
+            ids, targets = (
+                t[rows if rows.stop > rows.start else slice(1)] for t in (ids_BS, targets_BS)
+            )
             with precision.autocast():
-                logits_BSV = model(ids_BS.to(precision.device)).logits_BSV
-            nats += token_losses(logits_BSV, targets_BS.to(precision.device)).sum().double()
-    total = float(nats)
+                logits_BSV = model(ids.to(precision.device)).logits_BSV
+            losses = token_losses(logits_BSV, targets.to(precision.device))
+            nats += losses.sum().double() * (rows.stop > rows.start)
+    total = float(team.sum_(nats, what="the evaluation"))
     return Evaluation(total / num_tokens, bits_per_byte(total, num_bytes), num_tokens, num_bytes)
 
 

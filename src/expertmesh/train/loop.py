@@ -5,14 +5,18 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from expertmesh.config.run import RunConfig
-from expertmesh.errors import TrainingDivergedError
+from expertmesh.errors import ConfigError, TrainingDivergedError
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
+from expertmesh.parallel.apply import follow_optimizer
+from expertmesh.parallel.team import Team, open_team
 from expertmesh.train.checkpoint import CheckpointStore, list_checkpoints, newest_good, read_state
 from expertmesh.train.evaluate import Evaluation, evaluate
 from expertmesh.train.heap import keep_freed_memory
@@ -51,6 +55,7 @@ class TrainResult:
         skipped_steps: steps whose update was skipped.
         stopped_by: the signal that ended the call early, or None.
         checkpoint: newest checkpoint, or None.
+        is_leader: whether this rank speaks for all of them.
     """
 
     run_dir: Path
@@ -63,6 +68,7 @@ class TrainResult:
     skipped_steps: int
     stopped_by: signal.Signals | None
     checkpoint: Path | None
+    is_leader: bool = True
 
 
 def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> TrainResult:
@@ -88,22 +94,40 @@ def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> 
     precision = resolve_precision(config.train)
     run_dir = RunDir(config.train.run_dir)
     with ExitStack() as stack:
-        stack.enter_context(run_dir.locked())
-        run_dir.check_resume(config.train.resume)
-        if run_dir.config.exists():
-            saved, _ = run_dir.read_config()
-            check_same_run(saved.model_dump(mode="json"), config, where=run_dir.path)
+        team = stack.enter_context(
+            open_team(
+                device_type=precision.device.type,
+                timeout_s=config.parallel.timeout_s,
+                reduces_once=config.parallel.zero_stage == 1,
+            )
+        )
+        team.agree(config.model_dump_json(), what="the configuration")
+        team.first(lambda: check_ranks(config, precision, team))
+
+        def open_run() -> None:
+            stack.enter_context(run_dir.locked())
+            run_dir.check_resume(config.train.resume)
+            if run_dir.config.exists():
+                saved, _ = run_dir.read_config()
+                check_same_run(saved.model_dump(mode="json"), config, where=run_dir.path)
+
+        team.first(open_run)
         stack.enter_context(_threads(config.parallel.num_threads))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(config.train.seed)
         if precision.device.type == "cpu":
             keep_freed_memory()
-        data = prepare_data(config.data, vocab_size=config.model.vocab_size)
-        trainer = _Trainer(config, recipe, run_dir, data, precision)
+        prepare = partial(prepare_data, config.data, vocab_size=config.model.vocab_size)
+        team.first(lambda: prepare() is None)  # the leader fills the cache
+        data = team.each(prepare)
+        team.agree(data.key, what="the data")
+        trainer = team.each(partial(_Trainer, config, recipe, run_dir, data, precision, team))
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
         resumed_from = trainer.resume()
-        run_dir.write_description(config, recipe=recipe, tokenizer=data.tokenizer_path)
+        team.first(
+            lambda: run_dir.write_description(config, recipe=recipe, tokenizer=data.tokenizer_path)
+        )
         trainer.run(stop, console, stack)
         return trainer.result(resumed_from, stop)
 
@@ -118,7 +142,9 @@ class _Trainer:
         run_dir: RunDir,
         data: TokenData,
         precision: Precision,
+        team: Team,
     ) -> None:
+        self.team = team
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
         self.data, self.precision = data, precision
         seq_len, seed, vocab_size = config.data.seq_len, config.train.seed, config.model.vocab_size
@@ -128,22 +154,26 @@ class _Trainer:
         self.token_num_bytes_V = torch.from_numpy(token_num_bytes(tokenizer, vocab_size))
         model = GPT(config.model, device=precision.device, dtype=precision.master_dtype, seed=seed)
         model.set_activation_checkpointing(config.train.activation_checkpointing)
+        if team.world is not None:
+            parallelize_gpt(model, config.parallel, world=team.world)
         optimizer = build_optimizer(model, config.optim)
-        self.state = TrainState(model, optimizer, precision.scaler(), RunProgress())
+        follow_optimizer(model, optimizer)
+        self.state = TrainState(model, optimizer, precision.scaler(), RunProgress(), team)
         self.store = CheckpointStore(run_dir.checkpoints, keep_last=config.train.keep_last)
         self.saved_step: int | None = None
         self.total_schedule_steps = config.optim.schedule_steps or config.train.steps
 
     def resume(self) -> int:
         """Load the newest good checkpoint, if there is one; returns the steps done."""
-        self.store.remove_leftovers()
-        path = newest_good(self.run_dir.checkpoints)
+        if self.team.is_leader:
+            self.store.remove_leftovers()
+        path = self.team.first(lambda: newest_good(self.run_dir.checkpoints))
         if path is None:
             return 0
         values = read_state(path)
-        check_same_run(values["config"], self.config, where=path)
-        check_same_data(values["data_key"], self.data, where=path)
-        self.state.load(path)
+        self.team.first(lambda: check_same_run(values["config"], self.config, where=path))
+        self.team.first(lambda: check_same_data(values["data_key"], self.data, where=path))
+        self.team.each(lambda: self.state.load(path))
         self.saved_step = self.state.progress.step
         return self.state.progress.step
 
@@ -151,12 +181,16 @@ class _Trainer:
         """All remaining steps."""
         config, progress = self.config, self.state.progress
         first = progress.step
-        metrics = MetricsFile(self.run_dir.metrics, last_step=first)
-        stack.callback(metrics.close)
+        metrics = None
+        if self.team.is_leader:
+            metrics = MetricsFile(self.run_dir.metrics, last_step=first)
+            stack.callback(metrics.close)
+        else:
+            console = Console(quiet=True)
         if first >= config.train.steps:
             return
         events = None
-        if config.train.tensorboard:
+        if config.train.tensorboard and self.team.is_leader:
             events = open_tensorboard(self.run_dir.tensorboard, last_step=first)
         if events is not None:
             stack.callback(events.close)
@@ -172,9 +206,11 @@ class _Trainer:
                 "initial_eval_loss": before.loss,
                 "initial_eval_bits_per_byte": before.bits_per_byte,
             }
-        while progress.step < config.train.steps and stop.signal is None:
+        while progress.step < config.train.steps and not self.team.any(stop.signal is not None):
             self._one_step(metrics, events, report, extra)
             extra = {}
+        if progress.step < config.train.steps and stop.signal is None:
+            stop.signal = signal.SIGTERM  # another rank was asked
         if self.saved_step != progress.step and progress.bad_steps_in_row == 0:
             self._save(None)
         self.store.wait()
@@ -186,7 +222,7 @@ class _Trainer:
 
     def _one_step(
         self,
-        metrics: MetricsFile,
+        metrics: MetricsFile | None,
         events: EventWriter | None,
         report: ProgressReport,
         extra: dict[str, float],
@@ -224,7 +260,8 @@ class _Trainer:
                 "eval_loss": evaluation.loss,
                 "eval_bits_per_byte": evaluation.bits_per_byte,
             }
-        metrics.write(line, extra)
+        if metrics is not None:
+            metrics.write(line, extra)
         if events is not None:
             write_events(events, line, extra)
         self._check_divergence()
@@ -246,6 +283,7 @@ class _Trainer:
             step=progress.step,
             config=self.config,
             precision=self.precision,
+            team=self.team,
         )
         progress.step += 1
         progress.samples += batch_size
@@ -276,16 +314,19 @@ class _Trainer:
             batch_size=size,
             max_samples=config.eval_batches * config.batch_size,
             precision=self.precision,
+            team=self.team,
         )
 
     def _save(self, evaluation: Evaluation | None) -> None:
         progress = self.state.progress
-        self.store.save(
-            progress.step,
-            self.state.tensors(),
-            self.state.values(self.config, recipe=self.recipe, data_key=self.data.key),
-            eval_loss=None if evaluation is None else evaluation.loss,
-        )
+        tensors = self.state.tensors()
+        if self.team.is_leader:
+            self.store.save(
+                progress.step,
+                tensors,
+                self.state.values(self.config, recipe=self.recipe, data_key=self.data.key),
+                eval_loss=None if evaluation is None else evaluation.loss,
+            )
         self.saved_step = progress.step
 
     def _description(self, first: int) -> str:
@@ -315,6 +356,40 @@ class _Trainer:
             skipped_steps=progress.skipped_steps,
             stopped_by=stop.signal,
             checkpoint=paths[-1] if paths else None,
+            is_leader=self.team.is_leader,
+        )
+
+
+def check_ranks(config: RunConfig, precision: Precision, team: Team) -> None:
+    """Whether a run fits its ranks.
+
+    Raises:
+        ConfigError: batches do not divide over them, FP16 on several, or degrees for several and there is one.
+    """
+    parallel, train_config = config.parallel, config.train
+    for name, degree in (
+        ("dp_replicate_degree", parallel.dp_replicate_degree),
+        ("dp_shard_degree", parallel.dp_shard_degree),
+        ("ep_degree", parallel.ep_degree),
+        ("es_degree", parallel.es_degree),
+        ("route_degree", parallel.route_degree),
+    ):
+        if team.size == 1 and (degree or 1) > 1:
+            raise ConfigError(
+                f"parallel.{name}={degree}: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh"
+                " train ..."
+            )
+    check_degrees(config.model, parallel, num_ranks=team.size)
+    size = train_config.micro_batch_size or train_config.batch_size
+    if size % team.size:
+        name = "micro_batch_size" if train_config.micro_batch_size else "batch_size"
+        near = max(size // team.size, 1) * team.size
+        raise ConfigError(
+            f"train.{name}={size}: must divide evenly over the {team.size} ranks; nearest below: {near}"
+        )
+    if team.size > 1 and precision.uses_scaler:
+        raise ConfigError(
+            f"train.dtype=float16 on {team.size} ranks: loss scaling is for one rank; use bfloat16 or float32"
         )
 
 

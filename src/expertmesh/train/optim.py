@@ -1,6 +1,7 @@
 """AdamW with decay groups, and the learning rate as a function of the step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2), fused, with two groups: decayed and not decayed.
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2), fused, with two groups: decayed and not decayed (per mesh on several ranks).
 
     Args:
         model: parameters that require no gradient are left out.
@@ -27,16 +28,17 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     Returns:
         The optimiser; its learning rate is set before each step by the loop.
     """
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {
-            "params": [p for n, p in named if is_decayed(n, p)],
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [p for n, p in named if not is_decayed(n, p)], "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # The fused update takes tensors of one mesh at a time.
+            key = is_decayed(name, parameter), getattr(parameter, "device_mesh", None)
+            groups.setdefault(key, []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
+            for (decayed, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
+        ],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

@@ -1,7 +1,7 @@
 """What a checkpoint holds: the model, the optimiser, the scaler, random numbers, and how far the run is."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.parallel.team import Team
 from expertmesh.train.checkpoint import find_damage, read_state, read_tensors, tensor_shapes
 from expertmesh.train.shards import TokenData
 
@@ -48,20 +49,25 @@ class TrainState:
         optimizer: AdamW over its parameters.
         scaler: loss scaler; may be switched off.
         progress: how far the run is.
+        team: the ranks over which model and optimiser are spread.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     progress: RunProgress
+    team: Team = field(default_factory=Team)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of a checkpoint by name: the model's, `optimizer.NAME.exp_avg` ..., random number states."""
+        """All tensors of a checkpoint by name: the model's, `optimizer.NAME.exp_avg` ..., random number states.
+
+        They are whole, so that a checkpoint is the same whatever the ranks; every rank must call.
+        """
         found = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         for name, parameter in self._parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 found[f"optimizer.{name}.{key}"] = value
-        return found | _random_states()
+        return self.team.whole(found) | _random_states()
 
     def values(self, config: RunConfig, *, recipe: str, data_key: str) -> dict[str, Any]:
         """All plain values of a checkpoint."""
@@ -95,11 +101,13 @@ class TrainState:
             self.optimizer.state[parameter] = {key: state[key] for key in _MOMENTS}
             targets |= {f"optimizer.{name}.{key}": state[key] for key in _MOMENTS}
         random = {name: t for name, t in _random_states().items() if name in saved}
-        read_tensors(path, targets | random)
+        room = self.team.empty_whole(targets)
+        read_tensors(path, room | random)
+        self.team.take_parts(targets, room)
         _set_random_states(random)
         if self.scaler.is_enabled() and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
-        known = {field.name for field in fields(RunProgress)}
+        known = {f.name for f in fields(RunProgress)}
         self.progress = RunProgress(**{k: v for k, v in values["progress"].items() if k in known})
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:

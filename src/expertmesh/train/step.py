@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from expertmesh.config.run import RunConfig
 from expertmesh.moe.random import key_noise
+from expertmesh.parallel.team import Team
 from expertmesh.train.metrics import Load, measure_load, to_lists
 from expertmesh.train.objective import LoadCounter, routing_losses, token_losses
 from expertmesh.train.optim import balance_experts
@@ -44,6 +45,7 @@ def training_step(
     step: int,
     config: RunConfig,
     precision: Precision,
+    team: Team | None = None,
 ) -> StepResult:
     """Forward, backward, clip, update.
 
@@ -55,14 +57,16 @@ def training_step(
         model: in training mode.
         optimizer: with the learning rate of this step.
         scaler: of the loss; may be switched off.
-        batch: inputs and targets, each (B, S) int64.
+        batch: inputs and targets of all ranks, each (B, S) int64.
         step: from 0.
         config: of the run.
         precision: device and dtype.
+        team: the ranks among which each micro-batch is split; None: this process alone.
 
     Returns:
         Losses and statistics; synchronises with the device.
     """
+    team = Team() if team is None else team
     ids_BS, targets_BS = (t.to(precision.device, non_blocking=True) for t in batch)
     key_noise(model, seed=config.train.seed, step=step)
     optimizer.zero_grad(set_to_none=True)
@@ -73,9 +77,10 @@ def training_step(
         micro_batch_size=config.train.micro_batch_size or len(ids_BS),
         scaler=scaler,
         precision=precision,
+        team=team,
     )
     scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip)
+    norm = team.clip_grad_norm_(model.parameters(), config.optim.grad_clip)
     loss, aux_loss, z_loss, grad_norm = torch.cat((sums, norm.to(sums).reshape(1))).tolist()
     is_finite = all(map(math.isfinite, (loss, aux_loss, z_loss, grad_norm)))
     if is_finite:
@@ -95,6 +100,7 @@ def accumulate_gradients(
     micro_batch_size: int,
     scaler: torch.amp.GradScaler,
     precision: Precision,
+    team: Team | None = None,
 ) -> tuple[Tensor, LoadCounter]:
     """Forward and backward over the micro-batches of a batch.
 
@@ -102,18 +108,22 @@ def accumulate_gradients(
         model: in training mode.
         ids_BS: (B, S) int64 inputs.
         targets_BS: (B, S) int64 targets.
-        micro_batch_size: sequences per forward pass.
+        micro_batch_size: sequences per forward pass of all ranks.
         scaler: of the loss.
         precision: device and dtype.
+        team: see `training_step`.
 
     Returns:
         (3,) loss, balance loss and z-loss of the batch, FP32 or FP64, and the routing counts. Does not synchronise.
     """
     B, S = ids_BS.shape
+    team = Team() if team is None else team
     counter = LoadCounter.empty()
     sums = torch.zeros(3, device=ids_BS.device, dtype=precision.master_dtype)
     for start in range(0, B, micro_batch_size):
-        rows = slice(start, min(start + micro_batch_size, B))
+        stop = min(start + micro_batch_size, B)
+        rows = team.rows(start, stop)
+        team.announce_micro_batch(model, is_last=stop == B)
         token_index = torch.arange(rows.start * S, rows.stop * S, device=ids_BS.device)
         with precision.autocast():
             output = model(ids_BS[rows], token_index=token_index)
@@ -123,4 +133,4 @@ def accumulate_gradients(
         scaler.scale(loss + aux_loss + z_loss).backward()
         counter.add(output.stats)
         sums += torch.stack((loss, aux_loss.to(loss), z_loss.to(loss))).detach()
-    return sums, counter
+    return team.sum_(sums, what="the losses"), counter

@@ -1,0 +1,131 @@
+"""Spread a model over ranks: its experts by our storage, the rest by FSDP2."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from expertmesh.comm.mesh import dense_degrees, divisors, expert_degrees
+from expertmesh.comm.world import World
+from expertmesh.config.run import ParallelConfig
+from expertmesh.errors import ConfigError
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.layer import MoELayer
+from expertmesh.parallel.expert import ExpertDispatcher, spread_experts
+from expertmesh.parallel.expert_storage import Keep
+from expertmesh.parallel.plan import Plan, make_plan
+
+_KEEP: dict[int, Keep] = {1: "until_step", 2: "until_step", 3: "regather"}
+
+
+def parallelize(
+    model: nn.Module,
+    config: ParallelConfig,
+    *,
+    world: World | None = None,
+    blocks: Iterable[nn.Module] = (),
+) -> World:
+    """Spread a model over all ranks of a world, in place. Every rank must call.
+
+    The model must hold the same parameters on all ranks (same seed). Each rank then computes its own part of the batch,
+    and the loss of the batch is the **sum** of the ranks' losses: divide by the tokens of the whole batch, not by this
+    rank's. Gradients come out summed. Build the optimiser afterwards, tell the model of it (`follow_optimizer`), and clip with
+    `expertmesh.parallel.clip`.
+
+    Args:
+        model: any module; each `MoELayer` with grouped experts inside has them spread.
+        config: degrees, see `ParallelConfig`.
+        world: the ranks; None: all of torch.distributed.
+        blocks: modules whose dense parameters are gathered together, one after the other (the layers of a
+            transformer); the model's other parameters make one more block.
+
+    Returns:
+        The world, which counts bytes and can be closed.
+
+    Raises:
+        ConfigError: the degrees do not fit the ranks or the model.
+    """
+    world = World(timeout_s=config.timeout_s) if world is None else world
+    degrees = dense_degrees(
+        world.size, dp_replicate=config.dp_replicate_degree, dp_shard=config.dp_shard_degree
+    )
+    moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    for layer in moe_layers:
+        hidden_dim = layer.experts.w_in.shape[2] if isinstance(layer.experts, GroupedExperts) else 1
+        plan = expert_plan(
+            config,
+            num_ranks=degrees.num_storage_ranks,
+            num_experts=layer.num_experts,
+            hidden_dim=hidden_dim,
+        )
+        spread_experts(
+            layer,
+            world,
+            num_replicas=degrees.dp_replicate,
+            es_degree=plan.storage.f,
+            order=config.expert_order,
+            route_degree=plan.route_degree,
+            keep=_KEEP[config.zero_stage],
+        )
+    experts = {p for layer in moe_layers for p in layer.experts.parameters()}
+    mesh = _dense_mesh(world, degrees.dp_replicate, degrees.dp_shard)
+    for module in [*blocks, model]:
+        fully_shard(
+            module, mesh=mesh, reshard_after_forward=config.zero_stage == 3, ignored_params=experts
+        )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return world
+
+
+def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let a spread model keep gathered expert weights from step to step of an optimiser (zero_stage 1 and 2).
+
+    Without it they are gathered in each forward, which is right but slower.
+    """
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and isinstance(layer.dispatcher, ExpertDispatcher):
+            layer.dispatcher.storage.follow(optimizer)
+
+
+def expert_plan(
+    config: ParallelConfig, *, num_ranks: int, num_experts: int, hidden_dim: int
+) -> Plan:
+    """The storage of a layer's experts and the plan that its forwards start from.
+
+    Args:
+        config: the degrees wanted.
+        num_ranks: of one copy of the model.
+        num_experts: E.
+        hidden_dim: F.
+
+    Raises:
+        ConfigError: the degrees do not fit.
+    """
+    storage = expert_degrees(
+        num_ranks,
+        num_experts=num_experts,
+        hidden_dim=hidden_dim,
+        es_degree=config.es_degree,
+        order=config.expert_order,
+    )
+    ep_degree = config.ep_degree
+    if ep_degree is None:
+        return make_plan(storage, config.route_degree)
+    if storage.e % ep_degree:
+        near = min(divisors(storage.e), key=lambda d: abs(d - ep_degree))
+        raise ConfigError(
+            f"ep_degree={ep_degree}: must divide the {storage.e} parts that {num_experts} experts on {num_ranks} ranks "
+            f"with es_degree={storage.f} have; nearest: {near}"
+        )
+    return make_plan(storage, ep_degree * storage.f)
+
+
+def _dense_mesh(world: World, dp_replicate: int, dp_shard: int) -> DeviceMesh:
+    if dp_replicate == 1:
+        return world.mesh((dp_shard,), ("dp_shard",), range(world.size))
+    return world.mesh((dp_replicate, dp_shard), ("dp_replicate", "dp_shard"), range(world.size))

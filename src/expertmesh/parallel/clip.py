@@ -1,0 +1,58 @@
+"""The gradient's norm over parameters of several meshes, which the stock function refuses."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their joint 2-norm is at most `max_norm`; every rank must call.
+
+    Each rank squares its parts; the sums are added over the axes along which a parameter is cut, once per set of
+    axes, and not over those along which it is copied.
+
+    Args:
+        parameters: plain ones, equal on all ranks, and DTensors of any mesh.
+        max_norm: above 0.
+
+    Returns:
+        The norm before clipping, a scalar equal on all ranks. Does not wait for the device.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    squares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    local = []
+    for gradient in gradients:
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        groups = _cut_along(gradient)
+        local.append(part)
+        exact = torch.promote_types(part.dtype, torch.float32)
+        squares.setdefault(groups, []).append(torch.linalg.vector_norm(part, dtype=exact).square())
+    if not local:
+        return torch.zeros(())
+    totals = []
+    for groups, values in squares.items():
+        total = torch.stack(values).sum()
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        totals.append(total)
+    wide = max((t.dtype for t in totals), key=lambda dtype: torch.finfo(dtype).bits)
+    norm = torch.stack([t.to(wide) for t in totals]).sum().sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for part in local:
+        part.mul_(factor.to(part.dtype))
+    return norm
+
+
+def _cut_along(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh = gradient.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(gradient.placements)
+        if isinstance(placement, Shard) and mesh.size(axis) > 1
+    )

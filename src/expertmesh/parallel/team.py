@@ -1,0 +1,205 @@
+"""What a training loop needs of its ranks; with one rank every method is the plain thing."""
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from expertmesh.comm.collectives import start_all_reduce
+from expertmesh.comm.world import World
+from expertmesh.errors import ConfigError, PeerError
+from expertmesh.parallel.clip import clip_grad_norm_
+
+T = TypeVar("T")
+
+
+class Team:
+    """The ranks of one training run, all of which work on the same batches.
+
+    Args:
+        world: the ranks; None: this process alone.
+        reduces_once: whether dense gradients are summed over ranks once per step, not once per micro-batch.
+    """
+
+    def __init__(self, world: World | None = None, *, reduces_once: bool = False) -> None:
+        self.world, self.reduces_once = world, reduces_once
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.world is None else self.world.size
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank prints and writes."""
+        return self.world is None or self.world.position == 0
+
+    def rows(self, start: int, stop: int) -> slice:
+        """This rank's share of the rows start ... stop - 1: equal ones if the ranks divide them, in rank order."""
+        if self.world is None:
+            return slice(start, stop)
+        n, p, R = stop - start, self.world.position, self.world.size
+        return slice(start + n * p // R, start + n * (p + 1) // R)
+
+    def sum_(self, value: Tensor, *, what: str) -> Tensor:
+        """Sum a contiguous tensor over ranks, in place."""
+        if self.world is not None:
+            pending = start_all_reduce(value, self.world.everyone(), where=what)
+            if pending is not None:
+                pending.wait()
+        return value
+
+    def any(self, value: bool) -> bool:
+        """Whether it is true on some rank; waits for all."""
+        if self.world is None:
+            return value
+        return bool(self.sum_(torch.tensor(int(value), device=self.device), what="a vote"))
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's small tensors lie."""
+        kind = "cpu" if self.world is None else self.world.device_type
+        return torch.device(kind)
+
+    def first(self, function: Callable[[], T]) -> T:
+        """Let the leader do something alone; the others wait, and get what it returned (pickled).
+
+        Raises:
+            PeerError: on the others, when the leader failed; it raises its own error.
+        """
+        if self.world is None:
+            return function()
+        answer: list[Any] = [None]
+        error: BaseException | None = None
+        if self.is_leader:
+            try:
+                answer = [(True, function())]
+                pickle.dumps(answer)
+            except Exception as failure:
+                error, answer = failure, [(False, None)]
+        dist.broadcast_object_list(
+            answer,
+            group_src=0,
+            group=self.world.everyone().process_group,
+            device=self.device,
+        )
+        if error is not None:
+            raise error
+        done, value = answer[0]
+        if not done:
+            raise PeerError("rank 0 failed")
+        return value
+
+    def each(self, function: Callable[[], T]) -> T:
+        """Do something on every rank, and let all know of a failure before any goes on.
+
+        Raises:
+            PeerError: on the ranks that succeeded, when another failed; that one raises its own error.
+        """
+        error: BaseException | None = None
+        value: Any = None
+        try:
+            value = function()
+        except Exception as failure:
+            if self.world is None:
+                raise
+            error = failure
+        failed = self.any(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            raise PeerError("another rank failed")
+        return value
+
+    def agree(self, value: str, *, what: str) -> None:
+        """Check that all ranks have the same text.
+
+        Raises:
+            ConfigError: on rank 0, names the first rank that has another.
+            PeerError: on the others then.
+        """
+        if self.world is None:
+            return
+        texts: list[Any] = [None] * self.size
+        dist.all_gather_object(texts, value, group=self.world.everyone().process_group)
+        odd = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+        if odd is None:
+            return
+        if self.is_leader:
+            raise ConfigError(
+                f"{what}: rank {odd} has another than rank 0; start all ranks with the same command and files"
+            )
+        raise PeerError(f"{what} differs")
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Clip gradients by their joint norm over all ranks; returns it."""
+        if self.world is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return clip_grad_norm_(parameters, max_norm)
+
+    def announce_micro_batch(self, model: nn.Module, *, is_last: bool) -> None:
+        """Tell the model before the forward pass whether gradients are due after the backward pass."""
+        if self.reduces_once and isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_last)
+
+    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gather what is sharded; every rank must call with the same names."""
+        return {
+            name: t.full_tensor().detach() if isinstance(t, DTensor) else t
+            for name, t in tensors.items()
+        }
+
+    def empty_whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Room on the CPU for the whole of each sharded tensor; plain ones stay themselves."""
+        return {
+            name: torch.empty(t.shape, dtype=t.dtype) if isinstance(t, DTensor) else t
+            for name, t in tensors.items()
+        }
+
+    @torch.no_grad()
+    def take_parts(self, targets: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
+        """Fill each sharded target with this rank's part of a whole tensor. Nothing is communicated."""
+        for name, target in targets.items():
+            if isinstance(target, DTensor):
+                parts = distribute_tensor(
+                    whole[name].to(target.device),
+                    target.device_mesh,
+                    target.placements,
+                    src_data_rank=None,
+                )
+                target.to_local().copy_(parts.to_local())
+
+
+@contextmanager
+def open_team(*, device_type: str, timeout_s: float, reduces_once: bool = False) -> Iterator[Team]:
+    """The ranks that torchrun started, or this process alone.
+
+    A process group that exists already is used and left open.
+
+    Args:
+        device_type: "cpu" (gloo) or "cuda" (NCCL).
+        timeout_s: of every collective.
+        reduces_once: see `Team`.
+    """
+    ours = not dist.is_initialized() and dist.is_torchelastic_launched()
+    if ours:
+        dist.init_process_group(
+            "nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
+        )
+    world = None
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        world = World(device_type=device_type, timeout_s=timeout_s)
+    try:
+        yield Team(world, reduces_once=reduces_once)
+    finally:
+        if world is not None:
+            world.close()
+        if ours:
+            dist.destroy_process_group()

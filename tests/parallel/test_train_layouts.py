@@ -1,0 +1,164 @@
+"""The same run on any layout: losses, gradient norms and evaluations of 20 FP64 steps, and checkpoints that move."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from rich.console import Console
+
+from expertmesh.recipes import RECIPES
+from expertmesh.testing.numerics import relative_error
+from expertmesh.train.loop import train
+from expertmesh.train.metrics import read_metrics
+
+STEPS = 20
+RELATIVE = 1e-9
+COMPARED = ("loss", "aux_loss", "grad_norm", "eval_loss", "dropped_fraction", "load_imbalance")
+
+# Noise and random dropping are on; a routing group is one sequence.
+BASE = {
+    "model.dim": 16,
+    "model.max_seq_len": 16,
+    "model.ffn_hidden_dim": 32,
+    "model.moe.hidden_dim": 16,
+    "model.moe.router_noise": "gumbel",
+    "model.moe.capacity_factor": 1.0,
+    "model.moe.min_capacity": 1,
+    "model.moe.routing_group_size": 16,
+    "data.seq_len": 16,
+    "data.max_bytes": 60_000,
+    "train.steps": STEPS,
+    "train.dtype": "float64",
+    "train.device": "cpu",
+    "train.eval_every": 10,
+    "train.checkpoint_every": 10,
+    "train.tensorboard": False,
+}
+
+# Without routing groups the balance loss is that of the whole batch.
+DROPLESS = {
+    "model.moe.capacity_factor": None,
+    "model.moe.routing_group_size": None,
+    "model.moe.residual": True,
+    "model.moe.num_experts": (4, 8),
+    "train.micro_batch_size": 4,
+}
+
+TWO = [
+    {},
+    {"parallel.zero_stage": 2},
+    {"parallel.zero_stage": 1, "parallel.ep_degree": 1},
+    {"parallel.dp_replicate_degree": 2},
+    {"parallel.es_degree": 2},
+]
+FOUR = [
+    {},
+    {"parallel.zero_stage": 1, "train.micro_batch_size": 4},
+    {"parallel.dp_replicate_degree": 2, "parallel.ep_degree": 1},
+    {"parallel.es_degree": 2, "parallel.route_degree": 2, "parallel.expert_order": "experts_inner"},
+    {"parallel.es_degree": 4},
+    {"parallel.route_degree": 1},
+    {"parallel.ep_degree": 2, "parallel.zero_stage": 2},
+]
+
+
+def config_of(folder, name, changes):
+    return RECIPES["gpt-moe-test"]().updated(
+        BASE
+        | changes
+        | {"train.run_dir": str(folder / name), "data.cache_dir": str(folder / "cache")}
+    )
+
+
+def run_training(folder, name, changes):
+    """Train on the ranks there are; the lines of metrics.jsonl on the first of them."""
+    train(config_of(folder, name, changes), recipe="test", console=Console(file=io.StringIO()))
+    leader = not dist.is_initialized() or dist.get_rank() == 0
+    return read_metrics(folder / name / "metrics.jsonl") if leader else None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def one_process(folder):
+    return {
+        "capacity": run_training(folder, "one", {}),
+        "dropless": run_training(folder, "one-dropless", DROPLESS),
+    }
+
+
+def assert_same(lines, expected):
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    for line, oracle in zip(lines, expected, strict=True):
+        for name in COMPARED:
+            assert (name in line) == (name in oracle)
+            if name in line:
+                error = relative_error(line[name], oracle[name])
+                assert error <= RELATIVE, f"step {line['step']}: {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("layout", TWO, ids=str)
+def test_two_ranks(two_ranks, folder, one_process, layout):
+    name = f"two-{TWO.index(layout)}"
+    assert_same(two_ranks.run(run_training, folder, name, layout)[0], one_process["capacity"])
+
+
+@pytest.mark.parametrize("layout", FOUR, ids=str)
+def test_four_ranks(four_ranks, folder, one_process, layout):
+    name = f"four-{FOUR.index(layout)}"
+    assert_same(four_ranks.run(run_training, folder, name, layout)[0], one_process["capacity"])
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"parallel.route_degree": 2, "parallel.zero_stage": 1}], ids=str
+)
+def test_dropless_pyramid_in_micro_batches(four_ranks, folder, one_process, layout):
+    name = f"dropless-{len(layout)}"
+    lines = four_ranks.run(run_training, folder, name, DROPLESS | layout)[0]
+    assert_same(lines, one_process["dropless"])
+
+
+def test_a_run_moves_between_layouts(two_ranks, four_ranks, folder, one_process):
+    """Ten steps on four ranks, five on two with sliced experts, five in one process: the same losses."""
+    on = {"train.resume": "auto", "optim.schedule_steps": STEPS}
+    four_ranks.run(run_training, folder, "moving", on | {"train.steps": 10})
+    two_ranks.run(run_training, folder, "moving", on | {"train.steps": 15, "parallel.es_degree": 2})
+    lines = run_training(folder, "moving", on)
+    for line, oracle in zip(lines, one_process["capacity"], strict=True):
+        for name in ("loss", "grad_norm"):
+            assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+
+
+def torchrun(num_ranks, *words):
+    return subprocess.run(
+        [
+            sys.executable,
+            *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+            *("--nproc-per-node", str(num_ranks), "-m", "expertmesh", "train", "gpt-moe-test"),
+            *words,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+@pytest.mark.slow
+def test_command_line(folder):
+    """One set of lines, from rank 0, and a code that is not 0 where the input is wrong."""
+    words = ["--train.steps", "1", "--train.device", "cpu", "--data.max-bytes", "60000"]
+    words += ["--train.run-dir", str(folder / "cli"), "--data.cache-dir", str(folder / "cache")]
+    done = torchrun(2, *words, "--parallel.ep-degree", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 1/1") == 1
+    assert len(Path(folder / "cli" / "metrics.jsonl").read_text().splitlines()) == 1
+    wrong = torchrun(2, *words, "--parallel.dp-replicate-degree", "3", "--train.resume", "auto")
+    assert wrong.returncode != 0
+    lines = [line for line in wrong.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "dp_replicate_degree=3" in lines[0], wrong.stderr
