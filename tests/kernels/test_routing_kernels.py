@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from expertmesh.kernels import route_metadata as kernels
 from expertmesh.ops import reference
@@ -123,3 +125,32 @@ def test_tile_bound_is_reached():
     offsets, *_ = reference.route_metadata(ids, num_experts)
     tile_expert, _, num_tiles = kernels.tile_table(offsets, len(ids), block_m)
     assert num_tiles.item() == len(tile_expert) == kernels.max_tiles(len(ids), num_experts, block_m)
+
+
+@settings(max_examples=30)
+@given(
+    st.data(), st.sampled_from([1, 2, 7, 16, 61]), st.integers(1, 5), st.sampled_from([64, 1024])
+)
+def test_invariants(data, num_experts, top_k, tile):
+    """Any ids: rows of an expert are contiguous, in slot order, a permutation of the live slots; the tiles cut them."""
+    num_tokens = data.draw(st.sampled_from([0, 1, 2, 7, 40, 129]))
+    ids = torch.tensor(
+        data.draw(
+            st.lists(
+                st.integers(0, num_experts),
+                min_size=num_tokens * top_k,
+                max_size=num_tokens * top_k,
+            )
+        ),
+        dtype=torch.int64,
+    ).view(num_tokens, top_k)
+    offsets, token_of_row, slot_of_row, row_of_slot = assert_metadata(ids, num_experts, tile=tile)
+    slots = ids.flatten()
+    assert offsets.tolist() == [int((slots < e).sum()) for e in range(num_experts + 1)]
+    assert torch.equal(row_of_slot[slot_of_row.long()], torch.arange(len(slots)).int())
+    assert torch.equal(token_of_row, slot_of_row // top_k)
+    for e in range(num_experts):
+        rows = slot_of_row[offsets[e] : offsets[e + 1]].tolist()
+        assert rows == sorted(rows)
+        assert rows == torch.nonzero(slots == e).flatten().tolist()
+    assert_tile_table(ids, num_experts, 16)

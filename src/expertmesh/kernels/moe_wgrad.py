@@ -123,11 +123,11 @@ def _rows_transposed(
         if work_ptr is not None:
             if place >= 0:
                 work_rows = work_ptr + (place.to(tl.int64) * M + m) * N
-                _write(work_rows, m < M, n, N, total, False, BLOCK_M, BLOCK_N)
+                _write(work_rows, m < M, n, N, total, False, ACCUMULATE, BLOCK_M, BLOCK_N)
             else:
-                _write(out_rows, m < M, n, N, total, ACCUMULATE, BLOCK_M, BLOCK_N)
+                _write(out_rows, m < M, n, N, total, ACCUMULATE, ACCUMULATE, BLOCK_M, BLOCK_N)
         else:
-            _write(out_rows, m < M, n, N, total, ACCUMULATE, BLOCK_M, BLOCK_N)
+            _write(out_rows, m < M, n, N, total, ACCUMULATE, ACCUMULATE, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -138,15 +138,16 @@ def _write(
     N,
     total,
     ACCUMULATE: tl.constexpr,
+    BY_HALVES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Store a tile, or add it: by halves, because the sum so far needs as many registers as the tile."""
-    if ACCUMULATE and BLOCK_N > 64:
+    """Store a tile, or add it; by halves where addresses and the sum so far need as many registers as the tile."""
+    if BY_HALVES and BLOCK_N > 64:
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = total.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-        _write(out_rows, inside, n, N, left, ACCUMULATE, BLOCK_M, HALF)
-        _write(out_rows, inside, n + HALF, N, right, ACCUMULATE, BLOCK_M, HALF)
+        _write(out_rows, inside, n, N, left, ACCUMULATE, True, BLOCK_M, HALF)
+        _write(out_rows, inside, n + HALF, N, right, ACCUMULATE, True, BLOCK_M, HALF)
     else:
         column = n + tl.arange(0, BLOCK_N)
         out = out_rows[:, None] + column[None, :]
