@@ -62,9 +62,9 @@ def dense_degrees(
     ]
 
     def distance(choice: DenseDegrees) -> tuple[float, ...]:
-        shard = choice.dp_shard if dp_shard is None else dp_shard
-        wanted = (tp, dp_replicate, shard)
-        got = (choice.tp, choice.dp_replicate, choice.dp_shard)
+        # What was asked for by name goes before what has a default.
+        wanted = (tp, dp_shard or choice.dp_shard, dp_replicate)
+        got = (choice.tp, choice.dp_shard, choice.dp_replicate)
         return tuple(abs(math.log(a / b)) for a, b in zip(got, wanted, strict=True))
 
     near = min(valid, key=lambda choice: (sum(distance(choice)), distance(choice)))

@@ -1,0 +1,140 @@
+"""Mistakes on several ranks: one rank says in one line what is wrong, and every rank stops at once."""
+
+import io
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+from expertmesh import MoELayer
+from expertmesh.comm.world import World
+from expertmesh.errors import ConfigError, PeerError
+from expertmesh.parallel.expert import spread_experts
+from expertmesh.recipes import RECIPES
+from expertmesh.train.loop import train
+
+TINY = {
+    "train.steps": 1,
+    "optim.warmup_steps": 1,
+    "train.device": "cpu",
+    "data.max_bytes": 60_000,
+    "train.tensorboard": False,
+}
+
+
+def errors_of_training(folder, changes, odd=None):
+    """The error of each rank; rank 1 alone has the changes `odd`."""
+    if odd and dist.get_rank() == 1:
+        changes = changes | odd
+    places = {"train.run_dir": str(folder / "run"), "data.cache_dir": str(folder / "cache")}
+    config = RECIPES["gpt-moe-test"]().updated(TINY | places | changes)
+    try:
+        train(config, recipe="test", console=Console(file=io.StringIO()))
+    except (ConfigError, PeerError) as error:
+        return type(error), str(error)
+    return None, ""
+
+
+MISTAKES = [
+    (
+        {"parallel.dp_replicate_degree": 3},
+        "dp_replicate_degree=3 .* nearest: dp_replicate_degree=2",
+    ),
+    ({"parallel.dp_shard_degree": 3}, "dp_shard_degree=3 .* does not make 2 ranks"),
+    ({"parallel.es_degree": 3}, "es_degree=3 on 2 ranks.*use es_degree=2"),
+    ({"parallel.es_degree": 2, "model.moe.hidden_dim": 63}, "es_degree=2.*use es_degree=1"),
+    (
+        {"model.moe.num_experts": (3,), "model.moe.hidden_dim": 63},
+        "use a hidden_dim divisible by 2",
+    ),
+    ({"parallel.ep_degree": 3}, "ep_degree=3: must divide the 2 parts.*nearest: 2"),
+    ({"parallel.ep_degree": 4}, "ep_degree=4: must divide the 2 parts.*nearest: 2"),
+    ({"parallel.route_degree": 4}, "route_degree=4: must divide the 2 ranks.*nearest: 2"),
+    ({"train.batch_size": 3}, "train.batch_size=3: must divide evenly over the 2 ranks"),
+    ({"train.micro_batch_size": 1}, "train.micro_batch_size=1: must divide evenly"),
+    ({"train.dtype": "float16"}, "train.dtype=float16 on 2 ranks"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=str)
+def test_wrong_degrees_and_sizes(two_ranks, tmp_path, changes, message):
+    (kind, text), (other, _) = two_ranks.run(errors_of_training, tmp_path, changes)
+    assert kind is ConfigError and other is PeerError
+    assert re.search(message, text), text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("odd", [{"train.seed": 1}, {"optim.lr": 0.5}, {"model.dim": 128}], ids=str)
+def test_ranks_with_other_configurations(two_ranks, tmp_path, odd):
+    (kind, text), (other, _) = two_ranks.run(errors_of_training, tmp_path, {}, odd)
+    assert (kind, other) == (ConfigError, PeerError)
+    assert text.startswith("the configuration: rank 1 has another than rank 0")
+
+
+def test_a_run_directory_in_use(two_ranks, tmp_path):
+    assert two_ranks.run(errors_of_training, tmp_path, {}) == [(None, "")] * 2
+    (kind, text), (other, _) = two_ranks.run(errors_of_training, tmp_path, {})
+    assert kind is ConfigError and "already holds a run" in text and other is PeerError
+
+
+@pytest.mark.parametrize(
+    "name", ["dp_replicate_degree", "dp_shard_degree", "ep_degree", "es_degree"]
+)
+def test_degrees_on_one_process(tmp_path, name):
+    config = RECIPES["gpt-moe-test"]().updated(
+        {f"parallel.{name}": 2, "train.run_dir": str(tmp_path / "run")}
+    )
+    with pytest.raises(
+        ConfigError, match=f"parallel.{name}=2: there is one rank; start more with torchrun"
+    ):
+        train(config, recipe="test")
+
+
+def test_two_names_for_one_thing():
+    with pytest.raises(ConfigError, match="route_degree=2: conflicts with ep_degree=2"):
+        RECIPES["gpt-moe-test"]().updated({"parallel.ep_degree": 2, "parallel.route_degree": 2})
+
+
+def mistakes_of_a_layer():
+    world = World()
+    messages = []
+
+    def layer(**changes):
+        options = {"dim": 7, "hidden_dim": 6, "num_experts": 4, "top_k": 2}
+        return MoELayer(**options | changes)
+
+    def note(function):
+        try:
+            function()
+        except ConfigError as error:
+            messages.append(str(error))
+
+    note(lambda: spread_experts(layer(experts=lambda e: nn.Identity()), world))
+    note(lambda: spread_experts(layer(), world, num_replicas=3))
+    note(lambda: spread_experts(layer(bias=True), world, es_degree=2))
+    spread = layer()
+    spread_experts(spread, world, fixed_tokens=2)
+    note(lambda: spread(torch.zeros(2, 7), route_degree=3))
+    note(lambda: spread(torch.zeros(3, 7)))
+    spread.experts.accumulate_main_grads()
+    note(lambda: spread(torch.zeros(1, 7)))
+    world.close()
+    return messages
+
+
+def test_a_layer(two_ranks):
+    expected = (
+        "only grouped experts can be spread",
+        "num_replicas=3: must divide the 2 ranks",
+        "b_out of shape (4, 7) cannot be cut into 2 equal parts along axis 1",
+        "route_degree=3: must divide the 2 ranks",
+        "3 tokens on this rank with fixed_tokens=2",
+        "accumulate_main_grads is on",
+    )
+    for messages in two_ranks.run(mistakes_of_a_layer):
+        assert len(messages) == len(expected)
+        for message, text in zip(messages, expected, strict=True):
+            assert text in message
