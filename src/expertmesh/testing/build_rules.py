@@ -14,6 +14,8 @@ MATRIX_INSTRUCTION = {
     "sm_100": "tcgen05.mma",
     "gfx942": "v_mfma",
 }
+_ROWS_OF_UNIT = {"sm_80": 16, "sm_90": 64, "sm_100": 64, "gfx942": 16}
+"""Rows of the matrix unit's smallest product: lower tiles are multiplied otherwise."""
 BULK_COPY = "cp.async.bulk.tensor"
 """The copies of the Hopper path, by descriptor."""
 MOST_SPILL_BYTES = 32
@@ -34,7 +36,12 @@ _ROW_KERNELS = ("sum", "spread", "dot", "fill")
 
 
 def check_experts(launch: Launch, build: Build, *, matrix: bool = True) -> None:
-    """Assert the rules of the experts' kernels; matrix: the target's matrix unit must be used.
+    """Assert the rules of the experts' kernels.
+
+    Args:
+        launch: what was compiled.
+        build: the result.
+        matrix: whether tiles that are high enough must use the target's matrix unit; IEEE FP32 cannot.
 
     Raises:
         AssertionError: too many spills, too much shared memory, an atomic, or no matrix instruction.
@@ -43,7 +50,7 @@ def check_experts(launch: Launch, build: Build, *, matrix: bool = True) -> None:
     assert build.spill_bytes <= MOST_SPILL_BYTES, f"{name}: {build.spill_bytes} bytes spilled"
     assert build.shared_bytes <= SHARED_BYTES[build.target], f"{name}: {build.shared_bytes} bytes"
     assert not re.search(GLOBAL_ATOMIC[build.target[:2]], build.assembly), f"{name}: atomics"
-    if launch.name in GEMMS and matrix:
+    if launch.name in GEMMS and matrix and launch.values["BLOCK_M"] >= _ROWS_OF_UNIT[build.target]:
         assert MATRIX_INSTRUCTION[build.target] in build.assembly, f"{name}: no matrix unit"
 
 
