@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.models import row_blocks
+from expertmesh.models import row_blocks, short_attention
 from expertmesh.ops import invariant
 from expertmesh.ops.invariant_attention import attention as invariant_attention
 
@@ -192,9 +192,12 @@ class Attention(nn.Module):
             return linear(y.transpose(1, 2).reshape(B, S, -1), self.out.weight)
         # One new token may look at everything so far, so it needs no mask at all.
         causal = mask is None and S > 1
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1
-        )
+        if causal and short_attention.serves(q, k):
+            y = short_attention.causal_attention(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1
+            )
         return self.out(y.transpose(1, 2).reshape(B, S, -1))
 
     def _norm_and_rope(

@@ -1,0 +1,59 @@
+"""Attention over short sequences as batched products against PyTorch's, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from expertmesh.models import short_attention
+from expertmesh.testing.numerics import assert_two_times
+
+
+def fused(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def results(function, tensors, grad):
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    y = function(*leaves)
+    y.backward(grad.to(y.dtype))
+    return dict(zip(("y", "dq", "dk", "dv"), [y.detach(), *(t.grad for t in leaves)], strict=True))
+
+
+@pytest.mark.parametrize("blocks", ["one", "many"])
+@pytest.mark.parametrize("shape", [(2, 4, 2, 128, 32), (3, 3, 1, 7, 6), (1, 2, 2, 2, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_equals_the_fused_attention(shape, dtype, blocks, monkeypatch):
+    if blocks == "many":
+        monkeypatch.setattr(short_attention, "_BLOCK_ELEMENTS", 1)
+    B, H, G, S, d = shape
+    tensors = [torch.randn(B, n, S, d).to(dtype) for n in (H, G, G)]
+    grad = torch.randn(B, H, S, d).to(dtype)
+    oracle = results(fused, [t.double() for t in tensors], grad.double())
+    ours, plain = (results(f, tensors, grad) for f in (short_attention.causal_attention, fused))
+    for name in oracle:
+        assert_two_times(ours[name], plain[name], oracle[name], what=name)
+
+
+def test_takes_any_strides():
+    tensors = [torch.randn(2, 5, n, 4).transpose(1, 2) for n in (4, 2, 2)]
+    grad = torch.randn(2, 5, 4, 4).transpose(1, 2)
+    contiguous = [t.contiguous() for t in tensors]
+    ours = results(short_attention.causal_attention, tensors, grad)
+    expected = results(short_attention.causal_attention, contiguous, grad.contiguous())
+    for name in expected:
+        assert torch.equal(ours[name], expected[name])
+
+
+@pytest.mark.parametrize(
+    ("S", "keys", "dtype", "expected"),
+    [
+        (64, 64, torch.bfloat16, True),
+        (64, 64, torch.float32, False),
+        (64, 96, torch.bfloat16, False),
+        (1, 1, torch.bfloat16, False),
+        (512, 512, torch.bfloat16, False),
+    ],
+)
+def test_serves_short_sequences_without_earlier_keys(S, keys, dtype, expected):
+    q, k = torch.empty(1, 2, S, 8, dtype=dtype), torch.empty(1, 2, keys, 8, dtype=dtype)
+    assert short_attention.serves(q, k) is expected
