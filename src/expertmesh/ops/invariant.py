@@ -1,7 +1,7 @@
 """Operations whose result for a row is the same to the bit whatever other rows stand beside it.
 
 Ordinary operators do not promise that. A library's matrix product picks its kernel, and with it the order of its sums,
-by the number of rows, and at the edge of a matrix even by the place of a row; a vectorised `exp` treats the last
+by the number of rows, and at the edge of a matrix even by the place of a row; a vectorised `exp` may treat the last
 elements of a tensor by other code than the rest. Here
 
 * products run over blocks of `BLOCK_ROWS` rows, so that every call has one shape, of matrices whose sizes are multiples
@@ -28,12 +28,10 @@ from expertmesh.ops.backend import gemm_dtype, resolve_backend
 
 BLOCK_ROWS = 16
 """Rows of every product: more waste time where few tokens come together, fewer do not fill the vector units."""
-_ALIGNMENT = (
-    16  # elements; narrower edges of a matrix take other code for rows of odd and even number
-)
-_PIECE = (
-    4096  # elements; below the 32768 from which PyTorch divides element-wise work among threads
-)
+_ALIGNMENT = 16
+"""Elements: narrower edges of a matrix take other code for rows of odd and even number."""
+_PIECE = 4096
+"""Elements: less than the 32768 from which PyTorch divides element-wise work among threads."""
 _TRIALS = 4
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
