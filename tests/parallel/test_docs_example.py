@@ -13,7 +13,7 @@ def run_example():
     names = {"__name__": "example"}
     exec(compile(code, str(PAGE), "exec"), names)
     names["world"].close()
-    return float(names["loss"])
+    return names["loss"].item()
 
 
 def test_the_example_runs(two_ranks):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from expertmesh.comm.collectives import start_all_reduce
 from expertmesh.comm.world import World
-from expertmesh.errors import ConfigError, PeerError
+from expertmesh.errors import CollectiveError, ConfigError, PeerError
 from expertmesh.parallel.clip import clip_grad_norm_
 
 T = TypeVar("T")
@@ -198,6 +198,17 @@ def open_team(*, device_type: str, timeout_s: float, reduces_once: bool = False)
         world = World(device_type=device_type, timeout_s=timeout_s)
     try:
         yield Team(world, reduces_once=reduces_once)
+    except RuntimeError as error:
+        # FSDP2's collectives and torch's object collectives are not ours to name.
+        if world is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        if isinstance(error, CollectiveError):
+            raise
+        raise CollectiveError(
+            f"rank {world.ranks[world.position]}: lost another rank in a collective of the dense layers or of the start: "
+            f"{reason}"
+        ) from error
     finally:
         if world is not None:
             world.close()
