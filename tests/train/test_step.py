@@ -208,6 +208,25 @@ def test_token_losses_by_the_two_times_rule(dtype, shape):
         assert_two_times(value, reference, exact, what=what)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_may_take_the_place_of_the_logits(dtype, monkeypatch):
+    monkeypatch.setattr(objective, "_BLOCK_ELEMENTS_CPU", 60)
+    leaf = torch.randn(2, 5, 30).to(dtype).requires_grad_()
+    targets = torch.randint(0, 30, (2, 5))
+    found = []
+    for overwrite in (False, True):
+        logits = leaf * 2
+        losses = token_losses(logits, targets, overwrite_logits=overwrite)
+        found.append((losses, *torch.autograd.grad(losses.sum(), leaf, retain_graph=True)))
+        if overwrite:
+            assert torch.equal(logits.detach() * 2, found[-1][1])
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                losses.sum().backward()
+        else:
+            assert torch.equal(logits, leaf * 2)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_token_losses_in_fp64(monkeypatch):
     monkeypatch.setattr(objective, "_BLOCK_ELEMENTS_CPU", 20)
     logits = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)

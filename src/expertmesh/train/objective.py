@@ -42,7 +42,9 @@ class LoadCounter:
         self.num_dropped = dropped if self.num_dropped is None else self.num_dropped + dropped
 
 
-def token_losses(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+def token_losses(
+    logits_BSV: Tensor, targets_BS: Tensor, *, overwrite_logits: bool = False
+) -> Tensor:
     """Cross-entropy of every token in nats: log sum_v exp(z_v) - z_target.
 
     Computed in FP32 (FP64 for FP64 logits) over a few rows at a time, forward and backward, so that no copy of the
@@ -51,11 +53,14 @@ def token_losses(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     Args:
         logits_BSV: (B, S, V), any floating dtype.
         targets_BS: (B, S) int64.
+        overwrite_logits: the backward pass writes the gradient over the logits, which nobody may use after it. The
+            logits are the largest tensor of a small model's step; memory that was just read is also the fastest to write.
 
     Returns:
         (B * S,) FP32 or FP64, differentiable once. Does not synchronise.
     """
-    losses: Tensor = _CrossEntropy.apply(logits_BSV.flatten(0, 1), targets_BS.flatten())
+    flat = logits_BSV.flatten(0, 1), targets_BS.flatten()
+    losses: Tensor = _CrossEntropy.apply(*flat, overwrite_logits)
     return losses
 
 
@@ -63,7 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Keeps the logits; the softmax is computed again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, overwrite: bool) -> Tensor:
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
         losses_T = torch.empty(len(logits_TV), dtype=dtype, device=logits_TV.device)
         for rows in _row_blocks(logits_TV):
@@ -71,19 +76,20 @@ class _CrossEntropy(torch.autograd.Function):
             logp = torch.log_softmax(logits_TV[rows].to(dtype), dim=1)
             torch.neg(logp.gather(1, targets_T[rows, None]).squeeze(1), out=losses_T[rows])
         ctx.save_for_backward(logits_TV, targets_T)
+        ctx.overwrite = overwrite
         return losses_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
         logits_TV, targets_T = ctx.saved_tensors
-        grad_TV = torch.empty_like(logits_TV)
+        grad_TV = logits_TV.detach() if ctx.overwrite else torch.empty_like(logits_TV)
         for rows in _row_blocks(logits_TV):
             softmax = torch.softmax(logits_TV[rows].to(grad_T.dtype), dim=1)
             softmax.mul_(grad_T[rows, None])
             softmax.scatter_add_(1, targets_T[rows, None], -grad_T[rows, None])
             grad_TV[rows] = softmax
-        return grad_TV, None
+        return grad_TV, None, None
 
 
 def _row_blocks(logits_TV: Tensor) -> Iterator[slice]:

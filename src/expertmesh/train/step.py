@@ -127,7 +127,8 @@ def accumulate_gradients(
         token_index = torch.arange(rows.start * S, rows.stop * S, device=ids_BS.device)
         with precision.autocast():
             output = model(ids_BS[rows], token_index=token_index)
-        loss = token_losses(output.logits_BSV, targets_BS[rows]).sum() / (B * S)
+        losses = token_losses(output.logits_BSV, targets_BS[rows], overwrite_logits=True)
+        loss = losses.sum() / (B * S)
         share = (rows.stop - rows.start) / B
         aux_loss, z_loss = (part * share for part in routing_losses(output.stats, loss))
         scaler.scale(loss + aux_loss + z_loss).backward()
