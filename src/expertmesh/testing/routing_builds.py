@@ -11,6 +11,7 @@ from expertmesh.testing.aot import Build, build
 
 _INDEX, _COUNT, _NUMBER = "*i32", "i32", "*fp32"
 _MAPS = dict.fromkeys(("token_of_row_ptr", "slot_of_row_ptr", "row_of_slot_ptr"), _INDEX)
+_MANY_TOKENS, _WIDTH = 65536, 4096
 _MOST_BINS_OF_FOUR_WARPS = 1024
 
 
@@ -98,28 +99,29 @@ def row_cases(dtype: str, top_k: int, *, weighted: bool) -> Iterator[RoutingCase
     pointer = "*" + dtype
     label = f"{dtype}-{top_k}-{'weighted' if weighted else 'plain'}"
     accumulator = tl.float64 if dtype == "fp64" else tl.float32
+    rows, width = combine.row_tile(_MANY_TOKENS, _WIDTH, int(dtype.lstrip("bfp")) // 8)
     tail = {"bound": _INDEX, "row_of_slot_ptr": _INDEX, "out_ptr": pointer, "D": _COUNT}
-    block = {"BLOCK_D": 1024, "ACCUMULATOR": accumulator, "K": top_k}
+    block = {"BLOCK_D": width, "ACCUMULATOR": accumulator, "K": top_k}
     weights = {"weights_ptr": weighted}
     yield _case(
         f"sum-{label}",
         combine._sum_rows,
         {"y_ptr": pointer, **tail, "num_tokens": _COUNT},
-        {**block, "UNROLL": min(top_k, 8), "BOUND_ON_DEVICE": True, "BLOCK_T": 2},
+        {**block, "UNROLL": min(top_k, 8), "BOUND_ON_DEVICE": True, "BLOCK_T": rows},
         weights,
     )
     yield _case(
         f"spread-{label}",
         permute._spread_rows,
         {"x_ptr": pointer, **tail, **_counts("num_tokens", "num_rows")},
-        {**block, "BLOCK_T": 2},
+        {**block, "BLOCK_T": rows},
         weights,
     )
     yield RoutingCase(
         f"dot-{label}",
         combine._dot_rows,
         {"grad_ptr": pointer, "y_ptr": pointer, **tail, "out_ptr": _NUMBER, "num_slots": _COUNT},
-        {**block, "BOUND_ON_DEVICE": True, "BLOCK_N": 2},
+        {**block, "BOUND_ON_DEVICE": True, "BLOCK_N": rows},
     )
     yield _case(
         f"fill-{label}",
@@ -127,7 +129,7 @@ def row_cases(dtype: str, top_k: int, *, weighted: bool) -> Iterator[RoutingCase
         {"x_ptr": pointer, "offsets_ptr": _INDEX, "out_ptr": pointer, "D": _COUNT}
         | {"token_of_row_ptr": _INDEX, "slot_of_row_ptr": _INDEX}
         | _counts("num_rows", "num_places", "capacity"),
-        {"ACCUMULATOR": accumulator, "BLOCK_C": 2, "BLOCK_D": 1024},
+        {"ACCUMULATOR": accumulator, "BLOCK_C": rows, "BLOCK_D": width},
         weights,
     )
 
