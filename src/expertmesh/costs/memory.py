@@ -45,13 +45,20 @@ def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
     return config.dim + kept
 
 
-def layer_activation_bytes(config: ModelConfig, *, num_experts: int, dtype: str) -> int:
+_SHORT_SEQUENCE = 256
+"""Up to here attention in BF16 on a CPU keeps its probabilities (`models/short_attention.py`)."""
+
+
+def layer_activation_bytes(
+    config: ModelConfig, *, num_experts: int, dtype: str, seq_len: int
+) -> int:
     """Bytes that one layer keeps per token for its backward pass.
 
     Args:
         config: the model.
         num_experts: of this layer; 0: dense.
         dtype: compute dtype.
+        seq_len: tokens per sequence.
 
     Returns:
         An estimate from the tensors that PyTorch and our operators save on the CPU: for the norms their input,
@@ -67,6 +74,10 @@ def layer_activation_bytes(config: ModelConfig, *, num_experts: int, dtype: str)
     # unrotated keys are views of; rotated queries and keys; attention output.
     bytes_per_token = 2 * config.dim * stream
     bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
+    if dtype == "bfloat16" and 1 < seq_len <= _SHORT_SEQUENCE:
+        bytes_per_token += (config.num_heads * seq_len + kv_width) * compute  # values of their own
+        if not config.qk_norm:
+            bytes_per_token -= (width + 2 * kv_width) * compute  # nothing keeps the common output
     if config.qk_norm:
         bytes_per_token += width * compute  # the queries before norm and rotation
     if not num_experts:
@@ -108,7 +119,7 @@ def estimate_memory(
     parameters = count_parameters(config).total
     tokens = micro_batch_size * seq_len
     per_layer = [
-        layer_activation_bytes(config, num_experts=experts, dtype=dtype)
+        layer_activation_bytes(config, num_experts=experts, dtype=dtype, seq_len=seq_len)
         for experts in config.experts_per_layer()
     ]
     layers = sum(per_layer)

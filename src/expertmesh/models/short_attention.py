@@ -69,14 +69,14 @@ class _CausalAttention(torch.autograd.Function):
             scores = torch.baddbmm(hidden_RS, q, k.transpose(1, 2), alpha=d**-0.5)
             p_NRS[some] = torch.softmax(scores, dim=-1)
             torch.bmm(p_NRS[some], v_NSd[some], out=y_NRd[some])
-        ctx.save_for_backward(q_NRd, k_NSd, v_NSd, p_NRS, y_NRd)
+        ctx.save_for_backward(q_NRd, k_NSd, v_NSd, p_NRS)
         ctx.num_key_heads = G
         return y_NRd.view(B, H, S, d)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q_NRd, k_NSd, v_NSd, p_NRS, y_NRd = ctx.saved_tensors
+        q_NRd, k_NSd, v_NSd, p_NRS = ctx.saved_tensors
         B, H, S, d = grad_BHSd.shape
         N, R, _ = q_NRd.shape
         grad_NRd = grad_BHSd.reshape(N, R, d)
@@ -84,10 +84,9 @@ class _CausalAttention(torch.autograd.Function):
         for some in _blocks(N, R * S):
             grad, p = grad_NRd[some], p_NRS[some]
             torch.bmm(p.transpose(1, 2), grad, out=d_v[some])
-            wide = grad.float()
-            # d scores = p (d p - sum(p d p)), and sum(p d p) = sum(grad y)
-            mean = (wide * y_NRd[some]).sum(-1, keepdim=True)
-            d_p = torch.bmm(wide, v_NSd[some].float().transpose(1, 2))
+            d_p = torch.bmm(grad.float(), v_NSd[some].float().transpose(1, 2))
+            # d scores = p (d p - sum(p d p))
+            mean = torch.linalg.vecdot(p.float(), d_p)[..., None]
             d_scores = d_p.sub_(mean).mul_(p).mul_(d**-0.5).to(grad.dtype)
             torch.bmm(d_scores, k_NSd[some], out=d_q[some])
             torch.bmm(d_scores.transpose(1, 2), q_NRd[some], out=d_k[some])
