@@ -5,7 +5,7 @@ Buffers are reused from expert to expert so that they stay in the cache, results
 `expert_loop_backward.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +41,18 @@ class Experts:
         """Second weight of one expert, (D, F)."""
         w = self.w_out_EDF[e]
         return w if w.dtype == dtype else w.to(dtype)
+
+    def w_ins(self, experts: Iterable[int], dtype: torch.dtype) -> Iterator[Tensor]:
+        """First weights of some experts, with as few calls as can be, and copies (if any) one at a time."""
+        if self.w_in_EGFD.dtype != dtype or not self.w_in_EGFD.is_contiguous():
+            return (self.w_in(e, dtype) for e in experts)
+        return map(self.w_in_EGFD.flatten(1, 2).unbind().__getitem__, experts)
+
+    def w_outs(self, experts: Iterable[int], dtype: torch.dtype) -> Iterator[Tensor]:
+        """Second weights of some experts, as `w_ins`."""
+        if self.w_out_EDF.dtype != dtype:
+            return (self.w_out(e, dtype) for e in experts)
+        return map(self.w_out_EDF.unbind().__getitem__, experts)
 
     @property
     def are_narrow(self) -> bool:

@@ -1,27 +1,23 @@
 """The "torch" backend of `moe_mlp`, backward: GEMMs per expert from X and H; nothing else was saved.
 
-`backward` takes an expert's hidden gradients from the cache into the weights' gradients at once. `data_grads` and
-`weight_grads` are the same steps with all hidden rows kept in between, to the same bits.
+Neighbouring experts with few rows go through each step together, as in the forward. `backward` takes their hidden
+gradients from the cache into the weights' gradients at once. `data_grads` and `weight_grads` are the same steps with
+all hidden rows kept in between, to the same bits.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from expertmesh.ops.activation_passes import Passes
-from expertmesh.ops.backend import gemm_dtype, gemm_rows
-from expertmesh.ops.expert_loop import (
-    Experts,
-    HiddenGradients,
-    Maps,
-    Needs,
-    gather_tokens,
-    largest_block,
-    row_weights,
-)
+from expertmesh.ops.backend import gemm_dtype
+from expertmesh.ops.expert_loop import Experts, HiddenGradients, Maps, Needs, row_weights
+from expertmesh.ops.padded_runs import PaddedRun, padded_runs
 from expertmesh.ops.permute import sum_rows
+
+RUN_ELEMENTS = 1 << 18
+"""Up to this many elements of H, the rows of several experts go through each step of the backward together."""
 
 
 def backward(
@@ -54,11 +50,10 @@ def backward(
     data = _DataBuffers.of(steps, h_RH)
     grads = _weight_buffers(x_TD, experts, needs, into)
     a_buffer, d_h_buffer = steps.hidden_rows(steps.most)
-    for e, start, stop in steps.blocks():
-        m = steps.padded(stop - start)
-        a, d_h = a_buffer[:m], d_h_buffer[:m]
-        d_y = steps.data(e, start, stop, data, a, d_h)
-        steps.weights(e, start, stop, a, d_h, grads, d_y=d_y, add=into is not None)
+    for run in steps.runs:
+        a, d_h = a_buffer[: run.num_places], d_h_buffer[: run.num_places]
+        d_y = steps.data(run, data, a, d_h)
+        steps.weights(run, a, d_h, grads, d_y=d_y, add=into is not None)
     if into is None:
         steps.zero_empty(grads)
     return *steps.finish(data), grads
@@ -80,11 +75,10 @@ def data_grads(
     """
     steps = _Steps.of(grad_TD, x_TD, experts, weights_TK, maps, needs)
     data = _DataBuffers.of(steps, h_RH)
-    starts = steps.padded_starts()
-    a_all, d_h_all = steps.hidden_rows(starts[-1])
-    for e, start, stop in steps.blocks():
-        rows = slice(starts[e], starts[e + 1])
-        steps.data(e, start, stop, data, a_all[rows], d_h_all[rows])
+    sizes = [run.num_places for run in steps.runs]
+    a_all, d_h_all = steps.hidden_rows(sum(sizes))
+    for run, a, d_h in zip(steps.runs, a_all.split(sizes), d_h_all.split(sizes), strict=True):
+        steps.data(run, data, a, d_h)
     needs_h = needs.w_in or needs.b_in
     hidden = HiddenGradients(a_all if needs.w_out else None, d_h_all if needs_h else None)
     return *steps.finish(data), hidden
@@ -120,12 +114,13 @@ def weight_grads(
     """
     steps = _Steps.of(grad_TD, x_TD, experts, weights_TK, maps, needs)
     grads = _weight_buffers(x_TD, experts, needs, into)
-    starts = steps.padded_starts()
-    for e, start, stop in steps.blocks():
-        rows = slice(starts[e], starts[e + 1])
-        a = None if hidden.a_RF is None else hidden.a_RF[rows]
-        d_h = None if hidden.d_h_RH is None else hidden.d_h_RH[rows]
-        steps.weights(e, start, stop, a, d_h, grads, add=into is not None)
+    first = 0
+    for run in steps.runs:
+        places = slice(first, first + run.num_places)
+        a = None if hidden.a_RF is None else hidden.a_RF[places]
+        d_h = None if hidden.d_h_RH is None else hidden.d_h_RH[places]
+        steps.weights(run, a, d_h, grads, add=into is not None)
+        first = places.stop
     if into is None:
         steps.zero_empty(grads)
     return grads
@@ -137,8 +132,8 @@ class _DataBuffers:
 
     Attributes:
         h_RH: the saved H, or None: computed again.
-        h_again: room for H of one expert, where it is computed again.
-        d_a: room for the gradient of A of one expert.
+        h_again: room for H of one run, where it is computed again.
+        d_a: room for the gradient of A of one run.
         d_x_RD: receives the gradient of the gathered x; no rows where it is not wanted.
         d_s_R: receives the gradient of the rows' weights.
         passes: the activation.
@@ -157,11 +152,12 @@ class _DataBuffers:
         live = steps.bounds[-1]
         _, G, F, D = steps.experts.w_in_EGFD.shape
         d_a = steps.new(steps.most, F)
+        pad = max((run.padding for run in steps.runs), default=0)
         return _DataBuffers(
             h_RH if saved else None,
             steps.new(0 if saved else steps.most, G * F),
             d_a,
-            steps.new(live + steps.pad if steps.needs.x else 0, D),
+            steps.new(live + pad if steps.needs.x else 0, D),
             torch.empty_like(steps.s_R),
             Passes.allocate(steps.experts.activation, d_a, backward=True),
         )
@@ -169,7 +165,7 @@ class _DataBuffers:
 
 @dataclass(frozen=True)
 class _Steps:
-    """The steps of the backward for one expert, and what they share."""
+    """The steps of the backward for a run of experts, and what they share."""
 
     grad_TD: Tensor
     x_TD: Tensor
@@ -179,8 +175,8 @@ class _Steps:
     needs: Needs
     bounds: list[int]
     dtype: torch.dtype
+    runs: list[PaddedRun]
     most: int
-    pad: int
     s_R: Tensor
     rows: Tensor
 
@@ -195,11 +191,14 @@ class _Steps:
     ) -> "_Steps":
         bounds = maps.offsets_E.tolist()
         dtype = gemm_dtype(x_TD.device, x_TD.dtype)
-        most, pad = largest_block(bounds, x_TD.device, dtype, is_narrow=experts.are_narrow)
+        _, G, F, D = experts.w_in_EGFD.shape
+        most_places = RUN_ELEMENTS // (G * F)
+        runs = padded_runs(bounds, most_places, x_TD.device, dtype, is_narrow=experts.are_narrow)
+        most = max((run.num_places for run in runs), default=0)
         s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
-        rows = x_TD.new_empty(most, x_TD.shape[1])
+        rows = x_TD.new_empty(most, D)
         call = (grad_TD, x_TD, experts, weights_TK, maps, needs)
-        return _Steps(*call, bounds, dtype, most, pad, s_R, rows)
+        return _Steps(*call, bounds, dtype, runs, most, s_R, rows)
 
     def new(self, *shape: int) -> Tensor:
         return self.x_TD.new_empty(shape, dtype=self.dtype)
@@ -209,59 +208,51 @@ class _Steps:
         _, G, F, _ = self.experts.w_in_EGFD.shape
         return self.new(num_rows, F), self.new(num_rows, G * F)
 
-    def padded(self, num_rows: int) -> int:
-        is_narrow = self.experts.are_narrow
-        return gemm_rows(num_rows, self.x_TD.device, self.dtype, is_narrow=is_narrow)
+    def gather(self, source_TD: Tensor, run: PaddedRun) -> Tensor:
+        """Tokens of a run; the buffer is that of the last call."""
+        out = self.rows[: run.num_places]
+        torch.index_select(source_TD, 0, run.taken(self.maps.token_of_row_N), out=out)
+        return out.to(self.dtype)
 
-    def padded_starts(self) -> list[int]:
-        """Where the experts' blocks start when each has room for its padding."""
-        counts = (stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False))
-        return list(accumulate((self.padded(n) if n else 0 for n in counts), initial=0))
-
-    def blocks(self) -> list[tuple[int, int, int]]:
-        """Expert, first row and end of all blocks that are not empty."""
-        pairs = enumerate(zip(self.bounds, self.bounds[1:], strict=False))
-        return [(e, start, stop) for e, (start, stop) in pairs if stop > start]
-
-    def gather(self, source_TD: Tensor, start: int, stop: int) -> Tensor:
-        """Tokens of a block, with zeros in the padding; the buffer is that of the last call."""
-        tokens = self.maps.token_of_row_N[start:stop]
-        m = self.padded(stop - start)
-        return gather_tokens(source_TD, tokens, self.rows[:m], self.dtype)
-
-    def data(
-        self, e: int, start: int, stop: int, data: _DataBuffers, a: Tensor, d_h: Tensor
-    ) -> Tensor:
-        """Write A' and dH of a block with zeros in the padding, dx and ds; give the gathered gradient of y."""
-        n, m = stop - start, a.shape[0]
-        h = self._hidden(e, start, stop, data)
-        d_y, d_a, d_s = self.gather(self.grad_TD, start, stop), data.d_a[:m], data.d_s_R[start:stop]
-        torch.mm(d_y, self.experts.w_out(e, self.dtype), out=d_a)
-        data.passes.backward(d_a, h, self.s_R[start:stop], a, d_h, d_s)
-        if n < m:
-            # weight gradients sum over rows, so the padding is zero in both factors
-            a[n:].zero_()
-            d_h[n:].zero_()
+    def data(self, run: PaddedRun, data: _DataBuffers, a: Tensor, d_h: Tensor) -> Tensor:
+        """Write A' and dH of a run with zeros in the padding, dx and ds; give the gathered gradient of y."""
+        h = self._hidden(run, data, d_h)
+        d_y, d_a = self.gather(self.grad_TD, run), data.d_a[: run.num_places]
+        weights = self.experts.w_outs(run.experts, self.dtype)
+        for w, d_y_e, d_a_e in zip(weights, run.split(d_y), run.split(d_a), strict=True):
+            torch.mm(d_y_e, w, out=d_a_e)
+        s = run.taken(self.s_R)
+        d_s = data.d_s_R[run.rows] if run.row_of_place is None else torch.empty_like(s)
+        # weight gradients sum over places, so the padding weighs nothing: zeros in A' and dH
+        data.passes.backward(d_a, h, run.without_padding(s), a, d_h, d_s)
         if self.experts.b_out_ED is not None:
-            d_s.add_(torch.mv(d_y[:n], self.experts.b_out_ED[e].to(self.dtype)))
+            for e, d_y_e, d_s_e in zip(run.experts, run.split(d_y), run.split(d_s), strict=True):
+                d_s_e.add_(torch.mv(d_y_e, self.experts.b_out_ED[e].to(self.dtype)))
+        if run.live is not None:
+            torch.masked_select(d_s, run.live, out=data.d_s_R[run.rows])
         if self.needs.x:
-            torch.mm(d_h, self.experts.w_in(e, self.dtype), out=data.d_x_RD[start : start + m])
+            # padding lands on the rows of the next experts, which are written later, or behind the last one
+            weights, d_x = self.experts.w_ins(run.experts, self.dtype), run.rows_of(data.d_x_RD)
+            for w, d_h_e, d_x_e in zip(weights, run.split(d_h), d_x, strict=True):
+                torch.mm(d_h_e, w, out=d_x_e)
         return d_y
 
-    def _hidden(self, e: int, start: int, stop: int, data: _DataBuffers) -> Tensor:
-        """H of a block, as it was saved or would have been."""
-        if data.h_RH is not None:
-            return data.h_RH[start:stop].to(self.dtype)
-        x = self.gather(self.x_TD, start, stop)
-        h = data.h_again[: x.shape[0]]
-        self.experts.hidden(e, x, h)
-        return h[: stop - start].to(self.x_TD.dtype).to(self.dtype)
+    def _hidden(self, run: PaddedRun, data: _DataBuffers, d_h: Tensor) -> Tensor:
+        """H of a run, as it was saved or would have been."""
+        if data.h_RH is None:
+            x, h = self.gather(self.x_TD, run), data.h_again[: run.num_places]
+            for e, x_e, h_e in zip(run.experts, run.split(x), run.split(h), strict=True):
+                self.experts.hidden(e, x_e, h_e)
+            return h.to(self.x_TD.dtype).to(self.dtype)
+        if run.row_of_place is None:
+            return data.h_RH[run.rows].to(self.dtype)
+        # only narrow types are padded, of which the passes read a block before they write it: H may lie in dH's place
+        assert self.dtype == data.h_RH.dtype != self.s_R.dtype
+        return torch.index_select(data.h_RH, 0, run.row_of_place, out=d_h)
 
     def weights(
         self,
-        e: int,
-        start: int,
-        stop: int,
+        run: PaddedRun,
         a: Tensor | None,
         d_h: Tensor | None,
         grads: Experts,
@@ -269,19 +260,21 @@ class _Steps:
         add: bool,
         d_y: Tensor | None = None,
     ) -> None:
-        """Write or add the gradients of one expert's weights and biases."""
-        n, s, needs = stop - start, self.s_R[start:stop], self.needs
+        """Write or add the gradients of the weights and biases of a run's experts."""
+        needs = self.needs
         if needs.w_out or needs.b_out:
-            d_y = self.gather(self.grad_TD, start, stop) if d_y is None else d_y
+            d_y = self.gather(self.grad_TD, run) if d_y is None else d_y
             if needs.w_out and a is not None:
-                _product_into(d_y.T, a, grads.w_out_EDF[e], add)
+                _products_into(run, d_y, a, grads.w_out_EDF, add)
             if grads.b_out_ED is not None:
-                _put(torch.mv(d_y[:n].T.to(s.dtype), s), grads.b_out_ED[e], add)
+                s = run.without_padding(run.taken(self.s_R))
+                for e, d_y_e, s_e in zip(run.experts, run.split(d_y), run.split(s), strict=True):
+                    _put(torch.mv(d_y_e.T.to(s.dtype), s_e), grads.b_out_ED[e], add)
         if d_h is not None and grads.b_in_EGF is not None:
-            _put(d_h[:n].sum(0, dtype=s.dtype), grads.b_in_EGF[e], add)
+            for e, d_h_e in zip(run.experts, run.split(d_h), strict=True):
+                _put(d_h_e.sum(0, dtype=self.s_R.dtype), grads.b_in_EGF[e], add)
         if needs.w_in and d_h is not None:
-            x = self.gather(self.x_TD, start, stop)
-            _product_into(d_h.T, x, grads.w_in_EGFD[e], add)
+            _products_into(run, d_h, self.gather(self.x_TD, run), grads.w_in_EGFD, add)
 
     def zero_empty(self, grads: Experts) -> None:
         """Zero the gradients of experts without rows."""
@@ -337,13 +330,14 @@ def _put(value: Tensor, out: Tensor, add: bool) -> None:
         out.copy_(value)
 
 
-def _product_into(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """Write or add a @ b, whose rows are the first dimensions of out."""
-    if out.dtype != a.dtype or not out.is_contiguous():
-        _put(torch.mm(a, b), out, add)
-        return
-    flat = out.view(-1, out.shape[-1])
-    if add:
-        torch.addmm(flat, a, b, out=flat)
-    else:
-        torch.mm(a, b, out=flat)
+def _products_into(run: PaddedRun, a: Tensor, b: Tensor, grads: Tensor, add: bool) -> None:
+    """Write or add a^T b of every expert of a run, as (rows of a^T, columns of b)."""
+    direct = grads.dtype == a.dtype and grads.is_contiguous()
+    outs = grads.view(grads.shape[0], -1, grads.shape[-1]).unbind() if direct else grads.unbind()
+    for e, a_e, b_e in zip(run.experts, run.split(a), run.split(b), strict=True):
+        if not direct:
+            _put(torch.mm(a_e.T, b_e), outs[e], add)
+        elif add:
+            torch.addmm(outs[e], a_e.T, b_e, out=outs[e])
+        else:
+            torch.mm(a_e.T, b_e, out=outs[e])
