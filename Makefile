@@ -8,12 +8,13 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast kernels-all check format bench clean
+.PHONY: help install demo test test-fast kernels-all gpu check format bench clean
 
 help:
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
 	@echo "make test    run every test"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
+	@echo "make gpu     on a machine with a GPU: the kernels' GPU tests, then the layer's benchmark against its peers"
 	@echo "make check   run the linters, the type checker and the design rules"
 	@echo "make bench   run the benchmarks"
 	@echo "make format  format the code"
@@ -40,6 +41,11 @@ test-fast: $(STAMP)
 # Everything under tests/kernels, the slow part too: sweeps in the interpreter, builds for sm_80, sm_90, sm_100, gfx942.
 kernels-all: $(STAMP)
 	@$(PYTEST) tests/kernels $(PYTEST_ARGS)
+
+# GPU_PYTHON=python3: an interpreter that has torch for this GPU, pytest and pydantic; none: installs into .venv.
+gpu: $(if $(GPU_PYTHON),,$(STAMP))
+	PYTHONPATH=src:. $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu tests/kernels
+	PYTHONPATH=src:. $(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.layer --device cuda
 
 check: $(STAMP)
 	$(BIN)/ruff check .
