@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.moe.random import STREAM_RANDOM_DROP, random_bits
+from expertmesh.ops.plain_call import runs_plainly
 
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
@@ -101,6 +102,8 @@ def valid_tokens_per_group(
     num_groups, size = group_sizes(num_tokens, group_size)
     tail = num_tokens - (num_groups - 1) * size
     if token_mask_T is None:
+        if num_groups == 1:
+            return torch.full((1,), num_tokens, device=device)
         last = torch.arange(num_groups, device=device) == num_groups - 1
         return torch.where(last, tail, size)
     padded = torch.nn.functional.pad(token_mask_T, (0, size - tail))
@@ -116,6 +119,9 @@ def count_choices(expert_ids_TK: Tensor, num_experts: int, group_size: int | Non
         group_T = torch.arange(T, device=expert_ids_TK.device) // size
         segment_TK = segment_TK + group_T[:, None] * (num_experts + 1)
     flat = segment_TK.reshape(-1)
+    if runs_plainly(flat):  # one call instead of four; on a GPU it would synchronise
+        counts = torch.bincount(flat, minlength=num_groups * (num_experts + 1))
+        return counts.view(num_groups, num_experts + 1)[:, :num_experts]
     counts = flat.new_zeros(num_groups * (num_experts + 1))
     counts = counts.scatter_add(0, flat, torch.ones_like(flat))
     return counts.view(num_groups, num_experts + 1)[:, :num_experts]

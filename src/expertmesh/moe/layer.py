@@ -516,6 +516,8 @@ class MoELayer(nn.Module):
 
     def _choice_factor(self, capacity_factor: float | None) -> tuple[int, int]:
         """The factor of expert-choice routing: 1 where none is given, and the bound on it counts then too."""
+        if self.routing_options.kind != "expert_choice":
+            return 1, 1  # not read
         if capacity_factor is None:
             capacity_factor = self.capacity_factor if self.training else self.eval_capacity_factor
         given = smaller_factor(capacity_factor, None) or 1.0

@@ -40,7 +40,9 @@ def weighted_losses(
     """
     scores_TE, logits_TE, size = routed.scores_TE, routed.logits_TE, options.group_size
     counts_GE = count_choices(routed.topk_expert_ids_TK, num_experts, size)
-    counts_E = sum_over_processes(counts_GE.sum(0))
+    counts_E = sum_over_processes(
+        counts_GE.squeeze(0) if counts_GE.shape[0] == 1 else counts_GE.sum(0)
+    )
     across = None
     if size is None:
         counts_GE, across = counts_E[None], sum_over_processes
@@ -101,7 +103,9 @@ def _valid(
 
 
 def _mean_groups(loss_G: Tensor, valid_G: Tensor) -> Tensor:
-    """Mean over the routing groups, weighted by their valid tokens; 0 if there are none."""
+    """Mean over the routing groups, weighted by their valid tokens; 0 if there are none and the losses are 0."""
+    if loss_G.shape[0] == 1:
+        return loss_G.squeeze(0)
     share = valid_G.to(loss_G.dtype) / valid_G.sum().clamp(min=1)
     return (loss_G * share).sum()
 
@@ -131,11 +135,11 @@ def switch_loss(
         Scalar, not weighted. Does not synchronise.
     """
     valid_G = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
-    counts = num_choices_GE.to(scores_TE.dtype)
-    share = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     sums_GE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
-    mean = sums_GE / valid_G.clamp(min=1)[:, None]
-    return _mean_groups(scores_TE.shape[1] * (share * mean).sum(-1), valid_G)
+    # both means of the definition as one quotient per group; the denominators are integers
+    whole_G = num_choices_GE.sum(-1).clamp(min=1) * valid_G.clamp(min=1)
+    loss_G = (num_choices_GE * sums_GE).sum(-1) * scores_TE.shape[1] / whole_G
+    return _mean_groups(loss_G, valid_G)
 
 
 def _cv_squared(values_GE: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from expertmesh.ops import invariant
 from expertmesh.ops.autocast import without_autocast
+from expertmesh.ops.plain_call import runs_plainly
 
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
 
@@ -23,12 +24,14 @@ def full_precision(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-# A custom operator, not an autograd.Function: torch.compile makes an instance of the latter, which torch warns about.
-@torch.library.custom_op("expertmesh::router_linear", mutates_args=())
-def _router_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+def _linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     dtype = full_precision(x_TD.dtype)
     with without_autocast(x_TD.device):
         return F.linear(x_TD.to(dtype), w_ED.to(dtype))
+
+
+# A custom operator, not an autograd.Function: torch.compile makes an instance of the latter, which torch warns about.
+_router_linear = torch.library.custom_op("expertmesh::router_linear", _linear, mutates_args=())
 
 
 @_router_linear.register_fake
@@ -66,7 +69,7 @@ def router_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     Returns:
         (T, E) in FP32 or FP64. Differentiable, also twice. Does not synchronise.
     """
-    return _router_linear(x_TD, w_ED)
+    return (_linear if runs_plainly(x_TD, w_ED) else _router_linear)(x_TD, w_ED)
 
 
 class _FullPrecisionModule(nn.Module):

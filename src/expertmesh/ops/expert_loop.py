@@ -5,7 +5,7 @@ Buffers are reused from expert to expert so that they stay in the cache, results
 `expert_loop_backward.py`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,17 +42,17 @@ class Experts:
         w = self.w_out_EDF[e]
         return w if w.dtype == dtype else w.to(dtype)
 
-    def w_ins(self, experts: Iterable[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    def w_ins(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
         """First weights of some experts, with as few calls as can be, and copies (if any) one at a time."""
         if self.w_in_EGFD.dtype != dtype or not self.w_in_EGFD.is_contiguous():
             return (self.w_in(e, dtype) for e in experts)
-        return map(self.w_in_EGFD.flatten(1, 2).unbind().__getitem__, experts)
+        return _selected(self.w_in_EGFD.flatten(1, 2), experts)
 
-    def w_outs(self, experts: Iterable[int], dtype: torch.dtype) -> Iterator[Tensor]:
+    def w_outs(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
         """Second weights of some experts, as `w_ins`."""
         if self.w_out_EDF.dtype != dtype:
             return (self.w_out(e, dtype) for e in experts)
-        return map(self.w_out_EDF.unbind().__getitem__, experts)
+        return _selected(self.w_out_EDF, experts)
 
     @property
     def are_narrow(self) -> bool:
@@ -60,15 +60,21 @@ class Experts:
         _, G, F, D = self.w_in_EGFD.shape
         return G * F * D <= 1 << 16
 
-    def hidden(self, e: int, x_RD: Tensor, out_RH: Tensor) -> None:
-        """Write the pre-activations of rows of one expert, all three in the type of the products."""
-        w_in = self.w_in(e, x_RD.dtype)
+    def hidden(self, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Tensor) -> None:
+        """Write the pre-activations of rows of one expert with its `w_in`, all in the type of the products."""
         if self.b_in_EGF is None:
             product_into(x_RD, w_in, out_RH)
         else:
             # inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
             bias = self.b_in_EGF[e].flatten().to(x_RD.dtype)
             torch.addmm(bias, x_RD, w_in.T, out=out_RH)
+
+
+def _selected(values: Tensor, indices: Sequence[int]) -> Iterator[Tensor]:
+    """Entries of the first dimension; a view of all of them is one call, but costs the host half of a call per entry."""
+    if 2 * len(indices) > values.shape[0]:
+        return map(values.unbind().__getitem__, indices)
+    return (values.select(0, i) for i in indices)
 
 
 @dataclass(frozen=True)
@@ -131,16 +137,21 @@ def forward(
         # padding rows land on those of the next experts, which are written later, but never behind the last one
         direct = save_h and dtype == x_TD.dtype and start + m <= num_rows
         h = h_all[start : start + m] if direct else h_buffer[:m]
+        numbers = [block.expert for block in run]
         offsets_E = None if save_h else _grouped_offsets(run, experts, maps, dtype)
         if offsets_E is None:
             sizes = [
                 gemm_rows(block.stop - block.start, x_TD.device, dtype, is_narrow=narrow)
                 for block in run
             ]
-            for block, x_nD, h_nH in zip(
-                run, _views(x, run, sizes), _views(h, run, sizes), strict=True
+            for w_in, block, x_nD, h_nH in zip(
+                experts.w_ins(numbers, dtype),
+                run,
+                _views(x, run, sizes),
+                _views(h, run, sizes),
+                strict=True,
             ):
-                experts.hidden(block.expert, x_nD, h_nH)
+                experts.hidden(block.expert, x_nD, h_nH, w_in)
         else:
             h = grouped_mm(x, experts.w_in_EGFD.flatten(1, 2).mT, offs=offsets_E)
         if save_h and not direct:
@@ -148,10 +159,9 @@ def forward(
         passes.forward(h[:n], s_R[start:stop], a_buffer)
         y = y_RD[start : start + m]
         if offsets_E is None:
-            for block, a_nF, y_nD in zip(
-                run, _views(a_buffer, run, sizes), _views(y, run, sizes), strict=True
-            ):
-                product_into(a_nF, experts.w_out(block.expert, dtype), y_nD)
+            a, w_outs = _views(a_buffer, run, sizes), experts.w_outs(numbers, dtype)
+            for w_out, a_nF, y_nD in zip(w_outs, a, _views(y, run, sizes), strict=True):
+                product_into(a_nF, w_out, y_nD)
         else:
             y.copy_(grouped_mm(a_buffer, experts.w_out_EDF.mT, offs=offsets_E))
     if experts.b_out_ED is not None:

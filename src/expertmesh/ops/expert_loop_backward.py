@@ -241,8 +241,9 @@ class _Steps:
         """H of a run, as it was saved or would have been."""
         if data.h_RH is None:
             x, h = self.gather(self.x_TD, run), data.h_again[: run.num_places]
-            for e, x_e, h_e in zip(run.experts, run.split(x), run.split(h), strict=True):
-                self.experts.hidden(e, x_e, h_e)
+            columns = (self.experts.w_ins(run.experts, self.dtype), run.experts)
+            for w, e, x_e, h_e in zip(*columns, run.split(x), run.split(h), strict=True):
+                self.experts.hidden(e, x_e, h_e, w)
             return h.to(self.x_TD.dtype).to(self.dtype)
         if run.row_of_place is None:
             return data.h_RH[run.rows].to(self.dtype)

@@ -104,22 +104,20 @@ def _sorted(
     ids_N = expert_ids_TK.reshape(-1)
     num_slots = ids_N.numel()
     num_rows = _num_rows(num_slots, max_rows)
-    if (
-        ids_N.device.type == "cpu"
-        and num_slots
-        and not 0 <= int(ids_N.min()) <= int(ids_N.max()) <= num_experts
-    ):
-        raise ConfigError(
-            f"expert_ids holds values from {int(ids_N.min())} to {int(ids_N.max())}; they must be in "
-            f"0..{num_experts} (the last means no expert); check the router"
-        )
+    if ids_N.device.type == "cpu" and num_slots:
+        least, most = map(int, torch.aminmax(ids_N))
+        if not 0 <= least <= most <= num_experts:
+            raise ConfigError(
+                f"expert_ids holds values from {least} to {most}; they must be in 0..{num_experts} (the last means no "
+                "expert); check the router"
+            )
     # int32 keys take the radix sort of PyTorch's CPU build, which is linear in the number of slots.
     sorted_N, slot_of_row_N = torch.sort(ids_N.to(torch.int32), stable=True)
     bounds_E = torch.arange(num_experts + 1, dtype=torch.int32, device=ids_N.device)
     offsets_E = torch.searchsorted(sorted_N, bounds_E, out_int32=True)
     row_of_slot_N = torch.empty(num_slots, dtype=torch.int32, device=ids_N.device)
     rows_N = torch.arange(num_slots, dtype=torch.int32, device=ids_N.device)
-    row_of_slot_N[slot_of_row_N] = rows_N
+    row_of_slot_N.scatter_(0, slot_of_row_N, rows_N)
     slot_of_row_N = slot_of_row_N[:num_rows].to(torch.int32)
     return offsets_E, slot_of_row_N // top_k, slot_of_row_N, row_of_slot_N
 
