@@ -22,6 +22,7 @@ CHOOSING_OPERATORS = frozenset(
         # the choice on PyTorch's operators, of routers of your own too; the queues of a capacity
         _aten.topk.default,
         _aten.argmax.default,
+        _aten.max.dim,
         _aten.multinomial.default,
         _aten.sort.default,
         _aten.sort.stable,
