@@ -145,3 +145,23 @@ def test_the_pool_reports_failures_and_recovers():
         assert pool.run(fails_on, 5) == [5, 5]
     finally:
         pool.stop()
+
+
+def connects_at_the_second_try(folder):
+    tried = folder / f"tried_{dist.get_rank()}"
+    if not tried.exists():
+        tried.touch()
+        raise RuntimeError("Gloo connectFullMesh failed with ...")
+    return dist.get_rank()
+
+
+def test_the_pool_starts_again_once_where_gloo_could_not_connect(tmp_path):
+    pool = RankPool(2)
+    try:
+        for rank in range(2):
+            (tmp_path / f"tried_{rank}").touch()
+        assert pool.run(connects_at_the_second_try, tmp_path) == [0, 1]
+        (tmp_path / "tried_1").unlink()
+        assert pool.run(connects_at_the_second_try, tmp_path) == [0, 1]
+    finally:
+        pool.stop()

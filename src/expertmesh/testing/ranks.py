@@ -1,7 +1,8 @@
 """A pool of rank processes for tests: forked once, then handed functions to run together.
 
 Gloo on the loopback interface, with a file for the first contact. A function runs on all ranks at once; the first
-error of any rank is raised in the test, and the pool is then made anew.
+error of any rank is raised in the test, and the pool is then made anew. On a loaded machine gloo sometimes fails to
+connect the ranks of a new group, before anything of ours has run; the function then runs once more on new ranks.
 """
 
 import contextlib
@@ -21,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 _PR_SET_PDEATHSIG = 1
+_NOT_CONNECTED = "connectFullMesh failed"
+"""In gloo's message when a group's ranks could not connect."""
 
 
 class RankError(AssertionError):
@@ -41,10 +44,10 @@ class RankPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a function on every rank.
+        """Call a function on every rank; once more, on new ranks, if gloo could not connect a group.
 
         Args:
-            function: at the top of a module that was imported before the pool's first use.
+            function: at the top of a module that was imported before the pool's first use. It starts from nothing.
             args: pickled.
             kwargs: pickled.
 
@@ -54,6 +57,16 @@ class RankPool:
         Raises:
             RankError: a rank raised or died, or none answered in time. The pool is stopped then.
         """
+        try:
+            return self._run(function, args, kwargs)
+        except RankError as error:
+            if _NOT_CONNECTED not in str(error):
+                raise
+        return self._run(function, args, kwargs)
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
         if not self._ranks:
             self._start()
         for _, pipe in self._ranks:
