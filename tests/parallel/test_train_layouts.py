@@ -1,6 +1,7 @@
 """The same run on any layout: losses, gradient norms and evaluations of 20 FP64 steps, and checkpoints that move."""
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -141,7 +142,12 @@ def torchrun(num_ranks, *words):
         *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
         *("--nproc-per-node", str(num_ranks), "-m", "expertmesh", "train", "gpt-moe-test", *words),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+        if "connectFullMesh failed" not in done.stderr:
+            break  # gloo sometimes cannot connect on a loaded machine; see expertmesh.testing.ranks
+    return done
 
 
 @pytest.mark.slow
@@ -149,11 +155,12 @@ def test_command_line(folder):
     """One set of lines, from rank 0, and a code that is not 0 where the input is wrong."""
     words = ["--train.steps", "1", "--train.device", "cpu", "--data.max-bytes", "60000"]
     words += ["--train.run-dir", str(folder / "cli"), "--data.cache-dir", str(folder / "cache")]
+    words += ["--train.resume", "auto"]
     done = torchrun(2, *words, "--parallel.ep-degree", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 1/1") == 1
     assert len(Path(folder / "cli" / "metrics.jsonl").read_text().splitlines()) == 1
-    wrong = torchrun(2, *words, "--parallel.dp-replicate-degree", "3", "--train.resume", "auto")
+    wrong = torchrun(2, *words, "--parallel.dp-replicate-degree", "3")
     assert wrong.returncode != 0
     lines = [line for line in wrong.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "dp_replicate_degree=3" in lines[0], wrong.stderr
