@@ -104,3 +104,27 @@ def pytest_terminal_summary(terminalreporter, config):
     rules = read_allowed_skips(ALLOWED_SKIPS.read_text())
     for problem in skips_over_the_list(config.stash[SKIPS], rules):
         terminalreporter.write_line(f"SKIP RULE: {problem}", red=True)
+
+
+def _pool(num_ranks):
+    # here, because only tests of several ranks pay for it; before the fork, so that the ranks need not
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
+
+    from expertmesh.testing.ranks import RankPool
+
+    pool = RankPool(num_ranks)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    """A pool of two ranks, forked once per session."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks():
+    """A pool of four ranks, forked once per session."""
+    yield from _pool(4)

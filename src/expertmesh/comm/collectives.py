@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.comm.group import Pending, RankGroup
+from expertmesh.comm.group import Pending, RankGroup, wait_for
 
 # Newer versions of torch have new names for the same functions, and warn of the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -83,24 +83,19 @@ def start_all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Pending | No
     )
 
 
-def _wait(pending: Pending | None) -> None:
-    if pending is not None:
-        pending.wait()
-
-
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: RankGroup, where: str) -> Tensor:
         ctx.group, ctx.where = group, where
         out, pending = start_all_gather(x, group, where=where)
-        _wait(pending)
+        wait_for(pending)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         out, pending = start_reduce_scatter(grad, ctx.group, where=f"{ctx.where}, backward")
-        _wait(pending)
+        wait_for(pending)
         return out, None, None
 
 
@@ -109,14 +104,14 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: RankGroup, where: str) -> Tensor:
         ctx.group, ctx.where = group, where
         out, pending = start_reduce_scatter(x, group, where=where)
-        _wait(pending)
+        wait_for(pending)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         out, pending = start_all_gather(grad, ctx.group, where=f"{ctx.where}, backward")
-        _wait(pending)
+        wait_for(pending)
         return out, None, None
 
 
@@ -125,14 +120,14 @@ class _AllReduce(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: RankGroup, where: str) -> Tensor:
         ctx.group, ctx.where = group, where
         out = x.detach().clone(memory_format=torch.contiguous_format)
-        _wait(start_all_reduce(out, group, where=where))
+        wait_for(start_all_reduce(out, group, where=where))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
-        _wait(start_all_reduce(grad, ctx.group, where=f"{ctx.where}, backward"))
+        wait_for(start_all_reduce(grad, ctx.group, where=f"{ctx.where}, backward"))
         return grad, None, None
 
 

@@ -87,6 +87,16 @@ class Pending:
             raise self._explain(error) from error
 
 
+def wait_for(pending: Pending | None) -> None:
+    """Wait for a collective; None is one that had nothing to do.
+
+    Raises:
+        CollectiveError: it failed or timed out.
+    """
+    if pending is not None:
+        pending.wait()
+
+
 class RankGroup:
     """Ranks that talk to one another.
 

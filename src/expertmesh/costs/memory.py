@@ -45,8 +45,8 @@ def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
     return config.dim + kept
 
 
-_SHORT_SEQUENCE = 256
-"""Up to here attention in BF16 on a CPU keeps its probabilities (`models/short_attention.py`)."""
+SHORT_SEQUENCE = 256
+"""Tokens up to which attention in BF16 on a CPU goes by, and keeps, its probabilities (`models/short_attention.py`)."""
 
 
 def layer_activation_bytes(
@@ -74,7 +74,7 @@ def layer_activation_bytes(
     # unrotated keys are views of; rotated queries and keys; attention output.
     bytes_per_token = 2 * config.dim * stream
     bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
-    if dtype == "bfloat16" and 1 < seq_len <= _SHORT_SEQUENCE:
+    if dtype == "bfloat16" and 1 < seq_len <= SHORT_SEQUENCE:
         bytes_per_token += (config.num_heads * seq_len + kv_width) * compute  # values of their own
         if not config.qk_norm:
             bytes_per_token -= (width + 2 * kv_width) * compute  # nothing keeps the common output

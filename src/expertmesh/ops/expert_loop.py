@@ -121,7 +121,7 @@ def forward(
     bounds = maps.offsets_E.tolist()
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
     narrow = experts.are_narrow
-    _, pad = largest_block(bounds, x_TD.device, dtype, is_narrow=narrow)
+    pad = _largest_padding(bounds, x_TD.device, dtype, is_narrow=narrow)
     h_all = x_TD.new_empty(num_rows if save_h else 0, G * F)
     runs = _runs(bounds, FEW_ELEMENTS // (G * F))
     most = max((run[-1].stop - run[0].start for run in runs), default=0) + pad
@@ -133,7 +133,7 @@ def forward(
     for run in runs:
         start, stop = run[0].start, run[-1].stop
         n, m = stop - start, stop - start + pad
-        x = gather_tokens(x_TD, maps.token_of_row_N[start:stop], x_buffer[:m], dtype)
+        x = _gather_tokens(x_TD, maps.token_of_row_N[start:stop], x_buffer[:m], dtype)
         # padding rows land on those of the next experts, which are written later, but never behind the last one
         direct = save_h and dtype == x_TD.dtype and start + m <= num_rows
         h = h_all[start : start + m] if direct else h_buffer[:m]
@@ -249,16 +249,15 @@ def product_into(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
         out_RN.copy_(torch.mm(w_NK, x_RK.repeat(2, 1).T)[:, :1].T)
 
 
-def largest_block(
+def _largest_padding(
     bounds: list[int], device: torch.device, dtype: torch.dtype, *, is_narrow: bool
-) -> tuple[int, int]:
-    """Rows of the largest padded block, and the largest padding."""
+) -> int:
+    """The most rows by which an expert's block is padded."""
     counts = {stop - start for start, stop in zip(bounds, bounds[1:], strict=False)}
-    padded = [(gemm_rows(n, device, dtype, is_narrow=is_narrow), n) for n in counts]
-    return max((m for m, _ in padded), default=0), max((m - n for m, n in padded), default=0)
+    return max((gemm_rows(n, device, dtype, is_narrow=is_narrow) - n for n in counts), default=0)
 
 
-def gather_tokens(
+def _gather_tokens(
     source_TD: Tensor, tokens_R: Tensor, out_RD: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Tokens into the first rows of the buffer, zeros behind; in the type of the products."""

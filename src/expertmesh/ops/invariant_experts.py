@@ -10,7 +10,7 @@ from expertmesh.ops import invariant, moe_mlp_triton
 from expertmesh.ops.activation import inner_name
 from expertmesh.ops.autocast import autocast_dtype, without_autocast
 from expertmesh.ops.backend import gemm_dtype, resolve_backend
-from expertmesh.ops.expert_loop import Experts, Maps
+from expertmesh.ops.expert_loop import Experts, Maps, row_weights
 from expertmesh.ops.invariant import BlockProduct
 from expertmesh.ops.moe_mlp import moe_mlp
 from expertmesh.ops.permute import sum_rows
@@ -139,8 +139,7 @@ def _in_blocks(x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps) -
     bounds = maps.offsets_E.tolist()
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
     y_RD = x_TD.new_empty(bounds[-1], D, dtype=dtype)
-    s_R = weights_TK.reshape(-1)[maps.slot_of_row_N[: bounds[-1]].long()]
-    s_R = s_R.to(accumulate_dtype(x_TD.dtype))
+    s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
     for e, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
         if first == stop:
             continue

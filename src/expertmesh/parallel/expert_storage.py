@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from expertmesh.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from expertmesh.comm.group import Pending, RankGroup
+from expertmesh.comm.group import Pending, RankGroup, wait_for
 from expertmesh.comm.mesh import ExpertDegrees, expert_mesh
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
@@ -86,8 +86,7 @@ class _Gathering:
         started, self._started = self._started, []
         whole = []
         for (shards, pending), name in zip(started, self.storage.names, strict=True):
-            if pending is not None:
-                pending.wait()
+            wait_for(pending)
             whole.append(self.layout.join(shards, _SLICED_AXIS[name]))
         return whole
 
@@ -140,12 +139,9 @@ class _Gathering:
                 reduced.append(None)
                 continue
             grad, pending = item
-            if pending is not None:
-                pending.wait()
+            wait_for(pending)
             grad = grad.contiguous()
-            again = start_all_reduce(grad, self.storage.replicas, where=where)
-            if again is not None:
-                again.wait()
+            wait_for(start_all_reduce(grad, self.storage.replicas, where=where))
             reduced.append(grad)
         return reduced
 

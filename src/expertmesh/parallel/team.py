@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from expertmesh.comm.collectives import start_all_reduce
+from expertmesh.comm.group import wait_for
 from expertmesh.comm.world import World
 from expertmesh.errors import CollectiveError, ConfigError, PeerError
 from expertmesh.parallel.clip import clip_grad_norm_
@@ -51,9 +52,7 @@ class Team:
     def sum_(self, value: Tensor, *, what: str) -> Tensor:
         """Sum a contiguous tensor over ranks, in place."""
         if self.world is not None:
-            pending = start_all_reduce(value, self.world.everyone(), where=what)
-            if pending is not None:
-                pending.wait()
+            wait_for(start_all_reduce(value, self.world.everyone(), where=what))
         return value
 
     def any(self, value: bool) -> bool:

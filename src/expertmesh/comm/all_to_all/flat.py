@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.comm.group import Pending, RankGroup
+from expertmesh.comm.group import Pending, RankGroup, wait_for
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,7 @@ class _AllToAll(torch.autograd.Function):
     ) -> Tensor:
         ctx.send, ctx.receive, ctx.group, ctx.where = send, receive, group, where
         out, pending = start_all_to_all(x_RD, send, receive, group, where=where)
-        if pending is not None:
-            pending.wait()
+        wait_for(pending)
         return out
 
     @staticmethod
@@ -128,8 +127,7 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         where = f"{ctx.where}, backward"
         out, pending = start_all_to_all(grad, ctx.receive, ctx.send, ctx.group, where=where)
-        if pending is not None:
-            pending.wait()
+        wait_for(pending)
         return out, None, None, None, None
 
 
