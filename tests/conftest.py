@@ -128,3 +128,9 @@ def two_ranks():
 def four_ranks():
     """A pool of four ranks, forked once per session."""
     yield from _pool(4)
+
+
+@pytest.fixture(scope="session")
+def eight_ranks():
+    """A pool of eight ranks, forked once per session."""
+    yield from _pool(8)

@@ -179,7 +179,7 @@ class Attention(nn.Module):
         invariant_now = self.batch_invariant and not self.training
         linear = invariant.linear if invariant_now else F.linear
         qkv = linear(x_BSD, self.qkv.weight).view(B, S, self.num_kv_heads, group + 2, self.head_dim)
-        q, k, v = (t.reshape(B, S, -1, self.head_dim) for t in qkv.split([group, 1, 1], dim=3))
+        q, k, v = (t.flatten(2, 3) for t in qkv.split([group, 1, 1], dim=3))
         q, k = (
             self._norm_and_rope(t, norm, cos, sin)
             for t, norm in ((q, self.q_norm), (k, self.k_norm))
@@ -189,7 +189,7 @@ class Attention(nn.Module):
             k, v = cache.update(self.layer_index, k_BHSD=k, v_BHSD=v)
         if invariant_now:
             y = invariant_attention(q, k, v, mask=mask)
-            return linear(y.transpose(1, 2).reshape(B, S, -1), self.out.weight)
+            return linear(y.transpose(1, 2).flatten(2), self.out.weight)
         # One new token may look at everything so far, so it needs no mask at all.
         causal = mask is None and S > 1
         if causal and short_attention.serves(q, k):
@@ -198,7 +198,7 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1
             )
-        return self.out(y.transpose(1, 2).reshape(B, S, -1))
+        return self.out(y.transpose(1, 2).flatten(2))
 
     def _norm_and_rope(
         self, x_BSHd: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor

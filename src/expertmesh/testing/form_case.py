@@ -1,0 +1,315 @@
+"""A small GPT trained for some steps in one form of parallelism, and in one process; the code of the ranks of a test."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from expertmesh.comm.mesh import divisors
+from expertmesh.comm.world import World
+from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.run import OptimConfig, ParallelConfig
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.moe.random import key_noise
+from expertmesh.parallel.apply import follow_optimizer
+from expertmesh.parallel.team import Team
+from expertmesh.testing.numerics import relative_error
+from expertmesh.train.optim import build_optimizer
+
+S, V = 8, 24
+ROUTING_GROUP = 4
+SEED = 3
+
+FORMS: dict[str, dict[str, Any]] = {
+    "E": {},
+    "E+D": {"dp_replicate_degree": 2},
+    "E+Z1": {"zero_stage": 1},
+    "E+Z2": {"zero_stage": 2},
+    "E+Z3": {"zero_stage": 3},
+    "E+D+Z": {"dp_replicate_degree": 2, "zero_stage": 2},
+}
+"""The forms of DeepSpeed's table, as settings."""
+
+ROWS = {"equal": (2,) * 8, "unequal": (1, 3, 2, 1, 1, 2, 1, 3), "zero": (2, 0, 1, 0, 3, 1, 0, 1)}
+"""Sequences of each rank."""
+
+
+@dataclass(frozen=True)
+class FormCase:
+    """A model, a layout and a batch.
+
+    Attributes:
+        form: of `FORMS`.
+        num_ranks: of the world.
+        top_k: K.
+        activation: of experts and dense layers.
+        bias: in the experts.
+        drops: drop policy of a layer with capacity, or "none": dropless.
+        rows: of `ROWS`.
+        route: route_degree: "one", "middle" or "all".
+        es_degree: slices of each expert; None: the default.
+        order: of the ranks that hold the experts.
+        subgroup: the world is every other rank of twice as many, and the others are a world too.
+        num_experts: E.
+        dense_parts: shared experts and the residual MLP beside the experts.
+        micro_batches: per step.
+        recompute: activation checkpointing.
+        dtype: of the parameters; "bfloat16": FP32 parameters under autocast.
+    """
+
+    form: str = "E"
+    num_ranks: int = 4
+    top_k: int = 2
+    activation: str = "swiglu"
+    bias: bool = False
+    drops: str = "none"
+    rows: str = "equal"
+    route: str = "all"
+    es_degree: int | None = None
+    order: str = "slices_inner"
+    subgroup: bool = False
+    num_experts: int = 8
+    dense_parts: bool = False
+    micro_batches: int = 1
+    recompute: bool = False
+    dtype: str = "float64"
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of the pool that runs it."""
+        return self.num_ranks * (2 if self.subgroup else 1)
+
+    @property
+    def num_storage_ranks(self) -> int:
+        """W, ranks that hold one copy of the experts."""
+        return self.num_ranks // self.num_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model."""
+        return int(FORMS[self.form].get("dp_replicate_degree", 1))
+
+    @property
+    def route_degree(self) -> int | None:
+        """As a number; None: there is no such one."""
+        degrees = divisors(self.num_storage_ranks)
+        middle = degrees[1:-1]
+        named = {
+            "one": degrees[0] if len(degrees) > 1 else None,
+            "middle": middle[len(middle) // 2] if middle else None,
+            "all": degrees[-1],
+        }
+        return named[self.route]
+
+    def parallel(self) -> ParallelConfig:
+        """The configuration that a user would give."""
+        return ParallelConfig(
+            route_degree=self.route_degree,
+            es_degree=self.es_degree,
+            expert_order=self.order,  # type: ignore[arg-type]
+            **FORMS[self.form],
+        )
+
+    def model(self) -> ModelConfig:
+        """One dense layer and one MoE layer."""
+        dropless = self.drops == "none"
+        return ModelConfig(
+            vocab_size=V,
+            max_seq_len=S,
+            dim=16,
+            num_layers=2,
+            num_heads=4,
+            ffn_hidden_dim=16,
+            activation=self.activation,  # type: ignore[arg-type]
+            moe_every=2,
+            moe=MoEConfig(
+                num_experts=(self.num_experts,),
+                top_k=self.top_k,
+                hidden_dim=24,
+                bias=self.bias,
+                router_noise="gumbel",
+                capacity_factor=None if dropless else 1.0,
+                min_capacity=1,
+                drop_policy="first" if dropless else self.drops,  # type: ignore[arg-type]
+                routing_group_size=None if dropless else ROUTING_GROUP,
+                num_shared_experts=int(self.dense_parts),
+                residual=self.dense_parts,
+                aux_loss_weight=0.5,
+                z_loss_weight=0.1,
+            ),
+        )
+
+    def num_rows(self) -> tuple[int, ...]:
+        """Sequences of each rank."""
+        return ROWS[self.rows][: self.num_ranks]
+
+
+@dataclass
+class Trained:
+    """Results of some steps; tensors are whole.
+
+    Attributes:
+        logits_BSV: of this process's sequences in the first micro-batch.
+        gradients: of the first step, after clipping.
+        norms: of each step, before clipping.
+        losses: of each step.
+        parameters: after the last step.
+    """
+
+    logits_BSV: Tensor
+    gradients: dict[str, Tensor]
+    norms: list[float]
+    losses: list[float]
+    parameters: dict[str, Tensor]
+
+
+@functools.cache
+def world_of(subgroup: bool) -> World:
+    """The world of all ranks of this pool, or one of two halves of it."""
+    if not subgroup:
+        return World()
+    everyone = range(dist.get_world_size())
+    halves = [dist.new_group(list(everyone[half::2])) for half in (0, 1)]
+    return World(halves[dist.get_rank() % 2])
+
+
+def build(case: FormCase) -> GPT:
+    """The model, with the same weights in every process, and biases that are not zero."""
+    dtype = torch.float64 if case.dtype == "float64" else torch.float32
+    model = GPT(case.model(), dtype=dtype, seed=SEED)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if "b_" in name:
+                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(0.1 * values)
+    return model
+
+
+def run_whole(case: FormCase, *, steps: int) -> Trained:
+    """All sequences of all ranks in one process."""
+    rows = slice(0, sum(case.num_rows()))
+    return _train(build(case), case, Team(), rows, steps=steps)
+
+
+def run_form(case: FormCase, *, steps: int) -> Trained:
+    """This rank's sequences through the spread model."""
+    world = world_of(case.subgroup)
+    model = build(case)
+    parallelize_gpt(model, case.parallel(), world=world)
+    sizes = case.num_rows()
+    first = sum(sizes[: world.position])
+    team = Team(world, reduces_once=case.parallel().zero_stage == 1)
+    return _train(model, case, team, slice(first, first + sizes[world.position]), steps=steps)
+
+
+def _train(model: GPT, case: FormCase, team: Team, rows: slice, *, steps: int) -> Trained:
+    model.set_activation_checkpointing(case.recompute)
+    optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
+    follow_optimizer(model, optimizer)
+    generator = torch.Generator().manual_seed(1)
+    trained = Trained(torch.empty(0), {}, [], [], {})
+    for step in range(steps):
+        key_noise(model, seed=SEED, step=step)
+        optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for part in range(case.micro_batches):
+            total = (sum(case.num_rows()), S + 1)
+            batch_BS = torch.randint(0, V, total, generator=generator)[rows]
+            team.announce_micro_batch(model, is_last=part == case.micro_batches - 1)
+            part_loss, logits_BSV = _backward(model, case, batch_BS, rows)
+            loss += part_loss
+            if step == part == 0:
+                trained.logits_BSV = logits_BSV
+        norm = team.clip_grad_norm_(model.parameters(), 0.1)
+        if step == 0:
+            trained.gradients = {n: _whole(p.grad) for n, p in _parameters(model)}
+        optimizer.step()
+        trained.norms.append(float(norm))
+        trained.losses.append(float(team.sum_(loss, what="the loss")))
+    trained.parameters = {n: _whole(p) for n, p in _parameters(model)}
+    return trained
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+
+
+def _whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def _backward(model: GPT, case: FormCase, batch_BS: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    """One micro-batch: this process's part of the step's loss, and logits."""
+    total, half = sum(case.num_rows()), case.dtype == "bfloat16"
+    index = torch.arange(rows.start * S, rows.stop * S)
+    with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
+        output = model(batch_BS[:, :-1], token_index=index)
+    exact = torch.promote_types(output.logits_BSV.dtype, torch.float32)
+    loss = nn.functional.cross_entropy(
+        output.logits_BSV.to(exact).flatten(0, 1), batch_BS[:, 1:].flatten(), reduction="sum"
+    ) / (total * S)
+    share = len(batch_BS) / total
+    for stats in output.stats:
+        loss = loss + share * (stats.aux_loss + stats.z_loss)
+    loss = loss / case.micro_batches
+    loss.backward()
+    return loss.detach(), output.logits_BSV.detach()
+
+
+def differences(parts: Sequence[Trained], whole: Trained) -> dict[str, float]:
+    """Relative errors of what the ranks of one world found, whose sequences together are those of one process."""
+    logits_BSV = torch.cat([part.logits_BSV for part in parts])
+    found = {"logits": relative_error(logits_BSV, whole.logits_BSV)}
+    for name in ("losses", "norms"):
+        ours, theirs = (np.array(getattr(t, name)) for t in (parts[0], whole))
+        found[name] = relative_error(ours, theirs)
+    for kind in ("gradients", "parameters"):
+        ours, theirs = getattr(parts[0], kind), getattr(whole, kind)
+        assert ours.keys() == theirs.keys(), set(ours) ^ set(theirs)
+        found |= {f"{kind} {n}": relative_error(ours[n], theirs[n]) for n in theirs}
+    return found
+
+
+def covering_factors() -> dict[str, Sequence[Any]]:
+    """What the covering set of cases is made of."""
+    return {
+        "form": tuple(FORMS),
+        "num_ranks": (2, 4, 8),
+        "top_k": (1, 2, 4),
+        "activation": ("swiglu", "gelu"),
+        "bias": (False, True),
+        "drops": ("none", "first", "random", "priority"),
+        "rows": tuple(ROWS),
+        "route": ("one", "middle", "all"),
+        "es_degree": (None, 2),
+        "order": ("slices_inner", "experts_inner"),
+        "subgroup": (False, True),
+        "num_experts": (8, 6),
+        "dense_parts": (False, True),
+        "micro_batches": (1, 2),
+        "recompute": (False, True),
+    }
+
+
+CONSTRAINED = ("form", "num_ranks", "route", "es_degree", "subgroup", "num_experts")
+"""Factors that `allowed` looks at."""
+
+
+def allowed(row: Mapping[str, Any]) -> bool:
+    """Whether there is such a layout on at most eight processes."""
+    case = FormCase(**{name: row[name] for name in CONSTRAINED})
+    if case.num_processes > 8 or case.num_ranks % case.num_replicas or case.route_degree is None:
+        return False
+    W, f = case.num_storage_ranks, case.es_degree
+    return f is None or (W % f == 0 and case.num_experts % (W // f) == 0)
