@@ -2,10 +2,13 @@
 
 import importlib.metadata
 import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -147,39 +150,80 @@ class _GeluExpert(nn.Module):
 
 
 class DeepSpeedMoE(nn.Module):
-    """DeepSpeed's `MoE`, dropless, in a process group of one."""
+    """DeepSpeed's `MoE` over all ranks of the process group, or in a group of one that it makes.
 
-    def __init__(self, layer: MoELayer, case: Case) -> None:
+    Args:
+        layer: ours, whole; its weights are copied.
+        case: shape per rank.
+        drop_tokens: its capacity mode with its default factor, 1.0; else its dropless mode.
+    """
+
+    def __init__(self, layer: MoELayer, case: Case, *, drop_tokens: bool = False) -> None:
         super().__init__()
         import deepspeed
         from deepspeed.moe.layer import MoE
 
+        place: dict[str, Any] = {}
+        if not dist.is_initialized():
+            place = {"init_method": "tcp://127.0.0.1:29561", "rank": 0, "world_size": 1}
         deepspeed.init_distributed(
             "gloo" if case.device == "cpu" else "nccl",
             auto_mpi_discovery=False,
-            init_method="tcp://127.0.0.1:29561",
-            rank=0,
-            world_size=1,
             verbose=False,
+            **place,
         )
+        self.case, self.num_ranks = case, dist.get_world_size()
+        self.num_local = case.num_experts // self.num_ranks
+        self.first_expert = dist.get_rank() * self.num_local
         expert = _GeluExpert(case.dim, case.hidden_dim)
         self.moe = MoE(
             case.dim,
             expert,
             num_experts=case.num_experts,
+            ep_size=self.num_ranks,
             k=case.top_k,
-            drop_tokens=False,
+            drop_tokens=drop_tokens,
             top2_2nd_expert_sampling=False,
         ).to(case.device, case.dtype)
+        if self.num_ranks > 1:
+            self.moe.set_deepspeed_parallelism()
         self.moe.deepspeed_moe.gate.wg.float()  # the router in FP32, as ours
         with torch.no_grad():
             self.moe.deepspeed_moe.gate.wg.weight.copy_(layer.router.proj.weight)
-            for e, own in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
+            for e, own in enumerate(self._experts(), start=self.first_expert):
                 own.w_in.weight.copy_(layer.experts.w_in[e, 0])
                 own.w_out.weight.copy_(layer.experts.w_out[e])
 
+    def _experts(self) -> list[_GeluExpert]:
+        return list(self.moe.deepspeed_moe.experts.deepspeed_experts)
+
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.moe(x_TD[None])[0][0]
+
+    def router_grad(self) -> Tensor:
+        """Of this rank's tokens."""
+        return self.moe.deepspeed_moe.gate.wg.weight.grad
+
+    def expert_grads(self) -> tuple[Tensor, Tensor]:
+        """Of this rank's experts, (e, F, D) and (e, D, F)."""
+        experts = self._experts()
+        return (
+            torch.stack([own.w_in.weight.grad for own in experts]),
+            torch.stack([own.w_out.weight.grad for own in experts]),
+        )
+
+    def moved(self) -> tuple[int, float]:
+        """Bytes of rows that the last step handed to other ranks, and the share of rows that it dropped; all ranks call."""
+        case, gate = self.case, self.moe.deepspeed_moe.gate
+        counts_E = self.moe.deepspeed_moe.exp_counts.clone()
+        capacity = math.ceil(case.top_k * case.num_tokens / case.num_experts)
+        dropped = (counts_E - capacity).clamp(min=0).sum() / counts_E.sum()
+        if not gate.drop_tokens:
+            fullest = counts_E.max()
+            dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
+            capacity, dropped = int(fullest), torch.zeros(())
+        to_others = (case.num_experts - self.num_local) * capacity * case.dim * case.dtype.itemsize
+        return 4 * to_others, float(dropped)  # out and home, forward and backward
 
 
 def make_layer(case: Case) -> MoELayer:
