@@ -14,7 +14,6 @@ from expertmesh.testing.form_case import (
     covering_factors,
     differences,
     run_form,
-    run_whole,
 )
 from expertmesh.testing.numerics import FP64_RELATIVE
 from expertmesh.testing.pairwise import covering
@@ -31,12 +30,10 @@ def pools(two_ranks, four_ranks, eight_ranks):
 
 
 def worst(case, pools):
-    """The largest relative error of a case, and what it is in; of both worlds where there are two."""
+    """The largest relative error of a case, and what it is in."""
     results = pools[case.num_processes].run(run_form, case, steps=STEPS)
-    worlds = [results[half::2] for half in (0, 1)] if case.subgroup else [results]
-    whole = run_whole(case, steps=STEPS)
-    found = [item for world in worlds for item in differences(world, whole).items()]
-    return max(found, key=lambda item: item[1])
+    found = differences(case, results, steps=STEPS)
+    return max(found.items(), key=lambda item: item[1])
 
 
 def name_of(case):

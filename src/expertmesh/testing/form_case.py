@@ -1,6 +1,7 @@
 """A small GPT trained for some steps in one form of parallelism, and in one process; the code of the ranks of a test."""
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -194,10 +195,10 @@ def build(case: FormCase) -> GPT:
     return model
 
 
-def run_whole(case: FormCase, *, steps: int) -> Trained:
-    """All sequences of all ranks in one process."""
+def run_whole(case: FormCase, *, steps: int, half: int = 0) -> Trained:
+    """All sequences of all ranks of one world in one process; with subgroups each half has its own sequences."""
     rows = slice(0, sum(case.num_rows()))
-    return _train(build(case), case, Team(), rows, steps=steps)
+    return _train(build(case), case, Team(), rows, steps=steps, half=half)
 
 
 def run_form(case: FormCase, *, steps: int) -> Trained:
@@ -208,14 +209,18 @@ def run_form(case: FormCase, *, steps: int) -> Trained:
     sizes = case.num_rows()
     first = sum(sizes[: world.position])
     team = Team(world, reduces_once=case.parallel().zero_stage == 1)
-    return _train(model, case, team, slice(first, first + sizes[world.position]), steps=steps)
+    rows = slice(first, first + sizes[world.position])
+    half = dist.get_rank() % 2 if case.subgroup else 0
+    return _train(model, case, team, rows, steps=steps, half=half)
 
 
-def _train(model: GPT, case: FormCase, team: Team, rows: slice, *, steps: int) -> Trained:
+def _train(
+    model: GPT, case: FormCase, team: Team, rows: slice, *, steps: int, half: int
+) -> Trained:
     model.set_activation_checkpointing(case.recompute)
     optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
     follow_optimizer(model, optimizer)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(half)
     trained = Trained(torch.empty(0), {}, [], [], {})
     for step in range(steps):
         key_noise(model, seed=SEED, step=step)
@@ -267,17 +272,28 @@ def _backward(model: GPT, case: FormCase, batch_BS: Tensor, rows: slice) -> tupl
     return loss.detach(), output.logits_BSV.detach()
 
 
-def differences(parts: Sequence[Trained], whole: Trained) -> dict[str, float]:
-    """Relative errors of what the ranks of one world found, whose sequences together are those of one process."""
+def differences(case: FormCase, results: Sequence[Trained], *, steps: int) -> dict[str, float]:
+    """Relative errors of what the processes of a pool found, against one process; the worse where there are two worlds."""
+    worst: dict[str, float] = {}
+    for half in range(2 if case.subgroup else 1):
+        parts = results[half::2] if case.subgroup else results
+        whole = run_whole(case, steps=steps, half=half)
+        for name, error in _differences(parts, whole).items():
+            worst[name] = max(error, worst.get(name, 0.0))
+    return worst
+
+
+def _differences(parts: Sequence[Trained], whole: Trained) -> dict[str, float]:
     logits_BSV = torch.cat([part.logits_BSV for part in parts])
     found = {"logits": relative_error(logits_BSV, whole.logits_BSV)}
     for name in ("losses", "norms"):
         ours, theirs = (np.array(getattr(t, name)) for t in (parts[0], whole))
         found[name] = relative_error(ours, theirs)
     for kind in ("gradients", "parameters"):
-        ours, theirs = getattr(parts[0], kind), getattr(whole, kind)
-        assert ours.keys() == theirs.keys(), set(ours) ^ set(theirs)
-        found |= {f"{kind} {n}": relative_error(ours[n], theirs[n]) for n in theirs}
+        mine, others = getattr(parts[0], kind), getattr(whole, kind)
+        found |= {f"{kind} {n}": math.inf for n in mine.keys() ^ others.keys()}
+        both = mine.keys() & others.keys()
+        found |= {f"{kind} {n}": relative_error(mine[n], others[n]) for n in sorted(both)}
     return found
 
 

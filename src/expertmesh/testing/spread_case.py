@@ -20,7 +20,6 @@ from expertmesh.testing.numerics import (
     assert_two_times,
     magnitude,
     max_error,
-    relative_error,
 )
 
 D, F, E = 8, 12, 8
@@ -177,13 +176,3 @@ def compare(case: SpreadCase) -> list[Any]:
             assert plain is not None
             assert_two_times(ours, plain, theirs, what=name)
     return spread.transfers
-
-
-def differences(case: SpreadCase) -> dict[str, float]:
-    """Relative errors of a spread layer's gradients, for tests that expect them to be wrong."""
-    world = world_of(case.subset)
-    spread, mine = run_spread(case)
-    oracle = run_whole(case, world.size, torch.float64)
-    found = {n: relative_error(g, oracle.gradients[n]) for n, g in spread.gradients.items()}
-    found["dx"] = relative_error(spread.x_grad_TD, oracle.x_grad_TD[mine])
-    return found

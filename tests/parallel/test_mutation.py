@@ -1,0 +1,241 @@
+"""The oracle of `test_matrix.py` sees each mistake that people make with groups and gradients.
+
+Each mutant puts one mistake into the collectives of every rank; the comparison with one process must then fail.
+"""
+
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from expertmesh.comm import collectives
+from expertmesh.comm.all_to_all import flat
+from expertmesh.comm.group import RankGroup
+from expertmesh.comm.world import World
+from expertmesh.parallel import clip, expert, expert_storage, team
+from expertmesh.testing.form_case import FormCase, differences, run_form, world_of
+from expertmesh.testing.numerics import FP64_RELATIVE
+
+STEPS = 2
+CLEARLY = 1e4 * FP64_RELATIVE
+
+SPREAD = FormCase(route="middle", bias=True)
+COPIES = FormCase(form="E+D", rows="unequal")
+HALVES = FormCase(form="E+Z2", num_ranks=2, subgroup=True)
+KEPT = FormCase(form="E+Z1", route="one", micro_batches=2)
+CASES = {"spread": SPREAD, "copies": COPIES, "halves": HALVES, "kept": KEPT}
+
+MUTANTS = {}
+
+
+def mutant(case):
+    """Registers a function that returns what to replace: (object, attribute, replacement), ..."""
+
+    def register(function):
+        MUTANTS[function.__name__] = case, function
+        return function
+
+    return register
+
+
+def world_group(group):
+    """All processes of the pool instead of the group."""
+    return world_of(False).everyone()
+
+
+def other_half(group):
+    """A group of as many ranks as this one, with another partition of the four."""
+    cells = [[0, 1], [2, 3]] if group.ranks not in ((0, 1), (2, 3)) else [[0, 2], [1, 3]]
+    return world_of(False).group(cells, name="another")
+
+
+def tokens_return_over(choose):
+    """The gradient of an all-to-all goes over another group; rows that do not fit there are cut or zero."""
+    start = flat.start_all_to_all
+
+    def mistaken(x_RD, send, receive, group, *, where):
+        if not where.endswith("backward"):
+            return start(x_RD, send, receive, group, where=where)
+        wrong = choose(group)
+        counts = torch.zeros(wrong.size, 1, dtype=torch.int64)
+        counts[: len(send), 0] = torch.tensor(send)
+        real = flat.exchange_counts(counts, wrong, where=where)
+        out, pending = start(x_RD, real.send, real.receive, wrong, where=where)
+        if pending is not None:
+            pending.wait()
+        out = nn.functional.pad(out, (0, 0, 0, max(sum(receive) - len(out), 0)))
+        return out[: sum(receive)], None
+
+    return [(flat, "start_all_to_all", mistaken)]
+
+
+@mutant("halves")
+def tokens_return_to_the_world():
+    return tokens_return_over(world_group)
+
+
+@mutant("spread")
+def tokens_return_to_other_ranks():
+    return tokens_return_over(other_half)
+
+
+@mutant("spread")
+def tokens_do_not_return():
+    start = flat.start_all_to_all
+
+    def mistaken(x_RD, send, receive, group, *, where):
+        if where.endswith("backward"):
+            return x_RD.new_zeros(sum(receive), *x_RD.shape[1:]), None
+        return start(x_RD, send, receive, group, where=where)
+
+    return [(flat, "start_all_to_all", mistaken)]
+
+
+@mutant("spread")
+def weight_gradients_are_not_summed():
+    def mistaken(out, x, group, async_op):
+        out.copy_(x.view(group.size(), -1)[group.rank()])
+
+    return [(collectives, "_scatter_sum", mistaken)]
+
+
+def over_another_group(kind, purpose, choose):
+    """Collectives of one kind and purpose go over another group, or over none."""
+    start = RankGroup.start
+
+    def mistaken(self, collective, where, num_bytes, launch):
+        if collective != kind or purpose not in where:
+            return start(self, collective, where, num_bytes, launch)
+        other = choose(self)
+        if other is None:
+            return start(self, collective, where, num_bytes, lambda group: None)
+        return start(other, collective, where, num_bytes, launch)
+
+    return [(RankGroup, "start", mistaken)]
+
+
+@mutant("spread")
+def weight_gradients_are_summed_by_other_ranks():
+    return over_another_group("reduce_scatter", "gradients", other_half)
+
+
+@mutant("copies")
+def copies_are_not_summed():
+    return over_another_group("all_reduce", "gradients", lambda group: None)
+
+
+@mutant("copies")
+def copies_are_summed_over_the_world():
+    return over_another_group("all_reduce", "gradients", world_group)
+
+
+@mutant("spread")
+def statistics_have_a_local_gradient():
+    def mistaken(ctx, grad):
+        return grad, None, None
+
+    return [(collectives._AllReduce, "backward", staticmethod(mistaken))]
+
+
+@mutant("halves")
+def statistics_are_those_of_the_world():
+    def mistaken(self, value):
+        return collectives.all_reduce(value, world_group(None), where="statistics")
+
+    return [(expert.ExpertDispatcher, "sum_over_processes", mistaken)]
+
+
+@mutant("copies")
+def statistics_are_those_of_one_copy():
+    def mistaken(self, value):
+        return collectives.all_reduce(value, self.route().group, where="statistics")
+
+    return [(expert.ExpertDispatcher, "sum_over_processes", mistaken)]
+
+
+@mutant("spread")
+def dense_gradients_are_means():
+    def nothing(self, *args):
+        return None
+
+    return [
+        (FSDPModule, "set_gradient_divide_factor", nothing),
+        (FSDPModule, "set_force_sum_reduction_for_comms", nothing),
+    ]
+
+
+@mutant("copies")
+def dense_gradients_of_copies_are_not_summed():
+    def mistaken(self, *args):
+        self.set_requires_all_reduce(False)
+
+    return [(FSDPModule, "set_force_sum_reduction_for_comms", mistaken)]
+
+
+@mutant("kept")
+def dense_gradients_are_never_summed():
+    def mistaken(self, model, *, is_last):
+        model.set_requires_gradient_sync(False)
+
+    return [(team.Team, "announce_micro_batch", mistaken)]
+
+
+@mutant("kept")
+def weights_are_kept_over_a_step():
+    def mistaken(self, optimizer):
+        self._is_following = True
+
+    return [(expert_storage.ExpertStorage, "follow", mistaken)]
+
+
+@mutant("spread")
+def norm_of_own_shards():
+    return [(clip, "_cut_along", lambda gradient: ())]
+
+
+@mutant("copies")
+def norm_counts_copies():
+    def mistaken(gradient):
+        mesh = gradient.device_mesh
+        return tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+
+    return [(clip, "_cut_along", mistaken)]
+
+
+@mutant("halves")
+def norm_over_the_world():
+    right = clip._cut_along
+
+    def mistaken(gradient):
+        groups = right(gradient)
+        return tuple(world_of(False).everyone().process_group for _ in groups)
+
+    return [(clip, "_cut_along", mistaken)]
+
+
+def run_mutant(name, case):
+    """One case on this rank with a mistake; what the oracle compares."""
+    assert isinstance(world_of(case.subgroup), World)  # made before the mistake
+    with ExitStack() as stack:
+        for place, attribute, replacement in MUTANTS[name][1]():
+            stack.enter_context(mock.patch.object(place, attribute, replacement))
+        return run_form(case, steps=STEPS)
+
+
+def error(results, case):
+    return max(differences(case, results, steps=STEPS).values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_mistake_the_cases_agree(four_ranks, name):
+    case = CASES[name]
+    assert error(four_ranks.run(run_form, case, steps=STEPS), case) <= FP64_RELATIVE
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_caught(four_ranks, name):
+    case = CASES[MUTANTS[name][0]]
+    assert error(four_ranks.run(run_mutant, name, case), case) > CLEARLY
