@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.comm.all_to_all.flat import all_to_all, exchange_counts
-from expertmesh.comm.collectives import all_gather, all_reduce, reduce_scatter
+from expertmesh.comm.collectives import (
+    FEW_BYTES,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_reduce,
+)
+from expertmesh.comm.group import wait_for
 from expertmesh.comm.world import World
 from expertmesh.errors import CollectiveError, ConfigError
 from expertmesh.testing.ranks import RankError, RankPool
@@ -100,6 +107,26 @@ def logs_nest():
 def test_logs(two_ranks):
     """All-gather hands 16 bytes to the other rank; all-reduce twice half of 16."""
     assert two_ranks.run(logs_nest) == [(32, 16, 16)] * 2
+
+
+def sums_of_any_size(num_elements):
+    """The same total to the bit on all ranks, in place, whichever way the parts take."""
+    group = group_of([[0, 1, 2, 3]])
+    totals = []
+    for dtype in (*DTYPES, torch.int64, torch.int32):
+        x = torch.arange(num_elements).remainder(7).add(group.rank).to(dtype)
+        with world().traffic.logged() as log:
+            wait_for(start_all_reduce(x, group, where="test"))
+        expected = 4 * torch.arange(num_elements).remainder(7) + 6
+        assert torch.equal(x, expected.to(dtype)), dtype
+        totals.append(log.num_bytes() / x.nbytes)
+    return totals
+
+
+@pytest.mark.parametrize(("num_elements", "handed_out"), [(3, 3.0), (FEW_BYTES, 1.5)], ids=str)
+def test_sums_of_any_size(four_ranks, num_elements, handed_out):
+    """A small tensor goes whole to the three others; of a large one each rank hands out 2 x 3 / 4."""
+    assert four_ranks.run(sums_of_any_size, num_elements) == [[handed_out] * 6] * 4
 
 
 def absent():

@@ -18,7 +18,7 @@ class Transfer:
         where: what it was for: a layer and a purpose.
         num_bytes: payload that this rank hands to other ranks when each block goes straight to its receiver:
             (n - 1) shards for all_gather and reduce_scatter over n ranks, twice (n - 1) / n of the tensor for
-            all_reduce, the rows for other ranks for all_to_all.
+            all_reduce ((n - 1) times a small one on CPUs), the rows for other ranks for all_to_all.
     """
 
     collective: str
@@ -68,9 +68,12 @@ class Pending:
     """A collective under way. Its tensors may be used after `wait`."""
 
     def __init__(
-        self, work: dist.Work | None, explain: Callable[[BaseException], CollectiveError]
+        self,
+        work: dist.Work | None,
+        explain: Callable[[BaseException], CollectiveError],
+        then: Callable[[], object] | None = None,
     ) -> None:
-        self._work, self._explain = work, explain
+        self._work, self._explain, self._then = work, explain, then
 
     def wait(self) -> None:
         """Wait for it (on a GPU: let the current stream wait). May be called again.
@@ -85,6 +88,8 @@ class Pending:
             work.wait()
         except RuntimeError as error:
             raise self._explain(error) from error
+        if self._then is not None:
+            self._then()
 
 
 def wait_for(pending: Pending | None) -> None:
@@ -133,6 +138,7 @@ class RankGroup:
         where: str,
         num_bytes: int,
         launch: Callable[[dist.ProcessGroup], dist.Work | None],
+        then: Callable[[], object] | None = None,
     ) -> Pending:
         """Launch an asynchronous collective of torch and record it.
 
@@ -141,6 +147,7 @@ class RankGroup:
             where: layer and purpose, for the log and for errors.
             num_bytes: see `Transfer`.
             launch: calls torch with this group.
+            then: what is left to do on this rank when the collective is done; the wait does it.
 
         Raises:
             CollectiveError: it failed at once.
@@ -159,4 +166,4 @@ class RankGroup:
             work = launch(self.process_group)
         except RuntimeError as error:
             raise explain(error) from error
-        return Pending(work, explain)
+        return Pending(work, explain, then)
