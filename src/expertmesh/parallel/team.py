@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from expertmesh.comm.collectives import start_all_reduce
 from expertmesh.comm.group import wait_for
+from expertmesh.comm.start import start_group
 from expertmesh.comm.world import World
 from expertmesh.errors import CollectiveError, ConfigError, PeerError
 from expertmesh.parallel.clip import clip_grad_norm_
@@ -189,9 +189,7 @@ def open_team(*, device_type: str, timeout_s: float, reduces_once: bool = False)
     """
     ours = not dist.is_initialized() and dist.is_torchelastic_launched()
     if ours:
-        dist.init_process_group(
-            "nccl" if device_type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
-        )
+        start_group("nccl" if device_type == "cuda" else "gloo", timeout_s=timeout_s)
     world = None
     if dist.is_initialized() and dist.get_world_size() > 1:
         world = World(device_type=device_type, timeout_s=timeout_s)

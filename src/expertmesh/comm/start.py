@@ -1,0 +1,80 @@
+"""The first contact of the ranks that torchrun started, again after each restart.
+
+The agents of torchrun keep one key-value store over all restarts, and torch 2.13 puts the addresses of the ranks under the
+same keys each time (`default_pg/...`, then the number of each further group). So a restarted rank that is quicker than its
+peers reads where their killed predecessors listened, and cannot connect: "connectFullMesh failed ... Connection
+refused". The restart count that torchrun hands out does not help with several nodes, because their agents count alone.
+Here the living ranks agree on a name that no earlier life has used, and all keys go below it.
+"""
+
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from expertmesh.errors import CollectiveError
+
+_POLL_S = 0.01
+
+
+def start_group(backend: str, *, timeout_s: float) -> None:
+    """Make torch's default process group of the ranks that torchrun started.
+
+    Args:
+        backend: "gloo" or "nccl".
+        timeout_s: of the first contact and of every collective.
+
+    Raises:
+        CollectiveError: a rank did not come in time, or could not be reached.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store, rank, num_ranks = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        name = fresh_name(store, rank, num_ranks, timeout_s=timeout_s)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(name, store),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timeout,
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CollectiveError(f"the ranks could not connect: {reason}") from error
+
+
+def fresh_name(store: dist.Store, rank: int, num_ranks: int, *, timeout_s: float) -> str:
+    """A name that these ranks have in common, and no ranks before them on the same store.
+
+    Each rank but the first asks under a number of its own, which only a living rank 0 can answer; rank 0 answers all
+    questions, those of dead ranks too, until every rank has thanked it under the new name.
+
+    Args:
+        store: shared by all ranks, perhaps with dead ones.
+        rank: of this process.
+        num_ranks: all of which must call.
+        timeout_s: for all of it.
+
+    Raises:
+        torch.distributed.DistError: a rank did not come in time.
+    """
+    if rank:
+        number = store.add("expertmesh/questions", 1)
+        name = store.get(f"expertmesh/answer/{number}").decode()
+        store.set(f"{name}/thanks/{rank}", "")
+        return name
+    name = f"expertmesh/{uuid.uuid4().hex}"
+    thanks = [f"{name}/thanks/{other}" for other in range(1, num_ranks)]
+    answered, end = 0, time.monotonic() + timeout_s
+    while thanks and not store.check(thanks):
+        asked = store.add("expertmesh/questions", 0)
+        for number in range(answered + 1, asked + 1):
+            store.set(f"expertmesh/answer/{number}", name)
+        if time.monotonic() > end:
+            missing = [key.rpartition("/")[2] for key in thanks if not store.check([key])]
+            raise dist.DistError(f"ranks {', '.join(missing)} did not come within {timeout_s:g} s")
+        answered = asked
+        time.sleep(_POLL_S)
+    return name

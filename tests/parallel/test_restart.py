@@ -1,0 +1,140 @@
+"""`kill -9` of one of four ranks under `torchrun --max-restarts`: the run goes on as if nothing had happened.
+
+This file is also the program that torchrun starts.
+"""
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+RELATIVE = 1e-9
+NUM_RANKS = 4
+
+BASE = {
+    "model.dim": 16,
+    "model.max_seq_len": 16,
+    "model.ffn_hidden_dim": 32,
+    "model.moe.hidden_dim": 16,
+    "model.moe.router_noise": "gumbel",
+    "data.seq_len": 16,
+    "data.max_bytes": 60_000,
+    "train.dtype": "float64",
+    "train.device": "cpu",
+    "train.eval_every": 1000,
+    "train.eval_batches": 1,
+    "train.checkpoint_every": 1,
+    "train.keep_last": 2,
+    "train.tensorboard": False,
+    "train.resume": "auto",
+}
+# No life gets further than this before it is killed, so that a fast machine cannot finish before the last of them.
+STEPS_PER_LIFE = 4
+
+
+@pytest.mark.slow
+def test_a_killed_rank(four_ranks, tmp_path):
+    killed_at_random(four_ranks, tmp_path, kills=1)
+
+
+@pytest.mark.exhaustive
+def test_ranks_killed_ten_times(four_ranks, tmp_path):
+    killed_at_random(four_ranks, tmp_path, kills=10)
+
+
+def killed_at_random(four_ranks, tmp_path, *, kills):
+    from expertmesh.testing.numerics import relative_error
+    from expertmesh.train.metrics import read_metrics
+
+    steps = (kills + 1) * STEPS_PER_LIFE
+    for name in ("straight", "killed"):
+        config = config_of(tmp_path, name, steps)
+        (tmp_path / f"{name}.json").write_text(config.model_dump_json())
+    four_ranks.run(train_quietly, tmp_path / "straight.json")
+    done = torchrun(kills, tmp_path / "killed.json", str(kills), str(tmp_path / "lives"))
+    lives = [json.loads(line) for line in (tmp_path / "lives").read_text().splitlines()]
+    assert done.returncode == 0, (lives, done.stderr[-3000:])
+    # As many lives as kills and one more: no restart failed to connect.
+    assert [life["number"] for life in lives] == list(range(kills + 1))
+    found, expected = (
+        read_metrics(tmp_path / name / "metrics.jsonl") for name in ("killed", "straight")
+    )
+    assert [line["step"] for line in found] == list(range(1, steps + 1))
+    for line, oracle in zip(found, expected, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+
+
+def config_of(folder, name, steps):
+    from expertmesh.recipes import RECIPES
+
+    places = {"train.run_dir": str(folder / name), "data.cache_dir": str(folder / "cache")}
+    return RECIPES["gpt-moe-test"]().updated(BASE | places | {"train.steps": steps})
+
+
+def torchrun(restarts, *words):
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--local-addr", "127.0.0.1", "--nproc-per-node", str(NUM_RANKS)),
+        *("--max-restarts", str(restarts), __file__, *map(str, words)),
+    ]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60 * (restarts + 1),
+        env=environment,
+        check=False,
+    )
+
+
+def train_quietly(config_file):
+    from rich.console import Console
+
+    from expertmesh.config.run import RunConfig
+    from expertmesh.train.loop import train
+
+    config = RunConfig.model_validate_json(Path(config_file).read_text())
+    train(config, recipe="gpt-moe-test", console=Console(file=io.StringIO()))
+
+
+def main(config_file, kills, lives):
+    """One rank in one life. In all but the last life one rank dies at some moment."""
+    number, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
+    draw = random.Random(number)
+    victim = draw.randrange(NUM_RANKS)
+    if rank == 0:
+        with Path(lives).open("a") as file:
+            file.write(json.dumps({"number": number, "victim": victim}) + "\n")
+    if number < int(kills) and rank == victim:
+        metrics = Path(config_file).parent / "killed" / "metrics.jsonl"
+        threading.Thread(target=_die, args=(metrics, draw.uniform(0.0, 0.5)), daemon=True).start()
+    train_quietly(config_file)
+
+
+def _die(metrics, seconds):
+    """Some time after the first step of this life, but before it has done all that it may."""
+
+    def lines():
+        return metrics.read_text().count("\n") if metrics.exists() else 0
+
+    first = lines()
+    while lines() == first:
+        time.sleep(0.002)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and lines() < first + STEPS_PER_LIFE:
+        time.sleep(0.002)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
