@@ -119,8 +119,6 @@ def mistakes_of_a_layer():
     spread_experts(spread, world, fixed_tokens=2)
     note(lambda: spread(torch.zeros(2, 7), route_degree=3))
     note(lambda: spread(torch.zeros(3, 7)))
-    spread.experts.accumulate_main_grads()
-    note(lambda: spread(torch.zeros(1, 7)))
     world.close()
     return messages
 
@@ -132,7 +130,6 @@ def test_a_layer(two_ranks):
         "b_out of shape (4, 7) cannot be cut into 2 equal parts along axis 1",
         "route_degree=3: must divide the 2 ranks",
         "3 tokens on this rank with fixed_tokens=2",
-        "accumulate_main_grads is on",
     )
     for messages in two_ranks.run(mistakes_of_a_layer):
         assert len(messages) == len(expected)

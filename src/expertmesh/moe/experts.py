@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
+from expertmesh.ops import few_rows
 from expertmesh.ops.activation import activate, num_branches
 from expertmesh.ops.invariant_experts import invariant_mlp, invariant_moe_mlp
 from expertmesh.ops.moe_mlp import moe_mlp
-from expertmesh.ops.moe_mlp_inputs import WeightGradients
+from expertmesh.ops.moe_mlp_inputs import WeightGradients, Weights
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.ops.route_metadata import route_metadata
@@ -24,18 +25,38 @@ class ExpertParameters:
     """Parameters of e experts that stand in for those of a `GroupedExperts`, in one call.
 
     Attributes:
-        w_in_EGFD: (e, G, F', D), where F' may be a slice of the hidden size.
-        w_out_EDF: (e, D, F').
-        b_in_EGF: (e, G, F') or None.
+        w_in_EGFD: (e, G, F', D), where F' may be a slice of the hidden size; or a tuple of such slices.
+        w_out_EDF: (e, D, F'), or a tuple.
+        b_in_EGF: (e, G, F'), or a tuple, or None.
         b_out_ED: (e, D) or None.
         context: entered around the experts' operator; their owner may decide there what autograd keeps.
+        main_grads: see `moe_mlp`; their owner hands the gradients on.
     """
 
-    w_in_EGFD: Tensor
-    w_out_EDF: Tensor
-    b_in_EGF: Tensor | None = None
+    w_in_EGFD: Weights
+    w_out_EDF: Weights
+    b_in_EGF: Weights | None = None
     b_out_ED: Tensor | None = None
     context: Callable[[], AbstractContextManager[object]] = nullcontext
+    main_grads: WeightGradients | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """e."""
+        return (self.w_in_EGFD if isinstance(self.w_in_EGFD, Tensor) else self.w_in_EGFD[0]).shape[
+            0
+        ]
+
+    def in_one_piece(self) -> "ExpertParameters":
+        """The same with slices joined, by a copy."""
+        if isinstance(self.w_in_EGFD, Tensor):
+            return self
+        w_in, w_out, b_in = (
+            None if slices is None else torch.cat(list(slices), 2)
+            for slices in (self.w_in_EGFD, self.w_out_EDF, self.b_in_EGF)
+        )
+        assert w_in is not None and w_out is not None
+        return replace(self, w_in_EGFD=w_in, w_out_EDF=w_out, b_in_EGF=b_in, main_grads=None)
 
 
 class DenseMLP(nn.Module):
@@ -187,19 +208,19 @@ class GroupedExperts(nn.Module):
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
         """
         if parameters is None:
-            parameters = ExpertParameters(self.w_in, self.w_out, self.b_in, self.b_out)
-        elif self.main_grads is not None:
-            raise ConfigError(
-                "accumulate_main_grads is on, and these experts are spread over processes, where gradients take another "
-                "way; switch it off"
+            y_TD = self._run_few(x_TD, expert_ids_TK, weights_TK)
+            if y_TD is not None:
+                return y_TD
+            parameters = ExpertParameters(
+                self.w_in, self.w_out, self.b_in, self.b_out, main_grads=self.main_grads
             )
         metadata = route_metadata(
-            expert_ids_TK, parameters.w_in_EGFD.shape[0], max_rows=max_rows, backend=self.backend
+            expert_ids_TK, parameters.num_experts, max_rows=max_rows, backend=self.backend
         )
-        run = partial(moe_mlp, recompute_h=self.recompute_h, main_grads=self.main_grads)
+        run = partial(moe_mlp, recompute_h=self.recompute_h, main_grads=parameters.main_grads)
         if self.batch_invariant and not self.training:
             _refuse_main_grads(self.main_grads)
-            run = partial(invariant_moe_mlp)
+            parameters, run = parameters.in_one_piece(), partial(invariant_moe_mlp)
         with parameters.context():
             return run(
                 x_TD,
@@ -212,6 +233,17 @@ class GroupedExperts(nn.Module):
                 b_out_ED=parameters.b_out_ED,
                 backend=self.backend,
             )
+
+    def _run_few(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
+        """The result by the short way for a few rows, where that serves."""
+        w_in, w_out = self.w_in, self.w_out
+        if self.b_in is not None or (self.batch_invariant and not self.training):
+            return None
+        if not few_rows.serves(x_TD, w_in, w_out, ids_TK, weights_TK, self.backend):
+            return None
+        return few_rows.moe_mlp_of_few(
+            x_TD, w_in, w_out, ids_TK, weights_TK, activation=self.activation
+        )
 
 
 def _refuse_main_grads(main_grads: WeightGradients | None) -> None:

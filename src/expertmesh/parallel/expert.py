@@ -24,6 +24,7 @@ from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.parallel.expert_storage import ExpertStorage, Keep
 from expertmesh.parallel.plan import Plan, make_plan
+from expertmesh.parallel.weights_in_use import WeightsInUse
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class _WayBack:
     metadata: RouteMetadata | None = None
     counts: Counts | None = None
     slots: int = 1
+    use: WeightsInUse | None = None
 
 
 class ExpertDispatcher:
@@ -140,7 +142,12 @@ class ExpertDispatcher:
             sent = self._dispatch_fixed(x_TD, expert_ids_TK, weights_TK, route, self.fixed_tokens)
         else:
             sent = self._dispatch_ragged(x_TD, expert_ids_TK, weights_TK, route)
-        return replace(sent, parameters=self.storage.finish_gather(gathering))
+        assert isinstance(sent.handle, _WayBack)
+        return replace(
+            sent,
+            parameters=self.storage.finish_gather(gathering),
+            handle=replace(sent.handle, use=gathering.use),
+        )
 
     def _dispatch_ragged(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, route: _Route
@@ -240,6 +247,8 @@ class ExpertDispatcher:
     def combine(self, y_TD: Tensor, dispatched: Dispatched) -> Tensor:
         """Bring the partial sums home and add them per token, in FP32 (FP64 for FP64) and a fixed order."""
         back: _WayBack = dispatched.handle
+        assert back.use is not None
+        back.use.announce_backward(y_TD)
         if back.route.group.size == 1:
             return y_TD
         where = f"{self.storage.layer}, combine"
