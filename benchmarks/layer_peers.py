@@ -1,7 +1,6 @@
 """The layers that `benchmarks.layer` compares with ours, all with our weights, router included: (T, D) -> (T, D)."""
 
 import importlib.metadata
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,56 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from benchmarks.gpu_peers import PACKAGES, why_missing
+from benchmarks.peer_parts import Case, OwnWeights, absent, activate, choose
 from torch import Tensor, nn
 
 from expertmesh import MoELayer
 
 
-@dataclass(frozen=True)
-class Case:
-    """One shape: T tokens, D, F, E experts, K choices, activation, dtype, forward and backward or forward only, device."""
-
-    num_tokens: int
-    dim: int
-    hidden_dim: int
-    num_experts: int
-    top_k: int
-    activation: str
-    dtype: torch.dtype
-    training: bool = True
-    device: str = "cpu"
-
-    @property
-    def num_branches(self) -> int:
-        return 2 if self.activation == "swiglu" else 1
-
-
-def choose(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Normalised weights and ids, (T, K) each: softmax in FP32, as all contenders route."""
-    weights_TK, ids_TK = (x_TD.float() @ router_ED.float().T).softmax(-1).topk(top_k)
-    return weights_TK / weights_TK.sum(-1, keepdim=True), ids_TK
-
-
-def activate(h: Tensor, case: Case) -> Tensor:
-    """SwiGLU or GELU of the last dimension."""
-    if case.num_branches == 1:
-        return F.gelu(h)
-    gate, up = h.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-class _OwnWeights(nn.Module):
-    """A copy of our weights: router (E, D), w_in (E, G * F, D), w_out (E, D, F)."""
-
-    def __init__(self, layer: MoELayer, case: Case) -> None:
-        super().__init__()
-        self.case = case
-        self.router = nn.Parameter(layer.router.proj.weight.detach().clone())
-        self.w_in = nn.Parameter(layer.experts.w_in.detach().flatten(1, 2).clone())
-        self.w_out = nn.Parameter(layer.experts.w_out.detach().clone())
-
-
-class EinsumMoE(_OwnWeights):
+class EinsumMoE(OwnWeights):
     """Dispatch and combine as dense einsums over (token, expert, place), as in GShard and fairseq."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -82,7 +39,7 @@ class EinsumMoE(_OwnWeights):
         return torch.einsum("tec,ecd->td", combine_TEC, a_ECF @ self.w_out.transpose(1, 2))
 
 
-class OneHotMoE(_OwnWeights):
+class OneHotMoE(OwnWeights):
     """Rows placed by a running count over a one-hot matrix (T * K, E), then one product per expert, and index_add."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -108,7 +65,7 @@ class OneHotMoE(_OwnWeights):
         return torch.zeros_like(x_TD).index_add(0, token_R, weighted_RD)
 
 
-class GroupedMM(_OwnWeights):
+class GroupedMM(OwnWeights):
     """`torch.nn.functional.grouped_mm` over rows sorted by expert, the weights applied to the rows."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -123,18 +80,6 @@ class GroupedMM(_OwnWeights):
         weighted_RD = y_RD * weights_TK.flatten()[slot_R, None].to(y_RD.dtype)
         slots_ND = torch.empty_like(weighted_RD).index_copy(0, slot_R, weighted_RD)
         return slots_ND.view(*ids_TK.shape, -1).sum(1)
-
-
-class LigerMoE(_OwnWeights):
-    """Liger-Kernel's fused experts (Triton, GPUs only) behind the same router."""
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
-
-        weights_TK, ids_TK = choose(x_TD, self.router, self.case.top_k)
-        return LigerFusedMoEFunction.apply(
-            x_TD, self.w_in, self.w_out, ids_TK.to(torch.int32), weights_TK
-        )
 
 
 class _GeluExpert(nn.Module):
@@ -304,11 +249,11 @@ def peers_of(case: Case, *, einsum: bool) -> list[Peer]:
         for name in ("eager", "grouped_mm", *(() if case.training else ("batched_mm",))):
             slow = name == "eager" and case.training and case.num_experts > 16
             make = _mixtral_maker(name)
-            found.append(Peer(f"transformers {name}", make, _absent("transformers"), slow))
-        why = _absent("liger_kernel") or (None if case.device == "cuda" else "runs on GPUs only")
-        found.append(Peer("Liger-Kernel fused MoE", LigerMoE, why))
+            found.append(Peer(f"transformers {name}", make, absent("transformers"), slow))
+    for name, (package, make) in PACKAGES[case.activation].items():
+        found.append(Peer(name, make, why_missing(package, case)))
     if case.activation == "gelu" and case.training:
-        found.append(Peer("DeepSpeed MoE", DeepSpeedMoE, _absent("deepspeed"), slow=True))
+        found.append(Peer("DeepSpeed MoE", DeepSpeedMoE, absent("deepspeed"), slow=True))
     found.append(Peer("torch grouped_mm", GroupedMM))
     found.append(Peer("one-hot cumsum", OneHotMoE))
     if einsum and case.training:
@@ -320,15 +265,22 @@ def _mixtral_maker(implementation: str) -> Callable[[MoELayer, Case], nn.Module]
     return lambda layer, case: make_mixtral(layer, case, implementation)
 
 
-def _absent(module: str) -> str | None:
-    return None if importlib.util.find_spec(module) else "not installed"
-
-
 def versions() -> dict[str, str]:
     """The installed peers and their versions."""
-    names = ("transformers", "liger-kernel", "deepspeed", "triton")
-    return {
-        name: importlib.metadata.version(name)
-        for name in names
-        if _absent(name.replace("-", "_")) is None
+    packages = {
+        "transformers": "transformers",
+        "liger-kernel": "liger_kernel",
+        "sonic-moe": "sonicmoe",
+        "scattermoe": "scattermoe",
+        "tutel": "tutel",
+        "deepspeed": "deepspeed",
+        "triton": "triton",
     }
+    found = {}
+    for name, package in packages.items():
+        if absent(package) is None:
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:  # a copied folder, as ScatterMoE comes
+                found[name] = "of unknown version"
+    return found
