@@ -23,10 +23,14 @@ def test_all_valid_dense_degrees(num_ranks):
 @pytest.mark.parametrize(
     ("num_ranks", "degrees", "nearest"),
     [
-        (8, {"dp_replicate": 3}, "dp_replicate_degree=4, dp_shard_degree=2, tp=1"),
-        (8, {"dp_shard": 4}, "dp_replicate_degree=2, dp_shard_degree=4, tp=1"),
-        (4, {"tp": 8}, "dp_replicate_degree=1, dp_shard_degree=1, tp=4"),
-        (2, {"dp_replicate": 2, "dp_shard": 2}, "dp_replicate_degree=1, dp_shard_degree=2, tp=1"),
+        (8, {"dp_replicate": 3}, "dp_replicate_degree=4, dp_shard_degree=2, tp_degree=1"),
+        (8, {"dp_shard": 4}, "dp_replicate_degree=2, dp_shard_degree=4, tp_degree=1"),
+        (4, {"tp": 8}, "dp_replicate_degree=1, dp_shard_degree=1, tp_degree=4"),
+        (
+            2,
+            {"dp_replicate": 2, "dp_shard": 2},
+            "dp_replicate_degree=1, dp_shard_degree=2, tp_degree=1",
+        ),
     ],
 )
 def test_wrong_dense_degrees(num_ranks, degrees, nearest):

@@ -66,6 +66,20 @@ FOUR = [
 ]
 
 
+# A routing group is half a sequence, so that one rank of two has it whole.
+HALVES = {
+    "model.moe.routing_group_size": 8,
+    "model.moe.num_shared_experts": 1,
+    "model.qk_norm": True,
+}
+TENSOR_TWO = [{}, {"parallel.route_degree": 1, "train.micro_batch_size": 4}]
+TENSOR_FOUR = [
+    {"parallel.dp_shard_degree": 2},
+    {"parallel.dp_replicate_degree": 2, "parallel.zero_stage": 1, "train.micro_batch_size": 2},
+    {"parallel.es_degree": 2, "parallel.route_degree": 2, "parallel.zero_stage": 2},
+]
+
+
 def config_of(folder, name, changes):
     return RECIPES["gpt-moe-test"]().updated(
         BASE
@@ -91,6 +105,7 @@ def one_process(folder):
     return {
         "capacity": run_training(folder, "one", {}),
         "dropless": run_training(folder, "one-dropless", DROPLESS),
+        "halves": run_training(folder, "one-halves", HALVES),
     }
 
 
@@ -116,11 +131,27 @@ def test_four_ranks(four_ranks, folder, one_process, layout):
     assert_same(four_ranks.run(run_training, folder, name, layout)[0], one_process["capacity"])
 
 
+@pytest.mark.parametrize("layout", TENSOR_TWO, ids=str)
+def test_tensor_parallel_on_two_ranks(two_ranks, folder, one_process, layout):
+    name = f"tensor-two-{TENSOR_TWO.index(layout)}"
+    changes = HALVES | {"parallel.tp_degree": 2} | layout
+    assert_same(two_ranks.run(run_training, folder, name, changes)[0], one_process["halves"])
+
+
+@pytest.mark.parametrize("layout", TENSOR_FOUR, ids=str)
+def test_tensor_parallel_on_four_ranks(four_ranks, folder, one_process, layout):
+    name = f"tensor-four-{TENSOR_FOUR.index(layout)}"
+    changes = HALVES | {"parallel.tp_degree": 2} | layout
+    assert_same(four_ranks.run(run_training, folder, name, changes)[0], one_process["halves"])
+
+
 @pytest.mark.parametrize(
-    "layout", [{}, {"parallel.route_degree": 2, "parallel.zero_stage": 1}], ids=str
+    "layout",
+    [{}, {"parallel.route_degree": 2, "parallel.zero_stage": 1}, {"parallel.tp_degree": 2}],
+    ids=str,
 )
 def test_dropless_pyramid_in_micro_batches(four_ranks, folder, one_process, layout):
-    name = f"dropless-{len(layout)}"
+    name = f"dropless-{'-'.join(layout)}"
     lines = four_ranks.run(run_training, folder, name, DROPLESS | layout)[0]
     assert_same(lines, one_process["dropless"])
 

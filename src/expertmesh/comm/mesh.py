@@ -70,8 +70,8 @@ def dense_degrees(
     near = min(valid, key=lambda choice: (sum(distance(choice)), distance(choice)))
     shown = "all_others" if dp_shard is None else dp_shard
     raise ConfigError(
-        f"dp_replicate_degree={dp_replicate} x dp_shard_degree={shown} x tp={tp} does not make {num_ranks} ranks; nearest: "
-        f"dp_replicate_degree={near.dp_replicate}, dp_shard_degree={near.dp_shard}, tp={near.tp}"
+        f"dp_replicate_degree={dp_replicate} x dp_shard_degree={shown} x tp_degree={tp} does not make {num_ranks} ranks; "
+        f"nearest: dp_replicate_degree={near.dp_replicate}, dp_shard_degree={near.dp_shard}, tp_degree={near.tp}"
     )
 
 
@@ -151,6 +151,12 @@ def dense_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
     """The mesh ("dp_replicate", "dp_shard", "tp"). Every rank must ask for it."""
     shape = (degrees.dp_replicate, degrees.dp_shard, degrees.tp)
     return world.mesh(shape, DENSE_AXES, range(world.size))
+
+
+def data_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
+    """The axes of `dense_mesh` over which batches are split, without that of the copies where there is one copy."""
+    mesh = dense_mesh(world, degrees)
+    return mesh[DENSE_AXES[:2]] if degrees.dp_replicate > 1 else mesh["dp_shard"]
 
 
 def expert_mesh(world: World, experts: ExpertDegrees) -> DeviceMesh:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import debug
 
 from expertmesh.comm.group import RankGroup, Traffic
 from expertmesh.errors import ConfigError
@@ -107,6 +108,10 @@ class World:
         for group in made:
             dist.destroy_process_group(group)
         self._groups, self._meshes = {}, {}
+        # DTensor keeps results of its operators by mesh, and an equal mesh of another world has other groups.
+        clear = getattr(debug, "_clear_sharding_prop_cache", None)
+        if clear is not None:
+            clear()
 
     def mesh(self, shape: Sequence[int], names: Sequence[str], order: Sequence[int]) -> DeviceMesh:
         """A device mesh over all ranks; every rank must ask for it.

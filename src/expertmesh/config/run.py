@@ -137,6 +137,8 @@ class ParallelConfig(Config):
     """Copies of the model; each is spread over the other ranks."""
     dp_shard_degree: int | None = Field(default=None, gt=0)
     """Ranks over which one copy's parameters are spread; none: all that dp_replicate_degree leaves."""
+    tp_degree: int = Field(default=1, gt=0)
+    """Neighbouring ranks that share sequences: each has a part of their tokens and of the dense layers' matrices."""
     ep_degree: int | None = Field(default=None, gt=0)
     """Expert shards that tokens are routed over: route_degree = ep_degree x es_degree; none: as route_degree says."""
     es_degree: int | None = Field(default=None, gt=0)

@@ -1,13 +1,21 @@
 """Spread a model over ranks: its experts by our storage, the rest by FSDP2."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
-from expertmesh.comm.mesh import dense_degrees, divisors, expert_degrees
+from expertmesh.comm.mesh import (
+    DenseDegrees,
+    data_mesh,
+    dense_degrees,
+    dense_mesh,
+    divisors,
+    expert_degrees,
+)
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
@@ -16,6 +24,7 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.expert import ExpertDispatcher, spread_experts
 from expertmesh.parallel.expert_storage import Keep
 from expertmesh.parallel.plan import Plan, make_plan
+from expertmesh.parallel.tensor import TensorPlan, apply_plan, tensor_group
 
 _KEEP: dict[int, Keep] = {1: "until_step", 2: "until_step", 3: "regather"}
 
@@ -26,6 +35,7 @@ def parallelize(
     *,
     world: World | None = None,
     blocks: Iterable[nn.Module] = (),
+    tensor_plan: TensorPlan | None = None,
 ) -> World:
     """Spread a model over all ranks of a world, in place. Every rank must call.
 
@@ -40,6 +50,8 @@ def parallelize(
         world: the ranks; None: all of torch.distributed.
         blocks: modules whose dense parameters are gathered together, one after the other (the layers of a
             transformer); the model's other parameters make one more block.
+        tensor_plan: with a tp_degree above 1, styles of `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`
+            by name of module, * for any part of a name. Modules without one run on this rank's tokens with whole parameters.
 
     Returns:
         The world, which counts bytes and can be closed.
@@ -48,9 +60,7 @@ def parallelize(
         ConfigError: the degrees do not fit the ranks or the model.
     """
     world = World(timeout_s=config.timeout_s) if world is None else world
-    degrees = dense_degrees(
-        world.size, dp_replicate=config.dp_replicate_degree, dp_shard=config.dp_shard_degree
-    )
+    degrees = degrees_of(config, num_ranks=world.size)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     for layer in moe_layers:
         hidden_dim = layer.experts.w_in.shape[2] if isinstance(layer.experts, GroupedExperts) else 1
@@ -70,10 +80,17 @@ def parallelize(
             keep=_KEEP[config.zero_stage],
         )
     experts = {p for layer in moe_layers for p in layer.experts.parameters()}
-    mesh = _dense_mesh(world, degrees.dp_replicate, degrees.dp_shard)
+    if degrees.tp > 1:
+        tensor_mesh = dense_mesh(world, degrees)["tp"]
+        apply_plan(model, tensor_mesh, tensor_group(world, degrees.tp), tensor_plan or {})
+    mesh = data_mesh(world, degrees)
     for module in [*blocks, model]:
         fully_shard(
-            module, mesh=mesh, reshard_after_forward=config.zero_stage == 3, ignored_params=experts
+            module,
+            mesh=mesh,
+            reshard_after_forward=config.zero_stage == 3,
+            ignored_params=experts,
+            shard_placement_fn=partial(_axis_of_shards, num_parts=degrees.dp_shard),
         )
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -125,7 +142,24 @@ def expert_plan(
     return make_plan(storage, ep_degree * storage.f)
 
 
-def _dense_mesh(world: World, dp_replicate: int, dp_shard: int) -> DeviceMesh:
-    if dp_replicate == 1:
-        return world.mesh((dp_shard,), ("dp_shard",), range(world.size))
-    return world.mesh((dp_replicate, dp_shard), ("dp_replicate", "dp_shard"), range(world.size))
+def degrees_of(config: ParallelConfig, *, num_ranks: int) -> DenseDegrees:
+    """How the ranks are factored for the dense layers.
+
+    Raises:
+        ConfigError: the degrees do not make the number of ranks.
+    """
+    return dense_degrees(
+        num_ranks,
+        dp_replicate=config.dp_replicate_degree,
+        dp_shard=config.dp_shard_degree,
+        tp=config.tp_degree,
+    )
+
+
+def _axis_of_shards(parameter: nn.Parameter, *, num_parts: int) -> Shard:
+    """Where FSDP2 cuts: along the first axis in equal parts, and not along one that is cut already, if it can."""
+    taken = parameter.placements if isinstance(parameter, DTensor) else ()
+    free = [axis for axis in range(parameter.ndim) if not any(p.is_shard(axis) for p in taken)]
+    even = [axis for axis in free if parameter.shape[axis] % num_parts == 0]
+    # Only the first axis may be cut unevenly.
+    return Shard(even[0] if even else 0)

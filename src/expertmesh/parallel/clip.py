@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -54,5 +54,5 @@ def _cut_along(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(gradient.placements)
-        if isinstance(placement, Shard) and mesh.size(axis) > 1
+        if not placement.is_replicate() and mesh.size(axis) > 1
     )

@@ -26,11 +26,14 @@ class Team:
 
     Args:
         world: the ranks; None: this process alone.
+        tp_degree: neighbouring ranks that share the same rows, each with its part of their positions.
         reduces_once: whether dense gradients are summed over ranks once per step, not once per micro-batch.
     """
 
-    def __init__(self, world: World | None = None, *, reduces_once: bool = False) -> None:
-        self.world, self.reduces_once = world, reduces_once
+    def __init__(
+        self, world: World | None = None, *, tp_degree: int = 1, reduces_once: bool = False
+    ) -> None:
+        self.world, self.tp_degree, self.reduces_once = world, tp_degree, reduces_once
 
     @property
     def size(self) -> int:
@@ -38,16 +41,27 @@ class Team:
         return 1 if self.world is None else self.world.size
 
     @property
+    def num_row_parts(self) -> int:
+        """Parts into which the rows of a batch are split."""
+        return self.size // self.tp_degree
+
+    @property
     def is_leader(self) -> bool:
         """Whether this rank prints and writes."""
         return self.world is None or self.world.position == 0
 
     def rows(self, start: int, stop: int) -> slice:
-        """This rank's share of the rows start ... stop - 1: equal ones if the ranks divide them, in rank order."""
+        """This rank's share of the rows start ... stop - 1: equal ones if the parts divide them, in rank order."""
         if self.world is None:
             return slice(start, stop)
-        n, p, R = stop - start, self.world.position, self.world.size
+        n, p, R = stop - start, self.world.position // self.tp_degree, self.num_row_parts
         return slice(start + n * p // R, start + n * (p + 1) // R)
+
+    def positions(self, x_BS: Tensor) -> Tensor:
+        """This rank's positions of its rows, those that the model gives logits for; tp_degree must divide S."""
+        if self.world is None or self.tp_degree == 1:
+            return x_BS
+        return x_BS.chunk(self.tp_degree, 1)[self.world.position % self.tp_degree]
 
     def sum_(self, value: Tensor, *, what: str) -> Tensor:
         """Sum a contiguous tensor over ranks, in place."""
@@ -177,7 +191,9 @@ class Team:
 
 
 @contextmanager
-def open_team(*, device_type: str, timeout_s: float, reduces_once: bool = False) -> Iterator[Team]:
+def open_team(
+    *, device_type: str, timeout_s: float, tp_degree: int = 1, reduces_once: bool = False
+) -> Iterator[Team]:
     """The ranks that torchrun started, or this process alone.
 
     A process group that exists already is used and left open.
@@ -185,6 +201,7 @@ def open_team(*, device_type: str, timeout_s: float, reduces_once: bool = False)
     Args:
         device_type: "cpu" (gloo) or "cuda" (NCCL).
         timeout_s: of every collective.
+        tp_degree: see `Team`.
         reduces_once: see `Team`.
     """
     ours = not dist.is_initialized() and dist.is_torchelastic_launched()
@@ -194,7 +211,7 @@ def open_team(*, device_type: str, timeout_s: float, reduces_once: bool = False)
     if dist.is_initialized() and dist.get_world_size() > 1:
         world = World(device_type=device_type, timeout_s=timeout_s)
     try:
-        yield Team(world, reduces_once=reduces_once)
+        yield Team(world, tp_degree=tp_degree, reduces_once=reduces_once)
     except RuntimeError as error:
         # FSDP2's collectives and torch's object collectives are not ours to name.
         if world is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):

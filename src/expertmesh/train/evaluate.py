@@ -84,7 +84,7 @@ def evaluate(
             )
             with precision.autocast():
                 logits_BSV = model(ids.to(precision.device)).logits_BSV
-            losses = token_losses(logits_BSV, targets.to(precision.device))
+            losses = token_losses(logits_BSV, team.positions(targets).to(precision.device))
             nats += losses.sum().double() * (rows.stop > rows.start)
     total = float(team.sum_(nats, what="the evaluation"))
     return Evaluation(total / num_tokens, bits_per_byte(total, num_bytes), num_tokens, num_bytes)

@@ -98,6 +98,7 @@ def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> 
             open_team(
                 device_type=precision.device.type,
                 timeout_s=config.parallel.timeout_s,
+                tp_degree=config.parallel.tp_degree,
                 reduces_once=config.parallel.zero_stage == 1,
             )
         )
@@ -370,6 +371,7 @@ def check_ranks(config: RunConfig, precision: Precision, team: Team) -> None:
     for name, degree in (
         ("dp_replicate_degree", parallel.dp_replicate_degree),
         ("dp_shard_degree", parallel.dp_shard_degree),
+        ("tp_degree", parallel.tp_degree),
         ("ep_degree", parallel.ep_degree),
         ("es_degree", parallel.es_degree),
         ("route_degree", parallel.route_degree),
@@ -379,13 +381,16 @@ def check_ranks(config: RunConfig, precision: Precision, team: Team) -> None:
                 f"parallel.{name}={degree}: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh"
                 " train ..."
             )
-    check_degrees(config.model, parallel, num_ranks=team.size)
+    check_degrees(config.model, parallel, num_ranks=team.size, seq_len=config.data.seq_len)
     size = train_config.micro_batch_size or train_config.batch_size
-    if size % team.size:
+    if size % (parts := team.num_row_parts):
         name = "micro_batch_size" if train_config.micro_batch_size else "batch_size"
-        near = max(size // team.size, 1) * team.size
+        among = f"the {team.size} ranks"
+        if parallel.tp_degree > 1:
+            among = f"{parts} groups of {parallel.tp_degree} ranks"
+        near = max(size // parts, 1) * parts
         raise ConfigError(
-            f"train.{name}={size}: must divide evenly over the {team.size} ranks; nearest below: {near}"
+            f"train.{name}={size}: must divide evenly over {among}; nearest below: {near}"
         )
     if team.size > 1 and precision.uses_scaler:
         raise ConfigError(

@@ -127,9 +127,10 @@ def accumulate_gradients(
         token_index = torch.arange(rows.start * S, rows.stop * S, device=ids_BS.device)
         with precision.autocast():
             output = model(ids_BS[rows], token_index=token_index)
-        losses = token_losses(output.logits_BSV, targets_BS[rows], overwrite_logits=True)
+        targets = team.positions(targets_BS[rows])
+        losses = token_losses(output.logits_BSV, targets, overwrite_logits=True)
         loss = losses.sum() / (B * S)
-        share = (rows.stop - rows.start) / B
+        share = targets.numel() / (B * S)
         aux_loss, z_loss = (part * share for part in routing_losses(output.stats, loss))
         scaler.scale(loss + aux_loss + z_loss).backward()
         counter.add(output.stats)

@@ -1,5 +1,6 @@
 """A GPT with mixture-of-experts layers: the forward pass, the initial weights, nothing of training or parallelism."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -48,6 +49,23 @@ class SequenceCache(LayerCache, Protocol):
         ...
 
 
+class SharedSequences(Protocol):
+    """What the model needs where several ranks share its sequences; `expertmesh.parallel.tensor.SharedSequences` is one."""
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        ...
+
+    def own_part(self, x: Tensor, *, dim: int) -> Tensor:
+        """This rank's positions of what the ranks have in common."""
+        ...
+
+    def gather(self, parameter: Tensor) -> Tensor:
+        """All of a parameter that is cut over the ranks."""
+        ...
+
+
 def causal_mask(token_mask_BS: Tensor) -> Tensor:
     """(B, 1, S, S), True where query i may look at key j: j <= i, and j is no padding or j = i.
 
@@ -57,6 +75,25 @@ def causal_mask(token_mask_BS: Tensor) -> Tensor:
     square = torch.ones(S, S, dtype=torch.bool, device=token_mask_BS.device)
     itself = torch.eye(S, dtype=torch.bool, device=token_mask_BS.device)
     return (square.tril() & (token_mask_BS.bool()[:, None, :] | itself))[:, None]
+
+
+def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None:
+    """Whether the ranks that share sequences can split them with every routing group on one rank.
+
+    Raises:
+        ConfigError: they cannot; names the fix.
+    """
+    if seq_len % tp_degree:
+        near = max(seq_len // tp_degree, 1) * tp_degree
+        raise ConfigError(
+            f"sequences of {seq_len} tokens on parallel.tp_degree={tp_degree}: it must divide them; use data.seq_len={near}"
+        )
+    size, part = config.moe.routing_group_size, seq_len // tp_degree
+    if any(config.experts_per_layer()) and size is not None and part % size:
+        raise ConfigError(
+            f"model.moe.routing_group_size={size}: with parallel.tp_degree={tp_degree} it must divide the {part} tokens of a "
+            f"sequence that a rank has; use {math.gcd(size, part)}, or none"
+        )
 
 
 class Block(nn.Module):
@@ -177,6 +214,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.activation_checkpointing = False
+        self.shared: SharedSequences | None = None
         # Built without storage first, so that every weight is drawn once, by init_weights.
         self.embedding = nn.Embedding(config.vocab_size, config.dim, device="meta", dtype=dtype)
         self.layers = nn.ModuleList(
@@ -231,6 +269,28 @@ class GPT(nn.Module):
         """Keep only the input of every layer in training, and compute the rest again in the backward pass."""
         self.activation_checkpointing = enabled
 
+    def share_sequences(self, shared: SharedSequences) -> None:
+        """From now on this rank computes its own positions, and its own heads; called by `parallelize_gpt`."""
+        self.shared = shared
+        for block in self.layers:
+            assert isinstance(block, Block)
+            block.attention.num_heads //= shared.size
+            block.attention.num_kv_heads //= shared.size
+
+    def _embed(self, ids_BS: Tensor, context: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """(B, S, D) tokens, and the (V, D) matrix; what the context says of single tokens becomes that of this rank's."""
+        if self.shared is None:
+            return self.embedding(ids_BS), self.embedding.weight
+        B, S = ids_BS.shape
+        check_sequence(self.config, S, tp_degree=self.shared.size)
+        if context["token_index"] is None:
+            context["token_index"] = torch.arange(B * S, device=ids_BS.device)
+        for name in ("ids_T", "token_mask_T", "token_index"):
+            if context[name] is not None:
+                context[name] = self.shared.own_part(context[name].view(B, S), dim=1).flatten()
+        table_VD = self.shared.gather(self.embedding.weight)
+        return F.embedding(context["ids_T"].view(B, -1), table_VD), table_VD
+
     def forward(
         self,
         ids_BS: Tensor,
@@ -240,7 +300,7 @@ class GPT(nn.Module):
         cache: SequenceCache | None = None,
         num_logits: int | None = None,
     ) -> GPTOutput:
-        """Logits of the next token at every position.
+        """Logits of the next token at every position; of this rank's positions where ranks share sequences.
 
         Does not synchronise with the device.
 
@@ -261,6 +321,8 @@ class GPT(nn.Module):
             raise ConfigError(
                 f"a sequence of {ids_BS.shape[1]} tokens: must be at most max_seq_len={self.config.max_seq_len}; shorten it"
             )
+        if self.shared is not None and (cache is not None or num_logits is not None):
+            raise ConfigError("decoding on ranks that share sequences; use tp_degree=1")
         if cache is not None:
             positions_S, mask = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
         else:
@@ -271,12 +333,11 @@ class GPT(nn.Module):
         if first_B is not None:
             # counted from the sequence's own first token, so that padding before it turns no bit
             positions_S = (positions_S - first_B[:, None]).clamp(min=0)[:, None]
-        x_BSD = self.embedding(ids_BS)
         cos, sin = rope_tables(
             positions_S,
             head_dim=self.config.head_size,
             base=self.config.rope_base,
-            dtype=torch.promote_types(x_BSD.dtype, torch.float32),
+            dtype=torch.promote_types(self.embedding.weight.dtype, torch.float32),
             batch_invariant=invariant_now,
         )
         context: dict[str, Any] = {
@@ -288,6 +349,7 @@ class GPT(nn.Module):
             "token_mask_T": None if token_mask_BS is None else token_mask_BS.flatten(),
             "token_index": token_index,
         }
+        x_BSD, table_VD = self._embed(ids_BS, context)
         recompute = self.activation_checkpointing and self.training and cache is None
         all_stats = []
         for block in self.layers:
@@ -299,6 +361,8 @@ class GPT(nn.Module):
                 all_stats.append(stats)
         if num_logits is not None:
             x_BSD = x_BSD[:, x_BSD.shape[1] - num_logits :]
-        weight = self.embedding.weight if self.output is None else self.output.weight
+        if self.output is not None:
+            table_VD = self.output.weight
+            table_VD = table_VD if self.shared is None else self.shared.gather(table_VD)
         linear = invariant.linear if invariant_now else F.linear
-        return GPTOutput(linear(self.final_norm(x_BSD), weight), tuple(all_stats))
+        return GPTOutput(linear(self.final_norm(x_BSD), table_VD), tuple(all_stats))

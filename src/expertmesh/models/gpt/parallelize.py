@@ -1,27 +1,80 @@
-"""How a GPT is spread over ranks: layer by layer, experts by their own storage."""
+"""How a GPT is spread over ranks: layer by layer, experts by their own storage, attention and dense layers in slices."""
 
-from expertmesh.comm.mesh import dense_degrees
+import math
+
+from expertmesh.comm.group import RankGroup
+from expertmesh.comm.mesh import divisors
 from expertmesh.comm.world import World
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
-from expertmesh.models.gpt.model import GPT
-from expertmesh.parallel.apply import expert_plan, parallelize
+from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.model import GPT, Block, check_sequence
+from expertmesh.parallel.apply import degrees_of, expert_plan, parallelize
+from expertmesh.parallel.tensor import (
+    SharedSequences,
+    Sliced,
+    Stored,
+    TensorPlan,
+    sliced_mlp,
+    tensor_group,
+)
 
 
 def parallelize_gpt(model: GPT, config: ParallelConfig, *, world: World | None = None) -> World:
-    """Spread a GPT over all ranks, in place; see `expertmesh.parallel.apply.parallelize`."""
-    return parallelize(model, config, world=world, blocks=model.layers)
+    """Spread a GPT over all ranks, in place; see `expertmesh.parallel.apply.parallelize`.
 
-
-def check_degrees(model: ModelConfig, config: ParallelConfig, *, num_ranks: int) -> None:
-    """Whether a GPT can be spread so, before anything is built.
+    With a tp_degree the model is called with whole sequences, the same on the ranks that share them, and each rank gets
+    the logits of its part of the positions.
 
     Raises:
-        ConfigError: degrees do not fit the ranks, or the experts of a layer.
+        ConfigError: the degrees do not fit the ranks or the model.
     """
-    degrees = dense_degrees(
-        num_ranks, dp_replicate=config.dp_replicate_degree, dp_shard=config.dp_shard_degree
-    )
+    world = World(timeout_s=config.timeout_s) if world is None else world
+    check_degrees(model.config, config, num_ranks=world.size)
+    plan = None
+    if config.tp_degree > 1:
+        group = tensor_group(world, config.tp_degree)
+        plan = _tensor_plan(model, group)
+        model.share_sequences(SharedSequences(group))
+    return parallelize(model, config, world=world, blocks=model.layers, tensor_plan=plan)
+
+
+def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
+    """Attention by heads, dense layers by their hidden size; the vocabulary's matrices are cut for storage only."""
+    # Each rank computes the logits of its own tokens, which are as large as all tokens' logits of a part of the
+    # vocabulary, and any loss function serves as it is.
+    table = Stored({"weight": 1}) if model.config.dim % group.size == 0 else Stored({})
+    plan: dict[str, Sliced | Stored] = {"embedding": table}
+    if model.output is not None:
+        plan["output"] = table
+    for index, block in enumerate(model.layers):
+        assert isinstance(block, Block)
+        plan[f"layers.{index}.attention"] = Sliced(
+            group,
+            {"qkv.weight": 0, "out.weight": 1},
+            dim=1,
+            where=f"layer {index}, attention",
+        )
+        if block.ffn is not None:
+            plan[f"layers.{index}.ffn"] = sliced_mlp(group, where=f"layer {index}, feed-forward")
+    return plan
+
+
+def check_degrees(
+    model: ModelConfig, config: ParallelConfig, *, num_ranks: int, seq_len: int | None = None
+) -> None:
+    """Whether a GPT can be spread so, before anything is built.
+
+    Args:
+        model: the model.
+        config: the degrees.
+        num_ranks: of the world.
+        seq_len: tokens of a sequence, if they are known.
+
+    Raises:
+        ConfigError: degrees do not fit the ranks, the heads, the sequence, or the experts of a layer.
+    """
+    degrees = degrees_of(config, num_ranks=num_ranks)
     for num_experts in sorted({n for n in model.experts_per_layer() if n}):
         expert_plan(
             config,
@@ -29,3 +82,23 @@ def check_degrees(model: ModelConfig, config: ParallelConfig, *, num_ranks: int)
             num_experts=num_experts,
             hidden_dim=model.moe.hidden_dim,
         )
+    if degrees.tp > 1:
+        _check_slices(model, degrees.tp)
+        if seq_len is not None:
+            check_sequence(model, seq_len, tp_degree=degrees.tp)
+
+
+def _check_slices(model: ModelConfig, tp: int) -> None:
+    experts = model.experts_per_layer()
+    moe = model.moe_layer
+    sizes = {"model.num_heads": model.num_heads, "model.num_kv_heads": model.kv_heads}
+    if 0 in experts or (any(experts) and moe.residual):
+        sizes["model.ffn_hidden_dim"] = model.ffn_hidden_dim
+    if any(experts) and moe.num_shared_experts:
+        sizes["model.moe.num_shared_experts x hidden_dim"] = moe.num_shared_experts * moe.hidden_dim
+    for name, size in sizes.items():
+        if size % tp:
+            fits = [d for d in divisors(math.gcd(*sizes.values())) if d <= tp]
+            raise ConfigError(
+                f"parallel.tp_degree={tp}: must divide {name}, {size}; the largest that fits this model: {fits[-1]}"
+            )

@@ -1,0 +1,303 @@
+"""Tensor parallelism: ranks that share sequences, and modules of which each of them computes a slice.
+
+The ranks of one tensor-parallel group work on the same rows of a batch, each on its own positions of every sequence. What treats
+tokens one by one (norms, routers) runs on those with whole parameters, `Whole`; what mixes positions or is large runs as a
+slice on the tokens of the whole group, `Sliced`: gather, compute, sum and scatter (Korthikanti et al. 2022, arXiv
+2205.05198, figure 5). Experts take no part in this: each rank routes its own tokens.
+
+Parameters are DTensors that say how they lie. Modules see plain local tensors while they run, so that operators need to know nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from expertmesh.comm.collectives import all_gather, reduce_scatter
+from expertmesh.comm.group import RankGroup
+from expertmesh.comm.world import World
+from expertmesh.errors import ConfigError
+from expertmesh.moe.layer import MoELayer
+from expertmesh.ops.autocast import autocast_dtype
+
+TensorPlan = Mapping[str, ParallelStyle]
+"""Styles by name of module; * stands for any part of a name."""
+
+_MLP_CUT = {"w_in": 1, "w_out": 1, "b_in": 1}
+
+
+def tensor_group(world: World, tp_degree: int) -> RankGroup:
+    """The neighbouring ranks that share sequences with this one; every rank must ask.
+
+    Raises:
+        ConfigError: tp_degree does not divide the ranks.
+    """
+    if world.size % tp_degree:
+        raise ConfigError(
+            f"tp_degree={tp_degree}: must divide the {world.size} ranks; choose a divisor"
+        )
+    cells = [range(first, first + tp_degree) for first in range(0, world.size, tp_degree)]
+    return world.group(cells, name="the ranks that share sequences")
+
+
+@dataclass(frozen=True)
+class SharedSequences:
+    """What a model asks of the ranks that share its sequences.
+
+    Attributes:
+        group: they.
+    """
+
+    group: RankGroup
+
+    @property
+    def size(self) -> int:
+        """Their number."""
+        return self.group.size
+
+    def own_part(self, x: Tensor, *, dim: int) -> Tensor:
+        """This rank's positions of what the ranks have in common; a view.
+
+        Raises:
+            ConfigError: the ranks do not divide it.
+        """
+        length, n = x.shape[dim], self.size
+        if length % n:
+            raise ConfigError(
+                f"a sequence of {length} tokens on tp_degree={n}: it must divide them; use {max(length // n, 1) * n} tokens"
+            )
+        return x.narrow(dim, length // n * self.group.rank, length // n)
+
+    def gather(self, parameter: Tensor) -> Tensor:
+        """All of a parameter that is cut over the ranks (`Stored`), as a plain tensor; its gradient is summed over them."""
+        assert isinstance(parameter, DTensor), "only a parameter with a style is cut"
+        placement = parameter.placements[0]
+        part = _local_view(parameter)
+        if not isinstance(placement, Shard):
+            return part
+        return join_parts(part, self.group, dim=placement.dim, where="stored parameters")
+
+
+def join_parts(x: Tensor, group: RankGroup, *, dim: int, where: str) -> Tensor:
+    """The parts of all ranks side by side along an axis; the gradient comes back summed."""
+    return all_gather(x, group, where=where).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def sum_own_part(x: Tensor, group: RankGroup, *, dim: int, where: str) -> Tensor:
+    """The sum over the ranks, of which each gets its part along an axis; the gradient is gathered."""
+    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)
+    return reduce_scatter(parts, group, where=where)
+
+
+class Stored(ParallelStyle):
+    """Cuts a module's parameters for storage; who uses them gathers them first (`SharedSequences.gather`).
+
+    Args:
+        cut: axis of each parameter, by name; those left out are whole on every rank.
+    """
+
+    def __init__(self, cut: Mapping[str, int]) -> None:
+        self.cut = cut
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in [name for name, _ in module.named_parameters()]:
+            _distribute(module, name, device_mesh, self.cut.get(name))
+        return module
+
+
+class Whole(ParallelStyle):
+    """A module that treats tokens one by one: it runs on this rank's tokens, and gradients are summed over the group.
+
+    Parameters that are DTensors already (of a module inside with a style of its own, of experts) are left alone.
+
+    Args:
+        recurse: whether its forward reads parameters of modules inside it, which then must not be blocks of their own.
+    """
+
+    def __init__(self, *, recurse: bool = True) -> None:
+        self.recurse = recurse
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _LocalParameters(module, device_mesh, recurse=self.recurse)
+        return module
+
+
+class Sliced(ParallelStyle):
+    """A module of which each rank computes a slice for the tokens of the whole group; their sum is its output.
+
+    The first argument is gathered along the tokens' axis, and each rank gets its own tokens of the summed output.
+
+    Args:
+        group: the ranks.
+        cut: axis along which each parameter is cut, by name within the module; the others are whole on every rank.
+        once: parameters that are added to the output, so that one rank alone may use them.
+        dim: the tokens' axis.
+        where: layer and purpose, for errors and the byte counter.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        cut: Mapping[str, int],
+        *,
+        once: frozenset[str] = frozenset(),
+        dim: int = 0,
+        where: str,
+    ) -> None:
+        self.group, self.cut, self.once, self.dim, self.where = group, cut, once, dim, where
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        once = self.once if self.group.rank else frozenset[str]()
+        _LocalParameters(module, device_mesh, cut=self.cut, once=once)
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            x, *rest = args
+            cast = autocast_dtype(x.device)
+            if cast is not None and x.dtype != torch.float64:
+                x = x.to(cast)  # the products would do so; on the way it is half the bytes
+            return join_parts(x, self.group, dim=self.dim, where=self.where), *rest
+
+        def after(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+            return sum_own_part(y, self.group, dim=self.dim, where=self.where)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
+
+
+def sliced_mlp(group: RankGroup, *, where: str) -> Sliced:
+    """The style of a `DenseMLP`: cut along its hidden size."""
+    return Sliced(group, _MLP_CUT, once=frozenset({"b_out"}), where=where)
+
+
+def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: TensorPlan) -> None:
+    """Give every module of a model a style: that of the plan, or `Whole`. Experts must be spread before.
+
+    The dense parts of each `MoELayer` need no plan: shared experts and the residual MLP are cut along their hidden size.
+
+    Args:
+        model: with the same parameters on all ranks.
+        mesh: of one axis, the ranks that share sequences.
+        group: the same ranks.
+        plan: styles by name of module; * stands for any part of a name.
+
+    Raises:
+        ConfigError: a name fits no module, or a parameter cannot be cut evenly.
+    """
+    _refuse_shared(model)
+    modules = dict(model.named_modules())
+    for pattern, style in plan.items():
+        found = [name for name in modules if fnmatchcase(name, pattern)]
+        if not found:
+            raise ConfigError(
+                f"tensor_plan: {pattern} is no module of the model; name one, with * for any part of a name"
+            )
+        for name in found:
+            # Each rank has the same parameters, so nothing needs to be sent.
+            parallelize_module(modules[name], mesh, style, src_data_rank=None)
+    layers = [module for module in modules.values() if isinstance(module, MoELayer)]
+    for layer in layers:
+        for name in ("shared_experts", "residual_mlp"):
+            mlp = getattr(layer, name)
+            if mlp is not None and not any(isinstance(p, DTensor) for p in mlp.parameters()):
+                where = f"layer {layer.layer_index}, {name}"
+                parallelize_module(mlp, mesh, sliced_mlp(group, where=where), src_data_rank=None)
+    # A MoE layer reads parameters of modules inside it; elsewhere each module is taken to read its own.
+    for layer in layers:
+        parallelize_module(layer, mesh, Whole(), src_data_rank=None)
+    for module in modules.values():
+        if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+            parallelize_module(module, mesh, Whole(recurse=False), src_data_rank=None)
+
+
+def _refuse_shared(model: nn.Module) -> None:
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = names.setdefault(parameter, name)
+        if other != name:
+            raise ConfigError(
+                f"tensor parallelism: {other} and {name} are one parameter; let one module have it, and the other read it there"
+            )
+
+
+class _LocalParameters:
+    """Distributes parameters of a module and those inside, and lets them be plain local tensors while it runs.
+
+    Args:
+        module: whose forward reads them.
+        mesh: of the group.
+        cut: axis by name.
+        once: names of those that count for nothing on this rank.
+        recurse: with those inside.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        *,
+        cut: Mapping[str, int] = MappingProxyType({}),
+        once: frozenset[str] = frozenset(),
+        recurse: bool = True,
+    ) -> None:
+        self._owners: list[tuple[nn.Module, str, bool]] = []
+        self._hidden: list[list[nn.Parameter | None]] = []
+        for name, parameter in list(module.named_parameters(recurse=recurse)):
+            if isinstance(parameter, DTensor):
+                continue
+            owner, leaf = _distribute(module, name, mesh, cut.get(name))
+            self._owners.append((owner, leaf, name in once))
+        module.register_forward_pre_hook(self._show)
+        module.register_forward_hook(self._hide, always_call=True)
+
+    def _show(self, module: nn.Module, args: Any) -> None:
+        self._hidden.append([owner._parameters[name] for owner, name, _ in self._owners])
+        for owner, name, is_idle in self._owners:
+            parameter = owner._parameters[name]
+            local = _local_view(parameter)
+            # Not left out: its gradient, zero here, is summed by all ranks.
+            owner._parameters[name] = local * 0.0 if is_idle else local  # type: ignore[assignment]
+
+    def _hide(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._hidden:  # forward failed before it began
+            return
+        for (owner, name, _), parameter in zip(self._owners, self._hidden.pop(), strict=True):
+            owner._parameters[name] = parameter
+
+
+def _local_view(parameter: Tensor | None) -> Tensor:
+    assert isinstance(parameter, DTensor), "the parameter was replaced by a plain one"
+    grads: list[Placement] = [
+        Partial() if placement.is_replicate() else placement for placement in parameter.placements
+    ]
+    return parameter.to_local(grad_placements=grads)
+
+
+def _distribute(
+    module: nn.Module, path: str, mesh: DeviceMesh, axis: int | None
+) -> tuple[nn.Module, str]:
+    """Replace a parameter by a DTensor; returns who has it, and its name there."""
+    prefix, _, name = path.rpartition(".")
+    owner = module.get_submodule(prefix)
+    full = owner.get_parameter(name)
+    part, placement = full.detach(), cast("Placement", Replicate())
+    if axis is not None:
+        n = mesh.size()
+        if full.shape[axis] % n:
+            raise ConfigError(
+                f"tp_degree={n}: {path} of shape {tuple(full.shape)} cannot be cut into {n} equal parts along axis {axis}; "
+                "use sizes that it divides"
+            )
+        size = full.shape[axis] // n
+        part = part.narrow(axis, mesh.get_local_rank() * size, size)
+        part, placement = part.clone(memory_format=torch.contiguous_format), Shard(axis)
+    shard = DTensor.from_local(part, mesh, [placement], run_check=False)
+    owner.register_parameter(name, nn.Parameter(shard, requires_grad=full.requires_grad))
+    return owner, name
