@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.memory import estimate_memory
-from expertmesh.costs.parameters import count_parameters
+from expertmesh.costs.parameters import count_parameters, parameter_shapes
 from expertmesh.models.gpt.model import GPT
 from expertmesh.train.objective import token_losses
 
@@ -75,6 +75,15 @@ def test_parameters_equal_the_model(name: str) -> None:
     assert count.experts == sum_of(".experts.")
     assert count.shared == sum_of(".shared_experts.")
     assert count.residual == sum_of(".residual_")
+
+
+@all_variants
+def test_shapes_equal_the_model(name: str) -> None:
+    cfg = config(**VARIANTS[name])
+    shapes = {p.name: p.shape for p in parameter_shapes(cfg)}
+    model = GPT(cfg, device="meta")
+    assert shapes == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert sum(p.num_elements for p in parameter_shapes(cfg)) == count_parameters(cfg).total
 
 
 @all_variants

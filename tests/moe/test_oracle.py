@@ -27,7 +27,7 @@ def make_params(rng, options, *, bias=True, shared=True, residual=True):
     if options.router == "cosine":
         params["router.proj.weight"] = rng.normal(size=(COSINE_DIM, D))
         params["router.expert_embeddings"] = rng.normal(size=(n, COSINE_DIM))
-        params["router.log_scale"] = np.array(0.7)
+        params["router.log_scale"] = np.array([0.7])
     elif options.router != "hash":
         params["router.proj.weight"] = rng.normal(size=(n, D))
     if bias:

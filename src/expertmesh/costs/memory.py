@@ -1,9 +1,17 @@
-"""Memory of training a GPT on one device: exact for weights, gradients and optimiser, estimated for activations."""
+"""Memory of training a GPT: exact for weights, gradients and optimiser on any number of ranks, estimated for activations."""
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 from expertmesh.config.model import ModelConfig
-from expertmesh.costs.parameters import GATED_ACTIVATIONS, count_parameters
+from expertmesh.config.run import ParallelConfig
+from expertmesh.costs.parameters import (
+    GATED_ACTIVATIONS,
+    ParameterShape,
+    count_parameters,
+    parameter_shapes,
+)
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -134,3 +142,114 @@ def estimate_memory(
         optimizer_bytes=2 * parameters * master,
         activations_bytes=tokens * (layers + head),
     )
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of the parameters of one rank of a training run, the rank that has most.
+
+    Attributes:
+        parameters_bytes: this rank's part of them.
+        gradients_bytes: in the same dtype and of the same size.
+        optimizer_bytes: both AdamW moments.
+        gathered_dense_bytes: whole dense parameters beside the parts, at most at a time.
+        gathered_experts_bytes: gathered expert weights, at most at a time.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    gathered_dense_bytes: int
+    gathered_experts_bytes: int
+
+    @property
+    def rest_bytes(self) -> int:
+        """Parameters, gradients and optimiser state: what a rank holds between steps."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The same and the gathered weights."""
+        return self.rest_bytes + self.gathered_dense_bytes + self.gathered_experts_bytes
+
+
+def rank_memory(
+    config: ModelConfig, parallel: ParallelConfig, *, num_ranks: int, dtype: str = "float32"
+) -> RankMemory:
+    """Memory of parameters, gradients and optimiser state on each rank (docs/parallelism.md, "Memory").
+
+    With W = dp_shard x tp ranks that hold one copy, at rest in the parameters' dtype, four times (weights, gradients and two
+    moments):
+
+    * experts: 1 / W of all;
+    * dense parameters that tensor parallelism cuts: 1 / (tp dp_shard); the others 1 / dp_shard. An axis that dp_shard
+      divides is cut; where there is none, the first in pieces of ceil(size / dp_shard).
+
+    Gathered beside that: of dense parameters, 1 / tp of the parameters outside the layers and of two neighbouring layers (one
+    where dp_shard is 1, which FSDP2 copies all the same), or of all layers where zero_stage is 1 or 2; of experts,
+    1 / route_degree of a layer in the compute dtype, of all layers where zero_stage is 1 or 2, and none where route_degree = W.
+
+    Args:
+        config: the model.
+        parallel: degrees that fit the model and the ranks.
+        num_ranks: of the world.
+        dtype: compute dtype: float32, bfloat16, float16 or float64.
+
+    Returns:
+        Bytes by purpose.
+    """
+    compute = DTYPE_BYTES[dtype]
+    master, tp = max(compute, 4), parallel.tp_degree
+    dp_shard = parallel.dp_shard_degree or num_ranks // (parallel.dp_replicate_degree * tp)
+    W, kept = dp_shard * tp, parallel.zero_stage < 3
+    held, outside, dense, experts = 0, 0, Counter[int](), Counter[int]()
+    for parameter in parameter_shapes(config):
+        if parameter.is_expert:
+            assert parameter.layer is not None
+            held += parameter.num_elements // W
+            experts[parameter.layer] += parameter.num_elements
+            continue
+        held += _largest_part(parameter, dp_shard=dp_shard, tp=tp)
+        whole = parameter.num_elements // (tp if _tensor_axis(parameter, tp) is not None else 1)
+        if parameter.layer is None:
+            outside += whole
+        else:
+            dense[parameter.layer] += whole
+    layers = list(dense.values())
+    ahead = [*layers[1:], 0] if dp_shard > 1 else [0] * len(layers)
+    most = sum(layers) if kept else max(map(sum, zip(layers, ahead, strict=True)))
+    gathered_experts = 0
+    for layer, num_elements in experts.items():
+        route = _route_degree(config.experts_per_layer()[layer], parallel, num_ranks=W)
+        share = 0 if route == W else num_elements // route
+        gathered_experts = gathered_experts + share if kept else max(gathered_experts, share)
+    return RankMemory(
+        parameters_bytes=held * master,
+        gradients_bytes=held * master,
+        optimizer_bytes=2 * held * master,
+        gathered_dense_bytes=(outside + most) * master,
+        gathered_experts_bytes=gathered_experts * compute,
+    )
+
+
+def _tensor_axis(parameter: ParameterShape, tp: int) -> int | None:
+    axis = parameter.tensor_axis
+    return axis if axis is not None and tp > 1 and parameter.shape[axis] % tp == 0 else None
+
+
+def _largest_part(parameter: ParameterShape, *, dp_shard: int, tp: int) -> int:
+    """Elements of the rank that has most."""
+    taken = _tensor_axis(parameter, tp)
+    local = [size // tp if axis == taken else size for axis, size in enumerate(parameter.shape)]
+    free = [axis for axis in range(len(local)) if axis != taken]
+    cut = next((axis for axis in free if local[axis] % dp_shard == 0), 0)
+    local[cut] = -(-local[cut] // dp_shard)
+    return math.prod(local)
+
+
+def _route_degree(num_experts: int, parallel: ParallelConfig, *, num_ranks: int) -> int:
+    """Ranks that a token of a layer may travel over."""
+    if parallel.ep_degree is None:
+        return parallel.route_degree or num_ranks
+    slices = parallel.es_degree or num_ranks // math.gcd(num_experts, num_ranks)
+    return parallel.ep_degree * slices

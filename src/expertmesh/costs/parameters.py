@@ -1,5 +1,7 @@
-"""Exact parameter counts of a GPT, from its configuration alone."""
+"""Exact parameter counts and shapes of a GPT, from its configuration alone."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from expertmesh.config.model import ModelConfig
@@ -104,3 +106,92 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
         residual=len(moe_layers) * residual if moe.residual else 0,
         inactive_experts=sum(max(experts - moe.top_k, 0) for experts in moe_layers) * expert,
     )
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter of a GPT.
+
+    Attributes:
+        name: in the model.
+        shape: its sizes.
+        layer: number of its layer; None: it is outside the layers.
+        tensor_axis: along which tensor parallelism cuts it (even the size permitting); None: every rank has it whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    tensor_axis: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the sizes."""
+        return math.prod(self.shape)
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is one of routed experts."""
+        return ".moe.experts." in self.name
+
+
+def parameter_shapes(config: ModelConfig) -> Iterator[ParameterShape]:
+    """Every parameter of a GPT in the order of the model, without building it.
+
+    Args:
+        config: the model.
+
+    Raises:
+        ConfigError: the numbers of experts do not fit the layers.
+    """
+    D, V = config.dim, config.vocab_size
+    yield ParameterShape("embedding.weight", (V, D), None, 1)
+    for layer, num_experts in enumerate(config.experts_per_layer()):
+        for name, shape, axis in _layer_shapes(config, num_experts):
+            yield ParameterShape(f"layers.{layer}.{name}", shape, layer, axis)
+    yield ParameterShape("final_norm.weight", (D,), None)
+    if not config.tie_embeddings:
+        yield ParameterShape("output.weight", (V, D), None, 1)
+
+
+_Shape = tuple[str, tuple[int, ...], int | None]
+
+
+def _layer_shapes(config: ModelConfig, num_experts: int) -> Iterator[_Shape]:
+    D, head = config.dim, config.head_size
+    width = config.num_heads * head
+    yield "attention_norm.weight", (D,), None
+    yield "attention.qkv.weight", (width + 2 * config.kv_heads * head, D), 0
+    yield "attention.out.weight", (D, width), 1
+    if config.qk_norm:
+        yield "attention.q_norm.weight", (head,), None
+        yield "attention.k_norm.weight", (head,), None
+    yield "ffn_norm.weight", (D,), None
+    if not num_experts:
+        yield from _mlp_shapes("ffn", config, config.ffn_hidden_dim, bias=False)
+        return
+    moe = config.moe
+    if moe.router == "cosine":
+        yield "moe.router.expert_embeddings", (num_experts, moe.cosine_dim), None
+        yield "moe.router.log_scale", (1,), None
+        yield "moe.router.proj.weight", (moe.cosine_dim, D), None
+    elif moe.router != "hash":
+        yield "moe.router.proj.weight", (num_experts, D), None
+    experts = _mlp_shapes("moe.experts", config, moe.hidden_dim, bias=moe.bias)
+    yield from ((name, (num_experts, *shape), None) for name, shape, _ in experts)
+    if moe.num_shared_experts:
+        hidden_dim = moe.num_shared_experts * moe.hidden_dim
+        yield from _mlp_shapes("moe.shared_experts", config, hidden_dim, bias=moe.bias)
+    if moe.residual:
+        yield from _mlp_shapes("moe.residual_mlp", config, config.ffn_hidden_dim, bias=moe.bias)
+        yield "moe.residual_coefficient.weight", (2, D), None
+        yield "moe.residual_coefficient.bias", (2,), None
+
+
+def _mlp_shapes(name: str, config: ModelConfig, hidden_dim: int, *, bias: bool) -> Iterator[_Shape]:
+    branches = 2 if config.activation in GATED_ACTIVATIONS else 1
+    yield f"{name}.w_in", (branches, hidden_dim, config.dim), 1
+    yield f"{name}.w_out", (config.dim, hidden_dim), 1
+    if bias:
+        yield f"{name}.b_in", (branches, hidden_dim), 1
+        yield f"{name}.b_out", (config.dim,), None

@@ -156,7 +156,8 @@ class CosineRouter(_FullPrecisionModule):
         self.expert_embeddings = nn.Parameter(
             torch.empty(num_experts, cosine_dim, device=device, dtype=dtype)
         )
-        self.log_scale = nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        # One axis, because FSDP2 shards no scalars.
+        self.log_scale = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> logits (T, E) in FP32, or FP64 for FP64 input."""

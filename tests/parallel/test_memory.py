@@ -1,0 +1,116 @@
+"""What a rank holds, between steps and at most, is what `expertmesh.costs.memory.rank_memory` says, in each form."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from expertmesh.comm.world import World
+from expertmesh.costs.memory import rank_memory
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.parallel.apply import follow_optimizer
+from expertmesh.recipes import RECIPES
+from expertmesh.train.optim import build_optimizer
+
+TWO_PERCENT = 0.02
+MODEL = {
+    "model.num_layers": 4,
+    "model.moe_every": 2,
+    "model.moe.num_shared_experts": 1,
+    "model.moe.residual": True,
+    "model.moe.bias": True,
+}
+FORMS = {
+    "E": {},
+    "E+D by ep_degree": {"parallel.ep_degree": 2},
+    "E+D by copies": {"parallel.dp_replicate_degree": 2},
+    "D": {"parallel.dp_replicate_degree": 4},
+    "E sliced": {"parallel.es_degree": 2},
+    "E+Z1": {"parallel.zero_stage": 1, "parallel.route_degree": 1},
+    "E+Z2": {"parallel.zero_stage": 2, "parallel.route_degree": 2},
+    "E+Z3": {"parallel.zero_stage": 3, "parallel.route_degree": 1},
+    "E+D+Z": {"parallel.dp_replicate_degree": 2, "parallel.zero_stage": 1, "parallel.ep_degree": 1},
+}
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_bytes(tensors):
+    return sum(local(t).nbytes for t in tensors)
+
+
+def under_way(block):
+    """Bytes of a block that FSDP2 gathers ahead of its use."""
+    result = block._get_fsdp_state()._fsdp_param_group._all_gather_result
+    return 0 if result is None else result.all_gather_output.nbytes
+
+
+def place(parameter):
+    return local(parameter).untyped_storage().data_ptr()
+
+
+class Watch:
+    """The most bytes of whole dense parameters while a model runs, forward and backward."""
+
+    def __init__(self, model):
+        self.model, self.most = model, 0
+        self.at_rest = {place(p) for p in model.parameters()}
+        for module in model.layers:
+            module.register_forward_pre_hook(lambda *_: self.look())
+            module.register_forward_hook(self.after)
+
+    def look(self):
+        now = num_bytes(p for p in self.model.parameters() if place(p) not in self.at_rest)
+        self.most = max(self.most, now + sum(map(under_way, self.model.layers)))
+
+    def after(self, module, args, output):
+        self.look()
+        for tensor in (args[0], output[0]):
+            tensor.register_hook(lambda _: self.look())
+
+
+def memory_of_a_step(changes):
+    """This rank's parameters, gradients, moments, and the most that it gathered of dense and of expert weights."""
+    config = RECIPES["gpt-moe-test"]().updated(MODEL | changes)
+    model = GPT(config.model, seed=0)
+    world = World()
+    parallelize_gpt(model, config.parallel, world=world)
+    optimizer = build_optimizer(model, config.optim)
+    follow_optimizer(model, optimizer)
+    assert isinstance(model, FSDPModule)
+    watch = Watch(model)
+    parameters = num_bytes(model.parameters())
+    with world.traffic.logged() as log:
+        logits = model(torch.zeros(1, 16, dtype=torch.int64)).logits_BSV
+    logits.square().sum().backward()
+    gradients = num_bytes(p.grad for p in model.parameters())
+    optimizer.step()
+    state = num_bytes(s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))
+    world.close()
+    return (parameters, gradients, state), watch.most, gathered_experts(log, config, world.size)
+
+
+def gathered_experts(log, config, num_ranks):
+    """From what others sent: the gather brings n - 1 of n shards."""
+    layers = {}
+    for transfer in log.transfers:
+        if transfer.collective == "all_gather" and transfer.where.endswith(", weights"):
+            layers[transfer.where] = layers.get(transfer.where, 0) + transfer.num_bytes
+    W = num_ranks // config.parallel.dp_replicate_degree
+    degree = config.parallel.ep_degree or config.parallel.route_degree or W
+    found = [b * (W // degree) // (W // degree - 1) for b in layers.values()]
+    return (max if config.parallel.zero_stage == 3 else sum)(found or [0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_rank_holds_what_the_formula_says(four_ranks, form):
+    config = RECIPES["gpt-moe-test"]().updated(MODEL | FORMS[form])
+    expected = rank_memory(config.model, config.parallel, num_ranks=4)
+    at_rest = expected.parameters_bytes, expected.gradients_bytes, expected.optimizer_bytes
+    for held, dense, experts in four_ranks.run(memory_of_a_step, FORMS[form]):
+        assert held == pytest.approx(at_rest, rel=TWO_PERCENT)
+        assert dense == pytest.approx(expected.gathered_dense_bytes, rel=TWO_PERCENT)
+        assert experts == expected.gathered_experts_bytes
