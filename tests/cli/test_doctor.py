@@ -2,7 +2,6 @@
 
 import importlib.metadata
 
-import pytest
 import torch
 
 from expertmesh.cli import doctor
@@ -60,15 +59,6 @@ def test_missing_compiler_is_a_reason(monkeypatch):
     (finding,) = doctor.compiler()
     assert finding.mark == "no"
     assert "install g++" in finding.detail
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([0, 2, 4], "0,2,4")],
-    ids=str,
-)
-def test_core_ranges(numbers, text):
-    assert doctor._ranges(numbers) == text
 
 
 def test_unknown_option(capsys):

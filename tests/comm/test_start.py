@@ -3,9 +3,12 @@
 import threading
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from expertmesh.comm import start
 from expertmesh.comm.start import fresh_name
+from expertmesh.errors import ConfigError
 
 
 def names_of_a_life(store, num_ranks=4, timeout_s=20.0):
@@ -48,3 +51,16 @@ def test_a_rank_that_never_comes_is_named():
     store = dist.HashStore()
     with pytest.raises(dist.DistError, match="ranks 1, 2 did not come within 0.05 s"):
         fresh_name(store, 0, 3, timeout_s=0.05)
+
+
+def test_each_rank_takes_its_gpu(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(start.dist, "rendezvous", lambda *_, **__: iter(()))
+    for local_rank in (1, 2):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        error = StopIteration if local_rank < 2 else ConfigError
+        with pytest.raises(error):
+            start.start_group("nccl", timeout_s=1.0)
+    assert taken == [1]

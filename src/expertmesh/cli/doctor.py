@@ -9,11 +9,19 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
+from expertmesh.cli.binding import (
+    Binding,
+    Mark,
+    allowed_cores,
+    core_ranges,
+    numa_nodes,
+    own_binding,
+    read_text,
+    threads_verdict,
+)
 from expertmesh.cli.flags import OptionParser
-
-Mark = Literal["yes", "no", ""]
 
 PACKAGES = {
     "torch": "",
@@ -28,6 +36,9 @@ PACKAGES = {
     "datasets": "--data.dataset; extra 'train'",
     "transformers": "comparisons with its models; extra 'hf'",
 }
+
+CONNECT_TIMEOUT_S = 60.0
+"""For ranks to find one another."""
 
 BF16_INSTRUCTIONS = {"amx_bf16": "AMX BF16 tiles", "avx512_bf16": "AVX-512 BF16 dot products"}
 
@@ -50,19 +61,28 @@ class Finding:
 def run(argv: list[str]) -> int:
     """Prints the report and returns 0, whatever is missing.
 
+    Of the ranks that torchrun started, the first prints, with the binding of each.
+
     Raises:
         ConfigError: An option is unknown.
+        CollectiveError: A rank did not come.
     """
     parser = OptionParser(
         prog="expertmesh doctor",
         description="Says what this machine and this installation can do, and why not the rest.",
     )
     parser.parse_args(argv)
+    sections = dict(SECTIONS)
+    if _has_ranks():
+        bindings = _gather_bindings()
+        if not bindings:
+            return 0
+        sections["Ranks"] = lambda: ranks(bindings)
     from rich.console import Console
     from rich.table import Table
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for title, look in SECTIONS.items():
+    for title, look in sections.items():
         table = Table(
             title=title,
             title_justify="left",
@@ -102,9 +122,9 @@ def processor() -> list[Finding]:
     """Cores, memory, NUMA nodes, and which cores this process may use."""
     import torch
 
-    allowed = _allowed_cores()
+    allowed = allowed_cores()
     total = os.cpu_count() or 1
-    pinned = f"cores {_ranges(allowed)}" + ("" if len(allowed) < total else ", all of them")
+    pinned = f"cores {core_ranges(allowed)}" + ("" if len(allowed) < total else ", all of them")
     findings = [
         Finding("model", "", _cpu_name()),
         Finding("cores", "", f"{total}; this process may use {pinned}"),
@@ -113,18 +133,11 @@ def processor() -> list[Finding]:
         ),
         Finding("memory", "", _memory()),
     ]
-    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"))
-    for node in nodes:
-        cores = _read(node / "cpulist")
-        findings.append(Finding(f"NUMA {node.name}", "", f"cores {cores}"))
-    if len(nodes) > 1:
-        findings.append(
-            Finding(
-                "NUMA advice",
-                "",
-                "one process per node: torchrun --numa-binding=node, or numactl --cpunodebind",
-            )
-        )
+    nodes = numa_nodes()
+    for node, cores in nodes.items():
+        findings.append(Finding(f"NUMA node {node}", "", f"cores {core_ranges(cores)}"))
+    if not _has_ranks():
+        findings.append(Finding("binding", *own_binding().verdict()))
     return findings
 
 
@@ -223,6 +236,41 @@ def communication() -> list[Finding]:
     ]
 
 
+def ranks(bindings: Sequence[Binding]) -> list[Finding]:
+    """Host, cores and GPU of each rank, and whether the threads of a host's ranks fit its cores."""
+    findings = []
+    for rank, binding in enumerate(bindings):
+        mark, text = binding.verdict()
+        findings.append(Finding(f"rank {rank}", mark, f"{binding.host}: {text}"))
+    for host in dict.fromkeys(binding.host for binding in bindings):
+        here = [binding for binding in bindings if binding.host == host]
+        findings.append(Finding(f"threads of {host}", *threads_verdict(here)))
+    return findings
+
+
+def _has_ranks() -> bool:
+    """Whether torchrun started this process."""
+    import torch.distributed
+
+    return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+
+
+def _gather_bindings() -> list[Binding]:
+    """The bindings of all ranks, on the first of them; the others get none."""
+    import torch.distributed as dist
+
+    from expertmesh.parallel.team import open_team
+
+    local_rank = dist.get_node_local_rank()
+    with open_team(device_type="cpu", timeout_s=CONNECT_TIMEOUT_S) as team:
+        bindings: list[Any] = [None] * team.size
+        mine = own_binding(local_rank=local_rank)
+        if team.size == 1:
+            return [mine]
+        dist.gather_object(mine, bindings if team.is_leader else None)
+        return bindings if team.is_leader else []
+
+
 def compiler() -> list[Finding]:
     """What torch.compile needs on the CPU."""
     for name in ("c++", "g++", "clang++"):
@@ -250,25 +298,10 @@ SECTIONS: dict[str, Callable[[], Sequence[Finding]]] = {
 }
 
 
-def _allowed_cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2,5"."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], number]
-        else:
-            spans.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-
-
 def _cpu_name() -> str:
-    name = re.search(r"^model name\s*:\s*(.+)$", _read(Path("/proc/cpuinfo")), flags=re.MULTILINE)
+    name = re.search(
+        r"^model name\s*:\s*(.+)$", read_text(Path("/proc/cpuinfo")), flags=re.MULTILINE
+    )
     return f"{name.group(1) if name else platform.processor() or 'unknown'} ({platform.machine()})"
 
 
@@ -276,7 +309,7 @@ def _memory() -> str:
     facts = dict(
         re.findall(
             r"^(MemTotal|MemAvailable):\s+(\d+) kB$",
-            _read(Path("/proc/meminfo")),
+            read_text(Path("/proc/meminfo")),
             flags=re.MULTILINE,
         )
     )
@@ -284,10 +317,3 @@ def _memory() -> str:
         return "unknown"
     gib = {key: int(value) / 2**20 for key, value in facts.items()}
     return f"{gib['MemTotal']:.1f} GiB, {gib.get('MemAvailable', 0.0):.1f} GiB available"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -11,9 +11,10 @@ import time
 import uuid
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from expertmesh.errors import CollectiveError
+from expertmesh.errors import CollectiveError, ConfigError
 
 _POLL_S = 0.01
 
@@ -22,12 +23,15 @@ def start_group(backend: str, *, timeout_s: float) -> None:
     """Make torch's default process group of the ranks that torchrun started.
 
     Args:
-        backend: "gloo" or "nccl".
+        backend: "gloo", or "nccl", where the rank takes the GPU of its local number as its current device.
         timeout_s: of the first contact and of every collective.
 
     Raises:
         CollectiveError: a rank did not come in time, or could not be reached.
+        ConfigError: this host has more ranks than GPUs.
     """
+    if backend == "nccl":
+        _take_gpu()
     timeout = timedelta(seconds=timeout_s)
     try:
         store, rank, num_ranks = next(dist.rendezvous("env://", timeout=timeout))
@@ -43,6 +47,16 @@ def start_group(backend: str, *, timeout_s: float) -> None:
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise CollectiveError(f"the ranks could not connect: {reason}") from error
+
+
+def _take_gpu() -> None:
+    """Make the GPU of this rank's local number the device that "cuda" means, as `torchrun --numa-binding` assumes."""
+    number, num_gpus = dist.get_node_local_rank(), torch.cuda.device_count()
+    if number >= num_gpus:
+        raise ConfigError(
+            f"rank {number} of this host has no GPU, there are {num_gpus}; give torchrun --nproc-per-node {num_gpus} at most"
+        )
+    torch.cuda.set_device(number)
 
 
 def fresh_name(store: dist.Store, rank: int, num_ranks: int, *, timeout_s: float) -> str:

@@ -1,0 +1,154 @@
+"""Which cores a process may use, which NUMA nodes they belong to, and whether its GPU is near them."""
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Mark = Literal["yes", "no", ""]
+SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A rank's GPU.
+
+    Attributes:
+        index: N of cuda:N.
+        name: of the product.
+        node: its NUMA node; None: the system does not say (as on machines with one node).
+    """
+
+    index: int
+    name: str
+    node: int | None
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where one process may run.
+
+    Attributes:
+        host: name of the machine.
+        cores: that the process may use, ascending.
+        nodes: the machine's NUMA nodes that these cores belong to, ascending.
+        num_nodes: all NUMA nodes of the machine.
+        threads: of torch.
+        gpu: of this process, if there is one.
+    """
+
+    host: str
+    cores: tuple[int, ...]
+    nodes: tuple[int, ...]
+    num_nodes: int
+    threads: int
+    gpu: Gpu | None = None
+
+    def verdict(self) -> tuple[Mark, str]:
+        """Whether it is bound as it should be ("" where there is nothing to bind to), and a text that says so."""
+        where = f"cores {core_ranges(self.cores)}"
+        if self.num_nodes > 1:
+            where += f" of NUMA node{'s' if len(self.nodes) > 1 else ''} {core_ranges(self.nodes)}"
+        where += f", {self.threads} thread{'s' if self.threads > 1 else ''}"
+        gpu = self.gpu
+        if gpu is not None:
+            where += f", cuda:{gpu.index} ({gpu.name})"
+        if self.num_nodes < 2:
+            return "", where + "; one NUMA node"
+        if gpu is not None and gpu.node is not None:
+            if self.nodes == (gpu.node,):
+                return "yes", where + " of the same node"
+            return "no", where + f" of node {gpu.node}: start with torchrun --numa-binding=node"
+        if len(self.nodes) == 1:
+            return "yes", where
+        fix = "numactl --cpunodebind=NODE --localalloc before each process"
+        return "no", where + f": not bound, so memory may be far away; {fix}"
+
+
+def own_binding(*, local_rank: int = 0, sysfs: Path = SYSFS) -> Binding:
+    """The binding of this process.
+
+    Args:
+        local_rank: number of this process on its host, and of its GPU.
+        sysfs: where the kernel describes the machine.
+    """
+    import torch
+
+    cores = allowed_cores()
+    nodes = numa_nodes(sysfs)
+    mine = tuple(node for node, has in nodes.items() if set(has) & set(cores))
+    gpu = None
+    if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
+        properties = torch.cuda.get_device_properties(local_rank)
+        gpu = Gpu(local_rank, properties.name, _node_of_gpu(properties, sysfs))
+    return Binding(platform.node(), cores, mine, len(nodes), torch.get_num_threads(), gpu)
+
+
+def threads_verdict(bindings: Sequence[Binding]) -> tuple[Mark, str]:
+    """Whether the threads of one host's processes fit its cores, and a text that says so."""
+    cores = len({core for binding in bindings for core in binding.cores})
+    threads = sum(binding.threads for binding in bindings)
+    text = f"{len(bindings)} ranks have {threads} threads on {cores} cores"
+    share = max(cores // len(bindings), 1)
+    fix = f"use --parallel.num-threads {share}"
+    if threads > max(cores, len(bindings)):
+        return "no", f"{text}, so they wait for one another; {fix}"
+    if len(bindings) * share > threads and all(binding.gpu is None for binding in bindings):
+        return "no", f"{text}; {fix} (torchrun gives each rank one, unless OMP_NUM_THREADS is set)"
+    return "yes", text
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """Cores that this process may use, ascending; all of them where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def numa_nodes(sysfs: Path = SYSFS) -> dict[int, tuple[int, ...]]:
+    """Cores of each NUMA node of the machine; nodes without cores (memory only) are left out."""
+    found = {
+        int(folder.name.removeprefix("node")): _numbers(read_text(folder / "cpulist"))
+        for folder in (sysfs / "devices/system/node").glob("node[0-9]*")
+    }
+    return {node: cores for node, cores in sorted(found.items()) if cores}
+
+
+def _node_of_gpu(properties: object, sysfs: Path) -> int | None:
+    try:
+        domain, bus, device = (
+            int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device")
+        )
+        node = int(
+            read_text(sysfs / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node")
+        )
+    except (AttributeError, ValueError):  # a device without PCI numbers, or unknown to the kernel
+        return None
+    return node if node >= 0 else None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """ "0-2,5" as (0, 1, 2, 5)."""
+    spans = [span.partition("-") for span in text.split(",") if span]
+    return tuple(n for low, _, high in spans for n in range(int(low), int(high or low) + 1))
+
+
+def core_ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] as "0-2,5"."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of the kernel, stripped; empty if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,185 @@
+"""`expertmesh doctor` on the cores of a process, of the ranks of torchrun, and near which GPU they are."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from expertmesh.cli import binding as module
+from expertmesh.cli.binding import (
+    Binding,
+    Gpu,
+    core_ranges,
+    numa_nodes,
+    own_binding,
+    threads_verdict,
+)
+
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+needs_two_cores = pytest.mark.skipif(
+    len(CORES) < 2 or shutil.which("taskset") is None, reason="needs two cores and taskset"
+)
+
+
+@pytest.fixture
+def sysfs(tmp_path):
+    """A machine with two NUMA nodes of four cores, one without cores, and a GPU on the second."""
+    for node, cores in (("node0", "0-3"), ("node1", "4-7"), ("node2", "")):
+        folder = tmp_path / "devices/system/node" / node
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores + "\n")
+    device = tmp_path / "bus/pci/devices/0000:dc:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    return tmp_path
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    properties = SimpleNamespace(name="X", pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2, 5], "0-2,5"), ([0, 2, 4], "0,2,4")],
+    ids=str,
+)
+def test_core_ranges(numbers, text):
+    assert core_ranges(numbers) == text
+    assert module._numbers(text) == tuple(numbers)
+
+
+def test_nodes_without_cores_are_left_out(sysfs):
+    assert numa_nodes(sysfs) == {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
+
+
+@pytest.mark.parametrize(
+    ("cores", "mark", "part"),
+    [
+        ((4, 5, 6, 7), "yes", "cores 4-7 of NUMA node 1, 1 thread, cuda:0 (X) of the same node"),
+        ((5,), "yes", "cores 5 of NUMA node 1"),
+        ((0, 1, 2, 3), "no", "of node 1: start with torchrun --numa-binding=node"),
+        (tuple(range(8)), "no", "NUMA nodes 0-1"),
+    ],
+    ids=str,
+)
+def test_a_rank_belongs_on_the_node_of_its_gpu(monkeypatch, sysfs, one_gpu, cores, mark, part):
+    monkeypatch.setattr(module, "allowed_cores", lambda: cores)
+    found = own_binding(sysfs=sysfs)
+    assert found.gpu == Gpu(0, "X", 1)
+    assert found.verdict()[0] == mark
+    assert part in found.verdict()[1]
+    without = own_binding(sysfs=sysfs, local_rank=1)
+    assert without.gpu is None, "more ranks than GPUs"
+
+
+def test_without_a_gpu_one_node_is_enough(monkeypatch, sysfs):
+    monkeypatch.setattr(module, "allowed_cores", lambda: (0, 1))
+    assert own_binding(sysfs=sysfs).verdict()[0] == "yes"
+    monkeypatch.setattr(module, "allowed_cores", lambda: (0, 4))
+    mark, text = own_binding(sysfs=sysfs).verdict()
+    assert mark == "no"
+    assert "numactl --cpunodebind" in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "mark", "advice"),
+    [
+        (2, 4, "yes", ""),
+        (2, 1, "no", "--parallel.num-threads 4"),
+        (2, 8, "no", "--parallel.num-threads 4"),
+        (16, 1, "yes", ""),
+    ],
+)
+def test_threads_fill_the_cores_and_no_more(ranks, threads, mark, advice):
+    binding = Binding("host", tuple(range(8)), (0,), 1, threads)
+    found, text = threads_verdict([binding] * ranks)
+    assert found == mark
+    assert advice in text
+    if threads == 1:
+        with_gpu = Binding("host", tuple(range(8)), (0,), 1, 1, Gpu(0, "X", None))
+        assert threads_verdict([with_gpu] * ranks)[0] == "yes", "the GPU computes"
+
+
+@needs_two_cores
+def test_a_bound_process_says_so():
+    command = ["taskset", "-c", str(CORES[-1]), sys.executable, "-m", "expertmesh", "doctor"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(rf"binding +(yes )? *cores {CORES[-1]}[, ]", report), report
+
+
+def launch(launcher, script, tmp_path, *options):
+    """Run the doctor on two ranks; its report and what went to stderr."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
+    command = [sys.executable, *launcher, "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={free_port()}", *options, *script]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@needs_two_cores
+def test_each_rank_of_torchrun_is_shown(tmp_path):
+    script = f'exec taskset -c "$(({CORES[0]} + LOCAL_RANK * {CORES[-1] - CORES[0]}))" "$@"'
+    words = ["bash", "-c", script, "bash", sys.executable, "-m", "expertmesh", "doctor"]
+    done = launch(["-m", "torch.distributed.run"], words, tmp_path, "--no-python")
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"rank (\d) +\w* *\S+: cores (\S+?)[, ]", done.stdout)
+    assert found == [("0", str(CORES[0])), ("1", str(CORES[-1]))], done.stdout
+    assert done.stdout.count("Versions") == 1, "one rank prints"
+
+
+PRETEND = """
+import sys
+from types import SimpleNamespace
+import torch
+import torch.distributed.run
+
+domain, bus, device = (int(part, 16) for part in sys.argv.pop(1).removesuffix(".0").split(":"))
+properties = SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=device)
+torch.cuda.device_count = lambda: 2
+torch.cuda.get_device_properties = lambda index: properties
+torch.distributed.run.main()
+"""
+
+
+@needs_two_cores
+def test_numa_binding_of_torchrun_is_what_the_doctor_shows(tmp_path):
+    """Torchrun splits the cores between two pretended GPUs; taskset stands in for numactl, which may be absent."""
+    pci = sorted(module.SYSFS.glob("bus/pci/devices/*.0/numa_node"))
+    if not pci:
+        pytest.skip("the kernel shows no PCI device that could be taken for a GPU")
+    stand_in = tmp_path / "numactl"
+    stand_in.write_text(
+        '#!/bin/sh\nlist=${1#--physcpubind=}\nshift\nexec taskset -c "$list" "$@"\n'
+    )
+    stand_in.chmod(0o755)
+    (tmp_path / "pretend.py").write_text(PRETEND)
+    done = launch(
+        [str(tmp_path / "pretend.py"), pci[0].parent.name],
+        ["-m", "expertmesh", "doctor"],
+        tmp_path,
+        "--numa-binding=exclusive",
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"rank \d +\w* *\S+: cores (\S+?)[, ]", done.stdout)
+    parts = [set(module._numbers(text)) for text in found]
+    assert len(parts) == 2
+    assert parts[0] and parts[1], done.stdout
+    assert not parts[0] & parts[1], done.stdout
