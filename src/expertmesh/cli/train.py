@@ -4,7 +4,8 @@ import json
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.flags import parse_run_config
-from expertmesh.config.run import RunConfig
+from expertmesh.config.base import launched_rank
+from expertmesh.config.run import ParallelConfig, RunConfig
 
 if TYPE_CHECKING:
     from expertmesh.train.loop import TrainResult
@@ -24,7 +25,10 @@ def run(argv: list[str]) -> int:
     """
     parsed = parse_run_config(argv)
     if parsed.dry_run:
-        print(describe(parsed.config, recipe=parsed.recipe))
+        rank, num_ranks = launched_rank()
+        num_ranks = max(num_ranks, fewest_ranks(parsed.config.parallel) if num_ranks == 1 else 1)
+        if rank == 0:
+            print(describe(parsed.config, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
     from expertmesh.train.loop import train
 
@@ -34,26 +38,31 @@ def run(argv: list[str]) -> int:
     return 0 if result.stopped_by is None else 128 + int(result.stopped_by)
 
 
-def describe(config: RunConfig, *, recipe: str) -> str:
-    """What a run would be: resolved configuration, parameters, operations and memory."""
+def fewest_ranks(parallel: ParallelConfig) -> int:
+    """The smallest number of ranks that the degrees ask for."""
+    holding = (parallel.dp_shard_degree or 1) * parallel.tp_degree
+    wanted = (parallel.ep_degree or 1) * (parallel.es_degree or 1)
+    return parallel.dp_replicate_degree * max(holding, wanted, parallel.route_degree or 1)
+
+
+def describe(config: RunConfig, *, recipe: str, num_ranks: int = 1) -> str:
+    """What a run would be: resolved configuration, parameters, operations, and memory of each rank.
+
+    Raises:
+        ConfigError: the degrees do not fit the ranks or the model.
+    """
     from expertmesh.costs.flops import forward_flops
-    from expertmesh.costs.memory import estimate_memory
     from expertmesh.costs.parameters import count_parameters
+    from expertmesh.models.gpt.parallelize import check_degrees
     from expertmesh.train.precision import resolve_precision
 
+    seq_len = config.data.seq_len
+    check_degrees(config.model, config.parallel, num_ranks=num_ranks, seq_len=seq_len)
     precision = resolve_precision(config.train)
     dtype = str(precision.compute_dtype).removeprefix("torch.")
     parameters = count_parameters(config.model)
-    micro_batch_size = config.train.micro_batch_size or config.train.batch_size
-    memory = estimate_memory(
-        config.model,
-        micro_batch_size=micro_batch_size,
-        seq_len=config.data.seq_len,
-        dtype=dtype,
-        activation_checkpointing=config.train.activation_checkpointing,
-    )
-    tokens = config.train.steps * config.train.batch_size * config.data.seq_len
-    flops = forward_flops(config.model, seq_len=config.data.seq_len).training_flops(
+    tokens = config.train.steps * config.train.batch_size * seq_len
+    flops = forward_flops(config.model, seq_len=seq_len).training_flops(
         activation_checkpointing=config.train.activation_checkpointing
     )
     lines = [
@@ -61,15 +70,39 @@ def describe(config: RunConfig, *, recipe: str) -> str:
         f"device      {precision.device}, computing in {dtype}",
         f"parameters  {parameters.total:,} in all, {parameters.active:,} active per token",
         f"training    {tokens:,} tokens, {flops / 1e9:,.3f} GFLOP per token",
-        (
-            f"memory      {_bytes(memory.total_bytes)}: weights {_bytes(memory.weights_bytes)}, "
-            f"compute copies {_bytes(memory.compute_copy_bytes)}, gradients {_bytes(memory.gradients_bytes)}, "
-            f"optimiser {_bytes(memory.optimizer_bytes)}, activations {_bytes(memory.activations_bytes)} (estimate)"
-        ),
+        f"memory      {_memory(config, dtype=dtype, num_ranks=num_ranks)}",
         "configuration",
         json.dumps(config.model_dump(mode="json"), indent=2),
     ]
     return "\n".join(lines)
+
+
+def _memory(config: RunConfig, *, dtype: str, num_ranks: int) -> str:
+    """Memory of one process, or of each of several: those have gathered weights in the place of compute copies."""
+    from expertmesh.costs.memory import estimate_memory, rank_memory
+
+    alone = estimate_memory(
+        config.model,
+        micro_batch_size=config.train.micro_batch_size or config.train.batch_size,
+        seq_len=config.data.seq_len,
+        dtype=dtype,
+        activation_checkpointing=config.train.activation_checkpointing,
+    )
+    if num_ranks == 1:
+        return (
+            f"{_bytes(alone.total_bytes)}: weights {_bytes(alone.weights_bytes)}, "
+            f"compute copies {_bytes(alone.compute_copy_bytes)}, gradients {_bytes(alone.gradients_bytes)}, "
+            f"optimiser {_bytes(alone.optimizer_bytes)}, activations {_bytes(alone.activations_bytes)} (estimate)"
+        )
+    each = rank_memory(config.model, config.parallel, num_ranks=num_ranks, dtype=dtype)
+    # Activations of the tokens that a rank has; experts may get more or fewer.
+    activations = alone.activations_bytes // num_ranks
+    return (
+        f"of each of {num_ranks} ranks {_bytes(each.peak_bytes + activations)}: weights {_bytes(each.parameters_bytes)}, "
+        f"gradients {_bytes(each.gradients_bytes)}, optimiser {_bytes(each.optimizer_bytes)}, gathered at most "
+        f"{_bytes(each.gathered_dense_bytes)} of dense layers and {_bytes(each.gathered_experts_bytes)} of experts, "
+        f"activations {_bytes(activations)} (estimate)"
+    )
 
 
 def summary(result: "TrainResult") -> str:

@@ -215,3 +215,10 @@ def user_cache_dir() -> Path:
     """Folder for what can be computed again: $XDG_CACHE_HOME/expertmesh, or ~/.cache/expertmesh."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "expertmesh"
+
+
+def launched_rank() -> tuple[int, int]:
+    """This process's number and the number of all that torchrun started with it; (0, 1) without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
