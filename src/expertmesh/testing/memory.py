@@ -36,7 +36,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
     Counts what PyTorch's allocator hands out, in the order of the profiler's memory events; memory that libraries
     take for themselves is not among them.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    # acc_events: without it, torch 2.11 warns that events of earlier cycles are gone
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         held = run()
     assert seen.profiler is not None
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
