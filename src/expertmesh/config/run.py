@@ -149,6 +149,8 @@ class ParallelConfig(Config):
     """Neighbouring ranks hold slices of the same experts (slices_inner), or other experts (experts_inner)."""
     zero_stage: int = Field(default=3, ge=1, le=3)
     """3: weights are gathered for each use; 2: kept through a step; 1: dense gradients, too, are reduced once per step."""
+    offload: bool = False
+    """Keep parameters, gradients and optimiser state in host memory; weights are copied to the device for each use."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Seconds after which a collective that some rank does not join fails."""
 
@@ -160,6 +162,13 @@ class ParallelConfig(Config):
                 self.route_degree,
                 f"conflicts with ep_degree={self.ep_degree}, which names the same thing",
                 "give only one of the two",
+            )
+        if self.offload and self.zero_stage == 1:
+            raise FieldError(
+                "offload",
+                self.offload,
+                "conflicts with zero_stage=1, which keeps the dense layers' whole gradients on the device for a step",
+                "use zero_stage=2, or 3 to keep no weights there either",
             )
         return self
 

@@ -147,6 +147,7 @@ class GroupedExperts(nn.Module):
         self.num_experts, self.activation, self.backend = num_experts, activation, backend
         self.recompute_h, self.batch_invariant = recompute_h, batch_invariant
         self.main_grads: WeightGradients | None = None
+        self.compute_device: torch.device | None = None  # where it is not the parameters'
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))

@@ -463,7 +463,8 @@ class MoELayer(nn.Module):
     ) -> CallInputs:
         """Check and flatten the arguments of forward."""
         weight = self.experts.w_in if isinstance(self.experts, GroupedExperts) else None
-        check_input(x, dim=self.dim, weight=weight)
+        device = self.experts.compute_device if isinstance(self.experts, GroupedExperts) else None
+        check_input(x, dim=self.dim, weight=weight, device=device)
         check_factor("capacity_factor", capacity_factor)
         if self.batch_invariant and not self.training:
             check_batch_invariant({"capacity_factor": capacity_factor})

@@ -233,8 +233,17 @@ def _check_experts(options: dict[str, Any]) -> None:
         )
 
 
-def check_input(x: Tensor, *, dim: int, weight: Tensor | None) -> None:
-    """Raise ConfigError unless x fits the layer in its last size, dtype (unless autocast is on) and device."""
+def check_input(
+    x: Tensor, *, dim: int, weight: Tensor | None, device: torch.device | None = None
+) -> None:
+    """Raise ConfigError unless x fits the layer in its last size, dtype (unless autocast is on) and device.
+
+    Args:
+        x: input.
+        dim: D.
+        weight: of the experts, if they are grouped.
+        device: where they are computed, if not where the weight is.
+    """
     if not isinstance(x, Tensor):
         raise ConfigError(
             f"x is a {type(x).__name__}; it must be a tensor of shape (..., {dim}); convert it"
@@ -246,13 +255,14 @@ def check_input(x: Tensor, *, dim: int, weight: Tensor | None) -> None:
         )
     if x.dtype not in _FLOATS:
         raise ConfigError(f"x has dtype {x.dtype}; it must be floating-point; convert it")
-    if weight is not None and weight.device != x.device:
+    home = device if device is not None or weight is None else weight.device
+    if weight is not None and home != x.device:
         fix = (
             "call layer.to_empty(device=...) and layer.reset_parameters()"
             if weight.is_meta
             else "move one of them with .to(device)"
         )
-        raise ConfigError(f"x is on {x.device} and the layer on {weight.device}; {fix}")
+        raise ConfigError(f"x is on {x.device} and the layer on {home}; {fix}")
     if weight is not None and autocast_dtype(x.device) is None and weight.dtype != x.dtype:
         raise ConfigError(
             f"x has dtype {x.dtype} and the experts {weight.dtype}; they must be equal outside autocast; "

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from expertmesh.comm.mesh import (
@@ -78,18 +78,21 @@ def parallelize(
             order=config.expert_order,
             route_degree=plan.route_degree,
             keep=_KEEP[config.zero_stage],
+            offload=config.offload,
         )
     experts = {p for layer in moe_layers for p in layer.experts.parameters()}
     if degrees.tp > 1:
         tensor_mesh = dense_mesh(world, degrees)["tp"]
         apply_plan(model, tensor_mesh, tensor_group(world, degrees.tp), tensor_plan or {})
     mesh = data_mesh(world, degrees)
+    policy = CPUOffloadPolicy(pin_memory=world.device_type == "cuda")
     for module in [*blocks, model]:
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=config.zero_stage == 3,
             ignored_params=experts,
+            offload_policy=policy if config.offload else OffloadPolicy(),
             shard_placement_fn=partial(_axis_of_shards, num_parts=degrees.dp_shard),
         )
     for module in model.modules():

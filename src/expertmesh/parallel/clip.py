@@ -13,37 +13,40 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     """Scale all gradients so that their joint 2-norm is at most `max_norm`; every rank must call.
 
     Each rank squares its parts; the sums are added over the axes along which a parameter is cut, once per set of
-    axes, and not over those along which it is copied.
+    axes (and device, where some gradients are in host memory), and not over those along which it is copied.
 
     Args:
         parameters: plain ones, equal on all ranks, and DTensors of any mesh.
         max_norm: above 0.
 
     Returns:
-        The norm before clipping, a scalar equal on all ranks. Does not wait for the device.
+        The norm before clipping, a scalar equal on all ranks. Does not wait for the device, unless only some gradients are
+        there.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    squares: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    squares: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], list[Tensor]] = {}
     local = []
     for gradient in gradients:
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         groups = _cut_along(gradient)
         local.append(part)
         exact = torch.promote_types(part.dtype, torch.float32)
-        squares.setdefault(groups, []).append(torch.linalg.vector_norm(part, dtype=exact).square())
+        square = torch.linalg.vector_norm(part, dtype=exact).square()
+        squares.setdefault((part.device, groups), []).append(square)
     if not local:
         return torch.zeros(())
     totals = []
-    for groups, values in squares.items():
+    for (_, groups), values in squares.items():
         total = torch.stack(values).sum()
         for group in groups:
             dist.all_reduce(total, group=group)
         totals.append(total)
     wide = max((t.dtype for t in totals), key=lambda dtype: torch.finfo(dtype).bits)
-    norm = torch.stack([t.to(wide) for t in totals]).sum().sqrt()
+    device = next((t.device for t in totals if t.device.type != "cpu"), totals[0].device)
+    norm = torch.stack([t.to(device, wide) for t in totals]).sum().sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for part in local:
-        part.mul_(factor.to(part.dtype))
+        part.mul_(factor.to(part))
     return norm
 
 

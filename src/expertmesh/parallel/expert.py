@@ -23,6 +23,7 @@ from expertmesh.ops.autocast import autocast_dtype
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.parallel.expert_storage import ExpertStorage, Keep
+from expertmesh.parallel.offload import compute_device
 from expertmesh.parallel.plan import Plan, make_plan
 from expertmesh.parallel.weights_in_use import WeightsInUse
 
@@ -294,6 +295,7 @@ def spread_experts(
     route_degree: int | None = None,
     keep: Keep = "until_backward",
     fixed_tokens: int | None = None,
+    offload: bool = False,
 ) -> ExpertDispatcher:
     """Spread the experts of one layer over ranks, in place. Every rank must call.
 
@@ -309,6 +311,8 @@ def spread_experts(
         route_degree: see `ExpertDispatcher`.
         keep: see `ExpertStorage`.
         fixed_tokens: see `ExpertDispatcher`.
+        offload: keep the experts' parameters, gradients and optimiser state in host memory; the world's groups need a
+            backend for the CPU then. Build the optimiser afterwards.
 
     Returns:
         The dispatcher that the layer now has.
@@ -334,7 +338,8 @@ def spread_experts(
     )
     name = f"layer {layer.layer_index}"
     make_plan(degrees, route_degree)
-    storage = ExpertStorage(experts, world, degrees, keep=keep, layer=name)
+    device = compute_device(world.device_type) if offload else None
+    storage = ExpertStorage(experts, world, degrees, keep=keep, layer=name, device=device)
     dispatcher = ExpertDispatcher(
         storage,
         num_experts=layer.num_experts,

@@ -17,6 +17,7 @@ from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts
 from expertmesh.parallel.gathering import SLICED_AXIS, Fetch, GradientBuffers, Layout
+from expertmesh.parallel.offload import HostMemory, host_mesh
 from expertmesh.parallel.plan import Plan
 from expertmesh.parallel.weights_in_use import WeightsInUse, Whole
 
@@ -45,6 +46,8 @@ class ExpertStorage:
             step share one gather, and only with `follow`; "until_backward": of the forward that gathered them; "regather": until the experts
             have run, and once more in the backward.
         layer: name for errors and the byte counter.
+        device: that computes, where shards, their gradients and what optimisers keep of them are to rest in host memory;
+            None: they rest where the parameters are.
 
     Raises:
         ConfigError: a parameter cannot be cut evenly.
@@ -58,9 +61,12 @@ class ExpertStorage:
         *,
         keep: Keep = "until_backward",
         layer: str = "experts",
+        device: torch.device | None = None,
     ) -> None:
         self.experts, self.world, self.degrees = experts, world, degrees
         self.keep, self.layer = keep, layer
+        self.host = None if device is None else HostMemory(device)
+        experts.compute_device = device
         W = degrees.num_ranks
         self.rank = world.position % W
         self.num_replicas = world.size // W
@@ -82,6 +88,8 @@ class ExpertStorage:
 
     def _shard_parameters(self) -> None:
         mesh = expert_mesh(self.world, self.degrees)
+        if self.host is not None:
+            mesh = host_mesh(mesh)
         i, j = self.degrees.coordinates(self.rank)
         for name in self.names:
             full, axis = getattr(self.experts, name), SLICED_AXIS[name]
@@ -94,12 +102,17 @@ class ExpertStorage:
             rows, columns = full.shape[0] // self.degrees.e, full.shape[axis] // self.degrees.f
             part = full.detach().narrow(0, i * rows, rows).narrow(axis, j * columns, columns)
             shard = DTensor.from_local(
-                part.clone(memory_format=torch.contiguous_format),
+                self._at_rest(part),
                 mesh,
                 [Replicate(), Shard(0), Shard(axis)],
                 run_check=False,
             )
             setattr(self.experts, name, nn.Parameter(shard, requires_grad=full.requires_grad))
+
+    def _at_rest(self, part: Tensor) -> Tensor:
+        if self.host is not None:
+            return self.host.rest(part)
+        return part.clone(memory_format=torch.contiguous_format)
 
     def shards(self) -> list[Tensor]:
         """This rank's part of each parameter, in the order of `names`; differentiable."""
@@ -149,7 +162,7 @@ class ExpertStorage:
             dtype,
             fetch=lambda: Fetch(self, layout, dtype),
             buffers=lambda device: self._gradient_buffers(plan, device),
-            drops=self.keep == "regather" and layout.group.size > 1,
+            drops=self.keep == "regather" and (layout.group.size > 1 or self.host is not None),
             main_grads=lambda: self.experts.main_grads,
         )
         key = plan, dtype

@@ -5,6 +5,7 @@ gradients are added by the operators to one buffer that is ordered by rank, so t
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -17,6 +18,7 @@ from expertmesh.comm.collectives import start_all_gather, start_all_reduce, star
 from expertmesh.comm.group import RankGroup, wait_for
 from expertmesh.ops.moe_mlp_inputs import WeightGradients
 from expertmesh.ops.reference import accumulate_dtype
+from expertmesh.parallel.offload import HostMemory
 
 SLICED_AXIS = {"w_in": 2, "w_out": 2, "b_in": 2, "b_out": 1}
 """Axis of each parameter that the f slices cut; b_out has no hidden axis, and is cut along D."""
@@ -37,6 +39,11 @@ class ShardSource(Protocol):
 
     def shards(self) -> list[Tensor]:
         """This rank's part of each parameter."""
+        ...
+
+    @property
+    def host(self) -> HostMemory | None:
+        """Where shards rest if not where they are computed with."""
         ...
 
 
@@ -107,11 +114,16 @@ class Fetch:
     def __init__(self, source: ShardSource, layout: Layout, dtype: torch.dtype) -> None:
         """Launch the collectives; they send the shards as they are now, in this type."""
         self.source, self.layout = source, layout
-        where = f"{source.layer}, weights"
-        self._started = [
-            start_all_gather(shard.to(dtype), layout.group, where=where)
-            for shard in source.shards()
-        ]
+        where, host = f"{source.layer}, weights", source.host
+        with nullcontext() if host is None else host.copying():
+            self._started = [
+                start_all_gather(
+                    shard.to(dtype) if host is None else host.to_device(shard, dtype),
+                    layout.group,
+                    where=where,
+                )
+                for shard in source.shards()
+            ]
         self._whole: list[tuple[Tensor, ...]] = []
 
     def wait(self) -> list[tuple[Tensor, ...]]:
@@ -119,6 +131,8 @@ class Fetch:
         started, self._started = self._started, []
         for (shards, pending), name in zip(started, self.source.names, strict=False):
             wait_for(pending)
+            if self.source.host is not None:
+                self.source.host.joined(shards)
             self._whole.append(self.layout.slices(name, shards))
         return self._whole
 

@@ -192,7 +192,12 @@ class Team:
 
 @contextmanager
 def open_team(
-    *, device_type: str, timeout_s: float, tp_degree: int = 1, reduces_once: bool = False
+    *,
+    device_type: str,
+    timeout_s: float,
+    tp_degree: int = 1,
+    reduces_once: bool = False,
+    offload: bool = False,
 ) -> Iterator[Team]:
     """The ranks that torchrun started, or this process alone.
 
@@ -203,12 +208,19 @@ def open_team(
         timeout_s: of every collective.
         tp_degree: see `Team`.
         reduces_once: see `Team`.
+        offload: whether parameters rest in host memory. Groups then have a backend for the CPU, too, and a process alone
+            is a world of one rank.
     """
     ours = not dist.is_initialized() and dist.is_torchelastic_launched()
     if ours:
-        start_group("nccl" if device_type == "cuda" else "gloo", timeout_s=timeout_s)
+        on_gpu = "cpu:gloo,cuda:nccl" if offload else "nccl"
+        start_group(on_gpu if device_type == "cuda" else "gloo", timeout_s=timeout_s)
+    elif offload and not dist.is_initialized():
+        ours = True
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world = None
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and (offload or dist.get_world_size() > 1):
         world = World(device_type=device_type, timeout_s=timeout_s)
     try:
         yield Team(world, tp_degree=tp_degree, reduces_once=reduces_once)

@@ -87,6 +87,7 @@ class WeightsInUse:
     def _direct_main_grads(self) -> WeightGradients | None:
         """The buffers of the shards themselves, where nothing is gathered, summed over copies, or padded."""
         alone = self.layout.group.size == self.source.replicas.size == 1
+        alone = alone and self.source.host is None
         whole_bias = "b_out" not in self.source.names or self.layout.num_f == 1
         main = self._main_grads()
         if main is None or not (alone and whole_bias and torch.is_grad_enabled()):
@@ -158,14 +159,22 @@ class WeightsInUse:
         return self.layout.by_rank(name, given, shard) if given else None
 
     def _hand_over(self, name: str, grad: Tensor, shard: Tensor) -> Tensor | None:
-        main = self._main_grads()
+        main, host = self._main_grads(), self.source.host
         if main is None:
-            # a buffer of ours goes back to the allocator
-            return grad.to(shard.dtype, copy=self._buffers is not None)
-        total = _local(getattr(main, name))
-        assert total is not None
-        total.add_(grad)
-        return None
+            grad = grad.to(shard.dtype)
+        if host is not None:
+            grad = host.to_host(grad)
+        if main is not None:
+            total = _local(getattr(main, name))
+            assert total is not None
+            total.add_(grad)
+            return None
+        # a buffer of ours gives its memory back
+        return grad.clone() if host is None and self._lies_in_buffer else grad
+
+    @property
+    def _lies_in_buffer(self) -> bool:
+        return self._buffers is not None and self.layout.group.size == 1
 
 
 def _local(buffer: Tensor | tuple[Tensor, ...] | None) -> Tensor | None:

@@ -100,6 +100,7 @@ def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> 
                 timeout_s=config.parallel.timeout_s,
                 tp_degree=config.parallel.tp_degree,
                 reduces_once=config.parallel.zero_stage == 1,
+                offload=config.parallel.offload,
             )
         )
         team.agree(config.model_dump_json(), what="the configuration")
@@ -153,7 +154,8 @@ class _Trainer:
         self.validation = Windows(data.validation.tokens_N, seq_len, seed)
         tokenizer = load_tokenizer(data.tokenizer_path)
         self.token_num_bytes_V = torch.from_numpy(token_num_bytes(tokenizer, vocab_size))
-        model = GPT(config.model, device=precision.device, dtype=precision.master_dtype, seed=seed)
+        device = "cpu" if config.parallel.offload else precision.device
+        model = GPT(config.model, device=device, dtype=precision.master_dtype, seed=seed)
         model.set_activation_checkpointing(config.train.activation_checkpointing)
         if team.world is not None:
             parallelize_gpt(model, config.parallel, world=team.world)
@@ -392,9 +394,10 @@ def check_ranks(config: RunConfig, precision: Precision, team: Team) -> None:
         raise ConfigError(
             f"train.{name}={size}: must divide evenly over {among}; nearest below: {near}"
         )
-    if team.size > 1 and precision.uses_scaler:
+    if precision.uses_scaler and (team.size > 1 or parallel.offload):
+        where = "with offload" if parallel.offload else f"on {team.size} ranks"
         raise ConfigError(
-            f"train.dtype=float16 on {team.size} ranks: loss scaling is for one rank; use bfloat16 or float32"
+            f"train.dtype=float16 {where}: loss scaling is for one rank; use bfloat16 or float32"
         )
 
 

@@ -1,0 +1,149 @@
+"""Experts in host memory: equal to one process, and never touched by the computation."""
+
+import io
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from expertmesh.config.run import ParallelConfig
+from expertmesh.errors import ConfigError
+from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.offload import HostMemory
+from expertmesh.recipes import RECIPES
+from expertmesh.testing.numerics import relative_error
+from expertmesh.testing.spread_case import D, SpreadCase, build, compare, world_of
+from expertmesh.testing.two_devices import two_devices
+from expertmesh.train.loop import train
+from expertmesh.train.metrics import read_metrics
+
+KEEPS = ("until_step", "until_backward", "regather")
+
+
+def compare_all(cases):
+    for case in cases:
+        compare(case)
+
+
+def test_a_layer_equals_one_process(four_ranks):
+    plans = [(4, 1, "regather"), (1, 2, "regather"), (2, 2, "until_backward"), (1, 1, "until_step")]
+    spreads = [
+        {"route_degree": r, "es_degree": f, "keep": keep, "offload": True} for r, f, keep in plans
+    ]
+    spreads.append({"num_replicas": 2, "route_degree": 1, "offload": True})
+    layer = {"bias": True, "activation": "gelu"}
+    four_ranks.run(compare_all, [SpreadCase(layer, spread) for spread in spreads])
+
+
+def watched(keep, dtype, main, forgetful):
+    """Operators that mixed host and device; and whether all that rests is the host's after a step."""
+
+    def forgets(self, tensor, dtype):
+        return tensor.detach().to(dtype)
+
+    to_device = forgets if forgetful else HostMemory.to_device
+    with patch.object(HostMemory, "to_device", to_device), two_devices() as watch:
+        layer = build(SpreadCase(), torch.float32)
+        spread_experts(layer, world_of(False), route_degree=1, keep=keep, offload=True)
+        if main:
+            layer.experts.accumulate_main_grads()
+        optimizer = torch.optim.AdamW(layer.experts.parameters(), foreach=False)
+        for _ in range(2):  # two micro-batches
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                y = layer(torch.ones(3, D))[0]
+            y.sum().backward()
+        names = ("w_in", "w_out")
+        if main:
+            for name in names:
+                getattr(layer.experts, name).grad = getattr(layer.experts.main_grads, name)
+        rests = [getattr(layer.experts, n) for n in names]
+        rests += [p.grad for p in rests]
+        optimizer.step()
+        return watch.mixed, all(watch.is_host(t) for t in rests)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("main", [False, True])
+def test_the_computation_touches_copies_only(two_ranks, keep, main):
+    """With a stand-in for the second device: no operator, no collective mixes the two."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for mixed, rests in two_ranks.run(watched, keep, dtype, main, False):
+            assert mixed == []
+            assert rests
+
+
+def test_the_stand_in_notices(two_ranks):
+    for mixed, _ in two_ranks.run(watched, "regather", torch.float32, False, True):
+        assert "expertmesh.moe_mlp.default" in mixed
+
+
+def test_a_mistake():
+    with pytest.raises(ConfigError, match="offload.*conflicts with zero_stage=1.*use zero_stage=2"):
+        ParallelConfig(offload=True, zero_stage=1)
+
+
+STEPS = 4
+BASE = {
+    "model.dim": 16,
+    "model.max_seq_len": 16,
+    "model.ffn_hidden_dim": 32,
+    "model.moe.hidden_dim": 16,
+    "model.moe.bias_update_rate": 0.01,
+    "data.seq_len": 16,
+    "data.max_bytes": 60_000,
+    "train.steps": STEPS,
+    "optim.warmup_steps": 1,
+    "train.dtype": "float64",
+    "train.device": "cpu",
+    "train.tensorboard": False,
+    "train.micro_batch_size": 8,
+    "train.checkpoint_every": 2,
+}
+
+
+def run_training(folder, name, changes):
+    """The lines of metrics.jsonl on the first rank."""
+    changes = changes | {
+        "train.run_dir": str(folder / name),
+        "data.cache_dir": str(folder / "cache"),
+    }
+    config = RECIPES["gpt-moe-test"]().updated(BASE | changes)
+    train(config, recipe="test", console=Console(file=io.StringIO()))
+    leader = not dist.is_initialized() or dist.get_rank() == 0
+    return read_metrics(folder / name / "metrics.jsonl") if leader else None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("offload")
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return run_training(folder, "plain", {})
+
+
+def assert_same(lines, expected):
+    assert len(lines) == len(expected) == STEPS
+    for line, oracle in zip(lines, expected, strict=True):
+        for name in ("loss", "grad_norm", "aux_loss"):
+            assert relative_error(line[name], oracle[name]) <= 1e-9, (line["step"], name)
+
+
+def test_one_process_offloads_too(folder, plain):
+    assert_same(run_training(folder, "one", {"parallel.offload": True}), plain)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_training_on_ranks(two_ranks, folder, plain, stage):
+    """Also from a checkpoint of a run that offloads to one that does not."""
+    layout = {"parallel.offload": True, "parallel.zero_stage": stage, "parallel.route_degree": 1}
+    part = layout | {"train.steps": 2, "optim.schedule_steps": STEPS}
+    two_ranks.run(run_training, folder, f"two-{stage}", part)
+    on = {"train.resume": "required", "optim.schedule_steps": STEPS}
+    assert_same(run_training(folder, f"two-{stage}", on), plain)
+    lines = two_ranks.run(run_training, folder, f"whole-{stage}", layout)[0]
+    assert_same(lines, plain)
