@@ -118,13 +118,21 @@ def count_choices(expert_ids_TK: Tensor, num_experts: int, group_size: int | Non
     if num_groups > 1:
         group_T = torch.arange(T, device=expert_ids_TK.device) // size
         segment_TK = segment_TK + group_T[:, None] * (num_experts + 1)
-    flat = segment_TK.reshape(-1)
-    if runs_plainly(flat):  # one call instead of four; on a GPU it would synchronise
-        counts = torch.bincount(flat, minlength=num_groups * (num_experts + 1))
-        return counts.view(num_groups, num_experts + 1)[:, :num_experts]
-    counts = flat.new_zeros(num_groups * (num_experts + 1))
-    counts = counts.scatter_add(0, flat, torch.ones_like(flat))
+    counts = _count(segment_TK.reshape(-1), num_groups * (num_experts + 1))
     return counts.view(num_groups, num_experts + 1)[:, :num_experts]
+
+
+def count_all_choices(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
+    """(E,) int64, slots of all tokens that chose each expert."""
+    return _count(expert_ids_TK.reshape(-1), num_experts + 1)[:num_experts]
+
+
+def _count(values_N: Tensor, end: int) -> Tensor:
+    """(end,) int64, how often each number from 0 to end - 1 occurs."""
+    if runs_plainly(values_N):  # one call instead of three; on a GPU it would synchronise
+        return torch.bincount(values_N, minlength=end)
+    counts = values_N.new_zeros(end)
+    return counts.scatter_add(0, values_N, torch.ones_like(values_N))
 
 
 def _queue_order(
@@ -168,6 +176,12 @@ def queue_positions(segment_N: Tensor, order_N: Tensor | None, num_segments: int
     return torch.empty_like(rank_sorted).scatter(0, slot_sorted, rank_sorted)
 
 
+def all_kept(expert_ids_TK: Tensor, weights_TK: Tensor) -> Assignment:
+    """The assignment without a capacity."""
+    zero = torch.zeros((), dtype=torch.int64, device=expert_ids_TK.device)
+    return Assignment(expert_ids_TK, weights_TK, zero, None)
+
+
 def assign(
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
@@ -199,10 +213,9 @@ def assign(
     Returns:
         Choices, weights and a static bound on rows.
     """
-    zero = torch.zeros((), dtype=torch.int64, device=expert_ids_TK.device)
     T, K = expert_ids_TK.shape
     if options.factor is None or T == 0:
-        return Assignment(expert_ids_TK, weights_TK, zero, None)
+        return all_kept(expert_ids_TK, weights_TK)
     num_groups, size = group_sizes(T, options.group_size)
     factor, least = options.factor, options.min_capacity
     valid_G = valid_tokens_per_group(T, options.group_size, token_mask_T, expert_ids_TK.device)

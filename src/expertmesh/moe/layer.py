@@ -12,6 +12,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import (
     Assignment,
     CapacityOptions,
+    all_kept,
     assign,
     exact_ratio,
     smaller_factor,
@@ -446,7 +447,7 @@ class MoELayer(nn.Module):
             z_loss=z_loss,
             num_tokens_per_expert_E=counts_E,
             num_dropped=self.dispatcher.sum_over_processes(assigned.num_dropped),
-            topk_expert_ids_TK=routed.topk_expert_ids_TK.detach(),
+            topk_expert_ids_TK=routed.topk_expert_ids_TK,
             topk_weights_TK=routed.topk_weights_TK.detach(),
         )
         return y_TD.to(x.dtype).reshape(x.shape), stats
@@ -478,9 +479,8 @@ class MoELayer(nn.Module):
         )
         x_TD = x.reshape(-1, self.dim)
         T = x_TD.shape[0]
-        if token_index is None:
-            index_T = torch.arange(T, device=x.device)
-        else:
+        index_T = None
+        if token_index is not None:
             index_T = flat_argument("token_index", token_index, x, boolean=False).to(torch.int64)
         if mask_T is not None:
             x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
@@ -493,7 +493,7 @@ class MoELayer(nn.Module):
             x_TD=x_TD,
             token_mask_T=mask_T,
             token_ids_T=ids_T,
-            token_index_T=index_T,
+            given_index_T=index_T,
             routing=routing,
             top_k=self.top_k if top_k is None else top_k,
             training=self.training,
@@ -531,13 +531,15 @@ class MoELayer(nn.Module):
         factor = self._factor(capacity_factor)
         if self.routing_options.kind == "expert_choice":
             factor = None
+        if factor is None:
+            return all_kept(routed.topk_expert_ids_TK, routed.topk_weights_TK)
         random_in_eval = self.drop_policy == "random" and not self.training
         return assign(
             routed.topk_expert_ids_TK,
             routed.topk_weights_TK,
             num_experts=self.num_experts,
             options=CapacityOptions(
-                factor=None if factor is None else exact_ratio(factor),
+                factor=exact_ratio(factor),
                 min_capacity=self.min_capacity,
                 policy="first" if random_in_eval else self.drop_policy,
                 group_size=self.routing_group_size,

@@ -2,11 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from expertmesh.moe.assignment import count_choices, group_sizes, valid_tokens_per_group
+from expertmesh.moe.assignment import (
+    count_all_choices,
+    count_choices,
+    group_sizes,
+    valid_tokens_per_group,
+)
 from expertmesh.moe.types import RouterOutput
 from expertmesh.ops.autocast import without_autocast
 
@@ -38,35 +44,28 @@ def weighted_losses(
     process's groups, and the z-loss is that of its tokens: their means over processes, weighted by valid tokens, are
     the losses of the whole batch. The choices are counted over all processes. Does not synchronise by itself.
     """
-    scores_TE, logits_TE, size = routed.scores_TE, routed.logits_TE, options.group_size
-    counts_GE = count_choices(routed.topk_expert_ids_TK, num_experts, size)
+    ids_TK, scores_TE, size = routed.topk_expert_ids_TK, routed.scores_TE, options.group_size
+    counts_GE = None if size is None else count_choices(ids_TK, num_experts, size)
     counts_E = sum_over_processes(
-        counts_GE.squeeze(0) if counts_GE.shape[0] == 1 else counts_GE.sum(0)
+        count_all_choices(ids_TK, num_experts) if counts_GE is None else counts_GE.sum(0)
     )
-    across = None
-    if size is None:
-        counts_GE, across = counts_E[None], sum_over_processes
     aux_loss = z_loss = routed.topk_weights_TK.new_zeros(())
     with without_autocast(aux_loss.device):
-        if options.aux_loss_weight and scores_TE is not None and options.kind == "switch":
-            aux_loss = options.aux_loss_weight * switch_loss(
+        if options.aux_loss_weight and scores_TE is not None and options.kind != "none":
+            loss = partial(importance_load_loss, load_TE=routed.load_TE)
+            aux_loss = options.aux_loss_weight * (
+                switch_loss if options.kind == "switch" else loss
+            )(
                 scores_TE,
-                counts_GE,
+                counts_E[None] if counts_GE is None else counts_GE,
                 token_mask_T=token_mask_T,
                 group_size=size,
-                sum_over_processes=across,
+                sum_over_processes=sum_over_processes if counts_GE is None else None,
             )
-        if options.aux_loss_weight and scores_TE is not None and options.kind == "importance_load":
-            aux_loss = options.aux_loss_weight * importance_load_loss(
-                scores_TE,
-                counts_GE,
-                load_TE=routed.load_TE,
-                token_mask_T=token_mask_T,
-                group_size=size,
-                sum_over_processes=across,
+        if options.z_loss_weight and routed.logits_TE is not None:
+            z_loss = options.z_loss_weight * router_z_loss(
+                routed.logits_TE, token_mask_T=token_mask_T
             )
-        if options.z_loss_weight and logits_TE is not None:
-            z_loss = options.z_loss_weight * router_z_loss(logits_TE, token_mask_T=token_mask_T)
     return aux_loss, z_loss, counts_E
 
 

@@ -54,7 +54,7 @@ class CallInputs:
         x_TD: tokens; zero where masked.
         token_mask_T: True for real tokens, or None.
         token_ids_T: vocabulary ids, or None.
-        token_index_T: int64 global indices of the tokens.
+        given_index_T: int64 global indices of the tokens, or None: 0 to T - 1.
         routing: a choice to replay, or None.
         top_k: K in force.
         training: noise, jitter and dropout are on.
@@ -68,7 +68,7 @@ class CallInputs:
     x_TD: Tensor
     token_mask_T: Tensor | None
     token_ids_T: Tensor | None
-    token_index_T: Tensor
+    given_index_T: Tensor | None
     routing: Routing | None
     top_k: int
     training: bool
@@ -77,6 +77,13 @@ class CallInputs:
     expert_bias_E: Tensor | None
     group_size: int | None
     choice_factor: tuple[int, int]
+
+    @property
+    def token_index_T(self) -> Tensor:  # noqa: N802
+        """Int64 global indices of the tokens; made when asked for, which is for random numbers only."""
+        if self.given_index_T is not None:
+            return self.given_index_T
+        return torch.arange(self.x_TD.shape[0], device=self.x_TD.device)
 
     def bits(self, num_columns: int, stream: int) -> Tensor:
         """(T, num_columns) random 32-bit integers of one stream."""
@@ -106,7 +113,8 @@ def route(router: nn.Module, call: CallInputs, options: RoutingOptions) -> Route
         elif given is None:
             output = _hash(router, call, options)
         else:
-            output = _choose(given / options.logit_temperature, call, options)
+            heat = options.logit_temperature
+            output = _choose(given if heat == 1.0 else given / heat, call, options)
         if call.routing is not None:
             output = _replay(output, call.routing, options.selection, call.top_k)
         return _hide(output, call.token_mask_T, options.selection.num_experts)

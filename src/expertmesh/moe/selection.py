@@ -135,7 +135,7 @@ def selection_scores(
     Scores are needed only where they are added to a bias or to one another; elsewhere the logits give the same
     order without the rounding of the score function.
     """
-    chosen_by = logits_TE.detach()
+    chosen_by = logits_TE.detach() if logits_TE.requires_grad else logits_TE
     if noise_TE is not None:
         chosen_by = chosen_by + noise_TE
     if bias_E is None and options.num_expert_groups == 1:

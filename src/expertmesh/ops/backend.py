@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import re
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -102,12 +103,15 @@ def gemm_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """
     if device.type != "cpu":
         return dtype
-    mkldnn = torch.ops.mkldnn
-    if dtype == torch.float16 and not mkldnn._is_mkldnn_fp16_supported():
-        return torch.float32
-    if dtype == torch.bfloat16 and not mkldnn._is_mkldnn_bf16_supported():
-        return torch.float32
-    return dtype
+    return dtype if _has_products_of(dtype) else torch.float32
+
+
+@cache
+def _has_products_of(dtype: torch.dtype) -> bool:
+    """Whether this machine's CPU has instructions for products of this type."""
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def gemm_rows(

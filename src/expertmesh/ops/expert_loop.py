@@ -46,13 +46,13 @@ class Experts:
         """First weights of some experts, with as few calls as can be, and copies (if any) one at a time."""
         if self.w_in_EGFD.dtype != dtype or not self.w_in_EGFD.is_contiguous():
             return (self.w_in(e, dtype) for e in experts)
-        return _selected(self.w_in_EGFD.flatten(1, 2), experts)
+        return selected(self.w_in_EGFD.flatten(1, 2), experts)
 
     def w_outs(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
         """Second weights of some experts, as `w_ins`."""
         if self.w_out_EDF.dtype != dtype:
             return (self.w_out(e, dtype) for e in experts)
-        return _selected(self.w_out_EDF, experts)
+        return selected(self.w_out_EDF, experts)
 
     @property
     def are_narrow(self) -> bool:
@@ -70,7 +70,7 @@ class Experts:
             torch.addmm(bias, x_RD, w_in.T, out=out_RH)
 
 
-def _selected(values: Tensor, indices: Sequence[int]) -> Iterator[Tensor]:
+def selected(values: Tensor, indices: Sequence[int]) -> Iterator[Tensor]:
     """Entries of the first dimension; a view of all of them is one call, but costs the host half of a call per entry."""
     if 2 * len(indices) > values.shape[0]:
         return map(values.unbind().__getitem__, indices)
@@ -208,24 +208,35 @@ def _views(rows: Tensor, run: list[Block], sizes: list[int]) -> Sequence[Tensor]
     ]
 
 
+def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
+    """Whether PyTorch's grouped product is the best way through the weights of this many experts with rows.
+
+    On the CPU it is the same loop without Python, over all experts, those without rows included. Its demands (bytes of
+    a row, contiguous weights) are checked here.
+    """
+    return (
+        w_ENK.device.type == "cpu"
+        and w_ENK.dtype == torch.bfloat16
+        and 4 * num_live >= w_ENK.shape[0]
+        and w_ENK.shape[2] % 8 == 0
+        and w_ENK.is_contiguous()
+    )
+
+
 def _grouped_offsets(
     run: list[Block], experts: Experts, maps: Maps, dtype: torch.dtype
 ) -> Tensor | None:
     """Ends of all experts' rows for PyTorch's grouped product, where it serves best; None: a loop does.
 
-    It is the same loop without Python, over all experts, those without rows included. Its demands (bytes of a row, no
-    bias, no row behind the last offset) are checked here.
+    It knows no bias, and no row may be behind the last offset.
     """
     w_in, w_out = experts.w_in_EGFD, experts.w_out_EDF
     serves = (
-        w_in.device.type == "cpu"
-        and dtype == w_in.dtype == torch.bfloat16
+        dtype == w_in.dtype
         and experts.b_in_EGF is None
         and w_in.is_contiguous()
-        and w_out.is_contiguous()
-        and w_in.shape[3] % 8 == 0
-        and w_out.shape[2] % 8 == 0
-        and 4 * len(run) >= w_in.shape[0]
+        and grouped_mm_serves(w_in.flatten(1, 2), len(run))
+        and grouped_mm_serves(w_out, len(run))
         and all(block.stop - block.start < 64 for block in run)  # else gemm_rows pads
     )
     if not serves or run[0].start != 0 or int(maps.offsets_E[-1]) != run[-1].stop:
@@ -233,15 +244,19 @@ def _grouped_offsets(
     return maps.offsets_E[1:]
 
 
-def product_into(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
-    """Write x W^T.
+def weight_goes_first(w_NK: Tensor, num_rows: int) -> bool:
+    """Whether the CPU library is faster with the weight as the left factor, W x^T; a single row must then be doubled.
 
-    For up to 4 rows in FP32 the CPU library is twice as fast when W is the left factor, for one row when that row is
-    doubled; so it is for no other type and no more rows (docs/log.md).
+    So it is, by a factor of two, for up to 4 rows in FP32, and for no other type and no more rows (docs/log.md).
     """
+    is_large = w_NK.shape[-2] * w_NK.shape[-1] >= 1 << 16  # else calls cost more than products
+    return num_rows <= 4 and is_large and w_NK.dtype == torch.float32 and w_NK.device.type == "cpu"
+
+
+def product_into(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
+    """Write x W^T."""
     num_rows = x_RK.shape[0]
-    is_large = w_NK.numel() >= 1 << 16  # else calls cost more than products
-    if num_rows > 4 or not is_large or x_RK.dtype != torch.float32 or x_RK.device.type != "cpu":
+    if not weight_goes_first(w_NK, num_rows):
         torch.mm(x_RK, w_NK.T, out=out_RN)
     elif num_rows > 1:
         out_RN.copy_(torch.mm(w_NK, x_RK.T).T)

@@ -1,0 +1,131 @@
+"""The experts for a few rows on the CPU: what text generation calls instead of the operator."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from expertmesh import MoELayer
+from expertmesh.errors import ConfigError
+from expertmesh.functional import moe_mlp, route_metadata
+from expertmesh.ops import few_rows
+from expertmesh.testing.numerics import assert_two_times
+from expertmesh.testing.poison import poisoned_empty
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def _all_processors_multiply_bf16():
+    with patch.object(few_rows, "gemm_dtype", lambda device, dtype: dtype):
+        yield
+
+
+def make_call(dtype, *, num_tokens, num_experts=6, top_k=2, dim=32, hidden_dim=48, branches=2):
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    ids_TK = torch.randint(0, num_experts + 1, (num_tokens, top_k), generator=generator)
+    weights_TK = torch.rand(num_tokens, top_k, generator=generator)
+    w_in, w_out = randn(num_experts, branches, hidden_dim, dim), randn(num_experts, dim, hidden_dim)
+    return randn(num_tokens, dim), w_in, w_out, ids_TK, weights_TK
+
+
+def general(call, dtype, activation):
+    """The oracle, in a type of its own."""
+    x, w_in, w_out, ids_TK, weights_TK = call
+    metadata = route_metadata(ids_TK, w_in.shape[0])
+    wide = torch.promote_types(dtype, weights_TK.dtype)
+    cast = (x.to(dtype), w_in.to(dtype), w_out.to(dtype), weights_TK.to(wide))
+    return moe_mlp(*cast, metadata, activation=activation, backend="reference")
+
+
+def check(call, activation):
+    dtype = call[0].dtype
+    assert few_rows.serves(*call, "auto")
+    with poisoned_empty():
+        ours = few_rows.moe_mlp_of_few(*call, activation=activation)
+    plain, exact = (general(call, t, activation) for t in (dtype, torch.float64))
+    assert_two_times(ours, plain, exact, what="y", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 13])
+@pytest.mark.parametrize("num_experts", [6, 40])  # many live of few, few live of many
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_agrees_with_the_oracle(dtype, num_tokens, num_experts, activation):
+    branches = 2 if activation == "swiglu" else 1
+    check(
+        make_call(dtype, num_tokens=num_tokens, num_experts=num_experts, branches=branches),
+        activation,
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_weights_as_large_as_those_that_go_first(dtype, num_tokens):
+    check(make_call(dtype, num_tokens=num_tokens, dim=260, hidden_dim=264), "swiglu")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("ids", [[[2, 2]], [[6, 1]], [[6, 6]], [[0, 3], [6, 6], [3, 3]]])
+def test_choices_twice_and_dead(dtype, ids):
+    x, w_in, w_out, _, weights_TK = make_call(dtype, num_tokens=len(ids))
+    check((x, w_in, w_out, torch.tensor(ids), weights_TK), "swiglu")
+
+
+@pytest.mark.parametrize("ids", [[[0, 7]], [[-1, 2]], [[1, 2], [3, 9]]])
+def test_refuses_ids_out_of_range(ids):
+    x, w_in, w_out, _, weights_TK = make_call(torch.float32, num_tokens=len(ids))
+    with pytest.raises(ConfigError, match=r"expert_ids holds values from .* must be in 0\.\.6"):
+        few_rows.moe_mlp_of_few(x, w_in, w_out, torch.tensor(ids), weights_TK, activation="swiglu")
+
+
+def test_leaves_an_expert_with_many_rows_to_the_general_way():
+    x, w_in, w_out, _, weights_TK = make_call(torch.float32, num_tokens=few_rows.MOST_ROWS + 1)
+    ids_TK = torch.zeros_like(weights_TK, dtype=torch.int64)
+    ids_TK[:, 1] = 6
+    call = (x, w_in, w_out, ids_TK, weights_TK)
+    assert few_rows.moe_mlp_of_few(*call, activation="swiglu") is None
+    fewer = tuple(t[1:] if len(t) == len(x) else t for t in call)
+    assert few_rows.moe_mlp_of_few(*fewer, activation="swiglu") is not None
+
+
+def make_layer(**options):
+    return MoELayer(dim=32, hidden_dim=48, num_experts=6, top_k=2, seed=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_used"),
+    [
+        ({}, True),
+        ({"backend": "torch"}, True),
+        ({"backend": "reference"}, False),
+        ({"bias": True}, False),
+        ({"batch_invariant": True}, False),
+        ({"capacity_factor": 1.0, "eval_capacity_factor": 1.0}, True),
+    ],
+)
+def test_the_layer_takes_it_without_gradients(options, is_used):
+    layer, x_TD = make_layer(**options).eval(), torch.randn(5, 32)
+    with patch.object(few_rows, "moe_mlp_of_few", wraps=few_rows.moe_mlp_of_few) as few:
+        with_gradients, _ = layer(x_TD)
+        assert not few.called
+        with torch.no_grad():
+            y_TD, _ = layer(x_TD)
+    assert few.called == is_used
+    exact = layer.double()(x_TD.double())[0]
+    assert_two_times(y_TD, with_gradients.detach(), exact.detach(), what="y", dtype=torch.float32)
+
+
+def test_the_layer_does_not_take_it_for_many_tokens_or_under_autocast():
+    layer = make_layer().eval()
+    with (
+        torch.no_grad(),
+        patch.object(few_rows, "moe_mlp_of_few", side_effect=AssertionError),
+    ):
+        layer(torch.randn(few_rows.MOST_SLOTS, 32))
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(torch.randn(3, 32))
