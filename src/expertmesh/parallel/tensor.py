@@ -28,7 +28,7 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.autocast import autocast_dtype
 
 TensorPlan = Mapping[str, ParallelStyle]
-"""Styles by name of module; * stands for any part of a name."""
+"""Styles by name of module, `layers.*.attention`; * stands for anything between two dots."""
 
 _MLP_CUT = {"w_in": 1, "w_out": 1, "b_in": 1}
 
@@ -92,7 +92,7 @@ def join_parts(x: Tensor, group: RankGroup, *, dim: int, where: str) -> Tensor:
 
 def sum_own_part(x: Tensor, group: RankGroup, *, dim: int, where: str) -> Tensor:
     """The sum over the ranks, of which each gets its part along an axis; the gradient is gathered."""
-    parts = x.unflatten(dim, (group.size, -1)).movedim(dim, 0)
+    parts = x.unflatten(dim, (group.size, x.shape[dim] // group.size)).movedim(dim, 0)
     return reduce_scatter(parts, group, where=where)
 
 
@@ -186,7 +186,7 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
         model: with the same parameters on all ranks.
         mesh: of one axis, the ranks that share sequences.
         group: the same ranks.
-        plan: styles by name of module; * stands for any part of a name.
+        plan: see `TensorPlan`.
 
     Raises:
         ConfigError: a name fits no module, or a parameter cannot be cut evenly.
@@ -194,10 +194,10 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
     _refuse_shared(model)
     modules = dict(model.named_modules())
     for pattern, style in plan.items():
-        found = [name for name in modules if fnmatchcase(name, pattern)]
+        found = [name for name in modules if _matches(name, pattern)]
         if not found:
             raise ConfigError(
-                f"tensor_plan: {pattern} is no module of the model; name one, with * for any part of a name"
+                f"tensor_plan: {pattern} is no module of the model; name one, with * for anything between two dots"
             )
         for name in found:
             # Each rank has the same parameters, so nothing needs to be sent.
@@ -215,6 +215,11 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
     for module in modules.values():
         if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             parallelize_module(module, mesh, Whole(recurse=False), src_data_rank=None)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _refuse_shared(model: nn.Module) -> None:

@@ -289,7 +289,7 @@ class GPT(nn.Module):
             if context[name] is not None:
                 context[name] = self.shared.own_part(context[name].view(B, S), dim=1).flatten()
         table_VD = self.shared.gather(self.embedding.weight)
-        return F.embedding(context["ids_T"].view(B, -1), table_VD), table_VD
+        return F.embedding(context["ids_T"].view(B, S // self.shared.size), table_VD), table_VD
 
     def forward(
         self,

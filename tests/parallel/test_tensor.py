@@ -1,0 +1,423 @@
+"""Ranks that share sequences: the trainer's steps on a GPT equal those of one process, and what users give of their own."""
+
+import functools
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from expertmesh import MoELayer
+from expertmesh.comm.world import World
+from expertmesh.config.run import ParallelConfig, RunConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
+from expertmesh.moe.random import key_noise
+from expertmesh.parallel.apply import follow_optimizer, parallelize
+from expertmesh.parallel.clip import clip_grad_norm_
+from expertmesh.parallel.team import Team
+from expertmesh.parallel.tensor import Sliced, Whole, tensor_group
+from expertmesh.recipes import RECIPES
+from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
+from expertmesh.train.optim import build_optimizer
+from expertmesh.train.precision import resolve_precision
+from expertmesh.train.step import accumulate_gradients, training_step
+
+B, S, STEPS = 8, 16, 5
+
+# Noise and random dropping are on; a routing group is a quarter of a sequence, so that one of four ranks has it whole.
+MODEL = {
+    "model.vocab_size": 300,
+    "model.max_seq_len": S,
+    "model.dim": 16,
+    "model.num_heads": 4,
+    "model.qk_norm": True,
+    "model.ffn_hidden_dim": 24,
+    "model.moe_every": 2,
+    "model.moe.num_experts": (8,),
+    "model.moe.hidden_dim": 8,
+    "model.moe.bias": True,
+    "model.moe.num_shared_experts": 1,
+    "model.moe.residual": True,
+    "model.moe.router_noise": "gumbel",
+    "model.moe.input_jitter": 0.1,
+    "model.moe.capacity_factor": 1.0,
+    "model.moe.min_capacity": 1,
+    "model.moe.routing_group_size": 4,
+    "model.moe.z_loss_weight": 0.1,
+    "data.seq_len": S,
+    "train.batch_size": B,
+    "train.dtype": "float64",
+    "train.device": "cpu",
+    "optim.lr": 1e-2,
+    "optim.grad_clip": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Changes of the model's configuration, which one process knows too, and of the layout's."""
+
+    layout: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> RunConfig:
+        """Of all ranks."""
+        layout = {f"parallel.{name}": value for name, value in self.layout.items()}
+        return RECIPES["gpt-moe-test"]().updated(MODEL | self.model | layout)
+
+
+@functools.cache
+def world():
+    """Of all ranks of this pool."""
+    return World()
+
+
+def build(config):
+    """The model, the same in every process, with biases that are not zero."""
+    precision = resolve_precision(config.train)
+    model = GPT(config.model, dtype=precision.master_dtype, seed=1)
+    model.set_activation_checkpointing(config.train.activation_checkpointing)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if "b_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def batches(config, steps):
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        ids = torch.randint(0, config.model.vocab_size, (B, S + 1), generator=generator)
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train_steps(config, team, steps=STEPS):
+    """What the trainer's steps give, by name; every tensor whole."""
+    model, precision = build(config), resolve_precision(config.train)
+    if team.world is not None:
+        parallelize_gpt(model, config.parallel, world=team.world)
+    optimizer = build_optimizer(model, config.optim)
+    follow_optimizer(model, optimizer)
+    found = {}
+    for step, batch in enumerate(batches(config, steps)):
+        result = training_step(
+            model,
+            optimizer,
+            precision.scaler(),
+            batch,
+            step=step,
+            config=config,
+            precision=precision,
+            team=team,
+        )
+        numbers = (result.loss, result.aux_loss, result.z_loss, result.grad_norm)
+        found[f"losses of step {step}"] = torch.tensor(numbers, dtype=torch.float64)
+        load = result.load
+        found[f"load of step {step}"] = torch.tensor((load.load_imbalance, load.dropped_fraction))
+        if step == 0:
+            found |= {f"gradient of {n}": whole(p.grad) for n, p in model.named_parameters()}
+    found |= {n: whole(p.detach()).clone() for n, p in model.named_parameters()}
+    return found
+
+
+def team_of(config):
+    stage = config.parallel.zero_stage
+    return Team(world(), tp_degree=config.parallel.tp_degree, reduces_once=stage == 1)
+
+
+def errors_of(case):
+    """Relative errors of this rank against one process."""
+    ours = train_steps(case.config(), team_of(case.config()))
+    one_rank = Case({}, case.model).config()
+    theirs = train_steps(one_rank, Team())
+    assert ours.keys() == theirs.keys()
+    dropped = theirs["load of step 0"][1]
+    assert (dropped > 0) == (one_rank.model.moe.capacity_factor is not None)
+    return {name: relative_error(ours[name], theirs[name]) for name in ours}
+
+
+def assert_equal(pool, case):
+    for errors in pool.run(errors_of, case):
+        what, error = max(errors.items(), key=lambda item: item[1])
+        assert error <= FP64_RELATIVE, f"{what} is off by {error:.1e}"
+
+
+DROPLESS = {"model.moe.capacity_factor": None, "model.moe.routing_group_size": None}
+GROUPED_QUERY = {"model.num_kv_heads": 2, "model.tie_embeddings": True}
+ODD = {"model.dim": 15, "model.head_dim": 6, "model.vocab_size": 301}
+TWO = [
+    Case({"tp_degree": 2}, GROUPED_QUERY),
+    Case({"tp_degree": 2, "route_degree": 1, "zero_stage": 1}, {"train.micro_batch_size": 2}),
+    Case({"tp_degree": 2, "zero_stage": 2}, DROPLESS | ODD),
+    Case({"tp_degree": 2}, {"train.activation_checkpointing": True, "model.tie_embeddings": False}),
+]
+FOUR = [
+    Case({"tp_degree": 2, "zero_stage": 1}, {"train.micro_batch_size": 2}),
+    Case({"tp_degree": 2, "route_degree": 2, "es_degree": 2, "zero_stage": 2}, GROUPED_QUERY),
+    Case({"tp_degree": 2, "dp_replicate_degree": 2}, {"model.moe.balance_loss_scope": "global"}),
+    Case({"tp_degree": 4, "expert_order": "experts_inner", "es_degree": 2}),
+    Case({"tp_degree": 2, "route_degree": 1}, ODD | {"train.activation_checkpointing": True}),
+]
+
+
+@pytest.mark.parametrize("case", TWO, ids=str)
+def test_two_ranks(two_ranks, case):
+    assert_equal(two_ranks, case)
+
+
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_four_ranks(four_ranks, case):
+    assert_equal(four_ranks, case)
+
+
+MORE = pytest.param({"zero_stage": 2, "route_degree": 2}, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("changes", [{}, MORE], ids=str)
+def test_eight_ranks(eight_ranks, changes):
+    layout = {"tp_degree": 2, "dp_shard_degree": 2, "dp_replicate_degree": 2}
+    assert_equal(eight_ranks, Case(layout | changes))
+
+
+def moved(layout):
+    """Bytes that this rank sent of its tokens, and what they should be if each token is sent by one rank alone."""
+    config = Case(layout, DROPLESS).config()
+    model = build(config).eval()
+    parallelize_gpt(model, config.parallel, world=world())
+    ids_BS, _ = next(batches(config, 1))
+    rows = team_of(config).rows(0, B)
+    with torch.no_grad(), world().traffic.logged() as log:
+        stats = model(ids_BS[rows]).stats[0]
+    ids_TK = stats.topk_expert_ids_TK
+    dispatcher = model.layers[1].moe.dispatcher
+    route = dispatcher.route()
+    mine = route.plan.block(world().position)[0]
+    copies = sum(len({e // route.num_local for e in row} - {mine}) for row in ids_TK.tolist())
+    expected = 8 * copies * (config.model.dim + 2 * ids_TK.shape[1])
+    sent = [t.num_bytes for t in log.transfers if t.where == "layer 1, dispatch"]
+    return sum(sent), expected, ids_TK
+
+
+@pytest.mark.parametrize("layout", [{"tp_degree": 2}, {"tp_degree": 4}], ids=str)
+def test_each_token_is_dispatched_by_one_rank(four_ranks, layout):
+    found = four_ranks.run(moved, layout)
+    assert [sent for sent, _, _ in found] == [expected for _, expected, _ in found]
+    config = Case({}, DROPLESS).config()
+    ids_BS, _ = next(batches(config, 1))
+    whole_TK = build(config).eval()(ids_BS).stats[0].topk_expert_ids_TK.view(B, S, -1)
+    tp, parts = layout["tp_degree"], [ids_TK for _, _, ids_TK in found]
+    own = [part.view(B * tp // 4, S // tp, -1) for part in parts]
+    rows = [torch.cat(own[first : first + tp], 1) for first in range(0, 4, tp)]
+    assert torch.equal(torch.cat(rows), whole_TK)
+
+
+def half_precision(layout):
+    """Loss and gradients of a dense model in BF16, on all ranks and on one, and in FP64."""
+    dense = {"model.moe.num_experts": (), "model.moe.routing_group_size": None}
+    found = []
+    for dtype, parallel in (("bfloat16", layout), ("bfloat16", {}), ("float64", {})):
+        config = Case(parallel, dense | {"train.dtype": dtype}).config()
+        model, precision = build(config), resolve_precision(config.train)
+        team = team_of(config) if parallel else Team()
+        if parallel:
+            parallelize_gpt(model, config.parallel, world=world())
+        sums, _ = accumulate_gradients(
+            model,
+            *next(batches(config, 1)),
+            micro_batch_size=B,
+            scaler=precision.scaler(),
+            precision=precision,
+            team=team,
+        )
+        gradients = {n: whole(p.grad) for n, p in model.named_parameters()}
+        found.append({"loss": sums[0]} | gradients)
+    return found
+
+
+@pytest.mark.parametrize("layout", [{"tp_degree": 2}, {"tp_degree": 4}], ids=str)
+def test_half_precision(four_ranks, layout):
+    for ours, plain, oracle in four_ranks.run(half_precision, layout):
+        for name, value in oracle.items():
+            assert_two_times(ours[name], plain[name], value, what=name)
+
+
+class Mixer(nn.Module):
+    """Running sums of F channels over the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(8, 12)
+        self.out = nn.Linear(12, 8)
+
+    def forward(self, x_BSD):
+        """(B, S, D) -> (B, S, D)."""
+        return self.out(self.into(x_BSD).cumsum(1).tanh())
+
+
+class Gain(nn.Module):
+    """Reads the parameters of a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        """Like x."""
+        return x * self.norm.weight + self.norm.bias
+
+
+class Own(nn.Module):
+    """A model that nothing here knows: parameters in many places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 1.5))
+        self.norm, self.gain, self.mixer = nn.LayerNorm(8), Gain(), Mixer()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.moe = MoELayer(
+            dim=8,
+            hidden_dim=8,
+            num_experts=4,
+            top_k=2,
+            num_shared_experts=1,
+            bias=True,
+            router_noise="gumbel",
+            seed=1,
+        )
+
+    def forward(self, x_BSD, index_T):
+        """The model's output, and the losses of its routers."""
+        h = x_BSD + self.mixer(self.norm(x_BSD) * self.scale)
+        h = self.gain(h) + self.down(torch.relu(self.up(h)))
+        y, stats = self.moe(h, token_index=index_T)
+        return h + y, stats.aux_loss + stats.z_loss
+
+
+def own_model(tp):
+    """Relative errors of a user's model."""
+    n = world().size
+    torch.set_default_dtype(torch.float64)
+    try:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(Own())
+        x = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    index = torch.arange(32).view(4, 8)
+    one, spread = models
+    for model in models:
+        key_noise(model, seed=1, step=2)
+    y, extra = one(x, index)
+    (y.square().mean() + extra).backward()
+    group = tensor_group(world(), tp)
+    cut = {"into.weight": 0, "into.bias": 0, "out.weight": 1}
+    plan = {
+        "mix*": Sliced(group, cut, once=frozenset({"out.bias"}), dim=1, where="mixer"),
+        "gain": Whole(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize(
+        spread,
+        ParallelConfig(tp_degree=tp),
+        world=world(),
+        blocks=[spread.mixer],
+        tensor_plan=plan,
+    )
+
+    def own(t):
+        rows = t.chunk(n // tp)[world().position // tp]
+        return rows.chunk(tp, 1)[world().position % tp]
+
+    z, extra = spread(own(x), own(index))
+    (z.square().sum() / y.numel() + extra / n).backward()
+    errors = {"y": relative_error(z, own(y))}
+    gradients = {name: p.grad for name, p in one.named_parameters()}
+    for name, parameter in spread.named_parameters():
+        errors[name] = relative_error(whole(parameter.grad), gradients[name])
+    norm = nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+    errors["norm"] = relative_error(clip_grad_norm_(spread.parameters(), 1.0), norm)
+    return errors
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_model_of_ones_own(four_ranks, tp):
+    for errors in four_ranks.run(own_model, tp):
+        assert max(errors.values()) <= FP64_RELATIVE, errors
+
+
+def mistakes():
+    messages = []
+
+    def note(function):
+        try:
+            function()
+        except ConfigError as error:
+            messages.append(str(error))
+
+    group = tensor_group(world(), 2)
+    config, apply = ParallelConfig(tp_degree=2), functools.partial(parallelize, world=world())
+    note(lambda: apply(Own(), config, tensor_plan={"middle": Whole()}))
+    cut = Sliced(group, {"into.weight": 0}, where="mixer")
+    odd = Own()
+    odd.mixer.into = nn.Linear(8, 5)
+    note(lambda: apply(odd, config, tensor_plan={"mixer": cut}))
+    tied = Own()
+    tied.up.bias = tied.mixer.into.bias
+    note(lambda: apply(tied, config))
+    note(lambda: tensor_group(world(), 3))
+    run = Case({"tp_degree": 2}).config()
+    model = build(run).eval()
+    parallelize_gpt(model, run.parallel, world=world())
+    note(lambda: model(torch.zeros(1, 15, dtype=torch.int64)))
+    note(lambda: model(torch.zeros(1, 16, dtype=torch.int64), num_logits=1))
+    return messages
+
+
+def test_mistakes(two_ranks):
+    expected = (
+        "tensor_plan: middle is no module of the model",
+        r"tp_degree=2: into.weight of shape \(5, 8\) cannot be cut into 2 equal parts along axis 0",
+        "mixer.into.bias and up.bias are one parameter",
+        "tp_degree=3: must divide the 2 ranks",
+        "sequences of 15 tokens on parallel.tp_degree=2: .* use data.seq_len=14",
+        "decoding on ranks that share sequences",
+    )
+    for messages in two_ranks.run(mistakes):
+        assert len(messages) == len(expected), messages
+        for message, pattern in zip(messages, expected, strict=True):
+            assert re.search(pattern, message), message
+            assert "\n" not in message
+
+
+WRONG = [
+    ({"model.num_heads": 3, "model.dim": 18}, 2, "must divide model.num_heads, 3;.* model: 1$"),
+    ({"model.num_kv_heads": 2}, 4, "must divide model.num_kv_heads, 2;.* model: 2$"),
+    ({"model.ffn_hidden_dim": 22}, 4, "must divide model.ffn_hidden_dim, 22;.* model: 2$"),
+    ({"model.moe.hidden_dim": 7}, 2, "num_shared_experts x hidden_dim, 7"),
+    ({"data.seq_len": 14}, 4, "sequences of 14 tokens .* use data.seq_len=12"),
+    ({"model.moe.routing_group_size": 16}, 2, "routing_group_size=16.* the 8 tokens.* use 8"),
+    ({"model.moe.routing_group_size": 6}, 4, "routing_group_size=6.* the 4 tokens.* use 2"),
+    ({}, 3, "tp_degree=3 does not make 4 ranks; nearest: .*tp_degree=4"),
+    ({"parallel.dp_shard_degree": 4}, 2, "dp_shard_degree=4 x tp_degree=2 does not make 4 ranks"),
+]
+
+
+@pytest.mark.parametrize(("changes", "tp", "message"), WRONG, ids=str)
+def test_what_does_not_fit(changes, tp, message):
+    config = Case({"tp_degree": tp}, changes).config()
+    with pytest.raises(ConfigError, match=message):
+        check_degrees(config.model, config.parallel, num_ranks=4, seq_len=config.data.seq_len)
