@@ -263,10 +263,11 @@ def _save_fill(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _fill_backward(ctx: Any, grad_ECD: Tensor) -> tuple[Tensor | None, ...]:
-    num_slots = ctx.saved_tensors[3].shape[0]
+    maps = ctx.saved_tensors  # read once: activation checkpointing lets nobody read them again
+    num_slots = maps[3].shape[0]
     top_k = num_slots // ctx.num_tokens if ctx.num_tokens else 1
     grad_RD = grad_ECD.reshape(-1, grad_ECD.shape[2])
-    return _weighted_sum(grad_RD, None, *ctx.saved_tensors, top_k, ctx.capacity), *(None,) * 5
+    return _weighted_sum(grad_RD, None, *maps, top_k, ctx.capacity), *(None,) * 5
 
 
 def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -275,9 +276,9 @@ def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _sum_backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-    d_y, d_weights = _weighted_sum_backward(grad_TD, *ctx.saved_tensors, ctx.top_k, ctx.capacity)
-    has_weights = ctx.saved_tensors[1] is not None
-    return d_y, d_weights if has_weights else None, *(None,) * 6
+    saved = ctx.saved_tensors
+    d_y, d_weights = _weighted_sum_backward(grad_TD, *saved, ctx.top_k, ctx.capacity)
+    return d_y, None if saved[1] is None else d_weights, *(None,) * 6
 
 
 def _double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -243,8 +243,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     S = ctx.num_slices
-    x, weights, b_out, *maps = ctx.saved_tensors[:7]
-    tensors = list(ctx.saved_tensors[7:])
+    saved = ctx.saved_tensors  # read once: activation checkpointing lets nobody read them again
+    x, weights, b_out, *maps = saved[:7]
+    tensors = list(saved[7:])
     hidden, w_in, w_out, b_in = (
         tensors[:S],
         tensors[S : 2 * S],
