@@ -15,8 +15,8 @@ from expertmesh.train.checkpoint import (
     list_checkpoints,
     newest_good,
     read_state,
-    read_tensors,
 )
+from expertmesh.train.checkpoint_tensors import read_tensors
 
 
 def tensors(value=1.0):
@@ -74,7 +74,7 @@ def test_training_may_change_the_tensors_while_they_are_written(store, monkeypat
 
     def slow(folder, given):
         assert gate.wait(10)
-        write(folder, given)
+        return write(folder, given)
 
     monkeypatch.setattr(checkpoint, "write_tensors", slow)
     live = tensors(1.0)
@@ -206,7 +206,7 @@ def test_a_really_full_disk(store, monkeypatch):
 
     def write_to_full(folder, given):
         (folder / "__0_0.distcp").symlink_to("/dev/full")
-        write(folder, given)
+        return write(folder, given)
 
     monkeypatch.setattr(checkpoint, "write_tensors", write_to_full)
     store.save(2, tensors(), {}, eval_loss=None)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from expertmesh.comm.collectives import start_all_reduce
 from expertmesh.comm.group import wait_for
@@ -46,9 +45,14 @@ class Team:
         return self.size // self.tp_degree
 
     @property
+    def position(self) -> int:
+        """Of this rank among them, from 0."""
+        return 0 if self.world is None else self.world.position
+
+    @property
     def is_leader(self) -> bool:
-        """Whether this rank prints and writes."""
-        return self.world is None or self.world.position == 0
+        """Whether this rank prints, and writes what is written once."""
+        return self.position == 0
 
     def rows(self, start: int, stop: int) -> slice:
         """This rank's share of the rows start ... stop - 1: equal ones if the parts divide them, in rank order."""
@@ -114,7 +118,7 @@ class Team:
         """Do something on every rank, and let all know of a failure before any goes on.
 
         Raises:
-            PeerError: on the ranks that succeeded, when another failed; that one raises its own error.
+            PeerError: when a rank failed, on all but the first that did; that one raises its own error.
         """
         error: BaseException | None = None
         value: Any = None
@@ -124,12 +128,20 @@ class Team:
             if self.world is None:
                 raise
             error = failure
-        failed = self.any(error is not None)
-        if error is not None:
+        failed = self.gather(error is not None)
+        if not any(failed):
+            return value
+        if error is not None and failed.index(True) == self.position:
             raise error
-        if failed:
-            raise PeerError("another rank failed")
-        return value
+        raise PeerError(f"rank {failed.index(True)} failed") from error
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks (pickled), in rank order, on every rank."""
+        if self.world is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.world.everyone().process_group)
+        return values
 
     def agree(self, value: str, *, what: str) -> None:
         """Check that all ranks have the same text.
@@ -138,10 +150,7 @@ class Team:
             ConfigError: on rank 0, names the first rank that has another.
             PeerError: on the others then.
         """
-        if self.world is None:
-            return
-        texts: list[Any] = [None] * self.size
-        dist.all_gather_object(texts, value, group=self.world.everyone().process_group)
+        texts = self.gather(value)
         odd = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
         if odd is None:
             return
@@ -161,33 +170,6 @@ class Team:
         """Tell the model before the forward pass whether gradients are due after the backward pass."""
         if self.reduces_once and isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(is_last)
-
-    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gather what is sharded; every rank must call with the same names."""
-        return {
-            name: t.full_tensor().detach() if isinstance(t, DTensor) else t
-            for name, t in tensors.items()
-        }
-
-    def empty_whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Room on the CPU for the whole of each sharded tensor; plain ones stay themselves."""
-        return {
-            name: torch.empty(t.shape, dtype=t.dtype) if isinstance(t, DTensor) else t
-            for name, t in tensors.items()
-        }
-
-    @torch.no_grad()
-    def take_parts(self, targets: dict[str, Tensor], whole: dict[str, Tensor]) -> None:
-        """Fill each sharded target with this rank's part of a whole tensor. Nothing is communicated."""
-        for name, target in targets.items():
-            if isinstance(target, DTensor):
-                parts = distribute_tensor(
-                    whole[name].to(target.device),
-                    target.device_mesh,
-                    target.placements,
-                    src_data_rank=None,
-                )
-                target.to_local().copy_(parts.to_local())
 
 
 @contextmanager

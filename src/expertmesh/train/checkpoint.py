@@ -1,19 +1,28 @@
-"""Checkpoints: torch.distributed.checkpoint files, made visible by one rename, checked by a manifest of SHA-256.
+"""Checkpoints: written by all ranks at once in the background, made visible by one rename, checked by SHA-256.
 
     checkpoints/step_00000200/
         manifest.json            size and SHA-256 of the other files, written last
         state.json               step, data position, configuration, format version, ...
-        .metadata, __0_0.distcp  all tensors
+        __0_0.distcp, __1_0...   the tensors: one file of each rank, with the pieces that it wrote
+        .metadata                in which file each piece of each tensor is (torch.distributed.checkpoint)
 
-A checkpoint is written into a hidden folder, flushed to disk and renamed. So a folder with a visible name is complete
-unless the disk damaged it, and then the manifest tells.
+All ranks write into one hidden folder, each a file of its own, and leave a record beside it when that is on disk. Rank 0
+waits for the records, adds the rest and renames. So a folder with a visible name is complete unless the disk
+damaged it, and then the manifest tells. Ranks of several machines need a file system that all of them see.
+
+The background threads communicate through these records alone: process groups belong to the training.
 """
 
+import concurrent.futures
 import hashlib
 import json
 import logging
+import math
 import os
+import pickle
 import shutil
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,38 +30,44 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from expertmesh.errors import CheckpointError
+from expertmesh.errors import CheckpointError, PeerError
+from expertmesh.parallel.team import Team
+from expertmesh.train.checkpoint_tensors import Staged, Stager, write_index, write_tensors
 
 FORMAT_VERSION = 1
 _PREFIX = "step_"
 _PARTIAL = ".partial-"
 _DELETED = ".deleted-"
+_RECORD = ".written-"
 _BLOCK = 1 << 22
+_POLL_S = 0.01
+# How long rank 0 looks for the records of the others when the run ends in an error.
+_GRACE_S = 5.0
 
 _log = logging.getLogger("expertmesh.checkpoint")
 
 
 class CheckpointStore:
-    """The checkpoints of one run. One process at a time (the run directory's lock sees to that).
+    """The checkpoints of one run, written by all its ranks. One run at a time (the run directory's lock sees to that).
 
     Args:
-        folder: holds the checkpoints; made when the first is saved.
+        folder: holds the checkpoints; made when the first is saved. The same for all ranks.
         keep_last: the newest so many are kept, and the one with the lowest evaluation loss.
+        team: the ranks; None: this process alone.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int) -> None:
+    def __init__(self, folder: Path, *, keep_last: int, team: Team | None = None) -> None:
         self.folder = folder
         self.keep_last = keep_last
-        self._staging: dict[str, Tensor] = {}
+        self.team = Team() if team is None else team
+        self.stager = Stager(self.team)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._is_abandoned, self._is_closing = threading.Event(), threading.Event()
 
     def remove_leftovers(self) -> None:
-        """Delete what a killed process left half-written or half-deleted."""
+        """Delete what a killed run left half-written or half-deleted; for one rank."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
                 if path.name.startswith((_PARTIAL, _DELETED)):
@@ -66,67 +81,136 @@ class CheckpointStore:
         *,
         eval_loss: float | None,
     ) -> None:
-        """Copy the tensors, then write them in the background; training may go on at once.
+        """Copy the tensors to the CPU, then write them in the background; training may go on at once.
 
-        Waits for the save before, if that still runs.
+        Every rank must call. Each copies and writes only what it alone has, and its share of what several have. Waits for the save before, if
+        that still runs.
 
         Args:
             step: names the checkpoint.
-            tensors: by name, on any device.
-            state: plain JSON values.
+            tensors: by name, on any device; DTensors, and plain ones that are equal on all ranks.
+            state: plain JSON values; those of rank 0 are kept.
             eval_loss: of the model as it is now, if known; the lowest is kept as the best.
 
         Raises:
-            OSError: the save before failed (disk full, ...).
+            OSError: the save before failed (disk full, ...), or the folder cannot be made.
+            PeerError: on the other ranks, when one failed; rank 0 raises the error.
         """
         self.wait()
-        for name, tensor in tensors.items():
-            copy = self._staging.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                self._staging[name] = tensor.detach().to("cpu", copy=True)
-            else:
-                copy.copy_(tensor.detach())
-        staged = {name: self._staging[name] for name in tensors}
+        partial = self.folder / f"{_PARTIAL}{_PREFIX}{step:08d}"
+
+        def make_folder() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+        self.team.first(make_folder)
+        staged = self.stager.stage(tensors)
         header = {"format_version": FORMAT_VERSION, "step": step, "eval_loss": eval_loss}
         text = json.dumps({**header, **state}, indent=1)
-        self._pending = self._executor.submit(self._write, step, staged, text)
+        self._pending = self._executor.submit(self._write, partial, staged, text)
 
     def check(self) -> None:
-        """Raise the error of a finished save, if it failed; does not wait."""
-        if self._pending is not None and self._pending.done():
-            self.wait()
+        """Raise the error of a finished save, if it failed on any rank; does not wait. Every rank must call."""
+        if self._pending is not None:
+            self._is_done()
 
     def wait(self) -> None:
-        """Wait for the save that runs, and raise its error."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        """Wait for the save that runs, and raise its error, whichever rank it is of. Every rank must call."""
+        while self._pending is not None and not self._is_done():
+            # Rank 0's ends last: it waits for all others.
+            concurrent.futures.wait(
+                [self._pending], timeout=_POLL_S if self.team.size > 1 else None
+            )
+
+    def _is_done(self) -> bool:
+        """Whether the save is over on all ranks, and then there is none any more; raises its error."""
+        assert self._pending is not None
+        mine = self._pending
+        error = mine.exception() if mine.done() else None
+        votes = torch.tensor([error is not None, not mine.done()], dtype=torch.int64)
+        votes = votes.to(self.team.device)
+        failed, unfinished = self.team.sum_(votes, what="a checkpoint's end").tolist()
+        if failed:
+            self._pending = None
+            self._fail(mine, error)
+        if not unfinished:
+            self._pending = None
+        return not unfinished
+
+    def _fail(self, mine: Future[None], error: BaseException | None) -> None:
+        """End a save that failed on some rank; `error` is this rank's, from before the others gave up."""
+        self._is_abandoned.set()
+        mine.exception()
+        self._is_abandoned.clear()
+        errors = self.team.gather(_described(error))
+        rank, kind, *words = next(
+            (r, *found) for r, found in enumerate(errors) if found is not None
+        )
+        if not self.team.is_leader:
+            raise PeerError(f"rank {rank} could not write its part of a checkpoint") from error
+        if error is not None:
+            raise error
+        if kind == "OSError":
+            number, text, filename = words
+            raise OSError(number, f"rank {rank}: {text}", filename)
+        raise CheckpointError(
+            f"rank {rank} could not write its part of a checkpoint: {kind}: {words[0]}"
+        )
 
     def close(self) -> None:
         """Wait for the background thread; errors of its last save are raised by `wait`, not here."""
+        self._is_closing.set()
         self._executor.shutdown(wait=True)
 
     def paths(self) -> list[Path]:
         """Visible checkpoints, oldest first, damaged ones included."""
         return list_checkpoints(self.folder)
 
-    def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
-        final = self.folder / f"{_PREFIX}{step:08d}"
-        partial = self.folder / f"{_PARTIAL}{final.name}"
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            write_tensors(partial, tensors)
-            (partial / "state.json").write_text(state)
-            _write_manifest(partial)
-            if final.exists():
-                self._delete(final)
-            partial.rename(final)
-            _sync(self.folder)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        self._prune()
+    def _write(self, partial: Path, staged: Staged, state: str) -> None:
+        """In the background: this rank's file; on rank 0 all that is left to do."""
+        if self.team.is_leader:
+            try:
+                self._write_rest(partial, staged, state)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            self._prune()
+        else:
+            record = partial / f"{_RECORD}{self.team.position}"
+            unfinished = record.with_suffix(".partial")
+            unfinished.write_bytes(pickle.dumps(self._write_part(partial, staged)))
+            unfinished.rename(record)
+
+    def _write_part(self, partial: Path, staged: Staged) -> tuple[list[Any], dict[str, Any]]:
+        results = write_tensors(partial, staged)
+        files = [partial / name for name in sorted({r.storage_data.relative_path for r in results})]
+        return results, {path.name: _flushed(path) for path in files}
+
+    def _write_rest(self, partial: Path, staged: Staged, state: str) -> None:
+        parts = [self._write_part(partial, staged)]
+        parts += [self._record(partial / f"{_RECORD}{rank}") for rank in range(1, self.team.size)]
+        write_index(partial, staged.metadata, [results for results, _ in parts])
+        (partial / "state.json").write_text(state)
+        files = {name: found for _, part in parts for name, found in part.items()}
+        _write_manifest(partial, files)
+        final = partial.with_name(partial.name.removeprefix(_PARTIAL))
+        if final.exists():
+            self._delete(final)
+        partial.rename(final)
+        _sync(self.folder)
+
+    def _record(self, path: Path) -> tuple[list[Any], dict[str, Any]]:
+        """What another rank left when its file was on disk; waits for it, but not long when the run is ending."""
+        end = math.inf
+        while not path.exists():
+            if self._is_closing.is_set():
+                end = min(end, time.monotonic() + _GRACE_S)
+            if self._is_abandoned.is_set() or time.monotonic() > end:
+                raise CheckpointError(
+                    f"{path.name}: another rank did not write its part of a checkpoint"
+                )
+            time.sleep(_POLL_S)
+        return cast("tuple[list[Any], dict[str, Any]]", pickle.loads(path.read_bytes()))
 
     def _prune(self) -> None:
         paths = self.paths()
@@ -153,11 +237,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.name.startswith(_PREFIX) and p.is_dir())
 
 
-def newest_good(folder: Path) -> Path | None:
+def newest_good(folder: Path, team: Team | None = None) -> Path | None:
     """The newest checkpoint that is not damaged; warns of each damaged one that is newer.
 
     Args:
         folder: holds the checkpoints.
+        team: ranks that share the reading; every one must call, and rank 0 warns. None: this process alone.
 
     Returns:
         Its path; None if there is no checkpoint at all.
@@ -165,12 +250,18 @@ def newest_good(folder: Path) -> Path | None:
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    paths = list_checkpoints(folder)
+    team = Team() if team is None else team
+    paths = team.first(lambda: list_checkpoints(folder))
     for path in reversed(paths):
-        problem = find_damage(path)
+        problems = team.gather(find_damage(path, share=(team.position, team.size)))
+        problem = next(filter(None, problems), None)
         if problem is None:
             return path
+        if not team.is_leader:
+            continue
         _log.warning("checkpoint %s is damaged (%s); using the one before", path, problem)
+    if paths and not team.is_leader:
+        raise PeerError("all checkpoints are damaged")
     if paths:
         raise CheckpointError(
             f"{folder}: all {len(paths)} checkpoints are damaged; restore one from a copy, or train anew in another"
@@ -179,15 +270,19 @@ def newest_good(folder: Path) -> Path | None:
     return None
 
 
-def find_damage(path: Path) -> str | None:
-    """Compare a checkpoint with its manifest; reads all of it.
+def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
+    """Compare a checkpoint with its manifest; reads all of it, or a share.
+
+    Args:
+        path: the checkpoint.
+        share: (i, n): the i-th of n parts of its files.
 
     Returns:
         What is wrong, or None.
     """
     try:
         files = json.loads((path / "manifest.json").read_bytes())["files"]
-        for name, expected in files.items():
+        for name, expected in sorted(files.items())[share[0] :: share[1]]:
             file = path / name
             if not file.is_file():
                 return f"{name} is missing"
@@ -220,61 +315,6 @@ def read_state(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", state)
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors as one rank of torch.distributed.checkpoint does, without a process group.
-
-    Uses the planner and the writer directly: `save` would warn that there is no process group, and hide an OSError.
-    """
-    planner = DefaultSavePlanner()
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
-    writer.set_up_storage_writer(is_coordinator=True)
-    planner.set_up_planner(dict(tensors), is_coordinator=True)
-    local_plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([local_plan])
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    results = writer.write_data(plan, planner)
-    results.wait()
-    writer.finish(metadata, [results.value()])
-
-
-def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill given tensors from a checkpoint, in place; tensors of the checkpoint that are not asked for are left out.
-
-    Args:
-        folder: the checkpoint.
-        tensors: by name; shapes must be those of the checkpoint.
-
-    Raises:
-        CheckpointError: one is not in the checkpoint or has another shape there.
-    """
-    saved = tensor_shapes(folder)
-    for name, tensor in tensors.items():
-        if name not in saved:
-            raise CheckpointError(f"{folder}: has no tensor {name}; it is of another model")
-        if saved[name] != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{folder}: {name} has shape {saved[name]}, the model's is {tuple(tensor.shape)}; it is of another model"
-            )
-    planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
-    metadata = reader.read_metadata()
-    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    local_plan = reader.prepare_local_plan(planner.create_local_plan())
-    plans = reader.prepare_global_plan(planner.create_global_plan([local_plan]))
-    with torch.no_grad():
-        reader.read_data(planner.finish_plan(plans[0]), planner).wait()
-
-
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of a checkpoint."""
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        name: tuple(entry.size)
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
 def _eval_loss(path: Path) -> float | None:
     try:
         loss = read_state(path)["eval_loss"]
@@ -283,22 +323,43 @@ def _eval_loss(path: Path) -> float | None:
     return float(loss) if isinstance(loss, int | float) else None
 
 
-def _write_manifest(folder: Path) -> None:
-    files = {}
+def _described(error: BaseException | None) -> tuple[Any, ...] | None:
+    """An error in plain values, which can be pickled whatever the error is."""
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.errno is not None:
+        return "OSError", error.errno, error.strerror, str(error.filename or "") or None
+    return type(error).__name__, str(error)
+
+
+def _write_manifest(folder: Path, files: Mapping[str, Any]) -> None:
+    """Flush what is flushed not yet, and list everything.
+
+    Args:
+        folder: of the checkpoint.
+        files: sizes and checksums that are known.
+    """
+    found = {}
     for path in _files(folder):
-        _sync(path)
-        files[path.relative_to(folder).as_posix()] = {
-            "size": path.stat().st_size,
-            "sha256": _sha256(path),
-        }
+        if path.name.startswith(_RECORD):
+            path.unlink()
+            continue
+        name = path.relative_to(folder).as_posix()
+        found[name] = files[name] if name in files else _flushed(path)
     manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "files": files}, indent=1))
+    manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "files": found}, indent=1))
     _sync(manifest)
     _sync(folder)
 
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _flushed(path: Path) -> dict[str, Any]:
+    """Flush a file to disk; its size and checksum."""
+    _sync(path)
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:

@@ -162,7 +162,9 @@ class _Trainer:
         optimizer = build_optimizer(model, config.optim)
         follow_optimizer(model, optimizer)
         self.state = TrainState(model, optimizer, precision.scaler(), RunProgress(), team)
-        self.store = CheckpointStore(run_dir.checkpoints, keep_last=config.train.keep_last)
+        self.store = CheckpointStore(
+            run_dir.checkpoints, keep_last=config.train.keep_last, team=team
+        )
         self.saved_step: int | None = None
         self.total_schedule_steps = config.optim.schedule_steps or config.train.steps
 
@@ -170,7 +172,7 @@ class _Trainer:
         """Load the newest good checkpoint, if there is one; returns the steps done."""
         if self.team.is_leader:
             self.store.remove_leftovers()
-        path = self.team.first(lambda: newest_good(self.run_dir.checkpoints))
+        path = newest_good(self.run_dir.checkpoints, self.team)
         if path is None:
             return 0
         values = read_state(path)
@@ -322,14 +324,12 @@ class _Trainer:
 
     def _save(self, evaluation: Evaluation | None) -> None:
         progress = self.state.progress
-        tensors = self.state.tensors()
-        if self.team.is_leader:
-            self.store.save(
-                progress.step,
-                tensors,
-                self.state.values(self.config, recipe=self.recipe, data_key=self.data.key),
-                eval_loss=None if evaluation is None else evaluation.loss,
-            )
+        self.store.save(
+            progress.step,
+            self.state.tensors(),
+            self.state.values(self.config, recipe=self.recipe, data_key=self.data.key),
+            eval_loss=None if evaluation is None else evaluation.loss,
+        )
         self.saved_step = progress.step
 
     def _description(self, first: int) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.parallel.team import Team
-from expertmesh.train.checkpoint import find_damage, read_state, read_tensors, tensor_shapes
+from expertmesh.train.checkpoint import find_damage, read_state
+from expertmesh.train.checkpoint_tensors import read_tensors, tensor_shapes
 from expertmesh.train.shards import TokenData
 
 # May differ between a checkpoint and the run that goes on from it: it changes the speed only.
@@ -61,13 +62,13 @@ class TrainState:
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint by name: the model's, `optimizer.NAME.exp_avg` ..., random number states.
 
-        They are whole, so that a checkpoint is the same whatever the ranks; every rank must call.
+        Those of parameters that are spread over ranks are DTensors.
         """
         found = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         for name, parameter in self._parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 found[f"optimizer.{name}.{key}"] = value
-        return self.team.whole(found) | _random_states()
+        return found | _random_states()
 
     def values(self, config: RunConfig, *, recipe: str, data_key: str) -> dict[str, Any]:
         """All plain values of a checkpoint."""
@@ -101,9 +102,7 @@ class TrainState:
             self.optimizer.state[parameter] = {key: state[key] for key in _MOMENTS}
             targets |= {f"optimizer.{name}.{key}": state[key] for key in _MOMENTS}
         random = {name: t for name, t in _random_states().items() if name in saved}
-        room = self.team.empty_whole(targets)
-        read_tensors(path, room | random)
-        self.team.take_parts(targets, room)
+        read_tensors(path, targets | random)
         _set_random_states(random)
         if self.scaler.is_enabled() and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])

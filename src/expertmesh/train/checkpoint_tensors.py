@@ -1,0 +1,195 @@
+"""The tensors of a checkpoint: each rank writes what it alone has, and reads what it needs, by torch.distributed.checkpoint.
+
+Planner, writer and reader of torch are used directly. Its `save` would run collectives in the background, hide an OSError,
+and warn where there is no process group.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from expertmesh.errors import CheckpointError
+from expertmesh.parallel.team import Team
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What one rank writes.
+
+    Attributes:
+        plan: the pieces of tensors that this rank writes; no other rank writes them.
+        pieces: their values on the CPU.
+        metadata: where every piece of every rank belongs.
+    """
+
+    plan: SavePlan
+    pieces: dict[MetadataIndex, Tensor]
+    metadata: Metadata
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the pieces."""
+        return sum(piece.nbytes for piece in self.pieces.values())
+
+
+class Stager:
+    """Copies to the CPU what this rank has to write of the tensors of a model spread over ranks.
+
+    Pieces that several ranks have (copies of shards, plain tensors) are dealt out so that all write about as much. Who writes what is settled
+    once and kept until names, shapes or layout change; so are the copies.
+
+    Args:
+        team: the ranks.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self.team = team
+        self._local: SavePlan | None = None
+        self._plan, self._metadata = SavePlan([]), Metadata({})
+        self._pieces: dict[MetadataIndex, Tensor] = {}
+
+    def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
+        """Copy; every rank must call with the same names.
+
+        Args:
+            tensors: by name, on any device: DTensors, and plain ones that are equal on all ranks.
+        """
+        local = _local_plan(tensors)
+        if self.team.any(local != self._local):
+            self._settle(local)
+        pieces = {}
+        for item in self._plan.items:
+            tensor = tensors[item.index.fqn].detach()
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            pieces[item.index] = _copied(part, self._pieces.get(item.index))
+        self._pieces = pieces
+        return Staged(self._plan, pieces, self._metadata)
+
+    def _settle(self, local: SavePlan) -> None:
+        plans, metadata = DefaultSavePlanner().create_global_plan(self.team.gather(local))
+        self._local, self._metadata = local, metadata
+        # The writer names a rank's file by the place of its plan.
+        named = FileSystemWriter("").prepare_global_plan(plans)
+        self._plan = named[self.team.position]
+
+
+def _local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    plan = planner.create_local_plan()
+    # A rank beyond the end of a small tensor has an empty shard.
+    items = [item for item in plan.items if item.tensor_storage_size() or not _size(item)]
+    return replace(plan, items=items)
+
+
+def _size(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.size.numel()
+
+
+def _copied(source: Tensor, target: Tensor | None) -> Tensor:
+    if target is None or target.shape != source.shape or target.dtype != source.dtype:
+        return source.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return target.copy_(source)
+
+
+class _StagedPlanner(DefaultSavePlanner):
+    """Hands the writer pieces that are on the CPU already."""
+
+    def __init__(self, pieces: Mapping[MetadataIndex, Tensor]) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._pieces[write_item.index]
+
+
+def write_tensors(folder: Path, staged: Staged) -> list[WriteResult]:
+    """Write this rank's pieces into one file; returns where they are in it. Communicates with nobody."""
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
+    writer.set_up_storage_writer(is_coordinator=True)
+    return writer.write_data(staged.plan, _StagedPlanner(staged.pieces)).wait()
+
+
+def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    """Write the file that says where each piece is.
+
+    Args:
+        folder: the checkpoint.
+        metadata: of `Staged`.
+        results: of `write_tensors`, of all ranks.
+    """
+    writer = FileSystemWriter(folder, sync_files=False)
+    writer.set_up_storage_writer(is_coordinator=True)
+    writer.finish(copy.copy(metadata), results)
+
+
+def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill given tensors from a checkpoint, in place; tensors of the checkpoint that are not asked for are left out.
+
+    Reads one after the other the saved pieces that overlap with what this rank has of the tensors, however many ranks saved
+    them. Communicates with nobody.
+
+    Args:
+        folder: the checkpoint.
+        tensors: by name, plain or DTensors; their (whole) shapes must be those of the checkpoint.
+
+    Raises:
+        CheckpointError: one is not in the checkpoint or has another shape there.
+    """
+    saved = tensor_shapes(folder)
+    for name, tensor in tensors.items():
+        if name not in saved:
+            raise CheckpointError(f"{folder}: has no tensor {name}; it is of another model")
+        if saved[name] != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{folder}: {name} has shape {saved[name]}, the model's is {tuple(tensor.shape)}; it is of another model"
+            )
+    planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+    with torch.no_grad():
+        reader.read_data(plan, planner).wait()
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and whole shapes of all tensors of a checkpoint.
+
+    Raises:
+        CheckpointError: unreadable.
+    """
+    return {name: tuple(entry.size) for name, entry in _entries(folder).items()}
+
+
+def tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Names and dtypes of all tensors of a checkpoint.
+
+    Raises:
+        CheckpointError: unreadable.
+    """
+    return {name: entry.properties.dtype for name, entry in _entries(folder).items()}
+
+
+def _entries(folder: Path) -> dict[str, TensorStorageMetadata]:
+    try:
+        found: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except OSError:
+        raise
+    except Exception as error:  # whatever unpickling of another file raises
+        raise CheckpointError(
+            f"{folder / '.metadata'}: is unreadable; choose another checkpoint"
+        ) from error
+    return {name: e for name, e in found.items() if isinstance(e, TensorStorageMetadata)}
