@@ -281,15 +281,22 @@ class ExpertList(nn.ModuleList):
         metadata = route_metadata(
             expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend
         )
+        x_TD, callables = self.callables(x_TD)
         x_RD = permute(x_TD, metadata)
         bounds = metadata.offsets_E.tolist()
         rows = [
             expert(x_RD[start:end])
-            for expert, start, end in zip(self, bounds, bounds[1:], strict=False)
+            for expert, start, end in zip(callables, bounds, bounds[1:], strict=False)
             if end > start
         ]
         dead = x_RD.new_zeros(x_RD.shape[0] - bounds[-1], x_TD.shape[1])
+        # no rows of x, so that autograd knows of x where no expert is called
+        dead = torch.cat((dead, x_RD[:0]))
         y_RD = torch.cat([*rows, dead.to(rows[0].dtype) if rows else dead])
         weights_R = weights_TK.flatten()[metadata.slot_of_row_N.long()]
         weighted_RD = y_RD.to(weights_R.dtype) * weights_R[:, None]
         return combine(weighted_RD, metadata, expert_ids_TK.shape[1]).to(y_RD.dtype)
+
+    def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
+        """The tokens and the experts of one call, which an heir may put something before."""
+        return x_TD, list(self.children())

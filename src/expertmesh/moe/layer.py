@@ -338,7 +338,7 @@ class MoELayer(nn.Module):
         if custom and self.routing_options.kind == "module":
             reset_custom_modules(self.router, seed=seed, name=prefix + "router")
         if custom and isinstance(self.experts, ExpertList):
-            for index, expert in enumerate(self.experts):
+            for index, expert in self.experts.named_children():
                 reset_custom_modules(expert, seed=seed, name=f"{prefix}experts.{index}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoELayer":

@@ -63,20 +63,22 @@ def parallelize(
     degrees = degrees_of(config, num_ranks=world.size)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     for layer in moe_layers:
-        hidden_dim = layer.experts.w_in.shape[2] if isinstance(layer.experts, GroupedExperts) else 1
-        plan = expert_plan(
-            config,
-            num_ranks=degrees.num_storage_ranks,
-            num_experts=layer.num_experts,
-            hidden_dim=hidden_dim,
-        )
+        es_degree, route_degree = config.es_degree, config.route_degree or config.ep_degree
+        if isinstance(layer.experts, GroupedExperts):
+            plan = expert_plan(
+                config,
+                num_ranks=degrees.num_storage_ranks,
+                num_experts=layer.num_experts,
+                hidden_dim=layer.experts.w_in.shape[2],
+            )
+            es_degree, route_degree = plan.storage.f, plan.route_degree
         spread_experts(
             layer,
             world,
             num_replicas=degrees.dp_replicate,
-            es_degree=plan.storage.f,
+            es_degree=es_degree,
             order=config.expert_order,
-            route_degree=plan.route_degree,
+            route_degree=route_degree,
             keep=_KEEP[config.zero_stage],
             offload=config.offload,
         )

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from expertmesh.parallel.owned import OwnedParameter
+
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -16,19 +18,23 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     axes (and device, where some gradients are in host memory), and not over those along which it is copied.
 
     Args:
-        parameters: plain ones, equal on all ranks, and DTensors of any mesh.
+        parameters: plain ones, equal on all ranks, DTensors of any mesh, and those that only some ranks have.
         max_norm: above 0.
 
     Returns:
         The norm before clipping, a scalar equal on all ranks. Does not wait for the device, unless only some gradients are
         there.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
     squares: dict[tuple[torch.device, tuple[dist.ProcessGroup, ...]], list[Tensor]] = {}
     local = []
-    for gradient in gradients:
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None and isinstance(parameter, OwnedParameter):
+            gradient = parameter.new_zeros(())  # other owners may have one
+        if gradient is None:
+            continue
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        groups = _cut_along(gradient)
+        groups = _cut_along(parameter, gradient)
         local.append(part)
         exact = torch.promote_types(part.dtype, torch.float32)
         square = torch.linalg.vector_norm(part, dtype=exact).square()
@@ -50,7 +56,10 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
     return norm
 
 
-def _cut_along(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+def _cut_along(parameter: nn.Parameter, gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    if isinstance(parameter, OwnedParameter):
+        group = parameter.owners.process_group
+        return () if group is None else (group,)
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh

@@ -22,6 +22,8 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.autocast import autocast_dtype
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
+from expertmesh.parallel.expert_home import ExpertHome
+from expertmesh.parallel.expert_modules import ExpertModules, module_degrees
 from expertmesh.parallel.expert_storage import ExpertStorage, Keep
 from expertmesh.parallel.offload import compute_device
 from expertmesh.parallel.plan import Plan, make_plan
@@ -75,7 +77,7 @@ class ExpertDispatcher:
 
     def __init__(
         self,
-        storage: ExpertStorage,
+        storage: ExpertHome,
         *,
         num_experts: int,
         route_degree: int | None = None,
@@ -131,10 +133,9 @@ class ExpertDispatcher:
         """
         route = self.route(route_degree)
         cast = autocast_dtype(x_TD.device)
-        gathering = self.storage.start_gather(
-            route.plan, None if x_TD.dtype == torch.float64 else cast
-        )
-        if cast is not None and x_TD.dtype != torch.float64:
+        cast = None if x_TD.dtype == torch.float64 else cast
+        use = self.storage.start_gather(route.plan, cast)
+        if cast is not None and self.storage.casts_tokens:
             x_TD = x_TD.to(cast)  # the experts would do so; on the way it is half the bytes
         if route.group.size == 1:
             back = _WayBack(route, x_TD.shape[0])
@@ -143,11 +144,13 @@ class ExpertDispatcher:
             sent = self._dispatch_fixed(x_TD, expert_ids_TK, weights_TK, route, self.fixed_tokens)
         else:
             sent = self._dispatch_ragged(x_TD, expert_ids_TK, weights_TK, route)
+        if use is None:
+            return sent
         assert isinstance(sent.handle, _WayBack)
         return replace(
             sent,
-            parameters=self.storage.finish_gather(gathering),
-            handle=replace(sent.handle, use=gathering.use),
+            parameters=self.storage.finish_gather(use),
+            handle=replace(sent.handle, use=use),
         )
 
     def _dispatch_ragged(
@@ -248,8 +251,8 @@ class ExpertDispatcher:
     def combine(self, y_TD: Tensor, dispatched: Dispatched) -> Tensor:
         """Bring the partial sums home and add them per token, in FP32 (FP64 for FP64) and a fixed order."""
         back: _WayBack = dispatched.handle
-        assert back.use is not None
-        back.use.announce_backward(y_TD)
+        if back.use is not None:
+            back.use.announce_backward(y_TD)
         if back.route.group.size == 1:
             return y_TD
         where = f"{self.storage.layer}, combine"
@@ -303,7 +306,8 @@ def spread_experts(
     gradients are this rank's share (sum them over ranks). The loss of all is the sum of the ranks' losses.
 
     Args:
-        layer: with the same parameters on all ranks, or on the meta device.
+        layer: with the same parameters on all ranks, or on the meta device. Of experts that are modules of the user's, each
+            rank keeps some as they are.
         world: the ranks.
         num_replicas: copies of the experts; each is spread over world.size / num_replicas ranks.
         es_degree: slices of each expert; None: as few as possible.
@@ -318,28 +322,36 @@ def spread_experts(
         The dispatcher that the layer now has.
 
     Raises:
-        ConfigError: the degrees do not fit, or the experts are modules of the user's.
+        ConfigError: the degrees do not fit.
     """
     experts = layer.experts
-    if not isinstance(experts, GroupedExperts):
-        raise ConfigError(
-            "experts are modules of your own; only grouped experts can be spread; build the layer with experts=None"
-        )
     if num_replicas < 1 or world.size % num_replicas:
         raise ConfigError(
             f"num_replicas={num_replicas}: must divide the {world.size} ranks; choose a divisor"
         )
-    degrees = expert_degrees(
-        world.size // num_replicas,
-        num_experts=layer.num_experts,
-        hidden_dim=experts.w_in.shape[2],
-        es_degree=es_degree,
-        order=order,
-    )
-    name = f"layer {layer.layer_index}"
-    make_plan(degrees, route_degree)
-    device = compute_device(world.device_type) if offload else None
-    storage = ExpertStorage(experts, world, degrees, keep=keep, layer=name, device=device)
+    num_ranks, name = world.size // num_replicas, f"layer {layer.layer_index}"
+    storage: ExpertHome
+    if isinstance(experts, GroupedExperts):
+        degrees = expert_degrees(
+            num_ranks,
+            num_experts=layer.num_experts,
+            hidden_dim=experts.w_in.shape[2],
+            es_degree=es_degree,
+            order=order,
+        )
+        make_plan(degrees, route_degree)
+        device = compute_device(world.device_type) if offload else None
+        storage = ExpertStorage(experts, world, degrees, keep=keep, layer=name, device=device)
+    else:
+        degrees = module_degrees(
+            num_ranks,
+            num_experts=layer.num_experts,
+            es_degree=es_degree,
+            route_degree=route_degree,
+            offload=offload,
+        )
+        storage = ExpertModules(experts, world, degrees, layer=name)
+        layer.experts = storage.modules
     dispatcher = ExpertDispatcher(
         storage,
         num_experts=layer.num_experts,

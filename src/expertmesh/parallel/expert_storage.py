@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from expertmesh.comm.group import RankGroup
 from expertmesh.comm.mesh import ExpertDegrees, expert_mesh
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts
+from expertmesh.parallel.expert_home import ExpertHome
 from expertmesh.parallel.gathering import SLICED_AXIS, Fetch, GradientBuffers, Layout
 from expertmesh.parallel.offload import HostMemory, host_mesh
 from expertmesh.parallel.plan import Plan
@@ -24,16 +24,7 @@ from expertmesh.parallel.weights_in_use import WeightsInUse, Whole
 Keep = Literal["until_step", "until_backward", "regather"]
 
 
-class Gathering:
-    """What one forward gathers: under way or kept, and how it is going to be used."""
-
-    def __init__(
-        self, key: tuple[Plan, torch.dtype], use: WeightsInUse, fetch: Fetch | None
-    ) -> None:
-        self.key, self.use, self.fetch = key, use, fetch
-
-
-class ExpertStorage:
+class ExpertStorage(ExpertHome):
     """Shards the parameters of grouped experts, and gathers them as a plan asks.
 
     A loss is the sum of the losses of all ranks: gradients are sums over ranks, not means.
@@ -53,6 +44,8 @@ class ExpertStorage:
         ConfigError: a parameter cannot be cut evenly.
     """
 
+    casts_tokens = True
+
     def __init__(
         self,
         experts: GroupedExperts,
@@ -63,15 +56,10 @@ class ExpertStorage:
         layer: str = "experts",
         device: torch.device | None = None,
     ) -> None:
-        self.experts, self.world, self.degrees = experts, world, degrees
-        self.keep, self.layer = keep, layer
+        super().__init__(world, degrees, layer=layer)
+        self.experts, self.keep = experts, keep
         self.host = None if device is None else HostMemory(device)
         experts.compute_device = device
-        W = degrees.num_ranks
-        self.rank = world.position % W
-        self.num_replicas = world.size // W
-        cells = [[r + W * copy for copy in range(self.num_replicas)] for r in range(W)]
-        self.replicas: RankGroup = world.group(cells, name="copies of the experts")
         self._layouts: dict[Plan, Layout] = {}
         self._buffers: dict[Plan, GradientBuffers] = {}
         self._kept: dict[tuple[Plan, torch.dtype], tuple[list[int], Whole]] = {}
@@ -139,15 +127,7 @@ class ExpertStorage:
         group = self.group(cells, "the ranks that share weights")
         return Layout(group, order, first_f, self.degrees.f)
 
-    def group(self, cells: list[list[int]], name: str) -> RankGroup:
-        """This rank's cell of a partition of the ranks of one copy, alike in all copies; every rank must ask."""
-        W = self.degrees.num_ranks
-        all_cells = [
-            [W * copy + r for r in cell] for copy in range(self.num_replicas) for cell in cells
-        ]
-        return self.world.group(all_cells, name=name)
-
-    def start_gather(self, plan: Plan, dtype: torch.dtype | None = None) -> Gathering:
+    def start_gather(self, plan: Plan, dtype: torch.dtype | None = None) -> WeightsInUse:
         """Begin to gather what this rank computes under a plan.
 
         Args:
@@ -155,19 +135,20 @@ class ExpertStorage:
             dtype: to gather in (that of autocast); None: the parameters' own.
         """
         dtype = dtype or self.shards()[0].dtype
-        layout = self.layout(plan)
+        key, layout = (plan, dtype), self.layout(plan)
         use = WeightsInUse(
             self,
             layout,
             dtype,
+            key=key,
             fetch=lambda: Fetch(self, layout, dtype),
             buffers=lambda device: self._gradient_buffers(plan, device),
             drops=self.keep == "regather" and (layout.group.size > 1 or self.host is not None),
             main_grads=lambda: self.experts.main_grads,
         )
-        key = plan, dtype
-        fetch = Fetch(self, layout, dtype) if self._kept_weights(key) is None else None
-        return Gathering(key, use, fetch)
+        if self._kept_weights(key) is None:
+            use.start()
+        return use
 
     def _gradient_buffers(self, plan: Plan, device: torch.device) -> GradientBuffers:
         if plan not in self._buffers:
@@ -187,15 +168,11 @@ class ExpertStorage:
         self._kept.pop(key, None)
         return None
 
-    def finish_gather(self, gathering: Gathering) -> ExpertParameters:
+    def finish_gather(self, use: WeightsInUse) -> ExpertParameters:
         """Wait for a gather; returns the parameters of the experts that this rank computes, differentiable."""
-        whole = self._kept_weights(gathering.key)
+        whole = self._kept_weights(use.key)
         if whole is None:
-            assert gathering.fetch is not None, (
-                "a parameter changed while its layer was dispatching"
-            )
-            whole = gathering.fetch.wait()
+            whole = use.wait()
             if self.keep == "until_step" and self._is_following:
-                self._kept[gathering.key] = self._versions(), whole
-        gathering.fetch = None
-        return gathering.use.parameters(whole)
+                self._kept[use.key] = self._versions(), whole
+        return use.parameters(whole)

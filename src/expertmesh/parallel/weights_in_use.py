@@ -20,6 +20,7 @@ from expertmesh.parallel.gathering import (
     ShardSource,
     reduce_gradients,
 )
+from expertmesh.parallel.plan import Plan
 
 Whole = list[tuple[Tensor, ...]]
 """The slices of every parameter, in the order of a storage's names."""
@@ -32,6 +33,7 @@ class WeightsInUse:
         source: of the shards.
         layout: of the plan.
         dtype: that they are gathered in.
+        key: the plan and the type, which tell gathers of one layer apart.
         fetch: begins to gather them; called again in the backward where they were dropped.
         buffers: gradient buffers of the layout; several forwards may share them, because backwards run one at a time.
         drops: whether they live until the experts have run only, and are gathered again in the backward.
@@ -44,17 +46,30 @@ class WeightsInUse:
         layout: Layout,
         dtype: torch.dtype,
         *,
+        key: tuple[Plan, torch.dtype],
         fetch: Callable[[], Fetch],
         buffers: Callable[[torch.device], GradientBuffers],
         drops: bool,
         main_grads: Callable[[], WeightGradients | None],
     ) -> None:
-        self.source, self.layout, self.dtype, self.drops = source, layout, dtype, drops
+        self.source, self.layout, self.dtype, self.key = source, layout, dtype, key
+        self.drops = drops
         self._fetch, self._buffers_for, self._main_grads = fetch, buffers, main_grads
+        self._first: Fetch | None = None
         self._again: Fetch | None = None
         self._addresses: dict[int, int] = {}
         self._buffers: GradientBuffers | None = None
         self._wanted: list[bool] = []
+
+    def start(self) -> None:
+        """Begin to gather for the forward."""
+        self._first = self._fetch()
+
+    def wait(self) -> Whole:
+        """What was gathered for the forward; not held here any longer."""
+        first, self._first = self._first, None
+        assert first is not None, "a parameter changed while its layer was dispatching"
+        return first.wait()
 
     def parameters(self, whole: Whole) -> ExpertParameters:
         """Gathered weights as parameters of the experts that this rank computes, differentiable."""

@@ -1,0 +1,217 @@
+"""Experts that are modules of the user's, spread over ranks: each rank keeps some, under their global names."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from expertmesh.comm.collectives import start_all_reduce
+from expertmesh.comm.group import RankGroup, wait_for
+from expertmesh.comm.mesh import ExpertDegrees
+from expertmesh.comm.world import World
+from expertmesh.errors import ConfigError
+from expertmesh.moe.experts import ExpertList, ExpertParameters
+from expertmesh.parallel.expert_home import ExpertHome
+from expertmesh.parallel.owned import OwnedParameter
+from expertmesh.parallel.plan import Plan
+from expertmesh.parallel.weights_in_use import WeightsInUse
+
+
+def module_degrees(
+    num_ranks: int,
+    *,
+    num_experts: int,
+    es_degree: int | None = None,
+    route_degree: int | None = None,
+    offload: bool = False,
+) -> ExpertDegrees:
+    """How W ranks hold modules: each E / W of them, whole.
+
+    Raises:
+        ConfigError: W does not divide E, or what is asked for would need their parameters cut, moved or gathered.
+    """
+    if num_experts % num_ranks:
+        raise ConfigError(
+            f"{num_experts} experts that are modules of your own on {num_ranks} ranks: each rank keeps whole modules, as many as "
+            "the others; use a multiple of the ranks as num_experts, or more copies (dp_replicate_degree, num_replicas)"
+        )
+    reasons = {
+        "es_degree": (es_degree, 1, "they cannot be sliced"),
+        "route_degree": (
+            route_degree,
+            num_ranks,
+            "they stay where they are, so tokens must travel",
+        ),
+        "offload": (offload or None, False, "their parameters are their own"),
+    }
+    for name, (given, only, why) in reasons.items():
+        if given not in (None, only):
+            raise ConfigError(
+                f"{name}={given} with experts that are modules of your own: {why}; use {name}={only} or leave it out"
+            )
+    return ExpertDegrees(num_ranks, 1)
+
+
+class SpreadExpertList(ExpertList):
+    """The modules of one rank, under their names in the whole list: experts.INDEX.NAME with global indices.
+
+    Parameters that were one object in several modules of a rank stay one; across ranks each has its own.
+
+    Args:
+        experts: all of them; only this rank's are kept.
+        first: index of this rank's first.
+        count: how many it keeps.
+        owners: ranks of one copy, over which norms are summed.
+        replicas: ranks that hold copies of the same modules; gradients are summed over them.
+        layer: name for errors and the byte counter.
+    """
+
+    def __init__(
+        self,
+        experts: ExpertList,
+        *,
+        first: int,
+        count: int,
+        owners: RankGroup,
+        replicas: RankGroup,
+        layer: str,
+    ) -> None:
+        super().__init__((), backend=experts.backend)
+        for index in range(first, first + count):
+            self.add_module(str(index), experts[index])
+        self.num_experts, self._replicas, self._layer = count, replicas, layer
+        known: dict[nn.Parameter, OwnedParameter] = {}
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter not in known:
+                    known[parameter] = OwnedParameter(parameter, owners)
+                module.register_parameter(name, known[parameter])
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        max_rows: int | None,
+        parameters: ExpertParameters | None = None,
+    ) -> Tensor:
+        """As ExpertList.forward, in x's dtype: that is one thing that all ranks have in common."""
+        trained = any(parameter.requires_grad for parameter in self.parameters())
+        if trained and torch.is_grad_enabled() and not x_TD.requires_grad:
+            # A rank without rows must take part in the backward of the exchanges.
+            x_TD = x_TD.detach().requires_grad_()
+        y_TD = super().forward(
+            x_TD, expert_ids_TK, weights_TK, max_rows=max_rows, parameters=parameters
+        )
+        return y_TD.to(x_TD.dtype)
+
+    def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
+        """The modules; where there are copies of them, with parameters whose gradients are summed over these."""
+        if self._replicas.size == 1 or not torch.is_grad_enabled():
+            return super().callables(x_TD)
+        own = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        x_TD, *views = _SumOverCopies.apply(self._replicas, self._layer, x_TD, *own)
+        view_of = dict(zip(own, views, strict=True))
+
+        def called(expert: nn.Module) -> Callable[[Tensor], Tensor]:
+            # Every place of a parameter, but each module once: functional_call would not restore one that it meets twice.
+            given = {
+                f"{path}.{name}" if path else name: view_of[parameter]
+                for path, module in expert.named_modules()
+                for name, parameter in module.named_parameters(
+                    recurse=False, remove_duplicate=False
+                )
+                if parameter in view_of
+            }
+            return partial(_call_with, expert, given)
+
+        return x_TD, [called(expert) for expert in self.children()]
+
+
+def _call_with(expert: nn.Module, parameters: Mapping[str, Tensor], x_RD: Tensor) -> Tensor:
+    y_RD: Tensor = torch.func.functional_call(expert, dict(parameters), (x_RD,), tie_weights=False)
+    return y_RD
+
+
+class _SumOverCopies(torch.autograd.Function):
+    """Tokens and parameters as they are; gradients of parameters are summed over the ranks with copies of them.
+
+    The tokens are there so that every rank runs the backward, one without rows too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: RankGroup, layer: str, x_TD: Tensor, *own: Tensor) -> Any:
+        ctx.group, ctx.where = group, f"{layer}, gradients of its modules"
+        ctx.save_for_backward(*own)
+        ctx.set_materialize_grads(False)
+        return x_TD.view_as(x_TD), *(parameter.view_as(parameter) for parameter in own)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x_TD: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
+        own = ctx.saved_tensors
+        called = torch.tensor([grad is not None for grad in grads], dtype=torch.int32)
+        called = called.to(own[0].device)
+        wait_for(start_all_reduce(called, ctx.group, where=ctx.where))
+        summed: list[Tensor | None] = []
+        for grad, parameter, count in zip(grads, own, called.tolist(), strict=True):
+            if (
+                count == 0
+            ):  # no rank called this expert, so that it has no gradient, as in one process
+                summed.append(None)
+                continue
+            total = torch.zeros_like(parameter) if grad is None else grad.contiguous().clone()
+            wait_for(start_all_reduce(total, ctx.group, where=ctx.where))
+            summed.append(total)
+        return None, None, d_x_TD, *summed
+
+
+class ExpertModules(ExpertHome):
+    """Holds modules of the user's; nothing is gathered.
+
+    Args:
+        experts: all modules; see `SpreadExpertList` for what stays.
+        world: all ranks; every one must construct this.
+        degrees: from `module_degrees`.
+        layer: name for errors and the byte counter.
+    """
+
+    casts_tokens = False
+
+    def __init__(
+        self, experts: ExpertList, world: World, degrees: ExpertDegrees, *, layer: str
+    ) -> None:
+        super().__init__(world, degrees, layer=layer)
+        count = experts.num_experts // degrees.num_ranks
+        self.modules = SpreadExpertList(
+            experts,
+            first=self.rank * count,
+            count=count,
+            owners=self.group([list(range(degrees.num_ranks))], "the ranks that hold the experts"),
+            replicas=self.replicas,
+            layer=layer,
+        )
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing is kept that a step could change."""
+
+    def start_gather(self, plan: Plan, dtype: torch.dtype | None) -> None:
+        """Nothing.
+
+        Raises:
+            ConfigError: the plan would move the modules.
+        """
+        W = self.degrees.num_ranks
+        if plan.route_degree != W:
+            raise ConfigError(
+                f"route_degree={plan.route_degree} with experts that are modules of your own: they stay where they are, so tokens "
+                f"must travel; use route_degree={W} or leave it out"
+            )
+
+    def finish_gather(self, use: WeightsInUse) -> ExpertParameters:
+        """Not asked for: nothing is gathered."""
+        raise AssertionError("nothing is gathered")
