@@ -66,17 +66,26 @@ FOUR = [
 ]
 
 
+def exhaustive(layout):
+    """A layout that not every run of the tests tries."""
+    return pytest.param(layout, marks=pytest.mark.exhaustive)
+
+
 # A routing group is half a sequence, so that one rank of two has it whole.
 HALVES = {
     "model.moe.routing_group_size": 8,
     "model.moe.num_shared_experts": 1,
     "model.qk_norm": True,
 }
-TENSOR_TWO = [{}, {"parallel.route_degree": 1, "train.micro_batch_size": 4}]
+TENSOR = {"parallel.tp_degree": 2}
+TENSOR_TWO = [
+    TENSOR,
+    exhaustive(TENSOR | {"parallel.route_degree": 1, "train.micro_batch_size": 4}),
+]
 TENSOR_FOUR = [
-    {"parallel.dp_shard_degree": 2},
-    {"parallel.dp_replicate_degree": 2, "parallel.zero_stage": 1, "train.micro_batch_size": 2},
-    {"parallel.es_degree": 2, "parallel.route_degree": 2, "parallel.zero_stage": 2},
+    TENSOR | {"parallel.dp_shard_degree": 2, "parallel.zero_stage": 1, "train.micro_batch_size": 4},
+    exhaustive(TENSOR | {"parallel.dp_replicate_degree": 2}),
+    exhaustive(TENSOR | {"parallel.es_degree": 2, "parallel.route_degree": 2}),
 ]
 
 
@@ -133,21 +142,21 @@ def test_four_ranks(four_ranks, folder, one_process, layout):
 
 @pytest.mark.parametrize("layout", TENSOR_TWO, ids=str)
 def test_tensor_parallel_on_two_ranks(two_ranks, folder, one_process, layout):
-    name = f"tensor-two-{TENSOR_TWO.index(layout)}"
-    changes = HALVES | {"parallel.tp_degree": 2} | layout
-    assert_same(two_ranks.run(run_training, folder, name, changes)[0], one_process["halves"])
+    name = f"tensor-two-{len(layout)}"
+    lines = two_ranks.run(run_training, folder, name, HALVES | layout)[0]
+    assert_same(lines, one_process["halves"])
 
 
 @pytest.mark.parametrize("layout", TENSOR_FOUR, ids=str)
 def test_tensor_parallel_on_four_ranks(four_ranks, folder, one_process, layout):
-    name = f"tensor-four-{TENSOR_FOUR.index(layout)}"
-    changes = HALVES | {"parallel.tp_degree": 2} | layout
-    assert_same(four_ranks.run(run_training, folder, name, changes)[0], one_process["halves"])
+    name = "-".join(("tensor-four", *layout))
+    lines = four_ranks.run(run_training, folder, name, HALVES | layout)[0]
+    assert_same(lines, one_process["halves"])
 
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"parallel.route_degree": 2, "parallel.zero_stage": 1}, {"parallel.tp_degree": 2}],
+    [{}, {"parallel.route_degree": 2, "parallel.zero_stage": 1}, TENSOR],
     ids=str,
 )
 def test_dropless_pyramid_in_micro_batches(four_ranks, folder, one_process, layout):
@@ -163,6 +172,17 @@ def test_a_run_moves_between_layouts(two_ranks, four_ranks, folder, one_process)
     two_ranks.run(run_training, folder, "moving", on | {"train.steps": 15, "parallel.es_degree": 2})
     lines = run_training(folder, "moving", on)
     for line, oracle in zip(lines, one_process["capacity"], strict=True):
+        for name in ("loss", "grad_norm"):
+            assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+
+
+def test_a_tensor_parallel_run_moves(two_ranks, four_ranks, folder, one_process):
+    """Seven steps on four ranks that share sequences two by two, seven on two that do, six on two that do not."""
+    on = HALVES | {"train.resume": "auto", "optim.schedule_steps": STEPS}
+    four_ranks.run(run_training, folder, "moving-tensor", on | TENSOR | {"train.steps": 7})
+    two_ranks.run(run_training, folder, "moving-tensor", on | TENSOR | {"train.steps": 14})
+    lines = two_ranks.run(run_training, folder, "moving-tensor", on)[0]
+    for line, oracle in zip(lines, one_process["halves"], strict=True):
         for name in ("loss", "grad_norm"):
             assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
 
@@ -195,3 +215,28 @@ def test_command_line(folder):
     assert wrong.returncode != 0
     lines = [line for line in wrong.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and "dp_replicate_degree=3" in lines[0], wrong.stderr
+
+
+def words_of(changes):
+    """A configuration as words of the command line."""
+    words = []
+    for name, value in changes.items():
+        flag = "--" + name.replace("_", "-")
+        head, _, leaf = flag.rpartition(".")
+        on_off = [f"{head}.no-{leaf}"] if value is False else [flag]
+        words += on_off if isinstance(value, bool) else [flag, str(value)]
+    return words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [TENSOR, exhaustive(TENSOR | {"parallel.dp_shard_degree": 2})], ids=str
+)
+def test_tensor_parallel_command_line(folder, one_process, layout):
+    """The flags of `torchrun ... expertmesh train`: twenty FP64 steps with the losses of one process."""
+    name = f"cli-{'-'.join(layout)}"
+    places = {"train.run_dir": folder / name, "data.cache_dir": folder / "cache"}
+    num_ranks = 2 * layout.get("parallel.dp_shard_degree", 1)
+    done = torchrun(num_ranks, *words_of(BASE | HALVES | layout | places))
+    assert done.returncode == 0, done.stderr
+    assert_same(read_metrics(folder / name / "metrics.jsonl"), one_process["halves"])
