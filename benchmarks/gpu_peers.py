@@ -93,16 +93,17 @@ class TutelMoE(OwnWeights):
         from tutel import moe
 
         _one_process(case.device)
-        self.layer = moe.moe_layer(
-            gate_type={"type": "top", "k": case.top_k, "capacity_factor": 0.0},  # 0: dropless
-            experts={
-                "type": "ffn",
-                "count_per_node": case.num_experts,
-                "hidden_size_per_expert": case.hidden_dim,
-                "activation_fn": F.gelu,
-            },
-            model_dim=case.dim,
-        ).to(case.dtype)
+        with torch.device(case.device):  # it reads a buffer of its own on the host
+            self.layer = moe.moe_layer(
+                gate_type={"type": "top", "k": case.top_k, "capacity_factor": 0.0},  # 0: dropless
+                experts={
+                    "type": "ffn",
+                    "count_per_node": case.num_experts,
+                    "hidden_size_per_expert": case.hidden_dim,
+                    "activation_fn": F.gelu,
+                },
+                model_dim=case.dim,
+            ).to(case.dtype)
         self.take(self.router.detach(), self.w_in.detach(), self.w_out.detach())
 
     def take(self, router_ED: Tensor, w_in_EHD: Tensor, w_out_EDF: Tensor) -> None:

@@ -1,0 +1,145 @@
+"""Time on the device: CUDA events around each part with a cold L2, or wall time where there is no GPU."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+Part = Callable[[], object]
+
+HEAD_START_CYCLES = 4_000_000
+"""About two milliseconds that the device waits before a part, so that the host has launched most of it in time."""
+_FLUSHED_L2 = 4
+"""The buffer written between parts is this many times the L2."""
+
+
+@dataclass
+class Sample:
+    """Seconds of one part over the rounds: on the device, and what the host took to launch it."""
+
+    device_s: list[float] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.device_s)
+
+    @property
+    def spread(self) -> float:
+        """Largest minus smallest, relative to the median."""
+        return (max(self.device_s) - min(self.device_s)) / self.median_s
+
+    @property
+    def host_median_s(self) -> float:
+        return statistics.median(self.host_s)
+
+
+class Stopwatch:
+    """Times parts one after another on one device."""
+
+    def __init__(self, device: str) -> None:
+        self.is_cuda = device.startswith("cuda")
+        if self.is_cuda:
+            size = torch.cuda.get_device_properties(device).L2_cache_size * _FLUSHED_L2
+            self._junk = torch.empty(size, dtype=torch.int8, device=device)
+
+    def times(self, parts: Sequence[Part]) -> list[tuple[float, float]]:
+        """(Device, host) seconds of each part, run in order.
+
+        On a GPU each part begins with a cold L2 and after a wait on the device, so that what the host takes for a
+        launch does not count unless the part waits for the device itself. Waits for the device once, at the end.
+        """
+        if not self.is_cuda:
+            return [self._wall(part) for part in parts]
+        marks = []
+        for part in parts:
+            torch.cuda._sleep(HEAD_START_CYCLES)
+            self._junk.zero_()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            began = time.perf_counter()
+            part()
+            host_s = time.perf_counter() - began
+            end.record()
+            marks.append((start, end, host_s))
+        torch.cuda.synchronize()
+        return [(start.elapsed_time(end) / 1e3, host_s) for start, end, host_s in marks]
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    @staticmethod
+    def _wall(part: Part) -> tuple[float, float]:
+        began = time.perf_counter()
+        part()
+        seconds = time.perf_counter() - began
+        return seconds, seconds
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something to time: `parts`, by name, in order; before them `prepare(round)` and after them `finish()`, untimed."""
+
+    name: str
+    prepare: Callable[[int], object]
+    parts: dict[str, Part]
+    finish: Callable[[], object] = lambda: None
+
+
+def interleaved(
+    entries: Sequence[Entry],
+    stopwatch: Stopwatch,
+    *,
+    rounds: int,
+    warmup: int = 1,
+    until: Callable[[], bool] = lambda: False,
+) -> dict[str, dict[str, Sample]]:
+    """Time all entries in turn, round by round, another one first in every round.
+
+    Args:
+        entries: at least one.
+        stopwatch: of the device.
+        rounds: timed rounds.
+        warmup: rounds before, not timed.
+        until: asked after every timed round; True ends the race early.
+
+    Returns:
+        Samples by entry and part.
+    """
+    samples = {e.name: {part: Sample() for part in e.parts} for e in entries}
+    for number in range(warmup + rounds):
+        first = number % len(entries)
+        for entry in (*entries[first:], *entries[:first]):
+            entry.prepare(number)
+            seconds = stopwatch.times(list(entry.parts.values()))
+            entry.finish()
+            for name, (device_s, host_s) in zip(entry.parts, seconds, strict=True):
+                if number >= warmup:
+                    samples[entry.name][name].device_s.append(device_s)
+                    samples[entry.name][name].host_s.append(host_s)
+        if number >= warmup and until():
+            break
+    return samples
+
+
+class Budget:
+    """Seconds that may be spent in all: nothing new is begun that would not fit."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._now, self._began = seconds, now, now()
+
+    @property
+    def spent_s(self) -> float:
+        return self._now() - self._began
+
+    @property
+    def left_s(self) -> float:
+        return self.seconds - self.spent_s
+
+    def allows(self, seconds: float) -> bool:
+        """Whether something that takes this long may begin."""
+        return self.left_s >= seconds

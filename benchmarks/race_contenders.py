@@ -1,0 +1,206 @@
+"""Who races: our layer and its peers, all on the same tensors, so that large weights exist once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from benchmarks.gpu_peers import PACKAGES, why_missing
+from benchmarks.layer_peers import EinsumMoE, GroupedMM, make_mixtral
+from benchmarks.peer_parts import Case, OwnWeights, absent, choose
+from benchmarks.race_shapes import RaceShape
+from torch import Tensor, nn
+
+from expertmesh import MoELayer
+from expertmesh.moe.random import key_noise
+
+OURS = "expertmesh"
+TRANSFORMERS = "transformers grouped_mm"
+GROUPED_MM = "torch grouped_mm"
+EINSUM = "einsum"
+NUM_BATCHES = 5
+
+
+@dataclass(frozen=True)
+class WeightSet:
+    """Router (E, D) FP32, w_in (E, G, F, D) and w_out (E, D, F) BF16: random, of the size that a fresh layer has."""
+
+    router_ED: Tensor
+    w_in_EGFD: Tensor
+    w_out_EDF: Tensor
+
+    @staticmethod
+    def draw(shape: RaceShape, device: str, generator: torch.Generator) -> "WeightSet":
+        E, G, F, D = shape.num_experts, shape.num_branches, shape.hidden_dim, shape.dim
+
+        def normal(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            empty = torch.empty(*size, device=device, dtype=dtype)
+            return empty.normal_(std=size[-1] ** -0.5, generator=generator)
+
+        router = normal(E, D, dtype=torch.float32)
+        return WeightSet(router, normal(E, G, F, D), normal(E, D, F))
+
+
+@dataclass(frozen=True)
+class Racer:
+    """One contender.
+
+    Attributes:
+        name: in tables.
+        module: (T, D) -> (T, D); our layer gives a pair.
+        take: makes the module use a set of weights, without a copy where its layout allows, and forget gradients.
+        router: the router's weight that it uses, (E, D).
+        expert_ids: (T, K) for a batch.
+        gradients: of w_in (E, G, F, D) and w_out (E, D, F), after a backward.
+    """
+
+    name: str
+    module: nn.Module
+    take: Callable[[WeightSet], None]
+    router: Callable[[], Tensor]
+    expert_ids: Callable[[Tensor], Tensor]
+    gradients: Callable[[], tuple[Tensor, Tensor]]
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        y = self.module(x_TD)
+        return y[0] if isinstance(y, tuple) else y
+
+
+def ours(shape: RaceShape, *, device: str, **options: Any) -> Racer:
+    """Our layer, router included, without a balance loss."""
+    layer = MoELayer(
+        dim=shape.dim,
+        hidden_dim=shape.hidden_dim,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        activation=shape.activation,
+        balance_loss="none",
+        seed=0,
+        device="meta",
+        dtype=torch.bfloat16,
+        **options,
+    )
+    layer.noise_key = torch.zeros(2, dtype=torch.int64, device=device)
+    key_noise(layer, seed=0, step=0)
+
+    def take(weights: WeightSet) -> None:
+        layer.router.proj.weight = nn.Parameter(weights.router_ED)
+        layer.experts.w_in = nn.Parameter(weights.w_in_EGFD)
+        layer.experts.w_out = nn.Parameter(weights.w_out_EDF)
+
+    return Racer(
+        OURS,
+        layer,
+        take,
+        lambda: layer.router.proj.weight,
+        lambda x_TD: choose(x_TD, layer.router.proj.weight, shape.top_k)[1],
+        lambda: (layer.experts.w_in.grad, layer.experts.w_out.grad),
+    )
+
+
+def _of_module(name: str, module: OwnWeights, shape: RaceShape) -> Racer:
+    size = (shape.num_experts, shape.num_branches, shape.hidden_dim, shape.dim)
+
+    def take(weights: WeightSet) -> None:
+        module.take(weights.router_ED, weights.w_in_EGFD.flatten(1, 2), weights.w_out_EDF)
+
+    def gradients() -> tuple[Tensor, Tensor]:
+        out = getattr(module, "layer", None)  # Tutel keeps the second weight transposed
+        w_out = module.w_out.grad if out is None else out.experts.batched_fc2_w.grad.transpose(1, 2)
+        return module.w_in.grad.view(size), w_out
+
+    return Racer(
+        name,
+        module,
+        take,
+        lambda: module.router,
+        lambda x_TD: module.routing(x_TD)[1],
+        gradients,
+    )
+
+
+def _transformers(shape: RaceShape, case: Case, layer: MoELayer) -> Racer:
+    module = make_mixtral(layer, replace(case, device="meta"), "grouped_mm")
+    block, top_k = module.block, shape.top_k
+
+    def take(weights: WeightSet) -> None:
+        block.gate.weight = nn.Parameter(weights.router_ED)
+        block.experts.gate_up_proj = nn.Parameter(weights.w_in_EGFD.flatten(1, 2))
+        block.experts.down_proj = nn.Parameter(weights.w_out_EDF)
+
+    size = (shape.num_experts, shape.num_branches, shape.hidden_dim, shape.dim)
+    return Racer(
+        TRANSFORMERS,
+        module,
+        take,
+        lambda: block.gate.weight,
+        lambda x_TD: choose(x_TD, block.gate.weight, top_k)[1],
+        lambda: (block.experts.gate_up_proj.grad.view(size), block.experts.down_proj.grad),
+    )
+
+
+def field_of(
+    shape: RaceShape, *, device: str, training: bool = True, only: tuple[str, ...] = ()
+) -> tuple[list[Racer], list[str]]:
+    """All who can run a shape here, ours first, and a line for each who cannot.
+
+    Args:
+        shape: what is run.
+        device: cpu or cuda.
+        training: with gradients.
+        only: names to which peers are limited; none: all.
+    """
+    case = shape.case(device=device, training=training)
+    racers, missing = [ours(shape, device=device)], []
+
+    def add(name: str, make: Callable[[], Racer], why: str | None = None) -> None:
+        if only and name not in only:
+            return
+        if why is None:
+            try:
+                racers.append(make())
+                return
+            except (
+                Exception
+            ) as error:  # a foreign layer that cannot be built: the others still race
+                why = f"cannot be built: {type(error).__name__}: {error}"
+        missing.append(f"{name}: {why}")
+
+    with torch.device("meta"):  # adapters copy the layer's weights; here there are none to copy
+        layer = racers[0].module
+        if shape.activation == "swiglu":
+            add(
+                TRANSFORMERS,
+                lambda: _transformers(shape, case, layer),
+                absent("transformers"),
+            )
+        add(GROUPED_MM, lambda: _of_module(GROUPED_MM, GroupedMM(layer, case), shape))
+        for name, (package, make) in PACKAGES[shape.activation].items():
+            add(
+                name,
+                lambda name=name, make=make: _of_module(name, make(layer, case), shape),
+                why_missing(package, case),
+            )
+        if shape.against_einsum and training:
+            add(EINSUM, lambda: _of_module(EINSUM, EinsumMoE(layer, case), shape))
+    for racer in racers:
+        racer.module.train(training)
+    return racers, missing
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens and gradients of several rounds."""
+
+    batches: tuple[Tensor, ...]
+    grad_TD: Tensor
+
+    @staticmethod
+    def draw(
+        shape: RaceShape, device: str, generator: torch.Generator, num_batches: int = NUM_BATCHES
+    ) -> "Inputs":
+        def normal() -> Tensor:
+            empty = torch.empty(shape.num_tokens, shape.dim, device=device, dtype=torch.bfloat16)
+            return empty.normal_(generator=generator)
+
+        return Inputs(tuple(normal() for _ in range(num_batches)), normal())
