@@ -54,7 +54,6 @@ MISTAKES = [
     ({"parallel.route_degree": 4}, "route_degree=4: must divide the 2 ranks.*nearest: 2"),
     ({"train.batch_size": 3}, "train.batch_size=3: must divide evenly over the 2 ranks"),
     ({"train.micro_batch_size": 1}, "train.micro_batch_size=1: must divide evenly"),
-    ({"train.dtype": "float16"}, "train.dtype=float16 on 2 ranks"),
 ]
 
 

@@ -104,7 +104,7 @@ def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> 
             )
         )
         team.agree(config.model_dump_json(), what="the configuration")
-        team.first(lambda: check_ranks(config, precision, team))
+        team.first(lambda: check_ranks(config, team))
 
         def open_run() -> None:
             stack.enter_context(run_dir.locked())
@@ -161,7 +161,7 @@ class _Trainer:
             parallelize_gpt(model, config.parallel, world=team.world)
         optimizer = build_optimizer(model, config.optim)
         follow_optimizer(model, optimizer)
-        self.state = TrainState(model, optimizer, precision.scaler(), RunProgress(), team)
+        self.state = TrainState(model, optimizer, precision.scaler(team), RunProgress(), team)
         self.store = CheckpointStore(
             run_dir.checkpoints, keep_last=config.train.keep_last, team=team
         )
@@ -363,11 +363,11 @@ class _Trainer:
         )
 
 
-def check_ranks(config: RunConfig, precision: Precision, team: Team) -> None:
+def check_ranks(config: RunConfig, team: Team) -> None:
     """Whether a run fits its ranks.
 
     Raises:
-        ConfigError: batches do not divide over them, FP16 on several, or degrees for several and there is one.
+        ConfigError: batches do not divide over them, or degrees for several and there is one.
     """
     parallel, train_config = config.parallel, config.train
     for name, degree in (
@@ -393,11 +393,6 @@ def check_ranks(config: RunConfig, precision: Precision, team: Team) -> None:
         near = max(size // parts, 1) * parts
         raise ConfigError(
             f"train.{name}={size}: must divide evenly over {among}; nearest below: {near}"
-        )
-    if precision.uses_scaler and (team.size > 1 or parallel.offload):
-        where = "with offload" if parallel.offload else f"on {team.size} ranks"
-        raise ConfigError(
-            f"train.dtype=float16 {where}: loss scaling is for one rank; use bfloat16 or float32"
         )
 
 

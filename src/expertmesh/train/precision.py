@@ -7,6 +7,8 @@ import torch
 
 from expertmesh.config.run import TrainConfig
 from expertmesh.errors import ConfigError
+from expertmesh.parallel.scaler import LossScaler
+from expertmesh.parallel.team import Team
 
 _DTYPES = {
     "float32": torch.float32,
@@ -46,9 +48,13 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
-    def scaler(self) -> torch.amp.GradScaler:
-        """Loss scaler (Micikevicius et al. 2018, 3.2); switched off unless the compute dtype is FP16."""
-        return torch.amp.GradScaler(self.device.type, enabled=self.uses_scaler)
+    def scaler(self, team: Team | None = None) -> LossScaler:
+        """Loss scaler; switched off unless the compute dtype is FP16.
+
+        Args:
+            team: ranks among which gradients are spread; None: this process alone.
+        """
+        return LossScaler(self.device.type, enabled=self.uses_scaler, team=team)
 
 
 def resolve_precision(config: TrainConfig) -> Precision:

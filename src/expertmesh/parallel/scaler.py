@@ -1,0 +1,46 @@
+"""Loss scaling for gradients that are spread over ranks and devices."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from expertmesh.parallel.team import Team
+
+
+class LossScaler(torch.amp.GradScaler):
+    """PyTorch's loss scaler (Micikevicius et al. 2018, 3.2), with one scale for all ranks.
+
+    Each rank looks at its own shards. When one of them finds an overflow, all skip the step and halve the scale.
+
+    Args:
+        device_type: where losses are.
+        enabled: whether it does anything.
+        team: the ranks; None: this process alone.
+    """
+
+    def __init__(self, device_type: str, *, enabled: bool, team: Team | None = None) -> None:
+        super().__init__(device_type, enabled=enabled)
+        self._team = Team() if team is None else team
+
+    @torch.no_grad()
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        # The stock one hands DTensors of several meshes to one operator, which refuses them.
+        parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    grad = parameter.grad
+                    part = grad.to_local() if isinstance(grad, DTensor) else grad
+                    parts.setdefault((part.device, part.dtype), []).append(part)
+        for (device, _), gradients in parts.items():
+            found = found_inf.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale.to(device))
+            found_inf.copy_(found)
+        self._team.sum_(found_inf, what="overflows")
+        return {found_inf.device: found_inf}
