@@ -1,0 +1,142 @@
+"""Two hosts: two network namespaces of this machine, a cable between them, and torchrun on each."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from expertmesh.recipes import RECIPES
+from expertmesh.testing.numerics import relative_error
+from expertmesh.train.loop import train
+from expertmesh.train.metrics import read_metrics
+
+RELATIVE = 1e-9
+STEPS = 4
+OPTIONS = {
+    "model.moe.router_noise": "gumbel",
+    "data.max_bytes": 60_000,
+    "train.steps": STEPS,
+    "optim.warmup_steps": 1,
+    "train.dtype": "float64",
+    "train.device": "cpu",
+    "train.eval_every": STEPS,
+    "train.checkpoint_every": STEPS,
+    "train.tensorboard": False,
+}
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True).stdout
+
+
+def end_processes(host):
+    for pid in ip("netns", "pids", host).split():
+        os.kill(int(pid), signal.SIGKILL)
+
+
+@contextmanager
+def two_hosts(rate=None):
+    """Names of two namespaces, each with an interface `net0`; the rate of the cable in tc's words."""
+    hosts = [f"expertmesh-{os.getpid()}-{number}" for number in range(2)]
+    made = []
+    try:
+        for host in hosts:
+            ip("netns", "add", host)
+            made.append(host)
+        peer = ("peer", "name", "net0", "netns", hosts[1])
+        ip("link", "add", "net0", "netns", hosts[0], "type", "veth", *peer)
+        for host, address in zip(hosts, ADDRESSES, strict=True):
+            ip("-n", host, "address", "add", f"{address}/24", "dev", "net0")
+            ip("-n", host, "link", "set", "net0", "up")
+            ip("-n", host, "link", "set", "lo", "up")
+            if rate is not None:
+                words = ("qdisc", "add", "dev", "net0", "root", "tbf", "rate", rate)
+                words += ("burst", "256kb", "latency", "100ms")
+                subprocess.run(["tc", "-n", host, *words], capture_output=True, check=True)
+        yield hosts
+    finally:
+        for host in made:
+            end_processes(host)
+            ip("netns", "delete", host)
+
+
+def unavailable(rate=None):
+    """Why there can be no two hosts here; None: there can."""
+    if shutil.which("ip") is None or (rate is not None and shutil.which("tc") is None):
+        return "no iproute2"
+    try:
+        with two_hosts(rate):
+            return None
+    except (subprocess.CalledProcessError, OSError) as error:
+        return f"network namespaces are not permitted: {error}"
+
+
+def launch(host, address, words):
+    """Torchrun on one host, as docs/cluster.md says it."""
+    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:29400", "--rdzv-id=1"]
+    # the namespaces share this machine's name, so torchrun must be told which one the endpoint is
+    is_host = int(address == ADDRESSES[0])
+    launcher += [f"--local-addr={address}", f"--rdzv-conf=is_host={is_host}", "-m", "expertmesh"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "net0", "OMP_NUM_THREADS": "1"}
+    environment["RES_OPTIONS"] = "timeout:1 attempts:1"  # nobody answers questions for names here
+    return subprocess.Popen(
+        ["ip", "netns", "exec", host, sys.executable, *launcher, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+
+
+def flags(options):
+    return [
+        word
+        for name, value in options.items()
+        for word in (f"--{name.replace('_', '-')}", str(value).lower())
+    ]
+
+
+def received_bytes(host):
+    (link,) = json.loads(ip("-n", host, "-s", "-j", "link", "show", "net0"))
+    return link["stats64"]["rx"]["bytes"]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    here = {"train.run_dir": str(folder / "run"), "data.cache_dir": str(folder / "cache")}
+    train(RECIPES["gpt-moe-test"]().updated(OPTIONS | here), recipe="test")
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rate", [None, pytest.param("40mbit", marks=pytest.mark.exhaustive)], ids=str
+)
+def test_two_hosts_train_as_one_process(tmp_path, one_process, rate):
+    why = unavailable(rate)
+    if why is not None:
+        pytest.skip(why)
+    here = {"train.run_dir": str(tmp_path / "run"), "data.cache_dir": str(tmp_path / "cache")}
+    words = ["train", "gpt-moe-test", *flags(OPTIONS | here)]
+    with two_hosts(rate) as hosts:
+        agents = [
+            launch(host, address, words) for host, address in zip(hosts, ADDRESSES, strict=True)
+        ]
+        outputs = [agent.communicate(timeout=150)[0] for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+        crossed = [received_bytes(host) for host in hosts]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [line["step"] for line in one_process]
+    for line, oracle in zip(lines, one_process, strict=True):
+        for name in ("loss", "grad_norm", *(["eval_loss"] if "eval_loss" in oracle else [])):
+            assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+    assert min(crossed) > 1 << 20, f"tokens or gradients crossed the cable: {crossed} bytes"
+    assert sum("bits per byte" in output for output in outputs) == 1, "one rank of four prints"
