@@ -161,6 +161,7 @@ TWO = [
     Case({"tp_degree": 2, "route_degree": 1, "zero_stage": 1}, {"train.micro_batch_size": 2}),
     Case({"tp_degree": 2, "zero_stage": 2}, DROPLESS | ODD),
     Case({"tp_degree": 2}, {"train.activation_checkpointing": True, "model.tie_embeddings": False}),
+    Case({"tp_degree": 2, "offload": True}),
 ]
 FOUR = [
     Case({"tp_degree": 2, "zero_stage": 1}, {"train.micro_batch_size": 2}),
