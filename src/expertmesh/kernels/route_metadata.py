@@ -224,7 +224,7 @@ def route_metadata(
     )
     rows = (token_of_row, slot_of_row, row_of_slot)
     sizes = {"E": E, "BINS": max(next_power_of_2(E + 1), _MIN_BINS)}
-    sizes["num_warps"] = 8 if E > TILE else 4
+    sizes["num_warps"] = 8 if sizes["BINS"] > TILE else 4
     if num_slots <= tile:
         used = {"TILE": max(next_power_of_2(num_slots), _MIN_BINS), "K": top_k, **sizes}
         launch(_place_all, (1,), ids_N, offsets, *rows, num_slots, num_rows, **used)
