@@ -24,6 +24,7 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.expert import ExpertDispatcher, spread_experts
 from expertmesh.parallel.expert_storage import Keep
 from expertmesh.parallel.plan import Plan, make_plan
+from expertmesh.parallel.prefetch import Prefetcher
 from expertmesh.parallel.tensor import TensorPlan, apply_plan, tensor_group
 
 _KEEP: dict[int, Keep] = {1: "until_step", 2: "until_step", 3: "regather"}
@@ -62,6 +63,7 @@ def parallelize(
     world = World(timeout_s=config.timeout_s) if world is None else world
     degrees = degrees_of(config, num_ranks=world.size)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    prefetcher = Prefetcher()
     for layer in moe_layers:
         es_degree, route_degree = config.es_degree, config.route_degree or config.ep_degree
         if isinstance(layer.experts, GroupedExperts):
@@ -81,6 +83,7 @@ def parallelize(
             route_degree=route_degree,
             keep=_KEEP[config.zero_stage],
             offload=config.offload,
+            prefetcher=prefetcher,
         )
     experts = {p for layer in moe_layers for p in layer.experts.parameters()}
     if degrees.tp > 1:

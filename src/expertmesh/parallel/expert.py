@@ -27,6 +27,7 @@ from expertmesh.parallel.expert_modules import ExpertModules, module_degrees
 from expertmesh.parallel.expert_storage import ExpertStorage, Keep
 from expertmesh.parallel.offload import compute_device
 from expertmesh.parallel.plan import Plan, make_plan
+from expertmesh.parallel.prefetch import Prefetcher
 from expertmesh.parallel.weights_in_use import WeightsInUse
 
 
@@ -299,6 +300,7 @@ def spread_experts(
     keep: Keep = "until_backward",
     fixed_tokens: int | None = None,
     offload: bool = False,
+    prefetcher: Prefetcher | None = None,
 ) -> ExpertDispatcher:
     """Spread the experts of one layer over ranks, in place. Every rank must call.
 
@@ -317,6 +319,8 @@ def spread_experts(
         fixed_tokens: see `ExpertDispatcher`.
         offload: keep the experts' parameters, gradients and optimiser state in host memory; the world's groups need a
             backend for the CPU then. Build the optimiser afterwards.
+        prefetcher: one for all layers of a model that run one after the other, so that weights are gathered one layer
+            ahead; None: they are gathered when the layer is called.
 
     Returns:
         The dispatcher that the layer now has.
@@ -341,7 +345,9 @@ def spread_experts(
         )
         make_plan(degrees, route_degree)
         device = compute_device(world.device_type) if offload else None
-        storage = ExpertStorage(experts, world, degrees, keep=keep, layer=name, device=device)
+        storage = ExpertStorage(
+            experts, world, degrees, keep=keep, layer=name, prefetcher=prefetcher, device=device
+        )
     else:
         degrees = module_degrees(
             num_ranks,

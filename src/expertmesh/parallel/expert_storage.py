@@ -18,7 +18,8 @@ from expertmesh.moe.experts import ExpertParameters, GroupedExperts
 from expertmesh.parallel.expert_home import ExpertHome
 from expertmesh.parallel.gathering import SLICED_AXIS, Fetch, GradientBuffers, Layout
 from expertmesh.parallel.offload import HostMemory, host_mesh
-from expertmesh.parallel.plan import Plan
+from expertmesh.parallel.plan import Plan, make_plan
+from expertmesh.parallel.prefetch import Key, Prefetcher, in_backward
 from expertmesh.parallel.weights_in_use import WeightsInUse, Whole
 
 Keep = Literal["until_step", "until_backward", "regather"]
@@ -37,6 +38,7 @@ class ExpertStorage(ExpertHome):
             step share one gather, and only with `follow`; "until_backward": of the forward that gathered them; "regather": until the experts
             have run, and once more in the backward.
         layer: name for errors and the byte counter.
+        prefetcher: of the model, for gathers one layer ahead; None: none.
         device: that computes, where shards, their gradients and what optimisers keep of them are to rest in host memory;
             None: they rest where the parameters are.
 
@@ -54,15 +56,17 @@ class ExpertStorage(ExpertHome):
         *,
         keep: Keep = "until_backward",
         layer: str = "experts",
+        prefetcher: Prefetcher | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(world, degrees, layer=layer)
         self.experts, self.keep = experts, keep
+        self._prefetcher = prefetcher or Prefetcher()
         self.host = None if device is None else HostMemory(device)
         experts.compute_device = device
         self._layouts: dict[Plan, Layout] = {}
         self._buffers: dict[Plan, GradientBuffers] = {}
-        self._kept: dict[tuple[Plan, torch.dtype], tuple[list[int], Whole]] = {}
+        self._kept: dict[Key, tuple[list[int], Whole]] = {}
         self.names = [name for name in SLICED_AXIS if getattr(experts, name) is not None]
         self._is_following = False
         self._shard_parameters()
@@ -141,29 +145,49 @@ class ExpertStorage(ExpertHome):
             layout,
             dtype,
             key=key,
-            fetch=lambda: Fetch(self, layout, dtype),
+            prefetcher=self._prefetcher,
             buffers=lambda device: self._gradient_buffers(plan, device),
             drops=self.keep == "regather" and (layout.group.size > 1 or self.host is not None),
             main_grads=lambda: self.experts.main_grads,
         )
-        if self._kept_weights(key) is None:
-            use.start()
+        repeated = in_backward()
+        ahead = None if repeated else self._prefetcher.enter(self, key)
+        if not self.has_kept(key):
+            again = self._prefetcher.again(self, key) if repeated else None
+            use.start(ahead or again or self.fetch(key))
         return use
+
+    def fetch(self, key: Key) -> Fetch:
+        """Begin to gather for a plan, in a type."""
+        plan, dtype = key
+        return Fetch(self, self.layout(plan), dtype)
+
+    def has_kept(self, key: Key) -> bool:
+        """Whether gathered weights are there that are still those of the parameters."""
+        return self._kept_weights(key) is not None
+
+    def similar_key(self, key: Key) -> Key | None:
+        """The key for another layer's route degree and type; None: this layer's ranks cannot be divided so."""
+        plan, dtype = key
+        if self.degrees.num_ranks % plan.route_degree:
+            return None
+        return make_plan(self.degrees, plan.route_degree), dtype
 
     def _gradient_buffers(self, plan: Plan, device: torch.device) -> GradientBuffers:
         if plan not in self._buffers:
             self._buffers[plan] = GradientBuffers(self, self.layout(plan), device)
         return self._buffers[plan]
 
-    def _versions(self) -> list[int]:
+    def versions(self) -> list[int]:
+        """Numbers that change with the parameters."""
         # Sees copies into parameters, but not the fused steps of optimisers: hence `follow`.
         parameters = [getattr(self.experts, name) for name in self.names]
         return [p._version for p in parameters] + [s.detach()._version for s in self.shards()]
 
-    def _kept_weights(self, key: tuple[Plan, torch.dtype]) -> Whole | None:
+    def _kept_weights(self, key: Key) -> Whole | None:
         """Gathered weights that are still those of the parameters; all ranks change these together."""
         kept = self._kept.get(key)
-        if kept is not None and kept[0] == self._versions():
+        if kept is not None and kept[0] == self.versions():
             return kept[1]
         self._kept.pop(key, None)
         return None
@@ -174,5 +198,7 @@ class ExpertStorage(ExpertHome):
         if whole is None:
             whole = use.wait()
             if self.keep == "until_step" and self._is_following:
-                self._kept[use.key] = self._versions(), whole
+                self._kept[use.key] = self.versions(), whole
+        if not in_backward():
+            self._prefetcher.go_ahead(self, use.key)
         return use.parameters(whole)

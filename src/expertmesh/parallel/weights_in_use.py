@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,12 @@ from expertmesh.parallel.gathering import (
     ShardSource,
     reduce_gradients,
 )
-from expertmesh.parallel.plan import Plan
+from expertmesh.parallel.prefetch import FetchedLayer, Key, Prefetcher, Visit
+
+
+class WeightSource(ShardSource, FetchedLayer, Protocol):
+    """Owns shards, and gathers them."""
+
 
 Whole = list[tuple[Tensor, ...]]
 """The slices of every parameter, in the order of a storage's names."""
@@ -34,7 +39,7 @@ class WeightsInUse:
         layout: of the plan.
         dtype: that they are gathered in.
         key: the plan and the type, which tell gathers of one layer apart.
-        fetch: begins to gather them; called again in the backward where they were dropped.
+        prefetcher: gathers them again in the backward where they were dropped.
         buffers: gradient buffers of the layout; several forwards may share them, because backwards run one at a time.
         drops: whether they live until the experts have run only, and are gathered again in the backward.
         main_grads: what the gradients of the shards are added to, in the place of `.grad`; asked in each backward.
@@ -42,28 +47,27 @@ class WeightsInUse:
 
     def __init__(
         self,
-        source: ShardSource,
+        source: WeightSource,
         layout: Layout,
         dtype: torch.dtype,
         *,
-        key: tuple[Plan, torch.dtype],
-        fetch: Callable[[], Fetch],
+        key: Key,
+        prefetcher: Prefetcher,
         buffers: Callable[[torch.device], GradientBuffers],
         drops: bool,
         main_grads: Callable[[], WeightGradients | None],
     ) -> None:
         self.source, self.layout, self.dtype, self.key = source, layout, dtype, key
         self.drops = drops
-        self._fetch, self._buffers_for, self._main_grads = fetch, buffers, main_grads
+        self._prefetcher, self._buffers_for, self._main_grads = prefetcher, buffers, main_grads
         self._first: Fetch | None = None
-        self._again: Fetch | None = None
         self._addresses: dict[int, int] = {}
         self._buffers: GradientBuffers | None = None
         self._wanted: list[bool] = []
 
-    def start(self) -> None:
-        """Begin to gather for the forward."""
-        self._first = self._fetch()
+    def start(self, fetch: Fetch) -> None:
+        """Take what is gathered for the forward, or its repetition in the backward."""
+        self._first = fetch
 
     def wait(self) -> Whole:
         """What was gathered for the forward; not held here any longer."""
@@ -121,9 +125,12 @@ class WeightsInUse:
     def announce_backward(self, y_TD: Tensor) -> None:
         """Prepare for the experts' backward when the gradient of their output comes."""
         if y_TD.requires_grad:
-            y_TD.register_hook(lambda _: self._prepare())
+            visit = self._prefetcher.visit(self.source, self.key) if self.drops else None
+            y_TD.register_hook(lambda _: self._prepare(visit))
 
-    def _prepare(self) -> None:
+    def _prepare(self, visit: Visit | None) -> None:
+        if visit is not None:
+            self._prefetcher.reach(visit)
         if self._buffers is not None:
             names = zip(self.source.names, self._wanted, strict=True)
             self._buffers.open([name for name, wanted in names if wanted])
@@ -141,16 +148,15 @@ class WeightsInUse:
             if isinstance(packed, Tensor):
                 return packed
             number, shape, stride, offset = packed
-            if self._again is None:
-                self._again = self._fetch()
-            whole = list(chain.from_iterable(self._again.wait()))
+            again = self._prefetcher.again(self.source, self.key)
+            whole = list(chain.from_iterable(again.wait()))
             return whole[number].as_strided(shape, stride, offset)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def reduce(self, grads: Sequence[Tensor | None], counts: Sequence[int]) -> list[Tensor | None]:
         """Gradients of all slices -> gradients of the shards, summed over all ranks."""
-        self._again = None
+        self._prefetcher.done(self.source, self.key)
         each, shards = iter(grads), self.source.shards()
         whole: list[Tensor | None] = []
         for n, (name, shard) in enumerate(zip(self.source.names, shards, strict=True)):
