@@ -36,7 +36,7 @@ def test_version(capsys):
     ("word", "message"),
     [
         ("trian", "error: unknown verb 'trian'; did you mean train?\n"),
-        ("x", "error: unknown verb 'x'; use one of train, generate, report, doctor\n"),
+        ("x", "error: unknown verb 'x'; use one of train, generate, report, export, doctor\n"),
     ],
 )
 def test_unknown_verb(word, message, capsys):

@@ -39,6 +39,12 @@ def _report(argv: list[str]) -> int:
     return run(argv)
 
 
+def _export(argv: list[str]) -> int:
+    from expertmesh.cli.export import run
+
+    return run(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from expertmesh.cli.doctor import run
 
@@ -55,6 +61,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         'continue a text:              expertmesh generate --run runs/demo "def main"',
     ),
     "report": (_report, "summarise a run:              expertmesh report --run runs/demo"),
+    "export": (
+        _export,
+        "weights as one file:          expertmesh export runs/demo --output demo.safetensors",
+    ),
     "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
 }
 

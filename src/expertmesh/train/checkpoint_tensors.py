@@ -5,7 +5,7 @@ and warn where there is no process group.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,26 @@ def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     with torch.no_grad():
         reader.read_data(plan, planner).wait()
+
+
+def whole_tensors(folder: Path, names: Iterable[str]) -> Iterator[Tensor]:
+    """Tensors of a checkpoint one after the other, whole, on the CPU; holds one at a time.
+
+    Args:
+        folder: the checkpoint.
+        names: of tensors that it has.
+    """
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    for name in names:
+        entry = metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
+        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        yield tensor
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,49 @@
+"""`expertmesh export RUN --output FILE.safetensors`: a model's weights as one file."""
+
+from argparse import RawDescriptionHelpFormatter
+
+from expertmesh.cli.flags import OptionParser
+
+_EXAMPLES = """\
+examples:
+  expertmesh export runs/gpt-moe-demo --output demo.safetensors
+  expertmesh export runs/gpt-moe-demo/checkpoints/step_00000200 --output demo.safetensors --overwrite
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Writes the file, says what is in it, and returns 0.
+
+    Args:
+        argv: words after `export`.
+
+    Raises:
+        ConfigError: a path breaks a rule.
+        CheckpointError: there is no usable checkpoint.
+    """
+    options = _parser().parse_args(argv)
+    from pathlib import Path
+
+    from expertmesh.train.export import export
+
+    output = Path(options.output).expanduser()
+    found = export(Path(options.source).expanduser(), output, overwrite=options.overwrite)
+    print(
+        f"{output}: {found.num_tensors} tensors, {found.num_bytes:,} bytes, of step {found.step} ({found.checkpoint})"
+    )
+    return 0
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser(
+        prog="expertmesh export",
+        description="Writes the weights of a checkpoint, of however many ranks, as one safetensors file.",
+        epilog=_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "source", help="run directory (its newest good checkpoint), or a checkpoint's folder"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
+    parser.add_argument("--overwrite", action="store_true", help="the file may exist already")
+    return parser
