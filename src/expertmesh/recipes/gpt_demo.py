@@ -1,9 +1,8 @@
 """Small GPTs for two CPU cores: one for tests, the demo, and the demo's dense twin."""
 
-import math
-
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.config.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+from expertmesh.recipes.dense_twin import dense_twin
 
 
 def gpt_moe_test() -> RunConfig:
@@ -63,20 +62,7 @@ def gpt_moe_demo() -> RunConfig:
 
 
 def gpt_dense_demo() -> RunConfig:
-    """The demo's dense twin: the same model with one feed-forward layer in place of the experts.
-
-    A token passes K experts of hidden size F there, 3 * D * K * F multiplications, and a router, D * E; here one
-    layer of hidden size K * F + E / 3, rounded up to a multiple of 16, so that the dense model has the operations
-    of the router too, and never fewer in all.
-    """
-    demo = gpt_moe_demo()
-    moe = demo.model.moe
-    multiplications = 3 * moe.top_k * moe.hidden_dim + moe.num_experts[0]
-    model = demo.model.model_copy(
-        update={
-            "ffn_hidden_dim": math.ceil(multiplications / (3 * 16)) * 16,
-            "moe": MoEConfig(num_experts=()),
-        }
-    )
-    train = demo.train.model_copy(update={"run_dir": "runs/gpt-dense-demo"})
-    return demo.model_copy(update={"model": model, "train": train})
+    """The demo's dense twin: the same model with one feed-forward layer in place of the experts."""
+    twin = dense_twin(gpt_moe_demo())
+    train = twin.train.model_copy(update={"run_dir": "runs/gpt-dense-demo"})
+    return twin.model_copy(update={"train": train})
