@@ -233,6 +233,9 @@ def test_option_parser_raises_in_one_line():
             "--train.steps 3; runs/train.steps/x; train.stepsize",
         ),
         ("data: other tokens", "data: other tokens"),
+        ("ep_degree=3: with es_degree=1", "--parallel.ep-degree 3: with --parallel.es-degree 1"),
+        ("route_degree = ep_degree x es_degree", "route_degree = ep_degree x es_degree"),
+        ("parallel.tp_degree=2: no", "--parallel.tp-degree 2: no"),
     ],
 )
 def test_messages_are_spelled_as_options(text, spelled):

@@ -14,7 +14,7 @@ import torch
 
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.train import checkpoint, loop
+from expertmesh.train import checkpoint, loop, stop
 from expertmesh.train.checkpoint import list_checkpoints
 from expertmesh.train.metrics import MetricsFile, measure_load, read_metrics
 from expertmesh.train.run_dir import RunDir, load_run
@@ -276,7 +276,9 @@ def test_a_signal_saves_and_the_run_goes_on_later(tiny, run_quietly, tmp_path, m
     assert without_time(lines(config)) == without_time(lines(straight))
 
 
-def test_a_second_ctrl_c_interrupts_at_once(tiny, run_quietly, monkeypatch):
+@pytest.mark.parametrize("later", [True, False], ids=["later", "of the same moment"])
+def test_a_second_ctrl_c(tiny, run_quietly, monkeypatch, later):
+    """It interrupts at once, but not within a second: torchrun hands on what the terminal has already sent."""
     step = loop.training_step
 
     def send(*args, **kwargs):
@@ -285,8 +287,12 @@ def test_a_second_ctrl_c_interrupts_at_once(tiny, run_quietly, monkeypatch):
         return step(*args, **kwargs)
 
     monkeypatch.setattr(loop, "training_step", send)
-    with pytest.raises(KeyboardInterrupt):
-        run_quietly(tiny())
+    if later:
+        monkeypatch.setattr(stop, "SAME_S", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(tiny())
+    else:
+        assert run_quietly(tiny()).stopped_by == signal.SIGINT
 
 
 def test_accumulation_trains_the_same_model(tiny, run_quietly, tmp_path):

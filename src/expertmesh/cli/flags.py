@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from pydantic import BaseModel
 
 from expertmesh.config.base import FieldError, Location, nearest_name, option_names, shown
-from expertmesh.config.run import RunConfig
+from expertmesh.config.run import ParallelConfig, RunConfig
 from expertmesh.errors import ConfigError
 
 
@@ -118,8 +118,11 @@ def flag_name(location: Location | str) -> str:
 def spell_options(text: str) -> str:
     """A message with the dotted names of options in the command line's spelling.
 
-    `train.run_dir=x: ...; try train.resume=auto` becomes `--train.run-dir x: ...; try --train.resume auto`.
+    `train.run_dir=x: ...; try train.resume=auto` becomes `--train.run-dir x: ...; try --train.resume auto`. Degrees, which the
+    library names without their section, get it: `ep_degree=3` becomes `--parallel.ep-degree 3`.
     """
+    degrees = "|".join(name for name in ParallelConfig.model_fields if name.endswith("_degree"))
+    text = re.sub(rf"(?<![\w./-])({degrees})(?==\S)", r"parallel.\1", text)
     names = sorted(map(re.escape, option_names(RunConfig)), key=len, reverse=True)
     pattern = rf"(?<![\w./-])({'|'.join(names)})(=(?=\S)|(?![\w./-]))"
     return re.sub(pattern, lambda found: flag_name(found[1]) + (" " if found[2] else ""), text)

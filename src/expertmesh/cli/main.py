@@ -12,6 +12,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from expertmesh.cli.launched import tell_launcher
+from expertmesh.config.base import launched_rank
 from expertmesh.errors import (
     CheckpointError,
     CollectiveError,
@@ -68,6 +70,9 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
 }
 
+VERBS_OF_ALL_RANKS = ("train", "doctor")
+"""Under torchrun every process runs these; all else is for the first one alone."""
+
 
 def help_text() -> str:
     """The text of `expertmesh --help`."""
@@ -97,16 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(help_text(), end="")
-        return 0
-    if words[0] == "--version":
-        from expertmesh import __version__
-
-        print(f"expertmesh {__version__}")
-        return 0
     try:
-        code = _verb(words[0])(words[1:])
+        code = _run(words)
         sys.stdout.flush()
         return code
     except SystemExit as stop:  # argparse after --help
@@ -122,6 +119,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _report_error(error)
+
+
+def _run(words: list[str]) -> int:
+    alone = not words or words[0] not in VERBS_OF_ALL_RANKS
+    if alone and launched_rank()[0] > 0:
+        return 0  # the first rank answers
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(help_text(), end="")
+        return 0
+    if words[0] == "--version":
+        from expertmesh import __version__
+
+        print(f"expertmesh {__version__}")
+        return 0
+    return _verb(words[0])(words[1:])
 
 
 def _silence_output() -> None:
@@ -170,5 +182,7 @@ def _os_error_text(error: OSError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    line = "error: " + " ".join(message.split())
+    print(line, file=sys.stderr)
+    tell_launcher(line)
     return code

@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.flags import parse_run_config
+from expertmesh.cli.launched import said_once
 from expertmesh.config.base import launched_rank
 from expertmesh.config.run import ParallelConfig, RunConfig
 
@@ -23,7 +24,8 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: the words, or what they ask for, break a rule.
     """
-    parsed = parse_run_config(argv)
+    with said_once():
+        parsed = parse_run_config(argv)
     if parsed.dry_run:
         rank, num_ranks = launched_rank()
         num_ranks = max(num_ranks, fewest_ranks(parsed.config.parallel) if num_ranks == 1 else 1)
@@ -31,7 +33,10 @@ def run(argv: list[str]) -> int:
             print(describe(parsed.config, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
     from expertmesh.train.loop import train
+    from expertmesh.train.precision import resolve_precision
 
+    with said_once():
+        resolve_precision(parsed.config.train)
     result = train(parsed.config, recipe=parsed.recipe)
     if result.is_leader:
         print(summary(result))

@@ -222,3 +222,14 @@ def launched_rank() -> tuple[int, int]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def is_first_on_host() -> bool:
+    """Whether no process of a lower number was started on this host by the same torchrun."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
+
+
+def launcher_error_file() -> Path | None:
+    """Where torchrun looks for the reason of this process's failure; None without torchrun."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return None if path is None else Path(path)
