@@ -10,7 +10,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp  # noqa: F401
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from expertmesh.comm.world import World

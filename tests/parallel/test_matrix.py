@@ -1,4 +1,4 @@
-"""One oracle for every form of parallelism: five steps of a small GPT on many ranks equal those of one process.
+"""One oracle for every form of parallelism: some steps of a small GPT on many ranks equal those of one process.
 
 The cases cover every pair of values of all factors (`expertmesh.testing.form_case`) that can meet on eight processes.
 """
@@ -11,6 +11,8 @@ from expertmesh.testing.form_case import (
     CONSTRAINED,
     FormCase,
     allowed,
+    assert_as_exact,
+    cost,
     covering_factors,
     differences,
     run_form,
@@ -19,9 +21,11 @@ from expertmesh.testing.numerics import FP64_RELATIVE
 from expertmesh.testing.pairwise import covering
 
 FACTORS = covering_factors()
-ROWS = covering(FACTORS, allowed)
+ROWS = covering(FACTORS, allowed, cost=cost)
 CASES = sorted((FormCase(**row) for row in ROWS), key=lambda case: case.num_processes)
 STEPS = 5
+STEPS_OF_EIGHT = 2  # where eight processes share a few cores; all five in the exhaustive sets
+OTHER_SEEDS = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +33,10 @@ def pools(two_ranks, four_ranks, eight_ranks):
     return {2: two_ranks, 4: four_ranks, 8: eight_ranks}
 
 
-def worst(case, pools):
+def worst(case, pools, *, steps=STEPS):
     """The largest relative error of a case, and what it is in."""
-    results = pools[case.num_processes].run(run_form, case, steps=STEPS)
-    found = differences(case, results, steps=STEPS)
+    results = pools[case.num_processes].run(run_form, case, steps=steps)
+    found = differences(case, results, steps=steps)
     return max(found.items(), key=lambda item: item[1])
 
 
@@ -42,9 +46,36 @@ def name_of(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_five_steps_equal_one_process(pools, case):
-    what, error = worst(case, pools)
+def test_some_steps_equal_one_process(pools, case):
+    steps = STEPS_OF_EIGHT if case.num_processes == 8 else STEPS
+    what, error = worst(case, pools, steps=steps)
     assert error <= FP64_RELATIVE, f"{what} is off by {error:.1e} in {case}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [0, *OTHER_SEEDS])
+def test_other_covering_sets(pools, seed):
+    for row in covering(FACTORS, allowed, seed=seed):
+        what, error = worst(FormCase(**row), pools)
+        assert error <= FP64_RELATIVE, f"{what} is off by {error:.1e} in {row}"
+
+
+# Every token takes all experts: rounding must not decide on a choice.
+ALL_EXPERTS = {"num_experts": 4, "top_k": 4, "num_ranks": 4, "dense_parts": True}
+ROUNDED = [
+    {"form": "E", "route": "middle", "rows": "unequal"},
+    {"form": "E+D", "es_degree": 2, "bias": True},
+    {"form": "E+Z1", "route": "one", "activation": "gelu"},
+    {"form": "E+D+M", "rows": "unequal", "recompute": True},
+    {"form": "E+Z-Offload+M", "route": "middle", "rows": "zero"},
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", ROUNDED, ids=lambda options: options["form"])
+def test_as_exact_as_one_process_in_other_precisions(four_ranks, options, dtype):
+    case = FormCase(**ALL_EXPERTS | options, dtype=dtype)
+    assert_as_exact(case, four_ranks.run(run_form, case, steps=1))
 
 
 def feasible_pairs():

@@ -17,7 +17,9 @@ def init_normal_(param: Tensor, *, std: float, seed: int, name: str, per_expert:
     """Fill a parameter in place with N(0, std^2), the same values on any device and rank count.
 
     The numbers are drawn in FP32 on the CPU by one generator per (seed, name, expert), then cast and copied, so
-    that a model has the same weights wherever and however it is laid out. Nothing is drawn for a meta tensor.
+    that a model has the same weights wherever and however it is laid out. Nothing is drawn for a meta tensor. Of a
+    DTensor this rank's part is filled, without communication: only its experts are drawn, other parameters whole, one after
+    the other.
 
     Args:
         param: any shape; with per_expert, axis 0 counts experts and each gets a generator of its own.
@@ -29,16 +31,46 @@ def init_normal_(param: Tensor, *, std: float, seed: int, name: str, per_expert:
     if param.is_meta:
         return
     if not per_expert:
-        values = torch.randn(
-            param.shape, generator=_generator(seed, name, None), dtype=torch.float32
-        )
-        param.copy_(values.mul_(std))
+        _fill_whole(param, _draw(param.shape, seed, name, None).mul_(std))
         return
-    for index, rows in enumerate(param):
-        values = torch.randn(
-            rows.shape, generator=_generator(seed, name, index), dtype=torch.float32
-        )
-        rows.copy_(values.mul_(std))
+    local, first, window = _own_experts(param)
+    for index, rows in enumerate(local, start=first):
+        rows.copy_(_draw(param.shape[1:], seed, name, index).mul_(std)[window])
+
+
+def _draw(shape: torch.Size, seed: int, name: str, index: int | None) -> Tensor:
+    return torch.randn(shape, generator=_generator(seed, name, index), dtype=torch.float32)
+
+
+def _is_spread(param: Tensor) -> bool:
+    return hasattr(param, "placements")  # a DTensor, whose module is slow to import
+
+
+def _fill_whole(param: Tensor, values: Tensor) -> None:
+    if not _is_spread(param):
+        param.copy_(values)
+        return
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(param, DTensor)
+    values = values.to(param.device, param.dtype)
+    parts = distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)
+    param.to_local().copy_(parts.to_local())
+
+
+def _own_experts(param: Tensor) -> tuple[Tensor, int, tuple[slice, ...]]:
+    """What this process has of all experts, the first of them, and which window of each."""
+    if not _is_spread(param):
+        return param, 0, ()
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(param, DTensor)
+    (chunk,) = param.__create_chunk_list__()
+    window = tuple(
+        slice(start, start + size)
+        for start, size in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
+    )
+    return param.to_local(), chunk.offsets[0], window
 
 
 def draw_seed() -> int:

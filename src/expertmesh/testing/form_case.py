@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.team import Team
-from expertmesh.testing.numerics import relative_error
+from expertmesh.testing.numerics import assert_two_times, relative_error
 from expertmesh.train.optim import build_optimizer
 
 S, V = 8, 24
@@ -35,12 +35,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "E+Z1": {"zero_stage": 1},
     "E+Z2": {"zero_stage": 2},
     "E+Z3": {"zero_stage": 3},
+    "E+D+M": {"dp_replicate_degree": 2, "tp_degree": 2},
     "E+D+Z": {"dp_replicate_degree": 2, "zero_stage": 2},
+    "E+Z-Offload+M": {"zero_stage": 2, "offload": True, "tp_degree": 2},
 }
 """The forms of DeepSpeed's table, as settings."""
 
 ROWS = {"equal": (2,) * 8, "unequal": (1, 3, 2, 1, 1, 2, 1, 3), "zero": (2, 0, 1, 0, 3, 1, 0, 1)}
-"""Sequences of each rank."""
+"""Sequences of each rank, or of the ranks that share them."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class FormCase:
         subgroup: the world is every other rank of twice as many, and the others are a world too.
         num_experts: E.
         dense_parts: shared experts and the residual MLP beside the experts.
-        micro_batches: per step.
-        recompute: activation checkpointing.
+        micro_batches: of each of the first two steps; the others have one.
+        recompute: activation checkpointing in the first two steps.
         dtype: of the parameters; "bfloat16": FP32 parameters under autocast.
     """
 
@@ -148,9 +150,14 @@ class FormCase:
             ),
         )
 
+    @property
+    def tp_degree(self) -> int:
+        """Ranks that share sequences."""
+        return int(FORMS[self.form].get("tp_degree", 1))
+
     def num_rows(self) -> tuple[int, ...]:
-        """Sequences of each rank."""
-        return ROWS[self.rows][: self.num_ranks]
+        """Sequences of each rank, or of the ranks that share them."""
+        return ROWS[self.rows][: self.num_ranks // self.tp_degree]
 
 
 @dataclass
@@ -184,15 +191,16 @@ def world_of(subgroup: bool) -> World:
 
 def build(case: FormCase) -> GPT:
     """The model, with the same weights in every process, and biases that are not zero."""
-    dtype = torch.float64 if case.dtype == "float64" else torch.float32
-    model = GPT(case.model(), dtype=dtype, seed=SEED)
+    # In FP64 and then rounded, so that all precisions begin with the same numbers.
+    model = GPT(case.model(), dtype=torch.float64, seed=SEED)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if "b_" in name:
                 values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 parameter.copy_(0.1 * values)
-    return model
+    model = model.float()  # what FP32 can hold is the same number in FP64
+    return model.double() if case.dtype == "float64" else model
 
 
 def run_whole(case: FormCase, *, steps: int, half: int = 0) -> Trained:
@@ -206,10 +214,10 @@ def run_form(case: FormCase, *, steps: int) -> Trained:
     world = world_of(case.subgroup)
     model = build(case)
     parallelize_gpt(model, case.parallel(), world=world)
-    sizes = case.num_rows()
-    first = sum(sizes[: world.position])
-    team = Team(world, reduces_once=case.parallel().zero_stage == 1)
-    rows = slice(first, first + sizes[world.position])
+    sizes, place = case.num_rows(), world.position // case.tp_degree
+    first = sum(sizes[:place])
+    team = Team(world, tp_degree=case.tp_degree, reduces_once=case.parallel().zero_stage == 1)
+    rows = slice(first, first + sizes[place])
     half = dist.get_rank() % 2 if case.subgroup else 0
     return _train(model, case, team, rows, steps=steps, half=half)
 
@@ -217,7 +225,6 @@ def run_form(case: FormCase, *, steps: int) -> Trained:
 def _train(
     model: GPT, case: FormCase, team: Team, rows: slice, *, steps: int, half: int
 ) -> Trained:
-    model.set_activation_checkpointing(case.recompute)
     optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
     follow_optimizer(model, optimizer)
     generator = torch.Generator().manual_seed(half)
@@ -225,12 +232,15 @@ def _train(
     for step in range(steps):
         key_noise(model, seed=SEED, step=step)
         optimizer.zero_grad()
+        is_early = step < 2
+        model.set_activation_checkpointing(case.recompute and is_early)
+        parts = case.micro_batches if is_early else 1
         loss = torch.zeros((), dtype=torch.float64)
-        for part in range(case.micro_batches):
+        for part in range(parts):
             total = (sum(case.num_rows()), S + 1)
             batch_BS = torch.randint(0, V, total, generator=generator)[rows]
-            team.announce_micro_batch(model, is_last=part == case.micro_batches - 1)
-            part_loss, logits_BSV = _backward(model, case, batch_BS, rows)
+            team.announce_micro_batch(model, is_last=part == parts - 1)
+            part_loss, logits_BSV = _backward(model, case, team, batch_BS, rows, parts)
             loss += part_loss
             if step == part == 0:
                 trained.logits_BSV = logits_BSV
@@ -254,22 +264,39 @@ def _whole(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def _backward(model: GPT, case: FormCase, batch_BS: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+def _backward(
+    model: GPT, case: FormCase, team: Team, batch_BS: Tensor, rows: slice, num_parts: int
+) -> tuple[Tensor, Tensor]:
     """One micro-batch: this process's part of the step's loss, and logits."""
     total, half = sum(case.num_rows()), case.dtype == "bfloat16"
     index = torch.arange(rows.start * S, rows.stop * S)
     with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
         output = model(batch_BS[:, :-1], token_index=index)
+    targets_BS = team.positions(batch_BS[:, 1:])
     exact = torch.promote_types(output.logits_BSV.dtype, torch.float32)
     loss = nn.functional.cross_entropy(
-        output.logits_BSV.to(exact).flatten(0, 1), batch_BS[:, 1:].flatten(), reduction="sum"
+        output.logits_BSV.to(exact).flatten(0, 1), targets_BS.flatten(), reduction="sum"
     ) / (total * S)
-    share = len(batch_BS) / total
+    share = targets_BS.numel() / (total * S)
     for stats in output.stats:
         loss = loss + share * (stats.aux_loss + stats.z_loss)
-    loss = loss / case.micro_batches
+    loss = loss / num_parts
     loss.backward()
     return loss.detach(), output.logits_BSV.detach()
+
+
+def assert_as_exact(case: FormCase, results: Sequence[Trained]) -> None:
+    """The two-times rule for one step of one world, against one process in the same precision and in FP64."""
+    oracle = run_whole(replace(case, dtype="float64"), steps=1)
+    same = run_whole(case, steps=1)
+    logits_BSV = _all_logits(results, case.tp_degree)
+    assert_two_times(logits_BSV, same.logits_BSV, oracle.logits_BSV, what="logits")
+    # Together: the few numbers of a bias may be lucky in one of the two.
+    ours, near, exact = (
+        torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+        for gradients in (results[0].gradients, same.gradients, oracle.gradients)
+    )
+    assert_two_times(ours, near, exact, what="gradients")
 
 
 def differences(case: FormCase, results: Sequence[Trained], *, steps: int) -> dict[str, float]:
@@ -278,14 +305,18 @@ def differences(case: FormCase, results: Sequence[Trained], *, steps: int) -> di
     for half in range(2 if case.subgroup else 1):
         parts = results[half::2] if case.subgroup else results
         whole = run_whole(case, steps=steps, half=half)
-        for name, error in _differences(parts, whole).items():
+        for name, error in _differences(parts, whole, case.tp_degree).items():
             worst[name] = max(error, worst.get(name, 0.0))
     return worst
 
 
-def _differences(parts: Sequence[Trained], whole: Trained) -> dict[str, float]:
-    logits_BSV = torch.cat([part.logits_BSV for part in parts])
-    found = {"logits": relative_error(logits_BSV, whole.logits_BSV)}
+def _all_logits(parts: Sequence[Trained], tp_degree: int) -> Tensor:
+    sharing = [parts[i : i + tp_degree] for i in range(0, len(parts), tp_degree)]
+    return torch.cat([torch.cat([p.logits_BSV for p in group], dim=1) for group in sharing])
+
+
+def _differences(parts: Sequence[Trained], whole: Trained, tp_degree: int) -> dict[str, float]:
+    found = {"logits": relative_error(_all_logits(parts, tp_degree), whole.logits_BSV)}
     for name in ("losses", "norms"):
         ours, theirs = (np.array(getattr(t, name)) for t in (parts[0], whole))
         found[name] = relative_error(ours, theirs)
@@ -322,10 +353,17 @@ CONSTRAINED = ("form", "num_ranks", "route", "es_degree", "subgroup", "num_exper
 """Factors that `allowed` looks at."""
 
 
+def cost(row: Mapping[str, Any]) -> float:
+    """For `covering`: grows with the processes, but two small cases are not better than one large one."""
+    case = FormCase(**{name: row[name] for name in ("num_ranks", "subgroup")})
+    return float(case.num_processes**0.75)
+
+
 def allowed(row: Mapping[str, Any]) -> bool:
     """Whether there is such a layout on at most eight processes."""
     case = FormCase(**{name: row[name] for name in CONSTRAINED})
-    if case.num_processes > 8 or case.num_ranks % case.num_replicas or case.route_degree is None:
+    sharing = case.num_replicas * case.tp_degree
+    if case.num_processes > 8 or case.num_ranks % sharing or case.route_degree is None:
         return False
     W, f = case.num_storage_ranks, case.es_degree
     return f is None or (W % f == 0 and case.num_experts % (W // f) == 0)

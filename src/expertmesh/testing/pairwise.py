@@ -18,6 +18,7 @@ def covering(
     factors: Mapping[str, Sequence[Any]],
     allowed: Callable[[Row], bool] = lambda row: True,
     *,
+    cost: Callable[[Row], float] = lambda row: 1.0,
     seed: int = 0,
 ) -> list[Row]:
     """Combinations of values such that every pair of values of two factors is in one of them.
@@ -25,6 +26,7 @@ def covering(
     Args:
         factors: values by factor.
         allowed: whether a complete combination may be. Pairs that occur in no allowed one are left out.
+        cost: of a complete combination; cheap ones are preferred.
         seed: of the random choices; the same seed gives the same rows.
 
     Returns:
@@ -41,7 +43,7 @@ def covering(
     rows, left = [], set(open_pairs)
     for pair in open_pairs:
         if pair in left:
-            best = _completed(pair, factors, allowed, left, rng)
+            best = _completed(pair, factors, allowed, cost, left, rng)
             if best is None:
                 left.discard(pair)
                 continue
@@ -54,17 +56,19 @@ def _completed(
     pair: _Pair,
     factors: Mapping[str, Sequence[Any]],
     allowed: Callable[[Row], bool],
+    cost: Callable[[Row], float],
     left: set[_Pair],
     rng: random.Random,
 ) -> dict[str, int] | None:
-    """The completion of a pair, as indices, that covers most open pairs; None if none is allowed."""
-    best, most, found = None, -1, 0
+    """The completion of a pair, as indices, that covers most open pairs for its cost; None if none is allowed."""
+    best, most, found = None, -1.0, 0
     for _ in range(_MOST_TRIES):
         drawn = {name: rng.randrange(len(values)) for name, values in factors.items()}
         drawn |= dict(pair)
-        if not allowed({name: factors[name][i] for name, i in drawn.items()}):
+        row = {name: factors[name][i] for name, i in drawn.items()}
+        if not allowed(row):
             continue
-        covered = len(left.intersection(combinations(drawn.items(), 2)))
+        covered = len(left.intersection(combinations(drawn.items(), 2))) / cost(row)
         if covered > most:
             best, most = drawn, covered
         found += 1

@@ -16,6 +16,7 @@ from expertmesh.errors import ConfigError, TrainingDivergedError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.parallel.apply import follow_optimizer
+from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.team import Team, open_team
 from expertmesh.train.checkpoint import CheckpointStore, list_checkpoints, newest_good, read_state
 from expertmesh.train.evaluate import Evaluation, evaluate
@@ -154,11 +155,8 @@ class _Trainer:
         self.validation = Windows(data.validation.tokens_N, seq_len, seed)
         tokenizer = load_tokenizer(data.tokenizer_path)
         self.token_num_bytes_V = torch.from_numpy(token_num_bytes(tokenizer, vocab_size))
-        device = "cpu" if config.parallel.offload else precision.device
-        model = GPT(config.model, device=device, dtype=precision.master_dtype, seed=seed)
+        model = _build_model(config, precision, team)
         model.set_activation_checkpointing(config.train.activation_checkpointing)
-        if team.world is not None:
-            parallelize_gpt(model, config.parallel, world=team.world)
         optimizer = build_optimizer(model, config.optim)
         follow_optimizer(model, optimizer)
         self.state = TrainState(model, optimizer, precision.scaler(team), RunProgress(), team)
@@ -361,6 +359,18 @@ class _Trainer:
             checkpoint=paths[-1] if paths else None,
             is_leader=self.team.is_leader,
         )
+
+
+def _build_model(config: RunConfig, precision: Precision, team: Team) -> GPT:
+    """The model with its initial weights; spread over ranks before it has memory, so that no rank ever has all of it."""
+    device, dtype, seed = precision.device, precision.master_dtype, config.train.seed
+    if team.world is None:
+        return GPT(config.model, device=device, dtype=dtype, seed=seed)
+    model = GPT(config.model, device="meta", dtype=dtype)
+    parallelize_gpt(model, config.parallel, world=team.world)
+    give_memory(model, device=device, offload=config.parallel.offload)
+    model.init_weights(seed)
+    return model
 
 
 def check_ranks(config: RunConfig, team: Team) -> None:
