@@ -53,7 +53,8 @@ def test_a_rank_that_never_comes_is_named():
         fresh_name(store, 0, 3, timeout_s=0.05)
 
 
-def test_each_rank_takes_its_gpu(monkeypatch):
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_each_rank_takes_its_gpu(monkeypatch, backend):
     taken = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -62,5 +63,5 @@ def test_each_rank_takes_its_gpu(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         error = StopIteration if local_rank < 2 else ConfigError
         with pytest.raises(error):
-            start.start_group("nccl", timeout_s=1.0)
+            start.start_group(backend, timeout_s=1.0)
     assert taken == [1]

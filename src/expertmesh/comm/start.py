@@ -23,14 +23,14 @@ def start_group(backend: str, *, timeout_s: float) -> None:
     """Make torch's default process group of the ranks that torchrun started.
 
     Args:
-        backend: "gloo", or "nccl", where the rank takes the GPU of its local number as its current device.
+        backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; with nccl the rank takes the GPU of its local number as its current device.
         timeout_s: of the first contact and of every collective.
 
     Raises:
         CollectiveError: a rank did not come in time, or could not be reached.
         ConfigError: this host has more ranks than GPUs.
     """
-    if backend == "nccl":
+    if "nccl" in backend:
         _take_gpu()
     timeout = timedelta(seconds=timeout_s)
     try:
