@@ -23,7 +23,8 @@ def start_group(backend: str, *, timeout_s: float) -> None:
     """Make torch's default process group of the ranks that torchrun started.
 
     Args:
-        backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; with nccl the rank takes the GPU of its local number as its current device.
+        backend: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; with nccl the GPU of the rank's local number becomes its current
+            device.
         timeout_s: of the first contact and of every collective.
 
     Raises:
