@@ -15,6 +15,14 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from expertmesh.config.run import RunConfig
+from expertmesh.recipes import RECIPES
+from expertmesh.testing.agent import Agent
+from expertmesh.testing.numerics import relative_error
+from expertmesh.train.loop import train
+from expertmesh.train.metrics import read_metrics
 
 RELATIVE = 1e-9
 NUM_RANKS = 4
@@ -41,41 +49,53 @@ STEPS_PER_LIFE = 4
 
 
 @pytest.mark.slow
-def test_a_killed_rank(four_ranks, tmp_path):
-    killed_at_random(four_ranks, tmp_path, kills=1)
+def test_killed_ranks(tmp_path):
+    """Two kills; the agent is ours, which needs no imports, and like torchrun's keeps its store from life to life."""
+    agent = Agent(NUM_RANKS, tmp_path)
+    kills = 2
+    prepare(tmp_path, kills)
+    codes = agent.run(main, *arguments(tmp_path, kills), restarts=kills, timeout_s=120.0)
+    assert codes == [0] * NUM_RANKS, [agent.printed(rank)[-2000:] for rank in range(NUM_RANKS)]
+    check(tmp_path, kills)
 
 
 @pytest.mark.exhaustive
-def test_ranks_killed_ten_times(four_ranks, tmp_path):
-    killed_at_random(four_ranks, tmp_path, kills=10)
+def test_ranks_killed_ten_times_under_torchrun(tmp_path):
+    kills = 10
+    prepare(tmp_path, kills)
+    done = torchrun(kills, *arguments(tmp_path, kills))
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(tmp_path, kills)
 
 
-def killed_at_random(four_ranks, tmp_path, *, kills):
-    from expertmesh.testing.numerics import relative_error
-    from expertmesh.train.metrics import read_metrics
-
-    steps = (kills + 1) * STEPS_PER_LIFE
+def prepare(folder, kills):
+    """Configurations of a run that is killed and of one that is not, and the latter's metrics."""
     for name in ("straight", "killed"):
-        config = config_of(tmp_path, name, steps)
-        (tmp_path / f"{name}.json").write_text(config.model_dump_json())
-    four_ranks.run(train_quietly, tmp_path / "straight.json")
-    done = torchrun(kills, tmp_path / "killed.json", str(kills), str(tmp_path / "lives"))
-    lives = [json.loads(line) for line in (tmp_path / "lives").read_text().splitlines()]
-    assert done.returncode == 0, (lives, done.stderr[-3000:])
+        config = config_of(folder, name, (kills + 1) * STEPS_PER_LIFE)
+        (folder / f"{name}.json").write_text(config.model_dump_json())
+    agent = Agent(NUM_RANKS, folder)
+    codes = agent.run(train_quietly, folder / "straight.json", restarts=0, timeout_s=120.0)
+    assert codes == [0] * NUM_RANKS, agent.printed(0)
+
+
+def arguments(folder, kills):
+    return folder / "killed.json", kills, folder / "lives"
+
+
+def check(folder, kills):
+    lives = [json.loads(line) for line in (folder / "lives").read_text().splitlines()]
     # As many lives as kills and one more: no restart failed to connect.
-    assert [life["number"] for life in lives] == list(range(kills + 1))
+    assert [life["number"] for life in lives] == list(range(kills + 1)), lives
     found, expected = (
-        read_metrics(tmp_path / name / "metrics.jsonl") for name in ("killed", "straight")
+        read_metrics(folder / name / "metrics.jsonl") for name in ("killed", "straight")
     )
-    assert [line["step"] for line in found] == list(range(1, steps + 1))
+    assert [line["step"] for line in found] == list(range(1, len(expected) + 1))
     for line, oracle in zip(found, expected, strict=True):
         for name in ("loss", "grad_norm"):
             assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
 
 
 def config_of(folder, name, steps):
-    from expertmesh.recipes import RECIPES
-
     places = {"train.run_dir": str(folder / name), "data.cache_dir": str(folder / "cache")}
     return RECIPES["gpt-moe-test"]().updated(BASE | places | {"train.steps": steps})
 
@@ -91,18 +111,13 @@ def torchrun(restarts, *words):
         command,
         capture_output=True,
         text=True,
-        timeout=60 * (restarts + 1),
+        timeout=180 * (restarts + 1),
         env=environment,
         check=False,
     )
 
 
 def train_quietly(config_file):
-    from rich.console import Console
-
-    from expertmesh.config.run import RunConfig
-    from expertmesh.train.loop import train
-
     config = RunConfig.model_validate_json(Path(config_file).read_text())
     train(config, recipe="gpt-moe-test", console=Console(file=io.StringIO()))
 
