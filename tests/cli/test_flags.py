@@ -63,6 +63,9 @@ def test_every_option_can_be_given():
             (4, 4, 4, 8, 8, 8),
         ),
         (["--model.moe.num-experts"], "model.moe.num_experts", ()),
+        (["--parallel.ep-degree", "4"], "parallel.ep_degree", (4,)),
+        (["--parallel.ep-degree", "4", "1", "2", "2"], "parallel.ep_degree", (4, 1, 2, 2)),
+        (["--parallel.ep-degree", "none"], "parallel.ep_degree", ()),
         (["--model.moe.num-experts", "none"], "model.moe.num_experts", ()),
         (["--train.tensorboard"], "train.tensorboard", True),
         (["--train.no-tensorboard"], "train.tensorboard", False),
@@ -161,6 +164,14 @@ def test_dry_run():
         (
             [RECIPE, "--model.moe.num-experts", "8", "--model.moe.top-k", "9"],
             "--model.moe.top-k 9: must be at most the fewest experts of a layer, 8; ",
+        ),
+        (
+            [RECIPE, "--parallel.ep-degree", "2", "2", "1"],
+            "--parallel.ep-degree 2 2 1: must have one entry, or one per MoE layer (4), has 3; ",
+        ),
+        (
+            [RECIPE, "--parallel.ep-degree", "0"],
+            "--parallel.ep-degree 0: must be greater than 0; ",
         ),
         (
             [RECIPE, "--model.num-layers", "6", "--model.moe.num-experts", "8", "8"],

@@ -24,6 +24,7 @@ MODEL = {
 FORMS = {
     "E": {},
     "E+D by ep_degree": {"parallel.ep_degree": 2},
+    "E+D by layer": {"parallel.ep_degree": (1, 2), "parallel.zero_stage": 2},
     "E+D by copies": {"parallel.dp_replicate_degree": 2},
     "D": {"parallel.dp_replicate_degree": 4},
     "E sliced": {"parallel.es_degree": 2},
@@ -95,13 +96,12 @@ def memory_of_a_step(changes):
 
 def gathered_experts(log, config, num_ranks):
     """From what others sent: the gather brings n - 1 of n shards."""
-    layers = {}
-    for transfer in log.transfers:
-        if transfer.collective == "all_gather" and transfer.where.endswith(", weights"):
-            layers[transfer.where] = layers.get(transfer.where, 0) + transfer.num_bytes
-    W = num_ranks // config.parallel.dp_replicate_degree
-    degree = config.parallel.ep_degree or config.parallel.route_degree or W
-    found = [b * (W // degree) // (W // degree - 1) for b in layers.values()]
+    W, found = num_ranks // config.parallel.dp_replicate_degree, []
+    for index, name in enumerate(("layer 1, weights", "layer 3, weights")):
+        ep_degree = config.parallel.ep_degree_of(index, num_moe_layers=2)
+        n = W // (ep_degree or config.parallel.route_degree or W)
+        sent = log.num_bytes(collective="all_gather", where=name)
+        found.append(sent * n // (n - 1) if n > 1 else sent)
     return (max if config.parallel.zero_stage == 3 else sum)(found or [0])
 
 

@@ -51,6 +51,7 @@ MISTAKES = [
     ),
     ({"parallel.ep_degree": 3}, "ep_degree=3: must divide the 2 parts.*nearest: 2"),
     ({"parallel.ep_degree": 4}, "ep_degree=4: must divide the 2 parts.*nearest: 2"),
+    ({"parallel.ep_degree": (2, 3)}, "ep_degree=3: must divide the 2 parts.*nearest: 2"),
     ({"parallel.route_degree": 4}, "route_degree=4: must divide the 2 ranks.*nearest: 2"),
     ({"train.batch_size": 3}, "train.batch_size=3: must divide evenly over the 2 ranks"),
     ({"train.micro_batch_size": 1}, "train.micro_batch_size=1: must divide evenly"),

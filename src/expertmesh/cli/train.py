@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
 def fewest_ranks(parallel: ParallelConfig) -> int:
     """The smallest number of ranks that the degrees ask for."""
     holding = (parallel.dp_shard_degree or 1) * parallel.tp_degree
-    wanted = (parallel.ep_degree or 1) * (parallel.es_degree or 1)
+    wanted = max(parallel.ep_degree, default=1) * (parallel.es_degree or 1)
     return parallel.dp_replicate_degree * max(holding, wanted, parallel.route_degree or 1)
 
 

@@ -1,12 +1,13 @@
 """The complete configuration of a training run, in sections that are also the command line's."""
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from expertmesh.config.base import Config, FieldError
 from expertmesh.config.model import ModelConfig
+from expertmesh.errors import ConfigError
 
 MIN_VOCAB_SIZE = 257
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -139,8 +140,8 @@ class ParallelConfig(Config):
     """Ranks over which one copy's parameters are spread; none: all that dp_replicate_degree leaves."""
     tp_degree: int = Field(default=1, gt=0)
     """Neighbouring ranks that share sequences: each has a part of their tokens and of the dense layers' matrices."""
-    ep_degree: int | None = Field(default=None, gt=0)
-    """Expert shards that tokens are routed over: route_degree = ep_degree x es_degree; none: as route_degree says."""
+    ep_degree: tuple[Annotated[int, Field(gt=0)], ...] = ()
+    """Expert shards that tokens are routed over, one number or one per MoE layer: route_degree = ep_degree x es_degree; none: as route_degree says."""
     es_degree: int | None = Field(default=None, gt=0)
     """Slices of each expert's hidden size; none: as few as the ranks allow."""
     route_degree: int | None = Field(default=None, gt=0)
@@ -154,13 +155,38 @@ class ParallelConfig(Config):
     timeout_s: float = Field(default=300.0, gt=0)
     """Seconds after which a collective that some rank does not join fails."""
 
+    @field_validator("ep_degree", mode="before")
+    @classmethod
+    def _one_degree(cls, value: Any) -> Any:
+        """A number alone, and None, are as good as a tuple."""
+        if value is None:
+            return ()
+        return value if isinstance(value, tuple | list) else (value,)
+
+    def ep_degree_of(self, moe_layer: int, *, num_moe_layers: int) -> int | None:
+        """The ep_degree of one MoE layer, counted from 0 among them; None where route_degree decides.
+
+        Raises:
+            ConfigError: there are neither one number nor as many as MoE layers.
+        """
+        given = self.ep_degree
+        if len(given) > 1 and len(given) != num_moe_layers:
+            raise ConfigError(
+                f"parallel.ep_degree={given}: {len(given)} numbers for {num_moe_layers} MoE layers; give one number, or one "
+                "per MoE layer"
+            )
+        if not given:
+            return None
+        return given[moe_layer] if len(given) > 1 else given[0]
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.ep_degree is not None and self.route_degree is not None:
+        if self.ep_degree and self.route_degree is not None:
+            shown = self.ep_degree if len(self.ep_degree) > 1 else self.ep_degree[0]
             raise FieldError(
                 "route_degree",
                 self.route_degree,
-                f"conflicts with ep_degree={self.ep_degree}, which names the same thing",
+                f"conflicts with ep_degree={shown}, which names the same thing",
                 "give only one of the two",
             )
         if self.offload and self.zero_stage == 1:
@@ -197,6 +223,14 @@ class RunConfig(Config):
                 self.model.vocab_size,
                 f"must be at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document",
                 "raise it",
+            )
+        layers, given = self.model.num_moe_layers, self.parallel.ep_degree
+        if len(given) > 1 and len(given) != layers:
+            raise FieldError(
+                ("parallel", "ep_degree"),
+                given,
+                f"must have one entry, or one per MoE layer ({layers}), has {len(given)}",
+                "give one number for all layers",
             )
         schedule_steps = self.optim.schedule_steps or self.train.steps
         if self.optim.warmup_steps > schedule_steps:

@@ -219,8 +219,11 @@ def rank_memory(
     ahead = [*layers[1:], 0] if dp_shard > 1 else [0] * len(layers)
     most = sum(layers) if kept else max(map(sum, zip(layers, ahead, strict=True)))
     gathered_experts = 0
-    for layer, num_elements in experts.items():
-        route = _route_degree(config.experts_per_layer()[layer], parallel, num_ranks=W)
+    for index, (layer, num_elements) in enumerate(experts.items()):
+        num_experts = config.experts_per_layer()[layer]
+        ep_degree = parallel.ep_degree_of(index, num_moe_layers=len(experts))
+        slices = parallel.es_degree or W // math.gcd(num_experts, W)
+        route = parallel.route_degree or W if ep_degree is None else ep_degree * slices
         share = 0 if route == W else num_elements // route
         gathered_experts = gathered_experts + share if kept else max(gathered_experts, share)
     return RankMemory(
@@ -245,11 +248,3 @@ def _largest_part(parameter: ParameterShape, *, dp_shard: int, tp: int) -> int:
     cut = next((axis for axis in free if local[axis] % dp_shard == 0), 0)
     local[cut] = -(-local[cut] // dp_shard)
     return math.prod(local)
-
-
-def _route_degree(num_experts: int, parallel: ParallelConfig, *, num_ranks: int) -> int:
-    """Ranks that a token of a layer may travel over."""
-    if parallel.ep_degree is None:
-        return parallel.route_degree or num_ranks
-    slices = parallel.es_degree or num_ranks // math.gcd(num_experts, num_ranks)
-    return parallel.ep_degree * slices

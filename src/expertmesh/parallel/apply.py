@@ -64,14 +64,16 @@ def parallelize(
     degrees = degrees_of(config, num_ranks=world.size)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     prefetcher = Prefetcher()
-    for layer in moe_layers:
-        es_degree, route_degree = config.es_degree, config.route_degree or config.ep_degree
+    for index, layer in enumerate(moe_layers):
+        ep_degree = config.ep_degree_of(index, num_moe_layers=len(moe_layers))
+        es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
         if isinstance(layer.experts, GroupedExperts):
             plan = expert_plan(
                 config,
                 num_ranks=degrees.num_storage_ranks,
                 num_experts=layer.num_experts,
                 hidden_dim=layer.experts.w_in.shape[2],
+                ep_degree=ep_degree,
             )
             es_degree, route_degree = plan.storage.f, plan.route_degree
         spread_experts(
@@ -118,7 +120,12 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 def expert_plan(
-    config: ParallelConfig, *, num_ranks: int, num_experts: int, hidden_dim: int
+    config: ParallelConfig,
+    *,
+    num_ranks: int,
+    num_experts: int,
+    hidden_dim: int,
+    ep_degree: int | None,
 ) -> Plan:
     """The storage of a layer's experts and the plan that its forwards start from.
 
@@ -127,6 +134,7 @@ def expert_plan(
         num_ranks: of one copy of the model.
         num_experts: E.
         hidden_dim: F.
+        ep_degree: of the layer, see `ParallelConfig.ep_degree_of`.
 
     Raises:
         ConfigError: the degrees do not fit.
@@ -138,7 +146,6 @@ def expert_plan(
         es_degree=config.es_degree,
         order=config.expert_order,
     )
-    ep_degree = config.ep_degree
     if ep_degree is None:
         return make_plan(storage, config.route_degree)
     if storage.e % ep_degree:

@@ -384,7 +384,7 @@ def check_ranks(config: RunConfig, team: Team) -> None:
         ("dp_replicate_degree", parallel.dp_replicate_degree),
         ("dp_shard_degree", parallel.dp_shard_degree),
         ("tp_degree", parallel.tp_degree),
-        ("ep_degree", parallel.ep_degree),
+        ("ep_degree", max(parallel.ep_degree, default=None)),
         ("es_degree", parallel.es_degree),
         ("route_degree", parallel.route_degree),
     ):

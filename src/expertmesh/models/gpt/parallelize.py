@@ -75,12 +75,14 @@ def check_degrees(
         ConfigError: degrees do not fit the ranks, the heads, the sequence, or the experts of a layer.
     """
     degrees = degrees_of(config, num_ranks=num_ranks)
-    for num_experts in sorted({n for n in model.experts_per_layer() if n}):
+    moe_layers = [n for n in model.experts_per_layer() if n]
+    for index, num_experts in enumerate(moe_layers):
         expert_plan(
             config,
             num_ranks=degrees.num_storage_ranks,
             num_experts=num_experts,
             hidden_dim=model.moe.hidden_dim,
+            ep_degree=config.ep_degree_of(index, num_moe_layers=len(moe_layers)),
         )
     if degrees.tp > 1:
         _check_slices(model, degrees.tp)
