@@ -93,13 +93,18 @@ class Layout:
         after = (self.num_f - self.offset_f - len(found)) * width
         return (pad(torch.cat(found, 1), (before, after)),)
 
-    def by_rank(self, name: str, slices: Sequence[Tensor], shard: Tensor) -> Tensor:
-        """The inverse of `slices` for gradients, in a wide type: (n, e', ...); a view where nothing must move."""
+    def by_rank(
+        self, name: str, slices: Sequence[Tensor], shard: Tensor, *, is_sum: bool = True
+    ) -> Tensor:
+        """The inverse of `slices` for gradients, (n, e', ...); a view where nothing must move.
+
+        In a wide type, or in the shard's if they need not be summed over ranks.
+        """
         if name == "b_out":
             width = shard.shape[1]
             mine = slices[0].narrow(1, self.offset_f * width, len(self.order) * width)
             slices = mine.split(width, 1)
-        wide = accumulate_dtype(shard.dtype)
+        wide = accumulate_dtype(shard.dtype) if is_sum else shard.dtype
         if len(slices) == 1 and self.is_by_rank:
             return slices[0].to(wide).reshape(-1, *shard.shape)
         found = slices[0].new_empty(len(self.ranks), *shard.shape, dtype=wide)

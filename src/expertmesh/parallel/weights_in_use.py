@@ -105,8 +105,7 @@ class WeightsInUse:
 
     def _direct_main_grads(self) -> WeightGradients | None:
         """The buffers of the shards themselves, where nothing is gathered, summed over copies, or padded."""
-        alone = self.layout.group.size == self.source.replicas.size == 1
-        alone = alone and self.source.host is None
+        alone = self._is_alone and self.source.host is None
         whole_bias = "b_out" not in self.source.names or self.layout.num_f == 1
         main = self._main_grads()
         if main is None or not (alone and whole_bias and torch.is_grad_enabled()):
@@ -177,7 +176,8 @@ class WeightsInUse:
             for total, grad in zip(self._buffers.slices[name], given, strict=False):
                 total.add_(grad)
             return self._buffers.by_rank(name, shard)
-        return self.layout.by_rank(name, given, shard) if given else None
+        is_sum = not self._is_alone
+        return self.layout.by_rank(name, given, shard, is_sum=is_sum) if given else None
 
     def _hand_over(self, name: str, grad: Tensor, shard: Tensor) -> Tensor | None:
         main, host = self._main_grads(), self.source.host
@@ -192,6 +192,11 @@ class WeightsInUse:
             return None
         # a buffer of ours gives its memory back
         return grad.clone() if host is None and self._lies_in_buffer else grad
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank has these weights."""
+        return self.layout.group.size == self.source.replicas.size == 1
 
     @property
     def _lies_in_buffer(self) -> bool:
