@@ -1,6 +1,7 @@
 """A GPT with mixture-of-experts layers: the forward pass, the initial weights, nothing of training or parallelism."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -169,8 +170,9 @@ class Block(nn.Module):
         ids_T: Tensor,
         token_mask_T: Tensor | None,
         token_index: Tensor | None,
+        choices: Mapping[str, Any],
     ) -> tuple[Tensor, RoutingStats | None]:
-        """(B, S, D) -> (B, S, D), and the routing statistics of a MoE layer."""
+        """(B, S, D) -> (B, S, D), and the routing statistics of a MoE layer, which gets the choices of this call."""
         attended = self.attention(
             self.attention_norm(x_BSD), cos=cos, sin=sin, mask=mask, cache=cache
         )
@@ -179,7 +181,7 @@ class Block(nn.Module):
         stats: RoutingStats | None = None
         if self.moe is not None:
             y_TD, stats = self.moe(
-                h_TD, token_mask=token_mask_T, token_ids=ids_T, token_index=token_index
+                h_TD, token_mask=token_mask_T, token_ids=ids_T, token_index=token_index, **choices
             )
         else:
             assert self.ffn is not None
@@ -299,6 +301,9 @@ class GPT(nn.Module):
         token_index: Tensor | None = None,
         cache: SequenceCache | None = None,
         num_logits: int | None = None,
+        top_k: int | None = None,
+        capacity_factor: float | None = None,
+        route_degree: int | None = None,
     ) -> GPTOutput:
         """Logits of the next token at every position; of this rank's positions where ranks share sequences.
 
@@ -310,6 +315,9 @@ class GPT(nn.Module):
             token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
             cache: keys and values of the tokens before these; gets those of these.
             num_logits: only the last so many positions get logits; None: all.
+            top_k: of all MoE layers, for this call only; None: theirs. So are the next two.
+            capacity_factor: inf: dropless.
+            route_degree: ranks that a token may travel over, of a model spread over several; all ranks give the same.
 
         Returns:
             Logits and the routing statistics of every MoE layer.
@@ -348,6 +356,11 @@ class GPT(nn.Module):
             "ids_T": ids_BS.flatten(),
             "token_mask_T": None if token_mask_BS is None else token_mask_BS.flatten(),
             "token_index": token_index,
+            "choices": {
+                "top_k": top_k,
+                "capacity_factor": capacity_factor,
+                "route_degree": route_degree,
+            },
         }
         x_BSD, table_VD = self._embed(ids_BS, context)
         recompute = self.activation_checkpointing and self.training and cache is None
