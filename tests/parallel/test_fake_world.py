@@ -31,6 +31,7 @@ LAYOUTS = {
     "sliced": {"es_degree": 8, "expert_order": "experts_inner"},
     "sliced, middle route": {"es_degree": 16, "route_degree": 32},
     "E+D+M": {"tp_degree": 2, "dp_replicate_degree": 2},
+    "E+Z-Offload+M": {"zero_stage": 2, "offload": True, "tp_degree": 2},
     "E+D+Z+M": {"tp_degree": 4, "dp_replicate_degree": 4, "zero_stage": 2, "route_degree": 4},
 }
 

@@ -32,6 +32,11 @@ FORMS = {
     "E+Z2": {"parallel.zero_stage": 2, "parallel.route_degree": 2},
     "E+Z3": {"parallel.zero_stage": 3, "parallel.route_degree": 1},
     "E+D+Z": {"parallel.dp_replicate_degree": 2, "parallel.zero_stage": 1, "parallel.ep_degree": 1},
+    "E+M": {"parallel.tp_degree": 2},
+    "E+D+M": {"parallel.tp_degree": 2, "parallel.dp_replicate_degree": 2},
+    "E+Z+M": {"parallel.tp_degree": 2, "parallel.zero_stage": 1, "parallel.route_degree": 2},
+    "E+Z-Offload": {"parallel.offload": True, "parallel.route_degree": 1},
+    "E+Z-Offload+M": {"parallel.offload": True, "parallel.tp_degree": 2, "parallel.zero_stage": 2},
 }
 
 
@@ -91,7 +96,9 @@ def memory_of_a_step(changes):
     optimizer.step()
     state = num_bytes(s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq"))
     world.close()
-    return (parameters, gradients, state), watch.most, gathered_experts(log, config, world.size)
+    tables, tp = log.num_bytes(where="stored parameters"), config.parallel.tp_degree
+    dense = watch.most + (tables * tp // (tp - 1) if tp > 1 else 0)
+    return (parameters, gradients, state), dense, gathered_experts(log, config, world.size)
 
 
 def gathered_experts(log, config, num_ranks):

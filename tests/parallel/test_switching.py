@@ -57,9 +57,7 @@ def switch_every_step(parallel, num_steps):
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (whole, spread)]
     follow_optimizer(spread, optimizers[1])
     W = world.size // parallel.get("dp_replicate_degree", 1)
-    experts = [
-        3 * E * 64 * 4 for E in PYRAMID
-    ]  # elements of w_in and w_out, 3 x 16 x 16 per expert
+    experts = [3 * 16 * 16 * E for E in PYRAMID]  # elements of w_in and w_out
     draw, p = torch.Generator().manual_seed(5), world.position
     errors, moved, expected = [], 0, 0
     for step in range(num_steps):

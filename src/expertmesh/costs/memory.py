@@ -186,7 +186,8 @@ def rank_memory(
       divides is cut; where there is none, the first in pieces of ceil(size / dp_shard).
 
     Gathered beside that: of dense parameters, 1 / tp of the parameters outside the layers and of two neighbouring layers (one
-    where dp_shard is 1, which FSDP2 copies all the same), or of all layers where zero_stage is 1 or 2; of experts,
+    where dp_shard is 1, which FSDP2 copies all the same), or of all layers where zero_stage is 1 or 2, and with tp > 1 the
+    vocabulary's matrices whole; of experts,
     1 / route_degree of a layer in the compute dtype, of all layers where zero_stage is 1 or 2, and none where route_degree = W.
 
     Args:
@@ -212,7 +213,8 @@ def rank_memory(
         held += _largest_part(parameter, dp_shard=dp_shard, tp=tp)
         whole = parameter.num_elements // (tp if _tensor_axis(parameter, tp) is not None else 1)
         if parameter.layer is None:
-            outside += whole
+            # What is cut outside the layers is cut for storage only: its user gathers it.
+            outside += whole + (parameter.num_elements if whole < parameter.num_elements else 0)
         else:
             dense[parameter.layer] += whole
     layers = list(dense.values())
