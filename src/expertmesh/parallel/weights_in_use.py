@@ -218,7 +218,13 @@ class _Gather(torch.autograd.Function):
         ctx.use, ctx.counts = use, counts
         ctx.set_materialize_grads(False)
         # New tensors: the same gathered one may serve several forwards, each with a gradient of its own.
-        return tuple(tensor.detach() for tensor in whole)
+        slices = [tensor.detach() for tensor in whole]
+        wanted = chain.from_iterable(
+            [need] * count for need, count in zip(ctx.needs_input_grad[3:], counts, strict=True)
+        )
+        frozen = [t for t, need in zip(slices, wanted, strict=True) if not need]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(slices)
 
     @staticmethod
     @once_differentiable
