@@ -139,4 +139,5 @@ def test_two_hosts_train_as_one_process(tmp_path, one_process, rate):
         for name in ("loss", "grad_norm", *(["eval_loss"] if "eval_loss" in oracle else [])):
             assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
     assert min(crossed) > 1 << 20, f"tokens or gradients crossed the cable: {crossed} bytes"
+    assert sum("4 ranks of 1 thread;" in output for output in outputs) == 1
     assert sum("bits per byte" in output for output in outputs) == 1, "one rank of four prints"

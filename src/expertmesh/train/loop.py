@@ -335,9 +335,15 @@ class _Trainer:
         start = f"resuming after step {first}" if first else "starting"
         return (
             f"{start}: {self.recipe}, {parameters:,} parameters, {self.precision.compute_dtype} on "
-            f"{self.precision.device}; {self.data.source}: {len(self.data.training.tokens_N):,} training and "
+            f"{self.precision.device}{self._ranks()}; {self.data.source}: {len(self.data.training.tokens_N):,} training and "
             f"{len(self.data.validation.tokens_N):,} validation tokens; run directory {self.run_dir.path}"
         )
+
+    def _ranks(self) -> str:
+        if self.team.size == 1:
+            return ""
+        threads = torch.get_num_threads()
+        return f", {self.team.size} ranks of {threads} thread{'s' if threads > 1 else ''}"
 
     def result(self, resumed_from: int, stop: StopRequest) -> TrainResult:
         """How it ended."""
