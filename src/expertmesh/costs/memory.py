@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertmesh.config.model import ModelConfig
@@ -185,10 +186,12 @@ def rank_memory(
     * dense parameters that tensor parallelism cuts: 1 / (tp dp_shard); the others 1 / dp_shard. An axis that dp_shard
       divides is cut; where there is none, the first in pieces of ceil(size / dp_shard).
 
-    Gathered beside that: of dense parameters, 1 / tp of the parameters outside the layers and of two neighbouring layers (one
-    where dp_shard is 1, which FSDP2 copies all the same), or of all layers where zero_stage is 1 or 2, and with tp > 1 the
-    vocabulary's matrices whole; of experts,
-    1 / route_degree of a layer in the compute dtype, of all layers where zero_stage is 1 or 2, and none where route_degree = W.
+    Gathered beside that, at most:
+
+    * of dense parameters, 1 / tp of those outside the layers and of two neighbouring layers (one where dp_shard is 1, which
+      FSDP2 copies all the same), or of all layers where zero_stage is 1 or 2; with tp > 1 the vocabulary's matrices whole;
+    * of experts, 1 / route_degree of two neighbouring MoE layers in the compute dtype, or of all where zero_stage is 1 or 2;
+      none where route_degree = W.
 
     Args:
         config: the model.
@@ -218,23 +221,26 @@ def rank_memory(
         else:
             dense[parameter.layer] += whole
     layers = list(dense.values())
-    ahead = [*layers[1:], 0] if dp_shard > 1 else [0] * len(layers)
-    most = sum(layers) if kept else max(map(sum, zip(layers, ahead, strict=True)))
-    gathered_experts = 0
+    most = sum(layers) if kept else _most_at_once(layers, 2 if dp_shard > 1 else 1)
+    shares = []
     for index, (layer, num_elements) in enumerate(experts.items()):
         num_experts = config.experts_per_layer()[layer]
         ep_degree = parallel.ep_degree_of(index, num_moe_layers=len(experts))
         slices = parallel.es_degree or W // math.gcd(num_experts, W)
         route = parallel.route_degree or W if ep_degree is None else ep_degree * slices
-        share = 0 if route == W else num_elements // route
-        gathered_experts = gathered_experts + share if kept else max(gathered_experts, share)
+        shares.append(0 if route == W else num_elements // route)
     return RankMemory(
         parameters_bytes=held * master,
         gradients_bytes=held * master,
         optimizer_bytes=2 * held * master,
         gathered_dense_bytes=(outside + most) * master,
-        gathered_experts_bytes=gathered_experts * compute,
+        gathered_experts_bytes=(sum(shares) if kept else _most_at_once(shares, 2)) * compute,
     )
+
+
+def _most_at_once(sizes: Sequence[int], number: int) -> int:
+    """The largest sum of so many neighbours."""
+    return max((sum(sizes[i : i + number]) for i in range(len(sizes))), default=0)
 
 
 def _tensor_axis(parameter: ParameterShape, tp: int) -> int | None:
