@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.models import row_blocks, short_attention
-from expertmesh.ops import invariant
+from expertmesh.ops import cpu_products, invariant
 from expertmesh.ops.invariant_attention import attention as invariant_attention
 
 
@@ -58,6 +58,14 @@ class RMSNorm(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight.to(dtype)
         return F.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` without bias, on a CPU by its fastest library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return cpu_products.linear(x, self.weight)
 
 
 def rope_tables(
@@ -143,8 +151,8 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.layer_index, self.batch_invariant = layer_index, batch_invariant
         rows = (num_heads + 2 * num_kv_heads) * head_dim
-        self.qkv = nn.Linear(dim, rows, bias=False, device=device, dtype=dtype)
-        self.out = nn.Linear(num_heads * head_dim, dim, bias=False, device=device, dtype=dtype)
+        self.qkv = Linear(dim, rows, bias=False, device=device, dtype=dtype)
+        self.out = Linear(num_heads * head_dim, dim, bias=False, device=device, dtype=dtype)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm:
@@ -177,7 +185,7 @@ class Attention(nn.Module):
         B, S, _ = x_BSD.shape
         group = self.num_heads // self.num_kv_heads
         invariant_now = self.batch_invariant and not self.training
-        linear = invariant.linear if invariant_now else F.linear
+        linear = invariant.linear if invariant_now else cpu_products.linear
         qkv = linear(x_BSD, self.qkv.weight).view(B, S, self.num_kv_heads, group + 2, self.head_dim)
         q, k, v = (t.flatten(2, 3) for t in qkv.split([group, 1, 1], dim=3))
         q, k = (

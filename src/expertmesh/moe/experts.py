@@ -209,7 +209,10 @@ class GroupedExperts(nn.Module):
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
         """
         if parameters is None:
-            y_TD = self._run_few(x_TD, expert_ids_TK, weights_TK)
+            few = expert_ids_TK.shape == weights_TK.shape and self.serve_few(
+                x_TD, expert_ids_TK.numel(), weights_TK
+            )
+            y_TD = self.run_few(x_TD, expert_ids_TK, weights_TK) if few else None
             if y_TD is not None:
                 return y_TD
             parameters = ExpertParameters(
@@ -235,15 +238,25 @@ class GroupedExperts(nn.Module):
                 backend=self.backend,
             )
 
-    def _run_few(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
-        """The result by the short way for a few rows, where that serves."""
-        w_in, w_out = self.w_in, self.w_out
+    def serve_few(self, x: Tensor, num_slots: int, weights_TK: Tensor | None = None) -> bool:
+        """Whether `run_few` may run for tokens (..., D) with this many choices."""
         if self.b_in is not None or (self.batch_invariant and not self.training):
-            return None
-        if not few_rows.serves(x_TD, w_in, w_out, ids_TK, weights_TK, self.backend):
-            return None
+            return False
+        return few_rows.serves(
+            x, num_slots, self.w_in, self.w_out, weights_TK, backend=self.backend
+        )
+
+    def run_few(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        ids: list[int] | None = None,
+    ) -> Tensor | None:
+        """`forward` by the short way for a few rows; None where an expert has too many for it."""
         return few_rows.moe_mlp_of_few(
-            x_TD, w_in, w_out, ids_TK, weights_TK, activation=self.activation
+            x_TD, self.w_in, self.w_out, ids_TK, weights_TK, activation=self.activation, ids=ids
         )
 
 

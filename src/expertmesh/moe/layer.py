@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
+from expertmesh.moe import short_call
 from expertmesh.moe.assignment import (
     Assignment,
     CapacityOptions,
@@ -26,6 +28,7 @@ from expertmesh.moe.random import fresh_key
 from expertmesh.moe.router import ROUTERS, full_precision, keep_full_precision
 from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, route
 from expertmesh.moe.selection import SelectionOptions
+from expertmesh.moe.shared import SharedTokens, WholeCall, assign_shared
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
 from expertmesh.moe.validation import (
     check_batch_invariant,
@@ -196,6 +199,7 @@ class MoELayer(nn.Module):
                 batch_invariant=batch_invariant,
             ),
         )
+        self.may_be_short = short_call.may_serve(self.routing_options)
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
         self._build(options)
         self._reset(self._seed(None), std=None, out_std=None, custom=False)
@@ -389,6 +393,7 @@ class MoELayer(nn.Module):
         top_k: int | None = None,
         capacity_factor: float | None = None,
         route_degree: int | None = None,
+        shared_tokens: SharedTokens | None = None,
     ) -> tuple[Tensor, RoutingStats]:
         """Route every token through its experts.
 
@@ -403,6 +408,8 @@ class MoELayer(nn.Module):
             top_k: for this call only.
             capacity_factor: for this call only; inf: dropless.
             route_degree: for this call only, processes that a token may travel over, of a layer spread over several.
+            shared_tokens: processes that have the other tokens of this call, whose order token_index says; routing
+                groups are then those of all their tokens. Expert-choice routing and the z-loss are of this process's tokens.
 
         Returns:
             y of x's shape and dtype, and the routing statistics. With grouped experts it does not synchronise with a GPU.
@@ -410,9 +417,15 @@ class MoELayer(nn.Module):
         Raises:
             ConfigError: an argument does not fit the layer.
         """
+        rare = (token_mask, token_index, routing, top_k, capacity_factor, route_degree)
+        if self.may_be_short and all(a is None for a in rare) and short_call.serves(self, x):
+            short = short_call.forward(self, x)
+            if short is not None:
+                return short
         call = self._call_inputs(
             x, token_mask, token_ids, token_index, routing, top_k, capacity_factor
         )
+        whole = None if shared_tokens is None else WholeCall(shared_tokens, call.given_index_T)
         with phase("route"):
             routed = route(self.router, call, self.routing_options)
             aux_loss, z_loss, counts_E = weighted_losses(
@@ -421,8 +434,9 @@ class MoELayer(nn.Module):
                 self.num_experts,
                 self.loss_options,
                 sum_over_processes=self.dispatcher.sum_over_processes,
+                whole=whole,
             )
-            assigned = self._assign(routed, call, capacity_factor)
+            assigned = self._assign(routed, call, capacity_factor, whole)
         with phase("dispatch"):
             sent = self.dispatcher.dispatch(
                 call.x_TD,
@@ -525,7 +539,11 @@ class MoELayer(nn.Module):
         return exact_ratio(smaller_factor(given, self.max_capacity_factor) or given)
 
     def _assign(
-        self, routed: RouterOutput, call: CallInputs, capacity_factor: float | None
+        self,
+        routed: RouterOutput,
+        call: CallInputs,
+        capacity_factor: float | None,
+        whole: WholeCall | None,
     ) -> Assignment:
         """Apply the capacity; expert-choice routing has applied its own."""
         factor = self._factor(capacity_factor)
@@ -534,7 +552,8 @@ class MoELayer(nn.Module):
         if factor is None:
             return all_kept(routed.topk_expert_ids_TK, routed.topk_weights_TK)
         random_in_eval = self.drop_policy == "random" and not self.training
-        return assign(
+        decide = assign if whole is None else partial(assign_shared, whole=whole)
+        return decide(
             routed.topk_expert_ids_TK,
             routed.topk_weights_TK,
             num_experts=self.num_experts,

@@ -13,6 +13,7 @@ from expertmesh.moe.assignment import (
     group_sizes,
     valid_tokens_per_group,
 )
+from expertmesh.moe.shared import WholeCall
 from expertmesh.moe.types import RouterOutput
 from expertmesh.ops.autocast import without_autocast
 
@@ -29,6 +30,11 @@ class LossOptions:
     aux_loss_weight: float
     z_loss_weight: float
 
+    @property
+    def any_wanted(self) -> bool:
+        """Whether there is a loss to compute."""
+        return (self.kind != "none" and self.aux_loss_weight != 0) or self.z_loss_weight != 0
+
 
 def weighted_losses(
     routed: RouterOutput,
@@ -37,25 +43,34 @@ def weighted_losses(
     options: LossOptions,
     *,
     sum_over_processes: SumOverProcesses,
+    whole: WholeCall | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted balance loss, weighted z-loss, and (E,) choices per expert before dropping.
 
     Without routing groups the balance loss counts the tokens of all processes. With them it is that of this
     process's groups, and the z-loss is that of its tokens: their means over processes, weighted by valid tokens, are
-    the losses of the whole batch. The choices are counted over all processes. Does not synchronise by itself.
+    the losses of the whole batch. The choices are counted over all processes. Does not synchronise by itself. Where
+    processes share the tokens of a whole call, the groups are those of that call, and each of them has the same loss.
     """
-    ids_TK, scores_TE, size = routed.topk_expert_ids_TK, routed.scores_TE, options.group_size
+    size, z_mask_T = options.group_size, token_mask_T
+    spans = whole is not None and size is not None
+    own_ids_TK = routed.topk_expert_ids_TK
+    if whole is not None and spans:
+        routed, token_mask_T = whole.balanced(routed), whole.gather_mask(token_mask_T)
+    ids_TK, scores_TE = routed.topk_expert_ids_TK, routed.scores_TE
     counts_GE = None if size is None else count_choices(ids_TK, num_experts, size)
     counts_E = sum_over_processes(
-        count_all_choices(ids_TK, num_experts) if counts_GE is None else counts_GE.sum(0)
+        count_all_choices(own_ids_TK, num_experts)
+        if counts_GE is None or spans
+        else counts_GE.sum(0)
     )
     aux_loss = z_loss = routed.topk_weights_TK.new_zeros(())
     with without_autocast(aux_loss.device):
         if options.aux_loss_weight and scores_TE is not None and options.kind != "none":
-            loss = partial(importance_load_loss, load_TE=routed.load_TE)
-            aux_loss = options.aux_loss_weight * (
-                switch_loss if options.kind == "switch" else loss
-            )(
+            loss: Callable[..., Tensor] = switch_loss
+            if options.kind == "importance_load":
+                loss = partial(importance_load_loss, load_TE=routed.load_TE)
+            aux_loss = options.aux_loss_weight * loss(
                 scores_TE,
                 counts_E[None] if counts_GE is None else counts_GE,
                 token_mask_T=token_mask_T,
@@ -63,9 +78,7 @@ def weighted_losses(
                 sum_over_processes=sum_over_processes if counts_GE is None else None,
             )
         if options.z_loss_weight and routed.logits_TE is not None:
-            z_loss = options.z_loss_weight * router_z_loss(
-                routed.logits_TE, token_mask_T=token_mask_T
-            )
+            z_loss = options.z_loss_weight * router_z_loss(routed.logits_TE, token_mask_T=z_mask_T)
     return aux_loss, z_loss, counts_E
 
 

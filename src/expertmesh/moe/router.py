@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from expertmesh.ops import invariant
 from expertmesh.ops.autocast import without_autocast
+from expertmesh.ops.cpu_products import product
 from expertmesh.ops.plain_call import runs_plainly
 
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
@@ -27,7 +28,7 @@ def full_precision(dtype: torch.dtype) -> torch.dtype:
 def _linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     dtype = full_precision(x_TD.dtype)
     with without_autocast(x_TD.device):
-        return F.linear(x_TD.to(dtype), w_ED.to(dtype))
+        return product(x_TD.to(dtype), w_ED.to(dtype).t())
 
 
 # A custom operator, not an autograd.Function: torch.compile makes an instance of the latter, which torch warns about.
@@ -47,12 +48,9 @@ def _router_linear_backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, T
     """Cast the saved x again, in differentiable operations."""
     x_TD, w_ED = ctx.saved_tensors
     with without_autocast(x_TD.device):
-        dx = (grad_TE @ w_ED.to(grad_TE.dtype)).to(x_TD.dtype) if ctx.needs_input_grad[0] else None
-        dw = (
-            (grad_TE.t() @ x_TD.to(grad_TE.dtype)).to(w_ED.dtype)
-            if ctx.needs_input_grad[1]
-            else None
-        )
+        dtype, (need_x, need_w) = grad_TE.dtype, ctx.needs_input_grad
+        dx = product(grad_TE, w_ED.to(dtype)).to(x_TD.dtype) if need_x else None
+        dw = product(grad_TE.t(), x_TD.to(dtype)).to(w_ED.dtype).contiguous() if need_w else None
     return dx, dw
 
 

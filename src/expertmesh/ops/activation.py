@@ -50,6 +50,16 @@ def pointwise(h: Tensor, inner: str) -> Tensor:
     return F.relu(h).square()
 
 
+def pointwise_(h: Tensor, inner: str) -> Tensor:
+    """`pointwise` in the place of h; no autograd."""
+    if inner == "silu":
+        return F.silu(h, inplace=True)
+    if inner == "gelu":
+        return torch.ops.aten.gelu_(h)
+    h.clamp_(min=0)
+    return h.square_() if inner == "relu2" else h
+
+
 def pointwise_backward(grad: Tensor, h: Tensor, inner: str) -> Tensor:
     """Give grad times the derivative of the point-wise function at h; no autograd."""
     if inner == "silu":

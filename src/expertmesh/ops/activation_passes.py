@@ -29,8 +29,8 @@ class Block:
         up: the second branch.
         grad: gradient before the product with the routing weight; overwritten.
         out: receives s * act.
-        d_gate: receives the gradient of gate; may be the `product` scratch.
-        d_up: receives the gradient of up; may be the `act` scratch.
+        d_gate: receives the gradient of gate; may be gate itself, or the `product` scratch of a gated activation.
+        d_up: receives the gradient of up; may be up itself, or the `act` scratch.
     """
 
     gate: Tensor
@@ -143,8 +143,9 @@ class Passes:
             torch.sum(product, 1, out=d_s)
             out.mul_(s)
             grad.mul_(s)
-            torch.mul(grad, act, out=block.d_up)
-            grad.mul_(block.up)
+            # up is read before d_up is written, which may lie in its place
+            grad, down = torch.mul(grad, block.up, out=product), grad
+            torch.mul(down, act, out=block.d_up)
         self._pointwise_backward(grad, block.gate, block.d_gate)
 
     @staticmethod

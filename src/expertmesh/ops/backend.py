@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from expertmesh.errors import ConfigError
+from expertmesh.ops.cpu_products import goes_to_onednn
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 OLDEST_TRITON = (3, 6)
@@ -103,11 +104,11 @@ def gemm_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """
     if device.type != "cpu":
         return dtype
-    return dtype if _has_products_of(dtype) else torch.float32
+    return dtype if has_products_of(dtype) else torch.float32
 
 
 @cache
-def _has_products_of(dtype: torch.dtype) -> bool:
+def has_products_of(dtype: torch.dtype) -> bool:
     """Whether this machine's CPU has instructions for products of this type."""
     if dtype == torch.float16:
         return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
@@ -119,8 +120,8 @@ def gemm_rows(
 ) -> int:
     """Give the number of rows to multiply where there are num_rows: up to 1/32 more, so that few counts occur.
 
-    PyTorch's CPU products of BF16 and FP16 matrices generate code for every new shape, which takes as long as the
-    product of some hundred rows, and row counts differ in every step of a training run.
+    PyTorch's CPU products of BF16 and FP16 matrices, and of FP32 ones where oneDNN makes them, generate code for every new
+    shape, which takes as long as the product of some hundred rows, and row counts differ in every step of a training run.
 
     Args:
         num_rows: rows of one expert.
@@ -128,7 +129,8 @@ def gemm_rows(
         dtype: of the product.
         is_narrow: the weights are so small that generating code takes as long as ten products: up to 1/8 more.
     """
-    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+    is_half = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
+    if not is_half and not goes_to_onednn(dtype, device):
         return num_rows
     step = max(1, (1 << max(num_rows, 1).bit_length() - 1) // (8 if is_narrow else 32))
     return -(-num_rows // step) * step

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from expertmesh.ops import cpu_products
 from expertmesh.ops.activation_passes import Passes
 from expertmesh.ops.backend import gemm_dtype, gemm_rows
 from expertmesh.ops.permute import sum_rows
@@ -67,7 +68,7 @@ class Experts:
         else:
             # inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
             bias = self.b_in_EGF[e].flatten().to(x_RD.dtype)
-            torch.addmm(bias, x_RD, w_in.T, out=out_RH)
+            cpu_products.linear_into(x_RD, w_in, out_RH, bias_N=bias)
 
 
 def selected(values: Tensor, indices: Sequence[int]) -> Iterator[Tensor]:
@@ -257,7 +258,7 @@ def product_into(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
     """Write x W^T."""
     num_rows = x_RK.shape[0]
     if not weight_goes_first(w_NK, num_rows):
-        torch.mm(x_RK, w_NK.T, out=out_RN)
+        cpu_products.product_into(x_RK, w_NK.T, out_RN)
     elif num_rows > 1:
         out_RN.copy_(torch.mm(w_NK, x_RK.T).T)
     else:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from expertmesh.ops.activation_passes import Passes
 from expertmesh.ops.backend import gemm_dtype
+from expertmesh.ops.cpu_products import product_into
 from expertmesh.ops.expert_loop import Experts, HiddenGradients, Maps, Needs, row_weights
 from expertmesh.ops.padded_runs import PaddedRun, padded_runs
 from expertmesh.ops.permute import sum_rows
@@ -220,7 +221,7 @@ class _Steps:
         d_y, d_a = self.gather(self.grad_TD, run), data.d_a[: run.num_places]
         weights = self.experts.w_outs(run.experts, self.dtype)
         for w, d_y_e, d_a_e in zip(weights, run.split(d_y), run.split(d_a), strict=True):
-            torch.mm(d_y_e, w, out=d_a_e)
+            product_into(d_y_e, w, d_a_e)
         s = run.taken(self.s_R)
         d_s = data.d_s_R[run.rows] if run.row_of_place is None else torch.empty_like(s)
         # weight gradients sum over places, so the padding weighs nothing: zeros in A' and dH
@@ -234,7 +235,7 @@ class _Steps:
             # padding lands on the rows of the next experts, which are written later, or behind the last one
             weights, d_x = self.experts.w_ins(run.experts, self.dtype), run.rows_of(data.d_x_RD)
             for w, d_h_e, d_x_e in zip(weights, run.split(d_h), d_x, strict=True):
-                torch.mm(d_h_e, w, out=d_x_e)
+                product_into(d_h_e, w, d_x_e)
         return d_y
 
     def _hidden(self, run: PaddedRun, data: _DataBuffers, d_h: Tensor) -> Tensor:
@@ -247,8 +248,9 @@ class _Steps:
             return h.to(self.x_TD.dtype).to(self.dtype)
         if run.row_of_place is None:
             return data.h_RH[run.rows].to(self.dtype)
-        # only narrow types are padded, of which the passes read a block before they write it: H may lie in dH's place
-        assert self.dtype == data.h_RH.dtype != self.s_R.dtype
+        # the passes read what they need of H before they write there, so it may lie in dH's place
+        if self.dtype != data.h_RH.dtype:
+            return d_h.copy_(data.h_RH.index_select(0, run.row_of_place))
         return torch.index_select(data.h_RH, 0, run.row_of_place, out=d_h)
 
     def weights(
@@ -338,7 +340,5 @@ def _products_into(run: PaddedRun, a: Tensor, b: Tensor, grads: Tensor, add: boo
     for e, a_e, b_e in zip(run.experts, run.split(a), run.split(b), strict=True):
         if not direct:
             _put(torch.mm(a_e.T, b_e), outs[e], add)
-        elif add:
-            torch.addmm(outs[e], a_e.T, b_e, out=outs[e])
         else:
-            torch.mm(a_e.T, b_e, out=outs[e])
+            product_into(a_e.T, b_e, outs[e], add=add)

@@ -4,17 +4,19 @@ The steps and their rounding are those of `expert_loop`, but the rows are ordere
 one token's rows stay in the order of its choices, so that nothing is gathered at all.
 """
 
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm
+from torch.nn.functional import embedding_bag, grouped_mm
 
 from expertmesh.errors import ConfigError
-from expertmesh.ops.activation import inner_name, num_branches, pointwise
-from expertmesh.ops.autocast import autocast_dtype
-from expertmesh.ops.backend import gemm_dtype
+from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_
+from expertmesh.ops.backend import has_products_of
 from expertmesh.ops.expert_loop import (
     grouped_mm_serves,
     product_into,
@@ -28,25 +30,33 @@ MOST_SLOTS = 512
 """From about here on PyTorch orders the slots faster than Python."""
 MOST_ELEMENTS = 1 << 20
 """Of H; with more the passes had better go block by block."""
+_BLOCK_ELEMENTS = 1 << 16
+"""Of one branch of H, widened at a time: 256 KiB, which stay in the second-level cache."""
 MOST_ROWS = 16
 """Of one expert; products of more are padded (`gemm_rows`), which is the general way's business."""
 
 
 def serves(
-    x_TD: Tensor, w_in: Tensor, w_out: Tensor, ids_TK: Tensor, weights_TK: Tensor, backend: str
+    x: Tensor,
+    num_slots: int,
+    w_in: Tensor,
+    w_out: Tensor,
+    weights_TK: Tensor | None = None,
+    *,
+    backend: str,
 ) -> bool:
-    """Whether `moe_mlp_of_few` may run: few slots on the CPU, no gradient, compiler or autocast, arguments that fit."""
-    num_slots, (_, G, F, D) = ids_TK.numel(), w_in.shape
+    """Whether `moe_mlp_of_few` may run for tokens (..., D): few slots on the CPU, no gradient, compiler or autocast."""
+    _, G, F, D = w_in.shape
     return (
-        0 < num_slots <= min(MOST_SLOTS, MOST_ELEMENTS // (G * F))
+        0 < num_slots <= MOST_SLOTS
+        and num_slots * G * F <= MOST_ELEMENTS
+        and x.dtype is w_in.dtype
+        and x.shape[-1] == D
         and backend in ("auto", "torch")
-        and runs_plainly(x_TD, ids_TK, weights_TK, w_in, w_out)
-        and autocast_dtype(x_TD.device) is None
-        and x_TD.dtype == w_in.dtype == w_out.dtype == gemm_dtype(x_TD.device, x_TD.dtype)
-        and x_TD.shape == (ids_TK.shape[0], D)
-        and ids_TK.shape == weights_TK.shape
+        and runs_plainly(x, w_in, w_out, weights_TK)
+        and not torch.is_autocast_enabled("cpu")
+        and has_products_of(x.dtype)
         and w_in.is_contiguous()
-        and w_out.is_contiguous()
     )
 
 
@@ -58,6 +68,7 @@ def moe_mlp_of_few(
     weights_TK: Tensor,
     *,
     activation: str,
+    ids: list[int] | None = None,
 ) -> Tensor | None:
     """`moe_mlp` without biases and gradients, from the ids themselves; only where `serves` says so.
 
@@ -68,6 +79,7 @@ def moe_mlp_of_few(
         ids_TK: (T, K) in [0, E]; E is skipped.
         weights_TK: (T, K).
         activation: its name.
+        ids: `ids_TK.flatten().tolist()`, for a caller who has it.
 
     Returns:
         y (T, D), or None where an expert has so many rows that the general way is better.
@@ -76,7 +88,7 @@ def moe_mlp_of_few(
         ConfigError: an id is out of range.
     """
     T, K = ids_TK.shape
-    order = _Order.of(ids_TK, w_in_EGFD.shape[0])
+    order = _Order.of(ids_TK.flatten().tolist() if ids is None else ids, K, w_in_EGFD.shape[0])
     if max(order.sizes, default=0) > MOST_ROWS:
         return None
     x_RD, s_R = x_TD.expand(K, -1) if T == 1 else x_TD, weights_TK.reshape(-1)
@@ -91,18 +103,18 @@ def moe_mlp_of_few(
         return y_RD.sum(0, keepdim=True)
     if maps.some_are_dead:
         y_RD = torch.cat((y_RD, y_RD.new_zeros(1, y_RD.shape[1])))
-    return y_RD.index_select(0, maps.row_of_slot).view(T, K, -1).sum(1)
+    # a sum over each token's rows in FP32, in one pass
+    return embedding_bag(maps.row_of_slot, y_RD, maps.first_slot_T, mode="sum")
 
 
-@dataclass(frozen=True)
 class _Maps:
-    """int32 tensors as in `RouteMetadata`, but dead slots have the row behind the last one."""
+    """int32 tensors as in `RouteMetadata`, but dead slots have the row behind the last one; and each token's first slot."""
 
-    ends_E: Tensor
-    token_of_row: Tensor
-    slot_of_row: Tensor
-    row_of_slot: Tensor
-    some_are_dead: bool
+    def __init__(self, parts: Sequence[Tensor], some_are_dead: bool) -> None:
+        self.ends_E, self.token_of_row, self.slot_of_row, self.row_of_slot, self.first_slot_T = (
+            parts
+        )
+        self.some_are_dead = some_are_dead
 
 
 @dataclass(frozen=True)
@@ -120,33 +132,34 @@ class _Order:
     maps: _Maps | None
 
     @staticmethod
-    def of(ids_TK: Tensor, num_experts: int) -> "_Order":
-        T, K = ids_TK.shape
-        ids = ids_TK.reshape(-1).tolist()
+    def of(ids: list[int], top_k: int, num_experts: int) -> "_Order":
         least, most = min(ids), max(ids)
         if not 0 <= least <= most <= num_experts:
             raise ConfigError(
                 f"expert_ids holds values from {least} to {most}; they must be in 0..{num_experts} (the last means no "
                 "expert); check the router"
             )
-        if T == 1 and most < num_experts:
-            return _Order(ids, [1] * K, None)
-        slots_of: list[list[int]] = [[] for _ in range(num_experts + 1)]
-        for slot, e in enumerate(ids):
-            slots_of[e].append(slot)
-        dead = slots_of.pop()
-        slots = [slot for some in slots_of for slot in some]
-        row_of_slot = [len(slots)] * len(ids)
-        for row, slot in enumerate(slots):
-            row_of_slot[slot] = row
-        tokens = [slot // K for slot in slots]
-        ends = list(accumulate(map(len, slots_of)))
-        lists = (ends, tokens, slots, row_of_slot)
-        joined = torch.tensor([i for values in lists for i in values], dtype=torch.int32)
-        experts = [e for e, some in enumerate(slots_of) if some]
-        ends_E, *of_slots = joined.split_with_sizes(list(map(len, lists)))
-        maps = _Maps(ends_E, *of_slots, some_are_dead=bool(dead))
-        return _Order(experts, [len(slots_of[e]) for e in experts], maps)
+        if len(ids) == top_k and most < num_experts:
+            return _Order(ids, [1] * top_k, None)
+        # rows in the experts' order, stable; what is behind the last end is dead
+        slots = sorted(range(len(ids)), key=ids.__getitem__)
+        sorted_ids = [ids[slot] for slot in slots]
+        ends = [bisect_right(sorted_ids, e) for e in range(num_experts)]
+        row_of_slot = sorted(range(len(ids)), key=slots.__getitem__)
+        num_rows = ends[-1]
+        some_are_dead = num_rows < len(ids)
+        if some_are_dead:
+            row_of_slot = [min(row, num_rows) for row in row_of_slot]
+            del slots[num_rows:]
+        tokens = [slot // top_k for slot in slots]
+        # an array is read at once, a list number by number
+        firsts = list(range(0, len(ids), top_k))
+        joined = array("i", ends + tokens + slots + row_of_slot + firsts)
+        lengths = [num_experts, num_rows, num_rows, len(ids), len(firsts)]
+        parts = torch.frombuffer(joined, dtype=torch.int32).split_with_sizes(lengths)
+        sizes = [end - start for start, end in pairwise([0, *ends])]
+        experts = [e for e, size in enumerate(sizes) if size]
+        return _Order(experts, [size for size in sizes if size], _Maps(parts, some_are_dead))
 
 
 def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order) -> Tensor:
@@ -154,25 +167,44 @@ def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order) -> Tensor:
     (R, K), N = rows_RK.shape, w_ENK.shape[1]
     if order.maps is not None and grouped_mm_serves(w_ENK, len(order.experts)):
         return grouped_mm(rows_RK, w_ENK.mT, offs=order.maps.ends_E)
-    weights = selected(w_ENK, order.experts)
     if weight_goes_first(w_ENK, 1) and len(order.sizes) == R:
         # every row doubled, all at once, see `product_into`
         twice_R2K = rows_RK[:, None].expand(R, 2, K).contiguous()
         out_RN2 = rows_RK.new_empty(R, N, 2)
-        for w, x, out in zip(weights, twice_R2K.mT.unbind(), out_RN2.unbind(), strict=True):
+        columns = (selected(w_ENK, order.experts), twice_R2K.mT.unbind(), out_RN2.unbind())
+        for w, x, out in zip(*columns, strict=True):
             torch.mm(w, x, out=out)
         return out_RN2[..., 0].contiguous()
     out_RN = rows_RK.new_empty(R, N)
     rows, outs = rows_RK.split_with_sizes(order.sizes), out_RN.split_with_sizes(order.sizes)
-    for w, x, out in zip(weights, rows, outs, strict=True):
+    if w_ENK.dtype != torch.float32:
+        for w_KN, x, out in zip(selected(w_ENK.mT, order.experts), rows, outs, strict=True):
+            torch.mm(x, w_KN, out=out)
+        return out_RN
+    for w, x, out in zip(selected(w_ENK, order.experts), rows, outs, strict=True):
         product_into(x, w, out)
     return out_RN
 
 
 def _activate(h_RH: Tensor, s_R: Tensor, activation: str) -> Tensor:
     """s * act(h), in the arithmetic of s and rounded once."""
-    branches = h_RH.chunk(num_branches(activation), 1)
-    act = pointwise(branches[0].to(s_R.dtype), inner_name(activation))
-    for up in branches[1:]:
-        act.mul_(up)
-    return act.mul_(s_R[:, None]).to(h_RH.dtype)
+    branches, inner, s_R1 = num_branches(activation), inner_name(activation), s_R[:, None]
+    if h_RH.dtype == s_R.dtype:
+        gate, *up = h_RH.chunk(branches, 1)
+        return _gated(pointwise(gate, inner), up).mul_(s_R1)
+    R, hidden_dim = h_RH.shape[0], h_RH.shape[1] // branches
+    size = max(1, _BLOCK_ELEMENTS // hidden_dim)
+    if size >= R:
+        gate, *up = h_RH.chunk(branches, 1)
+        return _gated(pointwise_(gate.to(s_R.dtype), inner), up).mul_(s_R1).to(h_RH.dtype)
+    out_RF = h_RH.new_empty(R, hidden_dim)
+    for h, s, out in zip(h_RH.split(size), s_R1.split(size), out_RF.split(size), strict=True):
+        gate, *up = h.chunk(branches, 1)
+        out.copy_(_gated(pointwise_(gate.to(s.dtype), inner), up).mul_(s))
+    return out_RF
+
+
+def _gated(act_RF: Tensor, up: list[Tensor]) -> Tensor:
+    for branch in up:
+        act_RF.mul_(branch)
+    return act_RF

@@ -4,6 +4,16 @@ import torch
 from torch import Tensor, nn
 
 
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether a call with these tensors is one of Python on CPU tensors: no compiler, no tracing, no subclass."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    for t in tensors:
+        if t is not None and (type(t) not in (Tensor, nn.Parameter) or not t.is_cpu):
+            return False
+    return True
+
+
 def runs_plainly(*tensors: Tensor | None) -> bool:
     """Whether nothing watches a call with these tensors: no compiler, no tracing, no autograd, no other device.
 
@@ -11,9 +21,6 @@ def runs_plainly(*tensors: Tensor | None) -> bool:
     times that with cold ones, which is what generating one token at a time has; on a CPU that is as much as an
     expert takes to read.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if not is_plain(*tensors):
         return False
-    given = [t for t in tensors if t is not None]
-    if any(type(t) not in (Tensor, nn.Parameter) or t.device.type != "cpu" for t in given):
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))

@@ -17,8 +17,9 @@ from expertmesh.models.layers import Attention, LayerCache, RMSNorm, rope_tables
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.shared import SharedTokens
 from expertmesh.moe.types import RoutingStats
-from expertmesh.ops import invariant
+from expertmesh.ops import cpu_products, invariant
 from expertmesh.ops.invariant_attention import first_token
 
 
@@ -50,7 +51,7 @@ class SequenceCache(LayerCache, Protocol):
         ...
 
 
-class SharedSequences(Protocol):
+class SharedSequences(SharedTokens, Protocol):
     """What the model needs where several ranks share its sequences; `expertmesh.parallel.tensor.SharedSequences` is one."""
 
     @property
@@ -79,7 +80,7 @@ def causal_mask(token_mask_BS: Tensor) -> Tensor:
 
 
 def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None:
-    """Whether the ranks that share sequences can split them with every routing group on one rank.
+    """Whether the ranks that share sequences can split them.
 
     Raises:
         ConfigError: they cannot; names the fix.
@@ -90,10 +91,11 @@ def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None
             f"sequences of {seq_len} tokens on parallel.tp_degree={tp_degree}: it must divide them; use data.seq_len={near}"
         )
     size, part = config.moe.routing_group_size, seq_len // tp_degree
-    if any(config.experts_per_layer()) and size is not None and part % size:
+    is_expert_choice = any(config.experts_per_layer()) and config.moe.router == "expert_choice"
+    if is_expert_choice and size is not None and part % size:
         raise ConfigError(
-            f"model.moe.routing_group_size={size}: with parallel.tp_degree={tp_degree} it must divide the {part} tokens of a "
-            f"sequence that a rank has; use {math.gcd(size, part)}, or none"
+            f"model.moe.routing_group_size={size}: with router=expert_choice and parallel.tp_degree={tp_degree} it must divide "
+            f"the {part} tokens of a sequence that a rank has; use {math.gcd(size, part)}, or none"
         )
 
 
@@ -290,6 +292,9 @@ class GPT(nn.Module):
         for name in ("ids_T", "token_mask_T", "token_index"):
             if context[name] is not None:
                 context[name] = self.shared.own_part(context[name].view(B, S), dim=1).flatten()
+        size = self.config.moe.routing_group_size
+        if size is None or S // self.shared.size % size:
+            context["choices"] = {**context["choices"], "shared_tokens": self.shared}
         table_VD = self.shared.gather(self.embedding.weight)
         return F.embedding(context["ids_T"].view(B, S // self.shared.size), table_VD), table_VD
 
@@ -377,5 +382,5 @@ class GPT(nn.Module):
         if self.output is not None:
             table_VD = self.output.weight
             table_VD = table_VD if self.shared is None else self.shared.gather(table_VD)
-        linear = invariant.linear if invariant_now else F.linear
+        linear = invariant.linear if invariant_now else cpu_products.linear
         return GPTOutput(linear(self.final_norm(x_BSD), table_VD), tuple(all_stats))

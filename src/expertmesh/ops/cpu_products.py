@@ -1,0 +1,125 @@
+"""FP32 products of matrices on the CPU, by the faster one of PyTorch's two libraries.
+
+`torch.mm` and `F.linear` give FP32 to MKL, which runs AVX2 code on processors that are not Intel's, whatever they could do.
+oneDNN generates code for the instructions that are there: on an AMD EPYC with AVX-512 it is 2.2 times as fast (docs/log.md).
+The arithmetic is the same, FP32 with FP32 sums.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from expertmesh.ops.autocast import autocast_dtype
+from expertmesh.ops.plain_call import is_plain, runs_plainly
+
+_SMALLEST = 1 << 20
+"""Multiplications and additions from which a product is worth oneDNN's way in, 15 us."""
+
+
+@cache
+def mkl_holds_back() -> bool:
+    """Whether FP32 products would run AVX2 code on a processor that has AVX-512."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return (
+        torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and cpuinfo.exists()
+        and "GenuineIntel" not in cpuinfo.read_text()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def goes_to_onednn(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `product` takes oneDNN for large matrices of this type; it generates code for every new shape."""
+    return (
+        dtype == torch.float32
+        and device.type == "cpu"
+        and mkl_holds_back()
+        and torch._C._get_mkldnn_enabled()
+    )
+
+
+def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = False) -> None:
+    """Write a b, or add it; nothing here is seen by autograd.
+
+    Args:
+        a_MK: (M, K).
+        b_KN: (K, N).
+        out_MN: (M, N) of their type.
+        add: to what is there.
+    """
+    if is_worth_it(a_MK, b_KN):
+        found = _onednn(a_MK, b_KN)
+        if add:
+            out_MN.add_(found)
+        else:
+            out_MN.copy_(found)
+    elif add:
+        torch.addmm(out_MN, a_MK, b_KN, out=out_MN)
+    else:
+        torch.mm(a_MK, b_KN, out=out_MN)
+
+
+def linear_into(x_MK: Tensor, w_NK: Tensor, out_MN: Tensor, *, bias_N: Tensor) -> None:
+    """Write x w^T + bias, rounded once; not seen by autograd."""
+    if is_worth_it(x_MK, w_NK.T):
+        out_MN.copy_(_onednn(x_MK, w_NK.T, bias_N))
+    else:
+        torch.addmm(bias_N, x_MK, w_NK.T, out=out_MN)
+
+
+def is_worth_it(a_MK: Tensor, b_KN: Tensor) -> bool:
+    """Whether this product goes to oneDNN."""
+    size = a_MK.shape[0] * a_MK.shape[1] * b_KN.shape[1]
+    return size >= _SMALLEST and goes_to_onednn(a_MK.dtype, a_MK.device)
+
+
+def _onednn(a_MK: Tensor, b_KN: Tensor, bias_N: Tensor | None = None) -> Tensor:
+    """The operator copies its first operand if it is not contiguous, so that should be the smaller of two that are not."""
+    swap = bias_N is None and not a_MK.is_contiguous() and b_KN.shape[1] < a_MK.shape[0]
+    x, w = (b_KN.T, a_MK) if swap else (a_MK, b_KN.T)
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, w, bias_N, "none", [], "")
+    return y.T if swap else y
+
+
+def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """a b; differentiable any number of times, and by oneDNN only where nobody differentiates."""
+    if runs_plainly(a_MK, b_KN) and is_worth_it(a_MK, b_KN):
+        return _onednn(a_MK, b_KN)
+    return a_MK @ b_KN
+
+
+def linear(x: Tensor, w_NK: Tensor) -> Tensor:
+    """`torch.nn.functional.linear` without bias; differentiable, twice only where it is that very function."""
+    rows = x.numel() // max(x.shape[-1], 1)
+    if (
+        not is_plain(x, w_NK)
+        or rows * w_NK.numel() < _SMALLEST
+        or not goes_to_onednn(x.dtype, x.device)
+        or w_NK.dtype != x.dtype
+        or autocast_dtype(x.device) is not None
+    ):
+        return F.linear(x, w_NK)
+    y: Tensor = _Linear.apply(x.reshape(rows, -1), w_NK)
+    return y.view(*x.shape[:-1], w_NK.shape[0])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, w_NK: Tensor) -> Tensor:
+        ctx.save_for_backward(x_MK, w_NK)
+        return _onednn(x_MK, w_NK.T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_MK, w_NK = ctx.saved_tensors
+        dx = _onednn(grad_MN, w_NK) if ctx.needs_input_grad[0] else None
+        dw = _onednn(grad_MN.T, x_MK).contiguous() if ctx.needs_input_grad[1] else None
+        return dx, dw

@@ -1,0 +1,104 @@
+"""FP32 products on the CPU by oneDNN instead of MKL: the same numbers to rounding, on any processor."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from expertmesh.ops import cpu_products
+from expertmesh.testing.numerics import assert_two_times
+
+
+@pytest.fixture(params=[False, True], ids=["mkl", "onednn"])
+def library(request):
+    with (
+        patch.object(cpu_products, "mkl_holds_back", return_value=request.param),
+        patch.object(cpu_products, "_onednn", wraps=cpu_products._onednn) as onednn,
+    ):
+        yield onednn
+    assert onednn.called == request.param
+
+
+def randn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize("form", ["NN", "NT", "TN", "TN wide"])
+@pytest.mark.parametrize("add", [False, True])
+def test_products_of_all_layouts(library, form, add):
+    M, K, N = (96, 130, 112) if form != "TN wide" else (112, 130, 96)
+    a = randn(K, M).T if form.startswith("TN") else randn(M, K)
+    b = randn(N, K).T if form == "NT" else randn(K, N)
+    start = randn(M, N) if add else torch.full((M, N), torch.nan)
+    out = start.clone()
+    cpu_products.product_into(a, b, out, add=add)
+    base = start if add else torch.zeros(M, N)
+    exact = base.double() + a.double() @ b.double()
+    assert_two_times(out, base + a @ b, exact, what="product", dtype=torch.float32)
+
+
+def test_product_with_bias(library):
+    x, w, bias = randn(96, 130), randn(112, 130), randn(112)
+    out = torch.full((96, 112), torch.nan)
+    cpu_products.linear_into(x, w, out, bias_N=bias)
+    exact = torch.nn.functional.linear(x.double(), w.double(), bias.double())
+    plain = torch.nn.functional.linear(x, w, bias)
+    assert_two_times(out, plain, exact, what="product", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(96,), (4, 24)])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_linear_and_its_gradients(library, shape, needs):
+    x, w, grad = randn(*shape, 130), randn(112, 130), randn(*shape, 112)
+
+    def run(function, dtype):
+        leaves = [
+            t.to(dtype, copy=True).requires_grad_(n) for t, n in zip((x, w), needs, strict=True)
+        ]
+        y = function(*leaves)
+        y.backward(grad.to(dtype))
+        return [y.detach(), *(leaf.grad for leaf in leaves if leaf.requires_grad)]
+
+    plain, exact = (run(torch.nn.functional.linear, t) for t in (torch.float32, torch.float64))
+    ours = run(cpu_products.linear, torch.float32)
+    for name, *values in zip(("y", "first", "second"), ours, plain, exact, strict=False):
+        assert_two_times(*values, what=name, dtype=torch.float32)
+        assert values[0].is_contiguous()
+
+
+def test_other_types_small_products_autocast_and_compilers_take_the_ordinary_way():
+    x, w = randn(96, 130), randn(112, 130)
+    with (
+        patch.object(cpu_products, "mkl_holds_back", return_value=True),
+        patch.object(cpu_products, "_onednn", side_effect=AssertionError),
+    ):
+        cpu_products.linear(x.double(), w.double())
+        cpu_products.linear(x.bfloat16(), w.bfloat16())
+        cpu_products.linear(x[:2], w)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert cpu_products.linear(x, w).dtype == torch.bfloat16
+        with patch.object(torch._C, "_get_mkldnn_enabled", return_value=False):
+            cpu_products.linear(x, w)
+        with patch.object(torch.compiler, "is_compiling", return_value=True):
+            cpu_products.linear(x, w)
+        with pytest.raises(AssertionError):
+            cpu_products.linear(x, w)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "expected"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("GenuineIntel", "AVX512", False),
+    ],
+)
+def test_mkl_holds_back_on_processors_of_others(vendor, capability, expected, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n")
+    with (
+        patch.object(cpu_products, "Path", lambda _: tmp_path / "cpuinfo"),
+        patch.object(torch.backends.cpu, "get_cpu_capability", return_value=capability),
+        patch.object(torch.backends.mkl, "is_available", return_value=True),
+        patch.object(torch.backends.mkldnn, "is_available", return_value=True),
+    ):
+        assert cpu_products.mkl_holds_back.__wrapped__() == expected
