@@ -3,6 +3,7 @@
 Each mutant puts one mistake into the collectives of every rank; the comparison with one process must then fail.
 """
 
+import sys
 from contextlib import ExitStack
 from unittest import mock
 
@@ -13,9 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.comm import collectives
 from expertmesh.comm.all_to_all import flat
-from expertmesh.comm.group import RankGroup
 from expertmesh.comm.world import World
-from expertmesh.parallel import clip, expert, expert_storage, team
+from expertmesh.parallel import clip, expert, expert_storage, team, tensor
 from expertmesh.testing.form_case import FormCase, differences, run_form, world_of
 from expertmesh.testing.numerics import FP64_RELATIVE
 
@@ -26,7 +26,8 @@ SPREAD = FormCase(route="middle", bias=True)
 COPIES = FormCase(form="E+D", rows="unequal")
 HALVES = FormCase(form="E+Z2", num_ranks=2, subgroup=True)
 KEPT = FormCase(form="E+Z1", route="one", micro_batches=2)
-CASES = {"spread": SPREAD, "copies": COPIES, "halves": HALVES, "kept": KEPT}
+SHARED = FormCase(form="E+D+M", rows="unequal", dense_parts=True)
+CASES = {"spread": SPREAD, "copies": COPIES, "halves": HALVES, "kept": KEPT, "shared": SHARED}
 
 MUTANTS = {}
 
@@ -94,42 +95,80 @@ def tokens_do_not_return():
     return [(flat, "start_all_to_all", mistaken)]
 
 
+def everywhere(function, replacement):
+    """A function replaced in every module that imported it."""
+    name, modules = function.__name__, [m for m in sys.modules.values() if m is not None]
+    ours = [m for m in modules if m.__name__.startswith("expertmesh.")]
+    return [(m, name, replacement) for m in ours if vars(m).get(name) is function]
+
+
+def keeps_own_block(purpose):
+    """Reduce-scatters of a purpose do not sum."""
+    start = collectives.start_reduce_scatter
+
+    def mistaken(x, group, *, where):
+        if purpose(where):
+            return x.detach()[group.rank].clone(), None
+        return start(x, group, where=where)
+
+    return everywhere(start, mistaken)
+
+
 @mutant("spread")
 def weight_gradients_are_not_summed():
-    def mistaken(out, x, group, async_op):
-        out.copy_(x.view(group.size(), -1)[group.rank()])
-
-    return [(collectives, "_scatter_sum", mistaken)]
-
-
-def over_another_group(kind, purpose, choose):
-    """Collectives of one kind and purpose go over another group, or over none."""
-    start = RankGroup.start
-
-    def mistaken(self, collective, where, num_bytes, launch):
-        if collective != kind or purpose not in where:
-            return start(self, collective, where, num_bytes, launch)
-        other = choose(self)
-        if other is None:
-            return start(self, collective, where, num_bytes, lambda group: None)
-        return start(other, collective, where, num_bytes, launch)
-
-    return [(RankGroup, "start", mistaken)]
+    return keeps_own_block(lambda where: "weight gradients" in where)
 
 
 @mutant("spread")
 def weight_gradients_are_summed_by_other_ranks():
-    return over_another_group("reduce_scatter", "gradients", other_half)
+    start = collectives.start_reduce_scatter
+
+    def mistaken(x, group, *, where):
+        return start(x, other_half(group) if "gradients" in where else group, where=where)
+
+    return everywhere(start, mistaken)
+
+
+def gradients_of_copies_over(choose):
+    start = collectives.start_all_reduce
+
+    def mistaken(x, group, *, where):
+        if "gradients" not in where:
+            return start(x, group, where=where)
+        other = choose(group)
+        return None if other is None else start(x, other, where=where)
+
+    return everywhere(start, mistaken)
 
 
 @mutant("copies")
 def copies_are_not_summed():
-    return over_another_group("all_reduce", "gradients", lambda group: None)
+    return gradients_of_copies_over(lambda group: None)
 
 
 @mutant("copies")
 def copies_are_summed_over_the_world():
-    return over_another_group("all_reduce", "gradients", world_group)
+    return gradients_of_copies_over(world_group)
+
+
+@mutant("shared")
+def slices_of_attention_are_not_summed():
+    return keeps_own_block(lambda where: where.endswith("attention"))
+
+
+@mutant("shared")
+def gradients_of_shared_tokens_are_not_summed():
+    return keeps_own_block(lambda where: where.endswith("feed-forward, backward"))
+
+
+@mutant("shared")
+def gradients_of_stored_tables_are_not_summed():
+    return keeps_own_block(lambda where: where.endswith("stored parameters, backward"))
+
+
+@mutant("shared")
+def gradients_of_whole_parameters_are_local():
+    return [(tensor, "_local_view", lambda parameter: parameter.to_local())]
 
 
 @mutant("spread")
@@ -193,13 +232,13 @@ def weights_are_kept_over_a_step():
 
 @mutant("spread")
 def norm_of_own_shards():
-    return [(clip, "_cut_along", lambda gradient: ())]
+    return [(clip, "_cut_along", lambda *parameter_and_gradient: ())]
 
 
 @mutant("copies")
 def norm_counts_copies():
-    def mistaken(gradient):
-        mesh = gradient.device_mesh
+    def mistaken(*parameter_and_gradient):
+        mesh = parameter_and_gradient[-1].device_mesh
         return tuple(mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
     return [(clip, "_cut_along", mistaken)]
@@ -209,8 +248,8 @@ def norm_counts_copies():
 def norm_over_the_world():
     right = clip._cut_along
 
-    def mistaken(gradient):
-        groups = right(gradient)
+    def mistaken(*parameter_and_gradient):
+        groups = right(*parameter_and_gradient)
         return tuple(world_of(False).everyone().process_group for _ in groups)
 
     return [(clip, "_cut_along", mistaken)]
