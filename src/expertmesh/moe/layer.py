@@ -28,7 +28,7 @@ from expertmesh.moe.random import fresh_key
 from expertmesh.moe.router import ROUTERS, full_precision, keep_full_precision
 from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, route
 from expertmesh.moe.selection import SelectionOptions
-from expertmesh.moe.shared import SharedTokens, WholeCall, assign_shared
+from expertmesh.moe.whole_call import SharedTokens, WholeCall, assign_shared
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
 from expertmesh.moe.validation import (
     check_batch_invariant,
@@ -417,7 +417,15 @@ class MoELayer(nn.Module):
         Raises:
             ConfigError: an argument does not fit the layer.
         """
-        rare = (token_mask, token_index, routing, top_k, capacity_factor, route_degree)
+        rare = (
+            token_mask,
+            token_index,
+            routing,
+            top_k,
+            capacity_factor,
+            route_degree,
+            shared_tokens,
+        )
         if self.may_be_short and all(a is None for a in rare) and short_call.serves(self, x):
             short = short_call.forward(self, x)
             if short is not None:
