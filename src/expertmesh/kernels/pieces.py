@@ -16,6 +16,8 @@ from torch import Tensor
 from expertmesh.kernels.launch import launch, next_power_of_2
 
 _ADD_BLOCK = 1024
+_ALIGNED_LENGTH = 4
+"""Int32 numbers in 16 bytes."""
 
 
 @triton.jit(do_not_specialize=["piece_rows"])
@@ -139,8 +141,11 @@ def cut(offsets_E: Tensor, piece_rows: int, num_rows: int, M: int, N: int) -> Pi
     num_experts = offsets_E.shape[0] - 1
     most = triton.cdiv(num_rows, piece_rows)
     sizes = [num_experts + most] * 4 + [1] + [most] * 3 + [1]
-    memory = torch.empty(sum(sizes), dtype=torch.int32, device=offsets_E.device)
-    start, end, expert, place, num_pieces, *split = memory.split(sizes)
+    # each list begins at 16 bytes: Triton compiles anew where the alignment of an argument changes
+    room = [triton.cdiv(size, _ALIGNED_LENGTH) * _ALIGNED_LENGTH for size in sizes]
+    memory = torch.empty(sum(room), dtype=torch.int32, device=offsets_E.device)
+    lists = [part[:size] for part, size in zip(memory.split(room), sizes, strict=True)]
+    start, end, expert, place, num_pieces, *split = lists
     launch(
         _cut_pieces,
         (1,),

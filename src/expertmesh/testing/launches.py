@@ -73,7 +73,9 @@ class Launch:
                 constants[name] = value
                 continue
             types[name] = _type_name(value)
-            if isinstance(value, int) and value % _ALIGNMENT:
+            # a number's size, or where a tensor lies: on "meta" at its offset into its storage
+            place = value.data_ptr() if isinstance(value, Tensor) else value
+            if name not in plain and isinstance(place, int) and place % _ALIGNMENT:
                 unaligned.append(name)
         return types, constants, unaligned
 
