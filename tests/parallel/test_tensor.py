@@ -30,7 +30,7 @@ from expertmesh.train.step import accumulate_gradients, training_step
 
 B, S, STEPS = 8, 16, 5
 
-# Noise and random dropping are on; a routing group is a quarter of a sequence, so that one of four ranks has it whole.
+# Noise and random dropping are on; a routing group is a quarter of a sequence, which one of four ranks has whole.
 MODEL = {
     "model.vocab_size": 300,
     "model.max_seq_len": S,
@@ -156,17 +156,24 @@ def assert_equal(pool, case):
 DROPLESS = {"model.moe.capacity_factor": None, "model.moe.routing_group_size": None}
 GROUPED_QUERY = {"model.num_kv_heads": 2, "model.tie_embeddings": True}
 ODD = {"model.dim": 15, "model.head_dim": 6, "model.vocab_size": 301}
+# Of groups that lie on several ranks
+KEPT = {"model.moe.drop_policy": "priority", "model.moe.normalize_weights": "kept"}
+LOAD = {"model.moe.balance_loss": "importance_load", "model.moe.router_noise": "gaussian"}
 TWO = [
     Case({"tp_degree": 2}, GROUPED_QUERY),
     Case({"tp_degree": 2, "route_degree": 1, "zero_stage": 1}, {"train.micro_batch_size": 2}),
     Case({"tp_degree": 2, "zero_stage": 2}, DROPLESS | ODD),
     Case({"tp_degree": 2}, {"train.activation_checkpointing": True, "model.tie_embeddings": False}),
     Case({"tp_degree": 2, "offload": True}),
+    Case({"tp_degree": 2}, {"model.moe.routing_group_size": None}),
+    Case({"tp_degree": 2}, {"model.moe.routing_group_size": 12} | KEPT),
+    Case({"tp_degree": 2}, {"model.moe.routing_group_size": 2 * S} | LOAD),
 ]
 FOUR = [
     Case({"tp_degree": 2, "zero_stage": 1}, {"train.micro_batch_size": 2}),
     Case({"tp_degree": 2, "route_degree": 2, "es_degree": 2, "zero_stage": 2}, GROUPED_QUERY),
     Case({"tp_degree": 2, "dp_replicate_degree": 2}, {"model.moe.balance_loss_scope": "global"}),
+    Case({"tp_degree": 2}, {"model.moe.routing_group_size": S}),
     Case({"tp_degree": 4, "expert_order": "experts_inner", "es_degree": 2}),
     Case({"tp_degree": 2, "route_degree": 1}, ODD | {"train.activation_checkpointing": True}),
 ]
@@ -404,14 +411,15 @@ def test_mistakes(two_ranks):
             assert "\n" not in message
 
 
+CHOICE = {"model.moe.router": "expert_choice"}
 WRONG = [
     ({"model.num_heads": 3, "model.dim": 18}, 2, "must divide model.num_heads, 3;.* model: 1$"),
     ({"model.num_kv_heads": 2}, 4, "must divide model.num_kv_heads, 2;.* model: 2$"),
     ({"model.ffn_hidden_dim": 22}, 4, "must divide model.ffn_hidden_dim, 22;.* model: 2$"),
     ({"model.moe.hidden_dim": 7}, 2, "num_shared_experts x hidden_dim, 7"),
     ({"data.seq_len": 14}, 4, "sequences of 14 tokens .* use data.seq_len=12"),
-    ({"model.moe.routing_group_size": 16}, 2, "routing_group_size=16.* the 8 tokens.* use 8"),
-    ({"model.moe.routing_group_size": 6}, 4, "routing_group_size=6.* the 4 tokens.* use 2"),
+    (CHOICE | {"model.moe.routing_group_size": 16}, 2, "size=16.* the 8 tokens.* use 8"),
+    (CHOICE | {"model.moe.routing_group_size": 6}, 4, "size=6.* the 4 tokens.* use 2"),
     ({}, 3, "tp_degree=3 does not make 4 ranks; nearest: .*tp_degree=4"),
     ({"parallel.dp_shard_degree": 4}, 2, "dp_shard_degree=4 x tp_degree=2 does not make 4 ranks"),
 ]

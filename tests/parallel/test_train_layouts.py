@@ -19,7 +19,7 @@ STEPS = 20
 RELATIVE = 1e-9
 COMPARED = ("loss", "aux_loss", "grad_norm", "eval_loss", "dropped_fraction", "load_imbalance")
 
-# Noise and random dropping are on; a routing group is one sequence.
+# Noise and random dropping are on; a routing group is one sequence, which two ranks may share.
 BASE = {
     "model.dim": 16,
     "model.max_seq_len": 16,
@@ -71,12 +71,6 @@ def exhaustive(layout):
     return pytest.param(layout, marks=pytest.mark.exhaustive)
 
 
-# A routing group is half a sequence, so that one rank of two has it whole.
-HALVES = {
-    "model.moe.routing_group_size": 8,
-    "model.moe.num_shared_experts": 1,
-    "model.qk_norm": True,
-}
 TENSOR = {"parallel.tp_degree": 2}
 TENSOR_TWO = [
     TENSOR,
@@ -114,7 +108,6 @@ def one_process(folder):
     return {
         "capacity": run_training(folder, "one", {}),
         "dropless": run_training(folder, "one-dropless", DROPLESS),
-        "halves": run_training(folder, "one-halves", HALVES),
     }
 
 
@@ -143,15 +136,15 @@ def test_four_ranks(four_ranks, folder, one_process, layout):
 @pytest.mark.parametrize("layout", TENSOR_TWO, ids=str)
 def test_tensor_parallel_on_two_ranks(two_ranks, folder, one_process, layout):
     name = f"tensor-two-{len(layout)}"
-    lines = two_ranks.run(run_training, folder, name, HALVES | layout)[0]
-    assert_same(lines, one_process["halves"])
+    lines = two_ranks.run(run_training, folder, name, layout)[0]
+    assert_same(lines, one_process["capacity"])
 
 
 @pytest.mark.parametrize("layout", TENSOR_FOUR, ids=str)
 def test_tensor_parallel_on_four_ranks(four_ranks, folder, one_process, layout):
     name = "-".join(("tensor-four", *layout))
-    lines = four_ranks.run(run_training, folder, name, HALVES | layout)[0]
-    assert_same(lines, one_process["halves"])
+    lines = four_ranks.run(run_training, folder, name, layout)[0]
+    assert_same(lines, one_process["capacity"])
 
 
 @pytest.mark.parametrize(
@@ -178,11 +171,11 @@ def test_a_run_moves_between_layouts(two_ranks, four_ranks, folder, one_process)
 
 def test_a_tensor_parallel_run_moves(two_ranks, four_ranks, folder, one_process):
     """Seven steps on four ranks that share sequences two by two, seven on two that do, six on two that do not."""
-    on = HALVES | {"train.resume": "auto", "optim.schedule_steps": STEPS}
+    on = {"train.resume": "auto", "optim.schedule_steps": STEPS}
     four_ranks.run(run_training, folder, "moving-tensor", on | TENSOR | {"train.steps": 7})
     two_ranks.run(run_training, folder, "moving-tensor", on | TENSOR | {"train.steps": 14})
     lines = two_ranks.run(run_training, folder, "moving-tensor", on)[0]
-    for line, oracle in zip(lines, one_process["halves"], strict=True):
+    for line, oracle in zip(lines, one_process["capacity"], strict=True):
         for name in ("loss", "grad_norm"):
             assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
 
@@ -237,6 +230,6 @@ def test_tensor_parallel_command_line(folder, one_process, layout):
     name = f"cli-{'-'.join(layout)}"
     places = {"train.run_dir": folder / name, "data.cache_dir": folder / "cache"}
     num_ranks = 2 * layout.get("parallel.dp_shard_degree", 1)
-    done = torchrun(num_ranks, *words_of(BASE | HALVES | layout | places))
+    done = torchrun(num_ranks, *words_of(BASE | layout | places))
     assert done.returncode == 0, done.stderr
-    assert_same(read_metrics(folder / name / "metrics.jsonl"), one_process["halves"])
+    assert_same(read_metrics(folder / name / "metrics.jsonl"), one_process["capacity"])

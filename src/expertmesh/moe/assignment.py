@@ -229,7 +229,7 @@ def assign(
     live_TK = expert_ids_TK < num_experts
     kept_TK = live_TK & (position_KT.t() < capacity_G[group_T][:, None])
     if options.renormalize:
-        weights_TK = _renormalize(weights_TK, live_TK, kept_TK)
+        weights_TK = give_kept_the_sum(weights_TK, live_TK, kept_TK)
     tail = T - (num_groups - 1) * size
     max_rows = num_experts * (
         (num_groups - 1) * capacity_of(size, K, num_experts, factor, min_capacity=least)
@@ -243,7 +243,7 @@ def assign(
     )
 
 
-def _renormalize(weights_TK: Tensor, live_TK: Tensor, kept_TK: Tensor) -> Tensor:
+def give_kept_the_sum(weights_TK: Tensor, live_TK: Tensor, kept_TK: Tensor) -> Tensor:
     """Give the surviving slots of a token the sum that all its live slots had."""
     tiny = torch.finfo(weights_TK.dtype).tiny
     total = weights_TK.masked_fill(~live_TK, 0).sum(-1, keepdim=True)

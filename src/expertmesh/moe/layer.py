@@ -28,7 +28,6 @@ from expertmesh.moe.random import fresh_key
 from expertmesh.moe.router import ROUTERS, full_precision, keep_full_precision
 from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, route
 from expertmesh.moe.selection import SelectionOptions
-from expertmesh.moe.whole_call import SharedTokens, WholeCall, assign_shared
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
 from expertmesh.moe.validation import (
     check_batch_invariant,
@@ -39,6 +38,7 @@ from expertmesh.moe.validation import (
     check_top_k,
     flat_argument,
 )
+from expertmesh.moe.whole_call import SharedTokens, WholeCall, assign_shared
 from expertmesh.ops import invariant
 
 

@@ -13,8 +13,8 @@ from expertmesh.moe.assignment import (
     group_sizes,
     valid_tokens_per_group,
 )
-from expertmesh.moe.shared import WholeCall
 from expertmesh.moe.types import RouterOutput
+from expertmesh.moe.whole_call import WholeCall
 from expertmesh.ops.autocast import without_autocast
 
 SumOverProcesses = Callable[[Tensor], Tensor]

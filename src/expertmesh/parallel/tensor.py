@@ -62,6 +62,15 @@ class SharedSequences:
         """Their number."""
         return self.group.size
 
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.group.rank
+
+    def gather_tokens(self, x_T: Tensor) -> Tensor:
+        """What each rank knows of its tokens, one rank after the other."""
+        return all_gather(x_T, self.group, where="routing groups over ranks").flatten(0, 1)
+
     def own_part(self, x: Tensor, *, dim: int) -> Tensor:
         """This rank's positions of what the ranks have in common; a view.
 

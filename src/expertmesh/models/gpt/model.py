@@ -17,8 +17,8 @@ from expertmesh.models.layers import Attention, LayerCache, RMSNorm, rope_tables
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.shared import SharedTokens
 from expertmesh.moe.types import RoutingStats
+from expertmesh.moe.whole_call import SharedTokens
 from expertmesh.ops import cpu_products, invariant
 from expertmesh.ops.invariant_attention import first_token
 
