@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast kernels-all gpu check format bench clean
+.PHONY: help install demo test test-fast kernels-all gpu check format bench bench-distributed clean
 
 help:
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
@@ -17,6 +17,7 @@ help:
 	@echo "make gpu     on a machine with a GPU: the kernels' GPU tests, then the layer's benchmark against its peers"
 	@echo "make check   run the linters, the type checker and the design rules"
 	@echo "make bench   run the benchmarks"
+	@echo "make bench-distributed  the layer on 1, 2 and 4 ranks of this machine, beside DeepSpeed's where it is installed"
 	@echo "make format  format the code"
 	@echo "make clean   remove .venv and caches; runs/ stays"
 
@@ -62,6 +63,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.routing_scaling
 	$(BIN)/python -m benchmarks.layer
 	$(BIN)/python -m benchmarks.trainer
+
+bench-distributed: $(STAMP)
+	$(BIN)/python -m benchmarks.distributed_layer
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis
