@@ -20,7 +20,8 @@ class World:
 
     Positions count the ranks of the group from 0. Layers of one model share one world, because each new group costs
     threads and connections; `close` ends them. For a group that is not torch's default group its members must so
-    far have been in equally many groups: that is how torch names a new group of some of the ranks.
+    far have been in equally many groups: that is how torch names a new group of some of the ranks. Over such a group make one world only:
+    after a `close` the next one's groups can get the names of the closed ones, whose ranks' old addresses are still in torch's store.
 
     Args:
         group: any process group; None: torch's default group.
