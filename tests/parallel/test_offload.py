@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
+from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.parallel.expert import spread_experts
 from expertmesh.parallel.offload import HostMemory
 from expertmesh.recipes import RECIPES
@@ -147,3 +150,14 @@ def test_training_on_ranks(two_ranks, folder, plain, stage):
     assert_same(run_training(folder, f"two-{stage}", on), plain)
     lines = two_ranks.run(run_training, folder, f"whole-{stage}", layout)[0]
     assert_same(lines, plain)
+
+
+def test_norms_over_host_and_device():
+    """With tensors of a device that need not be there: they have no values, but mixing devices is an error."""
+    with FakeTensorMode():
+        parameters = [nn.Parameter(torch.empty(3, device=kind)) for kind in ("cpu", "cuda", "cpu")]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        norm = clip_grad_norm_(parameters, 1.0)
+        assert norm.device.type == "cuda"
+        assert clip_grad_norm_(parameters[::2], 1.0).device.type == "cpu"
