@@ -80,7 +80,7 @@ def test_a_run_directory_in_use(two_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["dp_replicate_degree", "dp_shard_degree", "ep_degree", "es_degree"]
+    "name", ["dp_replicate_degree", "dp_shard_degree", "tp_degree", "ep_degree", "es_degree"]
 )
 def test_degrees_on_one_process(tmp_path, name):
     config = RECIPES["gpt-moe-test"]().updated(

@@ -107,7 +107,9 @@ def linear(x: Tensor, w_NK: Tensor) -> Tensor:
     ):
         return F.linear(x, w_NK)
     y: Tensor = _Linear.apply(x.reshape(rows, -1), w_NK)
-    return y.view(*x.shape[:-1], w_NK.shape[0])
+    # Not a view, as F.linear's result is none: FSDP2 warns of views that a module returns.
+    whole: Tensor = torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], w_NK.shape[0]])
+    return whole
 
 
 class _Linear(torch.autograd.Function):

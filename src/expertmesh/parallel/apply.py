@@ -52,7 +52,7 @@ def parallelize(
         blocks: modules whose dense parameters are gathered together, one after the other (the layers of a
             transformer); the model's other parameters make one more block.
         tensor_plan: with a tp_degree above 1, styles of `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`
-            by name of module, * for any part of a name. Modules without one run on this rank's tokens with whole parameters.
+            by name of module, see `TensorPlan`. Modules without one run on this rank's tokens with whole parameters.
 
     Returns:
         The world, which counts bytes and can be closed.
