@@ -6,7 +6,6 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 

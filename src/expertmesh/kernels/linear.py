@@ -5,7 +5,7 @@ from torch import Tensor
 
 from expertmesh.kernels.grouped import Rows
 from expertmesh.kernels.moe_forward import rows_times_weights
-from expertmesh.kernels.tiles import choose_plan
+from expertmesh.kernels.tiles import choose_plan, described
 
 
 def linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
@@ -22,6 +22,7 @@ def linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
     (R, K), N = x_RK.shape, w_NK.shape[0]
     if R == 0:
         return x_RK.new_empty(R, N)
+    x_RK, w_NK = x_RK.contiguous(), w_NK.contiguous()
     plan = choose_plan(
         x_RK.device,
         x_RK.dtype,
@@ -32,12 +33,13 @@ def linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
         num_branches=1,
         batch_invariant=True,
     )
+    plan = described(plan, x_RK, w_NK)
     order = torch.arange(R, dtype=torch.int32, device=x_RK.device)
     offsets_E = torch.arange(2, dtype=torch.int32, device=x_RK.device) * R
     ones = None if b_N is None else torch.ones(R, 1, dtype=torch.float32, device=x_RK.device)
     return rows_times_weights(
-        x_RK.contiguous(),
-        w_NK.contiguous()[None],
+        x_RK,
+        w_NK[None],
         Rows.cut(offsets_E, order, order, plan.block_m),
         plan,
         plan.down,

@@ -31,6 +31,8 @@ INVARIANT_ROWS = 64
 """Rows per expert that the tiles of the batch-invariant mode are chosen for: between decoding and long prompts."""
 PIECE_ROWS = 512
 """Fewest rows for which it pays to give part of an expert's weight gradient to another program."""
+_DESCRIBED_BYTES = 16
+"""Alignment of what the copy engine reads: base and strides."""
 _SHARED_BYTES_KEPT = 2 * 1024  # barriers of the pipeline, and reductions
 
 
@@ -171,7 +173,8 @@ def plan_for(
     """Choose the tiles for a named architecture; what `choose_plan` does once it knows the device."""
     itemsize = dtype.itemsize
     # Descriptors need strides of a multiple of 16 bytes; other shapes take the path with pointers.
-    aligned = dim * itemsize % 16 == 0 and hidden_dim * itemsize % 16 == 0
+    widths = (dim * itemsize, hidden_dim * itemsize)
+    aligned = all(width % _DESCRIBED_BYTES == 0 for width in widths)
     rows = _rows_tile(arch, itemsize, rows_per_expert, precision)
     weight = _weight_tile(arch, itemsize, precision)
     if (dim % 16 or hidden_dim % 16) and arch != "interpreter":
@@ -203,6 +206,16 @@ def plan_for(
     )
 
 
+def described(plan: Plan, *tensors: Tensor) -> Plan:
+    """The plan, without descriptors where one of these tensors does not begin at a multiple of 16 bytes.
+
+    Fresh tensors do; a shard of a flat buffer, or a view, need not. Reads an address on the host; does not synchronise.
+    """
+    if plan.tma and any(tensor.data_ptr() % _DESCRIBED_BYTES for tensor in tensors):
+        return replace(plan, tma=False)
+    return plan
+
+
 def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str) -> Tile:
     """The tile of a GEMM over routed rows: most waste is half a tile per expert, so few rows want low tiles."""
     if arch == "interpreter":
@@ -215,17 +228,18 @@ def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str)
     if itemsize == 4:
         return _rows_tile_fp32(arch, rows_per_expert)
     if rows_per_expert <= 8:
-        return Tile(16, 64, 128, 4, 4, source=PUBLISHED, programs=3)
+        return Tile(16, 64, 128, 4, 4, source=PUBLISHED, programs=3 if arch in _LARGE else 2)
     if rows_per_expert <= 24:
         return Tile(32, 128, 128, 4, 3, programs=2)
     if rows_per_expert <= 48:
-        return Tile(64, 128, 64, 4, 3, source=PUBLISHED)
+        # four warps and 72 KiB: one alone would leave the multiprocessor's latencies uncovered
+        return Tile(64, 128, 64, 4, 3, source=PUBLISHED, programs=2)
     if arch in _LARGE:
         if rows_per_expert < 256:
             return Tile(64, 256, 64, 8, 4)
         return Tile(128, 256, 64, 8, 4, source=PUBLISHED)
     if rows_per_expert < 256:
-        return Tile(64, 128, 64, 4, 3)
+        return Tile(64, 128, 64, 4, 3, programs=2)
     return Tile(128, 128, 64, 8, 3)
 
 

@@ -267,10 +267,13 @@ class _Call:
             batch_invariant=batch_invariant,
         )
         order = (maps.offsets_E, maps.token_of_row_N, maps.slot_of_row_N)
+        w_in = w_in if interleaved else w_in.contiguous()
+        w_out = experts.w_out_EDF.contiguous()
+        plan = tiles.described(plan, w_in, w_out)
         return _Call(
             x_TD.contiguous(),
-            w_in if interleaved else w_in.contiguous(),
-            experts.w_out_EDF.contiguous(),
+            w_in,
+            w_out,
             b_in,
             None if b_out is None else b_out.contiguous(),
             weights_TK.contiguous(),
