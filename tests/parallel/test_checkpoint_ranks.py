@@ -113,7 +113,7 @@ def test_four_ranks_to_one(folder, straight, saved):
     assert_same(folder, name, straight, 2 * SAVED)
 
 
-def test_four_ranks_to_two_with_tensor_parallelism_and_back(
+def test_four_ranks_to_two_that_share_sequences_and_to_four_with_offload(
     folder, straight, saved, two_ranks, four_ranks
 ):
     name = copy_of(saved, "to-two")
@@ -121,6 +121,7 @@ def test_four_ranks_to_two_with_tensor_parallelism_and_back(
     assert two_ranks.run(run_training, folder, name, 2 * SAVED, layout) == [None] * 2
     assert_same(folder, name, straight, 2 * SAVED)
     layout = {"parallel.dp_replicate_degree": 2, "parallel.zero_stage": 2}
+    layout |= {"parallel.offload": True}
     assert four_ranks.run(run_training, folder, name, STEPS, layout) == [None] * 4
     assert_same(folder, name, straight, STEPS)
 
