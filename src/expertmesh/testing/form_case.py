@@ -26,7 +26,6 @@ from expertmesh.testing.numerics import assert_two_times, relative_error
 from expertmesh.train.optim import build_optimizer
 
 S, V = 8, 24
-ROUTING_GROUP = 4
 SEED = 3
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -55,6 +54,7 @@ class FormCase:
         top_k: K.
         activation: of experts and dense layers.
         bias: in the experts.
+        group: tokens of a routing group of a layer with capacity; 8 is a sequence, which ranks may share.
         drops: drop policy of a layer with capacity, or "none": dropless.
         rows: of `ROWS`.
         route: route_degree: "one", "middle" or "all".
@@ -63,8 +63,8 @@ class FormCase:
         subgroup: the world is every other rank of twice as many, and the others are a world too.
         num_experts: E.
         dense_parts: shared experts and the residual MLP beside the experts.
-        micro_batches: of each of the first two steps; the others have one.
-        recompute: activation checkpointing in the first two steps.
+        micro_batches: of the first step; the others have one.
+        recompute: activation checkpointing in the first step.
         dtype: of the parameters; "bfloat16": FP32 parameters under autocast.
     """
 
@@ -73,6 +73,7 @@ class FormCase:
     top_k: int = 2
     activation: str = "swiglu"
     bias: bool = False
+    group: int = 4
     drops: str = "none"
     rows: str = "equal"
     route: str = "all"
@@ -142,7 +143,7 @@ class FormCase:
                 capacity_factor=None if dropless else 1.0,
                 min_capacity=1,
                 drop_policy="first" if dropless else self.drops,  # type: ignore[arg-type]
-                routing_group_size=None if dropless else ROUTING_GROUP,
+                routing_group_size=None if dropless else self.group,
                 num_shared_experts=int(self.dense_parts),
                 residual=self.dense_parts,
                 aux_loss_weight=0.5,
@@ -232,9 +233,8 @@ def _train(
     for step in range(steps):
         key_noise(model, seed=SEED, step=step)
         optimizer.zero_grad()
-        is_early = step < 2
-        model.set_activation_checkpointing(case.recompute and is_early)
-        parts = case.micro_batches if is_early else 1
+        model.set_activation_checkpointing(case.recompute and step == 0)
+        parts = case.micro_batches if step == 0 else 1
         loss = torch.zeros((), dtype=torch.float64)
         for part in range(parts):
             total = (sum(case.num_rows()), S + 1)
@@ -336,6 +336,7 @@ def covering_factors() -> dict[str, Sequence[Any]]:
         "top_k": (1, 2, 4),
         "activation": ("swiglu", "gelu"),
         "bias": (False, True),
+        "group": (4, 8),
         "drops": ("none", "first", "random", "priority"),
         "rows": tuple(ROWS),
         "route": ("one", "middle", "all"),
