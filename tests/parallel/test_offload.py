@@ -87,6 +87,30 @@ def test_a_mistake():
         ParallelConfig(offload=True, zero_stage=1)
 
 
+def pinned_later():
+    """Memory that a model on the meta device gets later is pinned at the first gather, and then trained."""
+    layer = build(SpreadCase(), torch.float64).to("meta")
+    spread_experts(layer, world_of(False), route_degree=1, offload=True)
+    layer.to_empty(device="cpu")
+    layer.reset_parameters(seed=1)
+    optimizer = torch.optim.SGD(layer.experts.parameters(), lr=1.0)
+    before = layer.experts.w_in.to_local().data_ptr()
+    values = layer.experts.w_in.to_local().detach().clone()
+    with patch.object(HostMemory, "pinned", lambda self, tensor: tensor.clone()):
+        layer(torch.ones(3, D, dtype=torch.float64))[0].sum().backward()
+    pinned = layer.experts.w_in.to_local()
+    same = torch.equal(pinned, values) and pinned.data_ptr() != before
+    optimizer.step()
+    layer(torch.ones(3, D, dtype=torch.float64))
+    after = layer.experts.w_in.to_local()
+    changed = not torch.equal(after, values) and after.data_ptr() == pinned.data_ptr()
+    return same, changed
+
+
+def test_memory_given_later_is_pinned_once(two_ranks):
+    assert two_ranks.run(pinned_later) == [(True, True)] * 2
+
+
 STEPS = 4
 BASE = {
     "model.dim": 16,

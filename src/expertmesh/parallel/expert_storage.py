@@ -68,7 +68,7 @@ class ExpertStorage(ExpertHome):
         self._buffers: dict[Plan, GradientBuffers] = {}
         self._kept: dict[Key, tuple[list[int], Whole]] = {}
         self.names = [name for name in SLICED_AXIS if getattr(experts, name) is not None]
-        self._is_following = False
+        self._is_following = self._is_pinned = False
         self._shard_parameters()
         if experts.main_grads is not None:
             experts.accumulate_main_grads()  # buffers of the shards
@@ -160,7 +160,17 @@ class ExpertStorage(ExpertHome):
     def fetch(self, key: Key) -> Fetch:
         """Begin to gather for a plan, in a type."""
         plan, dtype = key
+        self._pin()
         return Fetch(self, self.layout(plan), dtype)
+
+    def _pin(self) -> None:
+        """Pin what was given its memory after construction, which no copy beside the computation can be made of."""
+        if self.host is None or self._is_pinned:
+            return
+        for name in self.names:
+            parameter = getattr(self.experts, name)
+            parameter._local_tensor = self.host.pinned(parameter._local_tensor)
+        self._is_pinned = True
 
     def has_kept(self, key: Key) -> bool:
         """Whether gathered weights are there that are still those of the parameters."""

@@ -41,6 +41,10 @@ class HostMemory:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=_HOST, pin_memory=pin)
         return copy.copy_(tensor)
 
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """The same in pinned memory, if there is a GPU and it is not."""
+        return tensor if self._stream is None or tensor.is_pinned() else tensor.pin_memory()
+
     def to_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy on the device, in another type; on a GPU under way on the stream of `copying`."""
         copy = tensor.detach().to(self.device, non_blocking=True, copy=True)
