@@ -8,6 +8,7 @@ from expertmesh.functional import WeightGradients, moe_mlp
 from expertmesh.ops import expert_loop, expert_loop_backward
 from expertmesh.ops.activation_passes import BLOCK_ELEMENTS
 from expertmesh.ops.backend import gemm_rows
+from expertmesh.ops.cpu_products import goes_to_onednn
 from expertmesh.ops.expert_loop import FEW_ELEMENTS
 from expertmesh.ops.expert_loop_backward import RUN_ELEMENTS
 from expertmesh.testing.experts_case import ExpertsCase
@@ -76,6 +77,14 @@ def scratch_bytes(rows, hidden_dim, dtype, *, backward):
     return buffers * 4 * min(rows * hidden_dim, BLOCK_ELEMENTS * torch.get_num_threads())
 
 
+def product_bytes(rows, shape, dtype):
+    """One expert's product before it is copied to its place, and a copy of one factor, where oneDNN multiplies FP32."""
+    _, D, F, _, _ = shape
+    if not goes_to_onednn(dtype, torch.device("cpu")):
+        return 0
+    return 4 * (G * F * max(rows, D) + rows * max(D, F))
+
+
 def small_bytes(shape):
     """Routing weights of the rows, their gradients, the maps of the padding and of the sum per token."""
     T, _, _, _, K = shape
@@ -88,7 +97,7 @@ def forward_bound(case, shape, dtype, *, save_h):
     block = max(largest, min(T * K, FEW_ELEMENTS // (G * F))) + padding
     elements = T * D + (T * K + padding) * D + block * (D + G * F + F)
     elements += G * T * K * F if save_h else 0
-    scratch = scratch_bytes(block, F, dtype, backward=False)
+    scratch = scratch_bytes(block, F, dtype, backward=False) + product_bytes(largest, shape, dtype)
     return elements * dtype.itemsize + scratch + small_bytes(shape)
 
 
@@ -99,7 +108,7 @@ def backward_bound(case, shape, dtype, *, recompute_h, weights_bytes):
     block = max(largest, min(sum(padded), RUN_ELEMENTS // (G * F)))
     elements = T * D + (T * K + padding) * D + block * (D + 2 * F + G * F)
     elements += block * G * F if recompute_h else 0
-    scratch = scratch_bytes(block, F, dtype, backward=True)
+    scratch = scratch_bytes(block, F, dtype, backward=True) + product_bytes(largest, shape, dtype)
     return elements * dtype.itemsize + scratch + small_bytes(shape) + weights_bytes
 
 

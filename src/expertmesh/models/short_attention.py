@@ -86,11 +86,12 @@ class _CausalAttention(torch.autograd.Function):
         d_q, d_k, d_v = (torch.empty_like(t) for t in (q_NRd, k_NSd, v_NSd))
         for some in _blocks(N, R * S):
             grad, p = grad_NRd[some], p_NRS[some]
+            wide = p.float()
             torch.bmm(p.transpose(1, 2), grad, out=d_v[some])
             d_p = torch.bmm(grad.float(), v_NSd[some].float().transpose(1, 2))
             # d scores = p (d p - sum(p d p))
-            mean = torch.linalg.vecdot(p.float(), d_p)[..., None]
-            d_scores = d_p.sub_(mean).mul_(p).mul_(d**-0.5).to(grad.dtype)
+            mean = torch.linalg.vecdot(wide, d_p)[..., None]
+            d_scores = d_p.sub_(mean).mul_(wide).mul_(d**-0.5).to(grad.dtype)
             torch.bmm(d_scores, k_NSd[some], out=d_q[some])
             torch.bmm(d_scores.transpose(1, 2), q_NRd[some], out=d_k[some])
         G = ctx.num_key_heads
