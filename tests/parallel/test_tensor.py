@@ -294,10 +294,15 @@ class Gain(nn.Module):
         return x * self.norm.weight + self.norm.bias
 
 
+def expert(index):
+    """One module of a user's."""
+    return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 8))
+
+
 class Own(nn.Module):
     """A model that nothing here knows: parameters in many places."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts=None) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((8,), 1.5))
         self.norm, self.gain, self.mixer = nn.LayerNorm(8), Gain(), Mixer()
@@ -310,6 +315,7 @@ class Own(nn.Module):
             num_shared_experts=1,
             bias=True,
             router_noise="gumbel",
+            experts=experts,
             seed=1,
         )
 
@@ -321,15 +327,15 @@ class Own(nn.Module):
         return h + y, stats.aux_loss + stats.z_loss
 
 
-def own_model(tp):
-    """Relative errors of a user's model."""
+def own_model(tp, custom):
+    """Relative errors of a user's model, whose experts may be modules of their own, of which a rank keeps some."""
     n = world().size
     torch.set_default_dtype(torch.float64)
     try:
         models = []
         for _ in range(2):
             torch.manual_seed(0)
-            models.append(Own())
+            models.append(Own(expert if custom else None))
         x = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(1))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -370,9 +376,9 @@ def own_model(tp):
     return errors
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_a_model_of_ones_own(four_ranks, tp):
-    for errors in four_ranks.run(own_model, tp):
+@pytest.mark.parametrize(("tp", "custom"), [(2, False), (4, False), (2, True)])
+def test_a_model_of_ones_own(four_ranks, tp, custom):
+    for errors in four_ranks.run(own_model, tp, custom):
         assert max(errors.values()) <= FP64_RELATIVE, errors
 
 

@@ -9,6 +9,7 @@ Parameters are DTensors that say how they lie. Modules see plain local tensors w
 """
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -128,13 +129,16 @@ class Whole(ParallelStyle):
 
     Args:
         recurse: whether its forward reads parameters of modules inside it, which then must not be blocks of their own.
+        apart: parameters inside that differ from rank to rank.
     """
 
-    def __init__(self, *, recurse: bool = True) -> None:
-        self.recurse = recurse
+    def __init__(
+        self, *, recurse: bool = True, apart: AbstractSet[nn.Parameter] = frozenset()
+    ) -> None:
+        self.recurse, self.apart = recurse, apart
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _LocalParameters(module, device_mesh, recurse=self.recurse)
+        _LocalParameters(module, device_mesh, recurse=self.recurse, apart=self.apart)
         return module
 
 
@@ -219,10 +223,12 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
                 where = f"layer {layer.layer_index}, {name}"
                 parallelize_module(mlp, mesh, sliced_mlp(group, where=where), src_data_rank=None)
     # A MoE layer reads parameters of modules inside it; elsewhere each module is taken to read its own.
+    experts = {p for layer in layers for p in layer.experts.parameters()}
     for layer in layers:
-        parallelize_module(layer, mesh, Whole(), src_data_rank=None)
+        parallelize_module(layer, mesh, Whole(apart=experts), src_data_rank=None)
     for module in modules.values():
-        if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
+        own = [p for p in module.parameters(recurse=False) if p not in experts]
+        if any(not isinstance(p, DTensor) for p in own):
             parallelize_module(module, mesh, Whole(recurse=False), src_data_rank=None)
 
 
@@ -250,6 +256,7 @@ class _LocalParameters:
         cut: axis by name.
         once: names of those that count for nothing on this rank.
         recurse: with those inside.
+        apart: parameters to leave alone.
     """
 
     def __init__(
@@ -260,11 +267,12 @@ class _LocalParameters:
         cut: Mapping[str, int] = MappingProxyType({}),
         once: frozenset[str] = frozenset(),
         recurse: bool = True,
+        apart: AbstractSet[nn.Parameter] = frozenset(),
     ) -> None:
         self._owners: list[tuple[nn.Module, str, bool]] = []
         self._hidden: list[list[nn.Parameter | None]] = []
         for name, parameter in list(module.named_parameters(recurse=recurse)):
-            if isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor) or parameter in apart:
                 continue
             owner, leaf = _distribute(module, name, mesh, cut.get(name))
             self._owners.append((owner, leaf, name in once))
