@@ -31,10 +31,8 @@ MODEL = {
     "optim.grad_clip": 1e9,
 }
 LAYOUTS = [
-    {},
     {"dp_replicate_degree": 2, "zero_stage": 2},
-    {"tp_degree": 2, "es_degree": 2},
-    {"offload": True},
+    {"tp_degree": 2, "es_degree": 2, "offload": True},
 ]
 
 

@@ -48,8 +48,15 @@ def command_line(words, odd=None, number=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda n: n.name)
-@pytest.mark.parametrize("moment", ["training", "saving"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("training", signal.SIGSTOP),
+        ("saving", signal.SIGKILL),
+        pytest.param("training", signal.SIGKILL, marks=pytest.mark.exhaustive),
+        pytest.param("saving", signal.SIGSTOP, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_others_stop(tmp_path, moment, number):
     draw = random.Random(f"{moment} {number}")
     odd = draw.randrange(NUM_RANKS)
