@@ -14,7 +14,7 @@ help:
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
 	@echo "make test    run every test"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
-	@echo "make gpu     on a machine with a GPU: the kernels' GPU tests, then the layer's benchmark against its peers"
+	@echo "make gpu     on a machine with a GPU: the kernels' GPU tests, then the first table of the race against the peers"
 	@echo "make check   run the linters, the type checker and the design rules"
 	@echo "make bench   run the benchmarks"
 	@echo "make bench-distributed  the layer on 1, 2 and 4 ranks of this machine, beside DeepSpeed's where it is installed"
@@ -43,10 +43,38 @@ test-fast: $(STAMP)
 kernels-all: $(STAMP)
 	@$(PYTEST) tests/kernels $(PYTEST_ARGS)
 
-# GPU_PYTHON=python3: an interpreter that has torch for this GPU, pytest and pydantic; none: installs into .venv.
-gpu: $(if $(GPU_PYTHON),,$(STAMP))
-	PYTHONPATH=src:. $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu tests/kernels
-	PYTHONPATH=src:. $(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.layer --device cuda
+# GPU_PYTHON=python3: an interpreter that has torch for this GPU, pytest, pydantic and tyro; none: installs into .venv.
+# GPU_WHEELS=folder: packages that it lacks, as `make gpu-wheels` collects them, for a machine without a network.
+GPU_WHEELS ?=
+GPU_SITE := .gpu-site
+GPU_ENV = PYTHONPATH=src:.$(if $(GPU_WHEELS),:$(GPU_SITE)) PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True PYTHONUNBUFFERED=1
+GPU_RUN = $(GPU_ENV) $(or $(GPU_PYTHON),$(BIN)/python) -m
+GPU_WORKERS ?= 8
+GPU_RACE_ARGS ?= --quick
+# Tests of kernels and operators that take a GPU where there is one, and the interpreter elsewhere.
+ON_ANY_DEVICE := tests/kernels/test_row_kernels.py tests/kernels/test_topk_kernel.py tests/kernels/test_ops_triton.py \
+  tests/kernels/test_batch_invariant_kernels.py tests/ops/test_topk.py tests/ops/test_capacity.py
+
+# The race is run whatever the tests say: it checks its results itself.
+gpu: $(if $(GPU_PYTHON),,$(STAMP)) $(if $(GPU_WHEELS),gpu-site)
+	@failed=0; \
+	$(GPU_RUN) pytest -n $(GPU_WORKERS) -m gpu tests/kernels tests/benchmarks || failed=1; \
+	$(GPU_RUN) pytest -n $(GPU_WORKERS) -m "not gpu and not exhaustive" $(ON_ANY_DEVICE) || failed=1; \
+	$(GPU_RUN) benchmarks.race $(GPU_RACE_ARGS) || failed=1; \
+	exit $$failed
+
+gpu-site:
+	@$(or $(GPU_PYTHON),$(BIN)/python) -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+	  --target $(GPU_SITE) $(GPU_WHEELS)/*.whl
+
+# What the tests and the race need beside torch, triton and transformers, for Linux on x86-64 and Python 3.12.
+GPU_PYTHON_VERSION ?= 3.12
+gpu-wheels: $(STAMP)
+	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+	  --platform manylinux2014_x86_64 -c constraints.txt -d $(or $(GPU_WHEELS),.whl) \
+	  pydantic pydantic_core annotated-types typing-inspection typing_extensions tyro docstring_parser typeguard \
+	  liger-kernel
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -68,4 +96,4 @@ bench-distributed: $(STAMP)
 	$(BIN)/python -m benchmarks.distributed_layer
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .gpu-site .whl build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis

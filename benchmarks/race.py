@@ -11,6 +11,7 @@ at most ten minutes make one report. Nothing is begun that would not fit `--budg
 
 import gc
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +49,9 @@ class Race:
         budget: Budget,
         record: race_report.Record,
         save: Callable[[], None],
+        peers: tuple[str, ...] = (),
     ) -> None:
+        self.peers, self.failures = peers, list[str]()
         self.device, self.tiny, self.rounds = device, tiny, rounds
         self.budget, self.record, self.save = budget, record, save
         self.stopwatch = Stopwatch(device)
@@ -67,7 +70,10 @@ class Race:
             print(f"{name}: left out, {self.budget.left_s:.0f} s are left", flush=True)
             return
         began = time.monotonic()
-        self.record[name] = run()
+        try:
+            self.record[name] = run()
+        except Exception as error:
+            self._failed(name, error)
         self._finished(name, began)
 
     def layers(self, shapes: list[RaceShape]) -> None:
@@ -81,12 +87,21 @@ class Race:
                 print(f"{shape.name}: left out, needs {shape.peak_bytes(1) / 2**30:.0f} GiB")
                 continue
             began = time.monotonic()
-            self.record["layers"][shape.name] = self.one_shape(self.size(shape), sets)
+            try:
+                self.record["layers"][shape.name] = self.one_shape(self.size(shape), sets)
+            except Exception as error:
+                self.record["layers"][shape.name] = {"rows": [], "notes": [f"FAILED: {error}"]}
+                self._failed(shape.name, error)
             self._finished(shape.name, began)
             self.longest_shape_s = max(
                 0.0 if len(self.record["layers"]) == 1 else self.longest_shape_s,
                 time.monotonic() - began,
             )
+
+    def _failed(self, name: str, error: Exception) -> None:
+        """The other parts still run; `main` ends with an error."""
+        traceback.print_exception(error)
+        self.failures.append(f"{name}: {type(error).__name__}: {error}")
 
     def _finished(self, name: str, began: float) -> None:
         release(self.device)
@@ -104,7 +119,7 @@ class Race:
         generator = self.generator()
         weights = [WeightSet.draw(shape, self.device, generator) for _ in range(num_sets)]
         inputs = Inputs.draw(shape, self.device, generator)
-        racers, missing = field_of(shape, device=self.device)
+        racers, missing = field_of(shape, device=self.device, only=self.peers)
         ready, distances, notes = [], {}, [f"Not in the table: {why}." for why in missing]
         for racer in racers:
             try:
@@ -213,6 +228,7 @@ def main(
     device: str = "cuda",
     parts: tuple[Part, ...] = PARTS,
     shapes: tuple[str, ...] = (),
+    peers: tuple[str, ...] = (),
     quick: bool = False,
     tiny: bool = False,
     rounds: int = 15,
@@ -227,6 +243,7 @@ def main(
         device: cuda, or cpu with tiny.
         parts: what to run.
         shapes: names of shapes; none: all.
+        peers: names of peers as in the tables; none: all that are installed.
         quick: ceilings, maps and two shapes only.
         tiny: shapes that a CPU runs in seconds; the numbers then mean nothing.
         rounds: timed rounds of each contender.
@@ -234,6 +251,9 @@ def main(
         warm: compile in parallel before the race (GPUs only).
         name: of the result files; none: layer_ and the GPU's name and the month.
         out: folder of the result files.
+
+    Raises:
+        ResultsAreWrongError: at the end, if a part failed; the others are reported.
     """
     budget = Budget(budget_s)
     if quick:
@@ -251,6 +271,7 @@ def main(
         budget=budget,
         record=record,
         save=lambda: race_report.write(path, record, command=command),
+        peers=peers,
     )
     print_plan(found, parts, device)
     if is_cuda and warm and {"layers", "decode", "skew", "properties"} & set(parts):
@@ -260,6 +281,8 @@ def main(
         race_warm.tune_quickly()
     run_parts(race, parts, found)
     print(race_report.short(record))
+    if race.failures:
+        raise ResultsAreWrongError("; ".join(race.failures))
 
 
 def run_parts(race: Race, parts: tuple[Part, ...], shapes: list[RaceShape]) -> None:

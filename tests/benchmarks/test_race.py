@@ -253,3 +253,20 @@ def test_rounds_take_turns(module):
     samples = clock.interleaved(entries, clock.Stopwatch("cpu"), rounds=2, warmup=1)
     assert calls == ["a0", "a", "b0", "b", "b1", "b", "a1", "a", "a2", "a", "b2", "b"]
     assert len(samples["a"]["p"].device_s) == 2
+
+
+@pytest.mark.gpu
+def test_a_small_race_on_the_gpu(module, tmp_path):
+    race, contenders = module("race"), module("race_contenders")
+    race.main(
+        device="cuda", tiny=True, rounds=2, shapes=("qwen3-8k", "blog-e16"), peers=(contenders.GROUPED_MM,),
+        warm=False, name="dry", out=tmp_path,
+    )  # fmt: skip
+    record = json.loads((tmp_path / "dry.json").read_text())
+    assert {row["property"]: row["holds"] for row in record["properties"]} == {
+        "saved bytes": "yes",
+        "repeatable bits": "yes",
+        "torch.compile": "yes",
+        "no synchronisation": "yes",
+        "one CUDA graph": "yes",
+    }
