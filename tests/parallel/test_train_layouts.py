@@ -77,7 +77,8 @@ TENSOR_TWO = [
     exhaustive(TENSOR | {"parallel.route_degree": 1, "train.micro_batch_size": 4}),
 ]
 TENSOR_FOUR = [
-    TENSOR | {"parallel.dp_shard_degree": 2, "parallel.zero_stage": 1, "train.micro_batch_size": 4},
+    TENSOR | {"parallel.dp_shard_degree": 2},
+    exhaustive(TENSOR | {"parallel.zero_stage": 1, "train.micro_batch_size": 4}),
     exhaustive(TENSOR | {"parallel.dp_replicate_degree": 2}),
     exhaustive(TENSOR | {"parallel.es_degree": 2, "parallel.route_degree": 2}),
 ]
@@ -149,7 +150,7 @@ def test_tensor_parallel_on_four_ranks(four_ranks, folder, one_process, layout):
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"parallel.route_degree": 2, "parallel.zero_stage": 1}, TENSOR],
+    [{}, {"parallel.route_degree": 2, "parallel.zero_stage": 1}, exhaustive(TENSOR)],
     ids=str,
 )
 def test_dropless_pyramid_in_micro_batches(four_ranks, folder, one_process, layout):
