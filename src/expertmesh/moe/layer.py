@@ -417,15 +417,8 @@ class MoELayer(nn.Module):
         Raises:
             ConfigError: an argument does not fit the layer.
         """
-        rare = (
-            token_mask,
-            token_index,
-            routing,
-            top_k,
-            capacity_factor,
-            route_degree,
-            shared_tokens,
-        )
+        of_tokens = (token_mask, token_index, routing, shared_tokens)
+        rare = (*of_tokens, top_k, capacity_factor, route_degree)
         if self.may_be_short and all(a is None for a in rare) and short_call.serves(self, x):
             short = short_call.forward(self, x)
             if short is not None:
