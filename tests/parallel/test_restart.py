@@ -15,8 +15,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from rich.console import Console
 
+from expertmesh.comm.start import start_group
 from expertmesh.config.run import RunConfig
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.agent import Agent
@@ -47,6 +50,24 @@ BASE = {
 STEPS_PER_LIFE = 4
 # For all that a loaded machine adds.
 PATIENCE_S = 400.0
+
+
+def meet():
+    """The first life fails; in the second one rank comes late, when the other has long read all that is in the store."""
+    life, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
+    if life and rank == 0:
+        time.sleep(1.0)
+    start_group("gloo", timeout_s=60.0)
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    return 0 if life and total == 1 else 3
+
+
+def test_a_rank_never_reads_where_dead_ones_listened(tmp_path):
+    agent = Agent(2, tmp_path)
+    codes = agent.run(meet, restarts=1, timeout_s=PATIENCE_S)
+    assert codes == [0, 0], [agent.printed(rank)[-2000:] for rank in range(2)]
+    assert agent.num_lives == 2
 
 
 @pytest.mark.slow
