@@ -256,6 +256,7 @@ def test_rounds_take_turns(module):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
 def test_a_small_race_on_the_gpu(module, tmp_path):
     race, contenders = module("race"), module("race_contenders")
     race.main(

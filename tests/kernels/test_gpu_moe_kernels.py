@@ -13,7 +13,8 @@ from expertmesh.testing.experts_case import ExpertsCase
 from expertmesh.testing.numerics import assert_two_times
 from expertmesh.testing.poison import poisoned_empty
 
-pytestmark = pytest.mark.gpu
+# what CUDA's part of PyTorch warns of (TF32, the synchronisation debug mode) is no failure
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 DEVICE = "cuda"
 # T, D, F, E, K; aligned, with tails in every tile, odd, decoding, one hot expert's worth of rows
 SHAPES = [
