@@ -144,7 +144,9 @@ class Prefetcher:
         task = torch._C._current_graph_task_id()
         if task == -1:
             return layer.fetch(key)
-        if self._task == -1:  # another number: a backward within the backward (re-entrant checkpoints)
+        if (
+            self._task == -1
+        ):  # another number: a backward within the backward (re-entrant checkpoints)
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         if (layer, key) not in self._again:
