@@ -121,3 +121,22 @@ def test_switching_plans_moves_nothing_else(four_ranks):
     for error, moved, expected in four_ranks.run(switch_every_step, 4, 30):
         assert error <= FP64_RELATIVE
         assert moved == expected
+
+
+def sums_of_statistics(layer, call):
+    """Bytes of each sum over ranks."""
+    case = SpreadCase(layer, call=call)
+    return [t.num_bytes for t in compare(case) if "statistics" in t.where]
+
+
+@pytest.mark.parametrize(
+    ("layer", "call", "sums"),
+    [
+        ({"aux_loss_weight": 0.0}, {}, [8 * E]),
+        ({"aux_loss_weight": 0.0}, {"capacity_factor": 0.5}, [8 * E, 8]),
+    ],
+    ids=["dropless", "capacity"],
+)
+def test_what_cannot_be_dropped_is_not_counted(two_ranks, layer, call, sums):
+    """Each of two ranks hands the other what it has counted: choices per expert, and rows dropped where rows can be."""
+    assert two_ranks.run(sums_of_statistics, layer, call) == [sums] * 2

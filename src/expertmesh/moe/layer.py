@@ -457,11 +457,14 @@ class MoELayer(nn.Module):
         with phase("combine"):
             combined_TD = self.dispatcher.combine(partial_TD, sent)
         y_TD = self._add_dense(call, combined_TD)
+        num_dropped = assigned.num_dropped
+        if self._drop_factor(capacity_factor) is not None:
+            num_dropped = self.dispatcher.sum_over_processes(num_dropped)
         stats = RoutingStats(
             aux_loss=aux_loss,
             z_loss=z_loss,
             num_tokens_per_expert_E=counts_E,
-            num_dropped=self.dispatcher.sum_over_processes(assigned.num_dropped),
+            num_dropped=num_dropped,
             topk_expert_ids_TK=routed.topk_expert_ids_TK,
             topk_weights_TK=routed.topk_weights_TK.detach(),
         )
@@ -539,6 +542,11 @@ class MoELayer(nn.Module):
         given = smaller_factor(capacity_factor, None) or 1.0
         return exact_ratio(smaller_factor(given, self.max_capacity_factor) or given)
 
+    def _drop_factor(self, capacity_factor: float | None) -> float | None:
+        """The capacity factor over which choices are dropped; None, on all processes alike: none are."""
+        is_expert_choice = self.routing_options.kind == "expert_choice"
+        return None if is_expert_choice else self._factor(capacity_factor)
+
     def _assign(
         self,
         routed: RouterOutput,
@@ -547,9 +555,7 @@ class MoELayer(nn.Module):
         whole: WholeCall | None,
     ) -> Assignment:
         """Apply the capacity; expert-choice routing has applied its own."""
-        factor = self._factor(capacity_factor)
-        if self.routing_options.kind == "expert_choice":
-            factor = None
+        factor = self._drop_factor(capacity_factor)
         if factor is None:
             return all_kept(routed.topk_expert_ids_TK, routed.topk_weights_TK)
         random_in_eval = self.drop_policy == "random" and not self.training
