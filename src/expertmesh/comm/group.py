@@ -127,6 +127,10 @@ class RankGroup:
         self.process_group, self.ranks, self.rank = process_group, ranks, rank
         self.name, self.timeout_s, self.traffic = name, timeout_s, traffic
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "RankGroup":
+        """The same group: copies of a module talk to the same ranks."""
+        return self
+
     @property
     def size(self) -> int:
         """Number of ranks."""
