@@ -85,7 +85,8 @@ def capacity_of(
     share, divisor = top_k * factor[0], num_experts * factor[1]
     if isinstance(num_tokens, Tensor):
         return ((num_tokens * share + (divisor - 1)) // divisor).clamp(min=min_capacity)
-    return torch.sym_max(min_capacity, (num_tokens * share + (divisor - 1)) // divisor)
+    # not torch.sym_max, which torch 2.11 does not trace for plain numbers; it becomes that where num_tokens is symbolic
+    return max(min_capacity, (num_tokens * share + (divisor - 1)) // divisor)
 
 
 def group_sizes(num_tokens: int, group_size: int | None) -> tuple[int, int]:
