@@ -56,6 +56,8 @@ def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
 
 SHORT_SEQUENCE = 256
 """Tokens up to which attention in BF16 on a CPU goes by, and keeps, its probabilities (`models/short_attention.py`)."""
+HALVED_SEQUENCE = 64
+"""Tokens from which on it leaves out the keys that the first half of the queries cannot see."""
 
 
 def layer_activation_bytes(
@@ -84,7 +86,9 @@ def layer_activation_bytes(
     bytes_per_token = 2 * config.dim * stream
     bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
     if dtype == "bfloat16" and 1 < seq_len <= SHORT_SEQUENCE:
-        bytes_per_token += (config.num_heads * seq_len + kv_width) * compute  # values of their own
+        first = seq_len // 2 if seq_len >= HALVED_SEQUENCE else 0
+        seen = seq_len - first + first * first // seq_len  # keys per query, on average
+        bytes_per_token += (config.num_heads * seen + kv_width) * compute  # values of their own
         if not config.qk_norm:
             bytes_per_token -= (width + 2 * kv_width) * compute  # nothing keeps the common output
     if config.qk_norm:

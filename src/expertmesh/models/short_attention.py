@@ -3,7 +3,7 @@
 There PyTorch's fused attention takes two to four times as long, forward and backward, as the products that it consists of
 (docs/log.md; in FP32 it is as fast). Here a few sequences at a time go through all steps, so that their scores stay in
 the second-level cache; scores, softmax and their gradients are FP32, and the probabilities are kept for the backward
-pass: B * H * S * S elements, little where S is small.
+pass: 3/4 B * H * S * S elements, little where S is small (the first half of the queries needs half of the keys).
 """
 
 import math
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.costs.memory import SHORT_SEQUENCE
+from expertmesh.costs.memory import HALVED_SEQUENCE, SHORT_SEQUENCE
 
-_BLOCK_ELEMENTS = 1 << 18
+_BLOCK_ELEMENTS = 1 << 19
 
 
 def serves(q_BHSd: Tensor, k_BGSd: Tensor) -> bool:
@@ -49,50 +49,73 @@ def causal_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor) -> Tensor:
     return y
 
 
+def _spans(S: int) -> list[tuple[int, int]]:
+    """Queries start ... stop - 1, which see the keys before `stop`: the first half of them half of the keys."""
+    half = S // 2
+    return [(0, half), (half, S)] if S >= HALVED_SEQUENCE else [(0, S)]
+
+
 def _blocks(num_sequences: int, elements_of_each: int) -> Iterator[slice]:
     size = max(1, _BLOCK_ELEMENTS // elements_of_each)
     return (slice(i, min(i + size, num_sequences)) for i in range(0, num_sequences, size))
 
 
 class _CausalAttention(torch.autograd.Function):
-    """The H / G query heads of a key head are rows of one product, so keys and values are not repeated: R = S H / G."""
+    """The M = H / G query heads of a key head are rows of one product, so keys and values are not repeated."""
 
     @staticmethod
     def forward(ctx: Any, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor) -> Tensor:
         (B, H, S, d), G = q_BHSd.shape, k_BGSd.shape[1]
-        N, R = B * G, S * H // G
-        q_NRd = q_BHSd.reshape(N, R, d)
+        N, M = B * G, H // G
+        q_NMSd = q_BHSd.reshape(N, M, S, d)
         k_NSd, v_NSd = k_BGSd.reshape(N, S, d), v_BGSd.reshape(N, S, d)
-        hidden_SS = torch.full((S, S), -math.inf).triu_(1)
-        hidden_RS = hidden_SS.repeat(H // G, 1)
-        p_NRS = q_NRd.new_empty(N, R, S)
-        y_NRd = torch.empty_like(q_NRd)
-        for some in _blocks(N, R * S):
-            q, k = q_NRd[some].float(), k_NSd[some].float()
-            scores = torch.baddbmm(hidden_RS, q, k.transpose(1, 2), alpha=d**-0.5)
-            p_NRS[some] = torch.softmax(scores, dim=-1)
-            torch.bmm(p_NRS[some], v_NSd[some], out=y_NRd[some])
-        ctx.save_for_backward(q_NRd, k_NSd, v_NSd, p_NRS)
+        spans = _spans(S)
+        parts = [q_NMSd.new_empty(N, M * (stop - start), stop) for start, stop in spans]
+        hidden = [
+            q_NMSd.new_full((stop - start, stop), -math.inf, dtype=torch.float32)
+            .triu_(1 + start)
+            .repeat(M, 1)
+            for start, stop in spans
+        ]
+        y_NMSd = torch.empty_like(q_NMSd)
+        for some in _blocks(N, M * S * S):
+            q, k_dS = q_NMSd[some].float(), k_NSd[some].float().transpose(1, 2)
+            for (start, stop), p, hides in zip(spans, parts, hidden, strict=True):
+                rows = q[:, :, start:stop].flatten(1, 2)
+                scores = torch.baddbmm(hides, rows, k_dS[..., :stop], alpha=d**-0.5)
+                p[some] = torch.softmax(scores, dim=-1)
+                y = torch.bmm(p[some], v_NSd[some, :stop])
+                y_NMSd[some, :, start:stop] = y.unflatten(1, (M, -1))
+        ctx.save_for_backward(q_NMSd, k_NSd, v_NSd, *parts)
         ctx.num_key_heads = G
-        return y_NRd.view(B, H, S, d)
+        return y_NMSd.view(B, H, S, d)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q_NRd, k_NSd, v_NSd, p_NRS = ctx.saved_tensors
+        q_NMSd, k_NSd, v_NSd, *parts = ctx.saved_tensors
         B, H, S, d = grad_BHSd.shape
-        N, R, _ = q_NRd.shape
-        grad_NRd = grad_BHSd.reshape(N, R, d)
-        d_q, d_k, d_v = (torch.empty_like(t) for t in (q_NRd, k_NSd, v_NSd))
-        for some in _blocks(N, R * S):
-            grad, p = grad_NRd[some], p_NRS[some]
-            wide = p.float()
-            torch.bmm(p.transpose(1, 2), grad, out=d_v[some])
-            d_p = torch.bmm(grad.float(), v_NSd[some].float().transpose(1, 2))
-            # d scores = p (d p - sum(p d p))
-            mean = torch.linalg.vecdot(wide, d_p)[..., None]
-            d_scores = d_p.sub_(mean).mul_(wide).mul_(d**-0.5).to(grad.dtype)
-            torch.bmm(d_scores, k_NSd[some], out=d_q[some])
-            torch.bmm(d_scores.transpose(1, 2), q_NRd[some], out=d_k[some])
+        N, M = q_NMSd.shape[:2]
+        grad_NMSd = grad_BHSd.reshape(N, M, S, d)
+        d_q, d_k, d_v = (torch.empty_like(t) for t in (q_NMSd, k_NSd, v_NSd))
+        # the last part sees all keys and comes first, so that the others add to what it wrote
+        spans = list(zip(_spans(S), parts, strict=True))[::-1]
+        for some in _blocks(N, M * S * S):
+            v_dS = v_NSd[some].float().transpose(1, 2)
+            for (start, stop), p_all in spans:
+                p = p_all[some]
+                grad, q = (t[some, :, start:stop].flatten(1, 2) for t in (grad_NMSd, q_NMSd))
+                # d scores = p (d p - sum(p d p)) / sqrt(d); the factor is cheapest here
+                d_p = torch.bmm(grad.float() * d**-0.5, v_dS[..., :stop])
+                d_scores = torch._softmax_backward_data(d_p, p.float(), -1, d_p.dtype).to(p.dtype)
+                d_q[some, :, start:stop] = torch.bmm(d_scores, k_NSd[some, :stop]).unflatten(
+                    1, (M, -1)
+                )
+                for total, rows, factor in ((d_v, p, grad), (d_k, d_scores, q)):
+                    found = torch.bmm(rows.transpose(1, 2), factor)
+                    if stop == S:
+                        total[some] = found
+                    else:
+                        total[some, :stop] += found
         G = ctx.num_key_heads
         return d_q.view(B, H, S, d), d_k.view(B, G, S, d), d_v.view(B, G, S, d)
