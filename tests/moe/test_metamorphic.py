@@ -53,6 +53,16 @@ class DegreeDispatcher(LocalDispatcher):
         return dispatched.handle * y_TD
 
 
+class EarlierTwin:
+    """Another process with the same tokens, which come before ours."""
+
+    rank = 1
+
+    def gather_tokens(self, x_T):
+        is_index = x_T.dim() == 1 and x_T.dtype == torch.int64
+        return torch.cat((x_T - T if is_index else x_T, x_T))
+
+
 class ConstantRouter(nn.Module):
     def forward(self, x_TD):
         return torch.arange(E, dtype=x_TD.dtype).expand(len(x_TD), E)
@@ -300,6 +310,11 @@ CALLS = {
     "top_k": ({}, {"top_k": 3}, "y"),
     "capacity_factor": ({"min_capacity": 1}, {"capacity_factor": 0.5}, "y"),
     "route_degree": ({"dispatcher": DegreeDispatcher()}, {"route_degree": 2}, "y"),
+    "shared_tokens": (
+        {"capacity_factor": 0.5, "min_capacity": 1, "drop_policy": "first"},
+        {"shared_tokens": EarlierTwin(), "token_index": torch.arange(T) + T},
+        "y",
+    ),
 }
 
 

@@ -1,7 +1,6 @@
 """The mixture-of-experts layer: route -> assign -> dispatch -> experts -> combine (+ shared)."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,10 +20,11 @@ from expertmesh.moe.assignment import (
 )
 from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher
 from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
-from expertmesh.moe.init import draw_seed, init_normal_, reset_custom_modules
+from expertmesh.moe.init import draw_seed
 from expertmesh.moe.losses import LossOptions, weighted_losses
 from expertmesh.moe.phases import phase
 from expertmesh.moe.random import fresh_key
+from expertmesh.moe.reset import reset_layer
 from expertmesh.moe.router import ROUTERS, full_precision, keep_full_precision
 from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, route
 from expertmesh.moe.selection import SelectionOptions
@@ -202,7 +202,7 @@ class MoELayer(nn.Module):
         self.may_be_short = short_call.may_serve(self.routing_options)
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
         self._build(options)
-        self._reset(self._seed(None), std=None, out_std=None, custom=False)
+        reset_layer(self, self._seed(None), std=None, out_std=None, custom=False)
 
     def _build(self, options: dict[str, Any]) -> None:
         """Make submodules and buffers."""
@@ -303,47 +303,8 @@ class MoELayer(nn.Module):
             std: standard deviation of all matrices; None: 1 / sqrt(fan_in).
             out_std: the same for the matrices back to D (w_out); None: std's rule.
         """
-        self._reset(
-            self._seed(seed), std=std, out_std=std if out_std is None else out_std, custom=True
-        )
-
-    def _builtin_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self.named_parameters():
-            custom_router = self.routing_options.kind == "module" and name.startswith("router.")
-            custom_expert = isinstance(self.experts, ExpertList) and name.startswith("experts.")
-            if not (custom_router or custom_expert):
-                yield name, parameter
-
-    @torch.no_grad()
-    def _reset(self, seed: int, *, std: float | None, out_std: float | None, custom: bool) -> None:
-        prefix = f"layers.{self.layer_index}.moe."
-        for name, parameter in self._builtin_parameters():
-            if name.endswith((".b_in", ".b_out", ".bias")):
-                parameter.zero_()
-            elif name == "router.log_scale":
-                parameter.fill_(math.log(2.0))  # a temperature of 0.5, as Tutel's
-            else:
-                given = out_std if name.endswith("w_out") else std
-                init_normal_(
-                    parameter,
-                    std=parameter.shape[-1] ** -0.5 if given is None else given,
-                    seed=seed,
-                    name=prefix + name,
-                    per_expert=name.startswith("experts."),
-                )
-        if self.routing_options.kind == "hash":
-            assert isinstance(self.router.hash_key, Tensor)
-            self.router.hash_key[0].fill_(seed)
-            self.router.hash_key[1].fill_(self.layer_index)
-        if self.expert_bias_E is not None:
-            self.expert_bias_E.zero_()
-        self.noise_key.zero_()
-        self.noise_is_keyed = False
-        if custom and self.routing_options.kind == "module":
-            reset_custom_modules(self.router, seed=seed, name=prefix + "router")
-        if custom and isinstance(self.experts, ExpertList):
-            for index, expert in self.experts.named_children():
-                reset_custom_modules(expert, seed=seed, name=f"{prefix}experts.{index}")
+        out_std = std if out_std is None else out_std
+        reset_layer(self, self._seed(seed), std=std, out_std=out_std, custom=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoELayer":
         before = self.expert_bias_E

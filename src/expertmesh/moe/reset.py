@@ -1,0 +1,63 @@
+"""A layer's parameters and buffers as they are before training."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.moe.experts import ExpertList
+from expertmesh.moe.init import init_normal_, reset_custom_modules
+
+
+@torch.no_grad()
+def reset_layer(
+    layer: Any, seed: int, *, std: float | None, out_std: float | None, custom: bool
+) -> None:
+    """Draw every parameter of a MoELayer anew; see its `reset_parameters`.
+
+    Args:
+        layer: a MoELayer.
+        seed: of the whole model.
+        std: standard deviation of all matrices but w_out; None: 1 / sqrt(fan_in).
+        out_std: of w_out; None: the same rule.
+        custom: reset the user's own router and experts, too.
+    """
+    prefix = f"layers.{layer.layer_index}.moe."
+    for name, parameter in _builtin_parameters(layer):
+        if name.endswith((".b_in", ".b_out", ".bias")):
+            parameter.zero_()
+        elif name == "router.log_scale":
+            parameter.fill_(math.log(2.0))  # a temperature of 0.5, as Tutel's
+        else:
+            given = out_std if name.endswith("w_out") else std
+            init_normal_(
+                parameter,
+                std=parameter.shape[-1] ** -0.5 if given is None else given,
+                seed=seed,
+                name=prefix + name,
+                per_expert=name.startswith("experts."),
+            )
+    if layer.routing_options.kind == "hash":
+        assert isinstance(layer.router.hash_key, Tensor)
+        layer.router.hash_key[0].fill_(seed)
+        layer.router.hash_key[1].fill_(layer.layer_index)
+    if layer.expert_bias_E is not None:
+        layer.expert_bias_E.zero_()
+    layer.noise_key.zero_()
+    layer.noise_is_keyed = False
+    if custom and layer.routing_options.kind == "module":
+        reset_custom_modules(layer.router, seed=seed, name=prefix + "router")
+    if custom and isinstance(layer.experts, ExpertList):
+        for index, expert in layer.experts.named_children():
+            reset_custom_modules(expert, seed=seed, name=f"{prefix}experts.{index}")
+
+
+def _builtin_parameters(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those that are not in modules of the user's."""
+    for name, parameter in layer.named_parameters():
+        custom_router = layer.routing_options.kind == "module" and name.startswith("router.")
+        custom_expert = isinstance(layer.experts, ExpertList) and name.startswith("experts.")
+        if not (custom_router or custom_expert):
+            yield name, parameter
