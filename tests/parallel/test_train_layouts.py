@@ -208,7 +208,7 @@ def test_command_line(folder):
     wrong = torchrun(2, *words, "--parallel.dp-replicate-degree", "3")
     assert wrong.returncode != 0
     lines = [line for line in wrong.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "dp_replicate_degree=3" in lines[0], wrong.stderr
+    assert len(lines) == 1 and "--parallel.dp-replicate-degree 3" in lines[0], wrong.stderr
 
 
 def words_of(changes):
