@@ -2,10 +2,12 @@
 
 import importlib.metadata
 
+import pytest
 import torch
 
 from expertmesh.cli import doctor
 from expertmesh.cli.main import main
+from expertmesh.ops import cpu_products
 
 
 def details(findings):
@@ -52,6 +54,13 @@ def test_auto_precision_says_why(monkeypatch):
         detail = details(doctor.precision())["--train.dtype auto"].detail
         assert detail.startswith(name)
         assert why in detail
+
+
+@pytest.mark.parametrize(("holds_back", "expected"), [(True, "oneDNN"), (False, "as torch")])
+def test_who_multiplies_fp32(monkeypatch, holds_back, expected):
+    monkeypatch.setattr(cpu_products, "mkl_holds_back", lambda: holds_back)
+    detail = details(doctor.matrix_products())["large FP32 products"].detail
+    assert detail.startswith(expected)
 
 
 def test_missing_compiler_is_a_reason(monkeypatch):

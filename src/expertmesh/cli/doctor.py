@@ -145,6 +145,8 @@ def matrix_products() -> list[Finding]:
     """The libraries and instructions behind matrix products on the CPU."""
     import torch
 
+    from expertmesh.ops.cpu_products import goes_to_onednn
+
     build = torch.__config__.show()
     blas = re.search(r"BLAS_INFO=(\w+)", build)
     onednn = re.search(r"MKL-DNN v([\w.]+)", build)
@@ -161,6 +163,16 @@ def matrix_products() -> list[Finding]:
         ),
         Finding("vector instructions", "", torch.backends.cpu.get_cpu_capability()),
     ]
+    by_onednn = goes_to_onednn(torch.float32, torch.device("cpu"))
+    findings.append(
+        Finding(
+            "large FP32 products",
+            "",
+            "oneDNN in our layers, because MKL would run AVX2 code here"
+            if by_onednn
+            else "as torch does them",
+        )
+    )
     for key, title in BF16_INSTRUCTIONS.items():
         has = bool(abilities.get(key, False))
         findings.append(
