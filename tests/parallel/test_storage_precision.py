@@ -1,5 +1,6 @@
 """Mixed precision of gathered experts: BF16 weights travel, FP32 gradients come back, and nothing is rounded twice."""
 
+import copy
 import itertools
 
 import pytest
@@ -24,8 +25,29 @@ def run(layer, x, cotangent, dtype):
     return {"y": y.detach(), "dx": x.grad} | grads
 
 
+def run_by_slices(layer, num_slices, x, cotangent, dtype):
+    """The same with the experts' hidden size in slices whose rounded results are added up, as slices of any rank are."""
+    if num_slices == 1:
+        return run(layer, x, cotangent, dtype)
+    found = []
+    for j in range(num_slices):
+        part = copy.deepcopy(layer)
+        for name in ("w_in", "w_out"):
+            whole_weight = getattr(layer.experts, name)
+            mine = whole_weight.detach().chunk(num_slices, 2)[j].clone()
+            requires_grad = whole_weight.requires_grad
+            setattr(part.experts, name, torch.nn.Parameter(mine, requires_grad=requires_grad))
+        found.append(run(part, x, cotangent, dtype))
+    return {
+        name: torch.cat([part[name] for part in found], 2)
+        if name.startswith("w_")
+        else sum(part[name].double() for part in found).to(first.dtype)
+        for name, first in found[0].items()
+    }
+
+
 def compare(spread, masters, autocast, frozen):
-    """Two-times rule against one process of the same precisions; bytes of weights, and of gradients."""
+    """Two-times rule against one process of the same precisions and slices; bytes of weights, and of gradients."""
     world = world_of(False)
     # one choice, as ties may fall elsewhere
     case = SpreadCase({"top_k": 1, "aux_loss_weight": 0.0})
@@ -35,7 +57,8 @@ def compare(spread, masters, autocast, frozen):
     for dtype, cast in ((torch.float64, None), (masters, autocast)):
         layer = build(case, dtype)
         getattr(layer.experts, frozen or "w_in").requires_grad_(frozen is None)
-        results.append(run(layer, x, cotangent, cast))
+        slices = 1 if cast is None and dtype == torch.float64 else spread["es_degree"]
+        results.append(run_by_slices(layer, slices, x, cotangent, cast))
     oracle, plain = results
     layer = build(case, masters)
     getattr(layer.experts, frozen or "w_in").requires_grad_(frozen is None)
