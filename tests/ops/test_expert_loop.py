@@ -95,5 +95,5 @@ def test_grouped_product_serves_few_bf16_rows_only(change, is_used):
 def test_products_of_few_rows(num_rows, dtype):
     x, w = torch.randn(num_rows, 260).to(dtype), torch.randn(300, 260).to(dtype)
     out = torch.full((num_rows, 300), torch.nan, dtype=dtype)
-    expert_loop.product_into(x, w, out)
+    expert_loop.rows_times_weight(x, w, out)
     assert_two_times(out, x @ w.T, x.double() @ w.double().T, what="product", dtype=dtype)

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from expertmesh.cli.binding import (
     Binding,
@@ -275,11 +274,7 @@ def _gather_bindings() -> list[Binding]:
 
     local_rank = dist.get_node_local_rank()
     with open_team(device_type="cpu", timeout_s=CONNECT_TIMEOUT_S) as team:
-        bindings: list[Any] = [None] * team.size
-        mine = own_binding(local_rank=local_rank)
-        if team.size == 1:
-            return [mine]
-        dist.gather_object(mine, bindings if team.is_leader else None)
+        bindings = team.gather(own_binding(local_rank=local_rank))
         return bindings if team.is_leader else []
 
 

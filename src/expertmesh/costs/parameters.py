@@ -56,15 +56,21 @@ class ParameterCount:
         return self.total - self.inactive_experts
 
 
-def router_parameters(config: ModelConfig, num_experts: int) -> int:
-    """Parameters of one layer's router."""
-    moe = config.moe
-    if moe.router == "hash":
-        return 0
-    if moe.router == "cosine":
-        # A projection of the token, one vector per expert, the temperature.
-        return moe.cosine_dim * config.dim + num_experts * moe.cosine_dim + 1
-    return num_experts * config.dim
+_PART_OF = {
+    "embedding": "embedding",
+    "output": "output",
+    "attention": "attention",
+    "attention_norm": "norms",
+    "ffn_norm": "norms",
+    "final_norm": "norms",
+    "ffn": "dense_ffn",
+    "router": "router",
+    "experts": "experts",
+    "shared_experts": "shared",
+    "residual_mlp": "residual",
+    "residual_coefficient": "residual",
+}
+"""What the parameters of a module count as."""
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
@@ -79,33 +85,15 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     Raises:
         ConfigError: the numbers of experts do not fit the layers.
     """
-    moe, dim = config.moe, config.dim
-    layers = config.experts_per_layer()
-    moe_layers = [experts for experts in layers if experts]
-    heads = config.num_heads + 2 * config.kv_heads
-    attention = dim * heads * config.head_size + config.num_heads * config.head_size * dim
-    attention += 2 * config.head_size if config.qk_norm else 0
-
-    def mlp(hidden_dim: int, *, bias: bool) -> int:
-        return mlp_parameters(
-            dim=dim, hidden_dim=hidden_dim, activation=config.activation, bias=bias
-        )
-
-    expert = mlp(moe.hidden_dim, bias=moe.bias)
-    shared = mlp(moe.num_shared_experts * moe.hidden_dim, bias=moe.bias)
-    residual = mlp(config.ffn_hidden_dim, bias=moe.bias) + 2 * dim + 2
-    return ParameterCount(
-        embedding=config.vocab_size * dim,
-        output=0 if config.tie_embeddings else config.vocab_size * dim,
-        attention=len(layers) * attention,
-        norms=(2 * len(layers) + 1) * dim,
-        dense_ffn=(len(layers) - len(moe_layers)) * mlp(config.ffn_hidden_dim, bias=False),
-        router=sum(router_parameters(config, experts) for experts in moe_layers),
-        experts=sum(moe_layers) * expert,
-        shared=len(moe_layers) * shared if moe.num_shared_experts else 0,
-        residual=len(moe_layers) * residual if moe.residual else 0,
-        inactive_experts=sum(max(experts - moe.top_k, 0) for experts in moe_layers) * expert,
-    )
+    counts, inactive = dict.fromkeys(_PART_OF.values(), 0), 0
+    for parameter in parameter_shapes(config):
+        module = parameter.name.removeprefix(f"layers.{parameter.layer}.").removeprefix("moe.")
+        counts[_PART_OF[module.partition(".")[0]]] += parameter.num_elements
+        if parameter.is_expert:
+            experts = parameter.shape[0]
+            unused = max(experts - config.moe.top_k, 0)
+            inactive += parameter.num_elements // experts * unused
+    return ParameterCount(**counts, inactive_experts=inactive)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Experts:
     def hidden(self, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Tensor) -> None:
         """Write the pre-activations of rows of one expert with its `w_in`, all in the type of the products."""
         if self.b_in_EGF is None:
-            product_into(x_RD, w_in, out_RH)
+            rows_times_weight(x_RD, w_in, out_RH)
         else:
             # inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
             bias = self.b_in_EGF[e].flatten().to(x_RD.dtype)
@@ -162,7 +162,7 @@ def forward(
         if offsets_E is None:
             a, w_outs = _views(a_buffer, run, sizes), experts.w_outs(numbers, dtype)
             for w_out, a_nF, y_nD in zip(w_outs, a, _views(y, run, sizes), strict=True):
-                product_into(a_nF, w_out, y_nD)
+                rows_times_weight(a_nF, w_out, y_nD)
         else:
             y.copy_(grouped_mm(a_buffer, experts.w_out_EDF.mT, offs=offsets_E))
     if experts.b_out_ED is not None:
@@ -254,7 +254,7 @@ def weight_goes_first(w_NK: Tensor, num_rows: int) -> bool:
     return num_rows <= 4 and is_large and w_NK.dtype == torch.float32 and w_NK.device.type == "cpu"
 
 
-def product_into(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
+def rows_times_weight(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
     """Write x W^T."""
     num_rows = x_RK.shape[0]
     if not weight_goes_first(w_NK, num_rows):

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
-from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_
 from expertmesh.ops.backend import has_products_of
 from expertmesh.ops.expert_loop import (
     grouped_mm_serves,
-    product_into,
+    rows_times_weight,
     selected,
     weight_goes_first,
 )
 from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.reference import accumulate_dtype
+from expertmesh.ops.route_metadata import check_range
 
 MOST_SLOTS = 512
 """From about here on PyTorch orders the slots faster than Python."""
@@ -134,11 +134,7 @@ class _Order:
     @staticmethod
     def of(ids: list[int], top_k: int, num_experts: int) -> "_Order":
         least, most = min(ids), max(ids)
-        if not 0 <= least <= most <= num_experts:
-            raise ConfigError(
-                f"expert_ids holds values from {least} to {most}; they must be in 0..{num_experts} (the last means no "
-                "expert); check the router"
-            )
+        check_range(least, most, num_experts)
         if len(ids) == top_k and most < num_experts:
             return _Order(ids, [1] * top_k, None)
         # rows in the experts' order, stable; what is behind the last end is dead
@@ -168,7 +164,7 @@ def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order) -> Tensor:
     if order.maps is not None and grouped_mm_serves(w_ENK, len(order.experts)):
         return grouped_mm(rows_RK, w_ENK.mT, offs=order.maps.ends_E)
     if weight_goes_first(w_ENK, 1) and len(order.sizes) == R:
-        # every row doubled, all at once, see `product_into`
+        # every row doubled, all at once, see `rows_times_weight`
         twice_R2K = rows_RK[:, None].expand(R, 2, K).contiguous()
         out_RN2 = rows_RK.new_empty(R, N, 2)
         columns = (selected(w_ENK, order.experts), twice_R2K.mT.unbind(), out_RN2.unbind())
@@ -182,7 +178,7 @@ def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order) -> Tensor:
             torch.mm(x, w_KN, out=out)
         return out_RN
     for w, x, out in zip(selected(w_ENK, order.experts), rows, outs, strict=True):
-        product_into(x, w, out)
+        rows_times_weight(x, w, out)
     return out_RN
 
 

@@ -92,6 +92,15 @@ def _num_rows(num_slots: int, max_rows: int | None) -> int:
     return num_slots if max_rows is None else torch.sym_min(num_slots, max_rows)
 
 
+def check_range(least: int, most: int, num_experts: int) -> None:
+    """Raise ConfigError unless the smallest and the largest expert id are in 0..num_experts."""
+    if not 0 <= least <= most <= num_experts:
+        raise ConfigError(
+            f"expert_ids holds values from {least} to {most}; they must be in 0..{num_experts} (the last means no "
+            "expert); check the router"
+        )
+
+
 def _sorted(
     expert_ids_TK: Tensor, num_experts: int, max_rows: int | None, backend: str = "torch"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -106,11 +115,7 @@ def _sorted(
     num_rows = _num_rows(num_slots, max_rows)
     if ids_N.device.type == "cpu" and num_slots:
         least, most = map(int, torch.aminmax(ids_N))
-        if not 0 <= least <= most <= num_experts:
-            raise ConfigError(
-                f"expert_ids holds values from {least} to {most}; they must be in 0..{num_experts} (the last means no "
-                "expert); check the router"
-            )
+        check_range(least, most, num_experts)
     # int32 keys take the radix sort of PyTorch's CPU build, which is linear in the number of slots.
     sorted_N, slot_of_row_N = torch.sort(ids_N.to(torch.int32), stable=True)
     bounds_E = torch.arange(num_experts + 1, dtype=torch.int32, device=ids_N.device)

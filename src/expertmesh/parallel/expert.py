@@ -16,6 +16,7 @@ from expertmesh.comm.mesh import expert_degrees
 from expertmesh.comm.world import World
 from expertmesh.config.run import ExpertOrder
 from expertmesh.errors import ConfigError
+from expertmesh.moe.assignment import count_all_choices
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
@@ -193,9 +194,7 @@ class ExpertDispatcher:
     ) -> Counts:
         """Rows to each rank, and live slots, so that the receiver can size its buffers."""
         rows_P = metadata.offsets_E.diff().to(torch.int64)
-        slots_B = torch.zeros(route.plan.route_e + 1, dtype=torch.int64, device=block_TK.device)
-        flat = block_TK.flatten()
-        slots_B = slots_B.scatter_add(0, flat, torch.ones_like(flat))[:-1]
+        slots_B = count_all_choices(block_TK, route.plan.route_e)
         slots_P = torch.empty_like(rows_P)
         slots_P[places_BQ.flatten()] = slots_B.repeat_interleave(route.plan.route_f)
         both_PC = torch.stack((rows_P, slots_P), 1)

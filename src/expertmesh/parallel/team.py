@@ -193,14 +193,15 @@ def open_team(
         offload: whether parameters rest in host memory. Groups then have a backend for the CPU, too, and a process alone
             is a world of one rank.
     """
-    ours = not dist.is_initialized() and dist.is_torchelastic_launched()
+    launched = dist.is_torchelastic_launched()
+    ours = not dist.is_initialized() and (launched or offload)
     if ours:
         on_gpu = "cpu:gloo,cuda:nccl" if offload else "nccl"
-        start_group(on_gpu if device_type == "cuda" else "gloo", timeout_s=timeout_s)
-    elif offload and not dist.is_initialized():
-        ours = True
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        backend = on_gpu if device_type == "cuda" else "gloo"
+        if launched:
+            start_group(backend, timeout_s=timeout_s)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     world = None
     if dist.is_initialized() and (offload or dist.get_world_size() > 1):
         world = World(device_type=device_type, timeout_s=timeout_s)

@@ -3,8 +3,6 @@
 Like torchrun's, this agent keeps one key-value store over all lives of the ranks, dead ones' keys included.
 """
 
-import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -19,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PR_SET_PDEATHSIG = 1
+from expertmesh.testing.ranks import die_with_parent
+
 _POLL_S = 0.01
 
 
@@ -90,8 +89,7 @@ class Agent:
     def _live(
         self, life: int, rank: int, function: Callable[..., int | None], args: tuple[Any, ...]
     ) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         os.environ |= {
             "GLOO_SOCKET_IFNAME": "lo",
             "RANK": str(rank),

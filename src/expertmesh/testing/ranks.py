@@ -119,10 +119,14 @@ class RankPool:
             self._folder = None
 
 
-def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path, timeout_s: float) -> None:
-    # A test run that is killed takes its ranks with it (Linux; elsewhere they end at the next closed pipe).
+def die_with_parent() -> None:
+    """Let a test run that is killed take this process with it (Linux; elsewhere it ends at the next closed pipe)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path, timeout_s: float) -> None:
+    die_with_parent()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
