@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from expertmesh.testing.nursery import the_nursery
+
 hypothesis.settings.register_profile(
     "expertmesh",
     deadline=None,
@@ -106,11 +108,13 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"SKIP RULE: {problem}", red=True)
 
 
-def _pool(num_ranks):
-    # here, because only tests of several ranks pay for it; before the fork, so that the ranks need not
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
+def pytest_collection_finish():
+    # when all test modules are imported, and before any test has started a thread
+    the_nursery()
 
+
+def _pool(num_ranks):
+    # here, because only tests of several ranks pay for it
     from expertmesh.testing.ranks import RankPool
 
     pool = RankPool(num_ranks)

@@ -60,7 +60,7 @@ def test_wrong_results_are_not_reported(modules):
     _, ranks, peers, harness = modules
     case = peers.Case(2048, 64, 64, 16, 2, "gelu", torch.float32)
     work = ranks.Workload(case, None, ())
-    pool = RankPool(2)  # forked here, where the benchmarks can be imported
+    pool = RankPool(2)
     try:
         pool.run(ranks.check, work)
         with pytest.raises(harness.ResultsAreWrongError, match="w_in gradient on 2 ranks"):

@@ -3,21 +3,19 @@
 Like torchrun's, this agent keeps one key-value store over all lives of the ranks, dead ones' keys included.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from expertmesh.testing.ranks import die_with_parent
+from expertmesh.testing.nursery import Child, the_nursery
 
 _POLL_S = 0.01
 
@@ -33,18 +31,16 @@ class Agent:
     def __init__(self, num_ranks: int, folder: Path) -> None:
         self.num_ranks, self.folder, self.num_lives = num_ranks, folder, 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ranks: list[BaseProcess] = []
+        self.ranks: list[Child] = []
 
     def start(self, function: Callable[..., int | None], *args: Any) -> None:
         """Begin a life: every rank calls a function and exits with what it returns (None: 0; an exception: 1)."""
-        context = multiprocessing.get_context("fork")
         life, self.num_lives = self.num_lives, self.num_lives + 1
+        places = [(rank, self.num_ranks, life, self.store.port) for rank in range(self.num_ranks)]
         self.ranks = [
-            context.Process(target=self._live, args=(life, rank, function, args), daemon=True)
-            for rank in range(self.num_ranks)
+            the_nursery().start(_live, place, self._output(life, place[0]), function, args)
+            for place in places
         ]
-        for process in self.ranks:
-            process.start()
 
     def wait(self, *, timeout_s: float, until_one_fails: bool = False) -> list[int | None]:
         """Exit codes when all have ended, or one has not ended well, or the time is over; None: still running."""
@@ -58,9 +54,7 @@ class Agent:
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to a rank."""
-        pid = self.ranks[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
+        self.ranks[rank].kill(number)
 
     def stop(self) -> None:
         """End the ranks that are left."""
@@ -86,35 +80,38 @@ class Agent:
     def _output(self, life: int, rank: int) -> Path:
         return self.folder / f"life{life}-rank{rank}.txt"
 
-    def _live(
-        self, life: int, rank: int, function: Callable[..., int | None], args: tuple[Any, ...]
-    ) -> None:
-        die_with_parent()
-        os.environ |= {
-            "GLOO_SOCKET_IFNAME": "lo",
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.num_ranks),
-            "LOCAL_WORLD_SIZE": str(self.num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
-            "TORCHELASTIC_RUN_ID": "test",
-            "TORCHELASTIC_RESTART_COUNT": str(life),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        with self._output(life, rank).open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            # The test run's own streams may be captured.
-            sys.stdout = os.fdopen(1, "w", closefd=False)
-            sys.stderr = os.fdopen(2, "w", closefd=False)
-            torch.set_num_threads(1)
-            try:
-                code = function(*args) or 0
-            except BaseException:
-                traceback.print_exc()
-                code = 1
-            sys.stdout.flush()
-            sys.stderr.flush()
-        # Without the tidying up of an interpreter that was forked from a test run.
-        os._exit(code)
+
+def _live(
+    place: tuple[int, int, int, int],
+    output: Path,
+    function: Callable[..., int | None],
+    args: tuple[Any, ...],
+) -> int:
+    rank, num_ranks, life, port = place
+    os.environ |= {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": str(life),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        # The test run's own streams may be captured.
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        torch.set_num_threads(1)
+        try:
+            code = function(*args) or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code

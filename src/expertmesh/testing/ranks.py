@@ -1,4 +1,4 @@
-"""A pool of rank processes for tests: forked once, then handed functions to run together.
+"""A pool of rank processes for tests: forked once (by the nursery), then handed functions to run together.
 
 Gloo on the loopback interface, with a file for the first contact. A function runs on all ranks at once; the first
 error of any rank is raised in the test, and the pool is then made anew. On a loaded machine gloo sometimes fails to
@@ -6,14 +6,13 @@ connect the ranks of a new group, before anything of ours has run; the function 
 """
 
 import contextlib
-import ctypes
-import multiprocessing
 import os
-import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PR_SET_PDEATHSIG = 1
+from expertmesh.testing.nursery import Child, the_nursery
+
 _NOT_CONNECTED = "connectFullMesh failed"
 """In gloo's message when a group's ranks could not connect."""
 
@@ -40,14 +40,14 @@ class RankPool:
 
     def __init__(self, num_ranks: int, *, timeout_s: float = 120.0) -> None:
         self.num_ranks, self.timeout_s = num_ranks, timeout_s
-        self._ranks: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+        self._ranks: list[tuple[Child, Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every rank; once more, on new ranks, if gloo could not connect a group.
 
         Args:
-            function: at the top of a module that was imported before the pool's first use. It starts from nothing.
+            function: at the top of a module that was imported when the nursery was made, or can be. It starts from nothing.
             args: pickled.
             kwargs: pickled.
 
@@ -92,19 +92,15 @@ class RankPool:
         raise RankError(message)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("fork")
+        nursery = the_nursery()
+        nursery.import_modules("torch.distributed.fsdp", "torch.distributed.tensor")
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         for rank in range(self.num_ranks):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(there, rank, self.num_ranks, store, self.timeout_s),
-                daemon=True,
-            )
-            process.start()
+            here, there = Pipe()
+            words = rank, self.num_ranks, store, self.timeout_s, sys.path
+            self._ranks.append((nursery.start(_serve, *words, pipe=there), here))
             there.close()
-            self._ranks.append((process, here))
 
     def stop(self) -> None:
         """End the processes; the next `run` starts new ones."""
@@ -119,14 +115,10 @@ class RankPool:
             self._folder = None
 
 
-def die_with_parent() -> None:
-    """Let a test run that is killed take this process with it (Linux; elsewhere it ends at the next closed pipe)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path, timeout_s: float) -> None:
-    die_with_parent()
+def _serve(
+    pipe: Connection, rank: int, num_ranks: int, store: Path, timeout_s: float, path: list[str]
+) -> None:
+    sys.path[:] = path
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -145,5 +137,3 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, store: Path, timeout_s: 
             except BaseException:
                 answer = False, traceback.format_exc()
             pipe.send(answer)
-    # Without the tidying up of an interpreter that was forked from a test run.
-    os._exit(0)
