@@ -108,9 +108,9 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"SKIP RULE: {problem}", red=True)
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     # when all test modules are imported, and before any test has started a thread
-    the_nursery()
+    session.config.add_cleanup(the_nursery().close)
 
 
 def _pool(num_ranks):

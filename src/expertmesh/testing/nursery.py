@@ -73,7 +73,8 @@ class Nursery:
         self.owner, self._pid = os.getpid(), pid
 
     def close(self) -> None:
-        """End it, and with it (on Linux) all children."""
+        """End it, and with it (on Linux) all children; once."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # a fork may have another copy
         self._socket.close()
         os.waitpid(self._pid, 0)
 
