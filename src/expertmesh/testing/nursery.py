@@ -12,16 +12,16 @@ import importlib
 import os
 import pickle
 import signal
-import socket
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
-_MOST_BYTES = 1 << 16
 _POLL_S = 0.01
 
 
@@ -61,21 +61,21 @@ class Nursery:
     """
 
     def __init__(self) -> None:
-        self._socket, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders, there = Pipe()
         with warnings.catch_warnings():
             # Newer Pythons warn of forking beside threads; a test run's own wait for messages.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            self._socket.close()
-            _nurse(orders)
-        orders.close()
+            self._orders.close()
+            _nurse(there)
+        there.close()
         self.owner, self._pid = os.getpid(), pid
 
     def close(self) -> None:
         """End it, and with it (on Linux) all children; once."""
-        self._socket.shutdown(socket.SHUT_RDWR)  # a fork may have another copy
-        self._socket.close()
+        self.ask("end")
+        self._orders.close()
         os.waitpid(self._pid, 0)
 
     def ask(self, kind: str, *words: Any, pipe: Connection | None = None) -> Any:
@@ -84,15 +84,13 @@ class Nursery:
         Raises:
             ChildProcessError: the nursery has ended.
         """
-        handles = [] if pipe is None else [pipe.fileno()]
         try:
-            socket.send_fds(self._socket, [pickle.dumps((kind, *words))], handles)
-            answer = self._socket.recv(_MOST_BYTES)
-        except OSError:
-            answer = b""
-        if not answer:
-            raise ChildProcessError("the process that forks ranks has ended")
-        return pickle.loads(answer)
+            self._orders.send((kind, words, pipe is not None))
+            if pipe is not None:
+                send_handle(self._orders, pipe.fileno(), self._pid)
+            return self._orders.recv()
+        except (OSError, EOFError) as error:
+            raise ChildProcessError("the process that forks ranks has ended") from error
 
     def import_modules(self, *names: str) -> None:
         """Import modules once, so that the children need not; not those that start threads."""
@@ -124,32 +122,35 @@ def the_nursery() -> Nursery:
     return _made
 
 
-def _nurse(orders: socket.socket) -> NoReturn:
+def _nurse(orders: Connection) -> NoReturn:
     """All that the nursery's process does."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while True:
-        message, handles, _, _ = socket.recv_fds(orders, _MOST_BYTES, 1)
-        if not message:
-            os._exit(0)
-        kind, *words = pickle.loads(message)
+    kind = ""
+    while kind != "end":
+        try:
+            kind, words, has_pipe = orders.recv()
+        except EOFError:
+            break
         answer: Any = None
         if kind == "fork":
+            pipes = [Connection(recv_handle(orders))] if has_pipe else []
             answer = os.fork()
             if answer == 0:
                 orders.close()
-                _live(words[0], [Connection(handle) for handle in handles])
-            for handle in handles:
-                os.close(handle)
+                _live(words[0], pipes)
+            for pipe in pipes:
+                pipe.close()
         elif kind == "exitcode":
             ended, status = os.waitpid(words[0], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if ended else None
         elif kind == "import":
             answer = _import(words)
-        orders.send(pickle.dumps(answer))
+        orders.send(answer)
+    os._exit(0)
 
 
-def _import(names: list[str]) -> str:
+def _import(names: tuple[str, ...]) -> str:
     try:
         for name in names:
             importlib.import_module(name)
