@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from expertmesh.cli.main import main
+from expertmesh.testing.patience import PATIENCE_S
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(3000))
 
@@ -591,6 +592,9 @@ def test_mistake_in_a_process_of_its_own(name, place):
     words = mistake.words(place)
     before = digest(place.folder)
     done = subprocess.run(
-        [sys.executable, "-m", "expertmesh", *words], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "expertmesh", *words],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     check(mistake, done.returncode, done.stderr, before, digest(place.folder))

@@ -20,6 +20,7 @@ from expertmesh.cli.binding import (
     own_binding,
     threads_verdict,
 )
+from expertmesh.testing.patience import PATIENCE_S
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 needs_two_cores = pytest.mark.skipif(
@@ -124,7 +125,7 @@ def launch(launcher, script, tmp_path, *options):
     command = [sys.executable, *launcher, "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     command += [f"--master-port={free_port()}", *options, *script]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+        command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False
     )
 
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from expertmesh.cli.main import main
+from expertmesh.testing.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_torchrun_ends_with_the_reason(tmp_path):
     command += ["--parallel.ep-degree", "3", "--train.run-dir", str(tmp_path / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=120, check=False
+        command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False
     )
     assert done.returncode != 0
     said, _, report = done.stderr.partition("Root Cause")

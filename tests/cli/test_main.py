@@ -9,6 +9,7 @@ import pytest
 
 from expertmesh.cli import main as front
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
+from expertmesh.testing.patience import PATIENCE_S
 
 
 def failing_verb(error):
@@ -103,6 +104,6 @@ def test_a_reader_that_leaves_early_is_no_error():
             stdout=closed,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
     assert (done.returncode, done.stderr) == (141, "")

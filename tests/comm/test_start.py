@@ -9,9 +9,10 @@ import torch.distributed as dist
 from expertmesh.comm import start
 from expertmesh.comm.start import fresh_name
 from expertmesh.errors import ConfigError
+from expertmesh.testing.patience import PATIENCE_S
 
 
-def names_of_a_life(store, num_ranks=4, timeout_s=20.0):
+def names_of_a_life(store, num_ranks=4, timeout_s=PATIENCE_S):
     """What the ranks of one life agree on, in threads; the last rank comes first."""
     names = [None] * num_ranks
 

@@ -12,6 +12,7 @@ import pytest
 
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error
+from expertmesh.testing.patience import PATIENCE_S
 from expertmesh.train.loop import train
 from expertmesh.train.metrics import read_metrics
 
@@ -130,7 +131,11 @@ def test_two_hosts_train_as_one_process(tmp_path, one_process, rate):
         agents = [
             launch(host, address, words) for host, address in zip(hosts, ADDRESSES, strict=True)
         ]
-        outputs = [agent.communicate(timeout=150)[0] for agent in agents]
+        try:
+            outputs = [agent.communicate(timeout=PATIENCE_S)[0] for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
         assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
         crossed = [received_bytes(host) for host in hosts]
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")

@@ -9,13 +9,12 @@ import pytest
 
 from expertmesh.cli.main import main
 from expertmesh.testing.agent import Agent
+from expertmesh.testing.patience import PATIENCE_S
 from expertmesh.train.checkpoint import list_checkpoints, newest_good
 from expertmesh.train.metrics import read_metrics
 
 NUM_RANKS = 4
 TIMEOUT_S = 5.0
-# Until the run starts, and for all that a loaded machine adds.
-PATIENCE_S = 90.0
 STEPS = 10_000
 
 

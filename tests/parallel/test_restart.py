@@ -24,6 +24,7 @@ from expertmesh.config.run import RunConfig
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.agent import Agent
 from expertmesh.testing.numerics import relative_error
+from expertmesh.testing.patience import PATIENCE_S
 from expertmesh.train.loop import train
 from expertmesh.train.metrics import read_metrics
 
@@ -48,8 +49,6 @@ BASE = {
 }
 # No life gets further than this before it is killed, so that a fast machine cannot finish before the last of them.
 STEPS_PER_LIFE = 4
-# For all that a loaded machine adds.
-PATIENCE_S = 400.0
 
 
 def meet():
@@ -57,7 +56,7 @@ def meet():
     life, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
     if life and rank == 0:
         time.sleep(1.0)
-    start_group("gloo", timeout_s=60.0)
+    start_group("gloo", timeout_s=PATIENCE_S)
     total = torch.tensor(rank)
     dist.all_reduce(total)
     return 0 if life and total == 1 else 3
@@ -131,7 +130,7 @@ def torchrun(restarts, *words):
         command,
         capture_output=True,
         text=True,
-        timeout=180 * (restarts + 1),
+        timeout=PATIENCE_S * (restarts + 1),
         env=environment,
         check=False,
     )

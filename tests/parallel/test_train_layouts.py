@@ -12,6 +12,7 @@ from rich.console import Console
 
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error
+from expertmesh.testing.patience import PATIENCE_S
 from expertmesh.train.loop import train
 from expertmesh.train.metrics import read_metrics
 
@@ -189,7 +190,9 @@ def torchrun(num_ranks, *words):
     ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment
+        )
         if "connectFullMesh failed" not in done.stderr:
             break  # gloo sometimes cannot connect on a loaded machine; see expertmesh.testing.ranks
     return done

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh.testing.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "expertmesh"
 MOST_FILE_LINES = 600
@@ -114,7 +116,9 @@ def test_test_files_have_unique_names_in_their_folder_tree():
 
 
 def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 TORCH_FREE = """

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh.testing.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 
 VIOLATIONS = {
@@ -48,7 +50,7 @@ def lint_imports(tree, *arguments):
         cwd=tree / "src",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         env={"PYTHONPATH": str(tree / "src"), "PATH": ""},
     )
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh.testing.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 
 # Stands for a Python that is new enough: makes a .venv with a stand-in of its own; pip fails or not as PIP_SAYS tells.
@@ -55,7 +57,7 @@ def setup(folder, **environment):
         env={"PATH": str(folder / "bin"), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
 
 
@@ -159,7 +161,7 @@ def test_makefile_installs_before_it_runs():
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, done.stderr
         assert "sh tools/setup.sh" in done.stdout

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from expertmesh.testing.patience import PATIENCE_S
+
 LIVES = 20
 SEED = 7
 # No life gets further than this, so that a fast machine cannot finish before the last of them.
@@ -37,7 +39,7 @@ def test_a_run_survives_being_killed_twenty_times(tiny, run_quietly, tmp_path):
         [sys.executable, "-W", "error", __file__, str(config_file)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,6 +11,7 @@ import pytest
 
 from expertmesh.cli import report
 from expertmesh.cli.main import main
+from expertmesh.testing.patience import PATIENCE_S
 
 TINY = [
     "--model.vocab-size",
@@ -156,11 +157,11 @@ def test_a_signal_ends_the_process_cleanly(tmp_path, corpus_folder, cache_folder
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.05)
     process.send_signal(number)
-    out, error = process.communicate(timeout=120)
+    out, error = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, error
     assert "Traceback" not in error and "continue with --train.resume auto" in out
     assert main(["train", "gpt-moe-test", *argv, "--train.resume", "auto", "--dry-run"]) == 0

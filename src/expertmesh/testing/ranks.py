@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from expertmesh.testing.nursery import Child, the_nursery
+from expertmesh.testing.patience import PATIENCE_S
 
 _NOT_CONNECTED = "connectFullMesh failed"
 """In gloo's message when a group's ranks could not connect."""
@@ -38,7 +39,7 @@ class RankPool:
         timeout_s: of the default group's collectives, and the longest that `run` waits between two answers.
     """
 
-    def __init__(self, num_ranks: int, *, timeout_s: float = 120.0) -> None:
+    def __init__(self, num_ranks: int, *, timeout_s: float = PATIENCE_S) -> None:
         self.num_ranks, self.timeout_s = num_ranks, timeout_s
         self._ranks: list[tuple[Child, Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
