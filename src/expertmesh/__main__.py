@@ -1,6 +1,6 @@
 """`python -m expertmesh`, also under torchrun."""
 
-from expertmesh.cli.main import main
+from expertmesh.cli.main import program
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program()

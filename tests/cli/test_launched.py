@@ -73,3 +73,27 @@ def test_torchrun_ends_with_the_reason(tmp_path):
     said, _, report = done.stderr.partition("Root Cause")
     for part in (said, report):
         assert part.count("error: --parallel.ep-degree 3: must divide") == 1, done.stderr
+
+
+TIDIES_UP = """
+import atexit, sys
+from expertmesh.cli.main import program
+atexit.register(lambda: print("tidied up"))
+sys.argv = ["expertmesh", *sys.argv[1:]]
+program()
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--version"], 0), (["trian"], 2)], ids=str)
+@pytest.mark.parametrize("launched", [False, True], ids=["alone", "rank"])
+def test_a_rank_leaves_at_once(words, code, launched):
+    rank = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    environment = {**os.environ, **(rank if launched else {})}
+    command = [sys.executable, "-c", TIDIES_UP, *words]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert ("tidied up" in done.stdout) == (not launched)
+    assert ("expertmesh" in done.stdout) == (not code)
+    assert ("error: " in done.stderr) == bool(code)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from expertmesh.cli.launched import leave
 from expertmesh.comm.start import start_group
 from expertmesh.config.run import RunConfig
 from expertmesh.recipes import RECIPES
@@ -172,3 +173,4 @@ def _die(metrics, seconds):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave(0)

@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from expertmesh.cli.launched import tell_launcher
+from expertmesh.cli.launched import leave, tell_launcher
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import (
     CheckpointError,
@@ -87,6 +88,11 @@ verbs:
 
 `expertmesh VERB --help` lists the options of a verb. `--debug` shows the traceback of an error.
 """
+
+
+def program() -> NoReturn:
+    """Runs the command line and ends the process."""
+    leave(main())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

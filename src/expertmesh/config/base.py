@@ -217,16 +217,21 @@ def user_cache_dir() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "expertmesh"
 
 
+def is_launched() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def launched_rank() -> tuple[int, int]:
     """This process's number and the number of all that torchrun started with it; (0, 1) without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not is_launched():
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def is_first_on_host() -> bool:
     """Whether no process of a lower number was started on this host by the same torchrun."""
-    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
+    return not is_launched() or os.environ["LOCAL_RANK"] == "0"
 
 
 def launcher_error_file() -> Path | None:
