@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def _live(
     output: Path,
     function: Callable[..., int | None],
     args: tuple[Any, ...],
-) -> int:
+) -> int | None:
     rank, num_ranks, life, port = place
     os.environ |= {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -107,11 +106,4 @@ def _live(
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", closefd=False)
         torch.set_num_threads(1)
-        try:
-            code = function(*args) or 0
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return code
+        return function(*args)

@@ -12,6 +12,7 @@ import importlib
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 import warnings
@@ -62,6 +63,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self._orders, there = Pipe()
+        _flush()  # or each child would print it again
         with warnings.catch_warnings():
             # Newer Pythons warn of forking beside threads; a test run's own wait for messages.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -163,13 +165,26 @@ def _live(call: bytes, pipes: list[Connection]) -> NoReturn:
     """All that a child does; without the tidying up of an interpreter that was forked from a test run."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = 1
+    try:
+        code = _called(call, pipes)
+        _flush()
+    finally:
+        os._exit(code)
+
+
+def _called(call: bytes, pipes: list[Connection]) -> int:
     try:
         function, args = pickle.loads(call)
-        code = function(*pipes, *args) or 0
+        return function(*pipes, *args) or 0
     except BaseException:
         traceback.print_exc()
-        code = 1
-    os._exit(code)
+        return 1
+
+
+def _flush() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def die_with_parent() -> None:
