@@ -7,7 +7,8 @@ import torch
 
 from expertmesh.cli import doctor
 from expertmesh.cli.main import main
-from expertmesh.ops import cpu_products
+from expertmesh.ops import compiled_products, cpu_products
+from expertmesh.ops.compiled_products import Loop
 
 
 def details(findings):
@@ -63,11 +64,12 @@ def test_who_multiplies_fp32(monkeypatch, holds_back, expected):
     assert detail.startswith(expected)
 
 
-def test_missing_compiler_is_a_reason(monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+@pytest.mark.parametrize("problem", ["", "No working C++ compiler found in g++."])
+def test_a_compiler_is_tried(monkeypatch, problem):
+    monkeypatch.setattr(compiled_products, "loop_for", lambda dtype: Loop(None, problem))
     (finding,) = doctor.compiler()
-    assert finding.mark == "no"
-    assert "install g++" in finding.detail
+    assert finding.mark == ("no" if problem else "yes")
+    assert ("found in g++; install g++" in finding.detail) == bool(problem)
 
 
 def test_unknown_option(capsys):

@@ -9,7 +9,7 @@ from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.moe import short_call
-from expertmesh.ops import few_rows
+from expertmesh.ops import compiled_products, few_rows
 from expertmesh.testing.numerics import assert_two_times
 from expertmesh.testing.poison import poisoned_empty
 
@@ -20,6 +20,18 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 def _all_processors_multiply_bf16():
     with patch.object(few_rows, "has_products_of", return_value=True):
         yield
+
+
+@pytest.fixture
+def compiled():
+    """Compiled products of small weights too; gives what counts them."""
+    if "InvalidCxxCompiler" in compiled_products.loop_for(torch.float32).problem:
+        pytest.skip("no C++ compiler")
+    with (
+        patch.object(compiled_products, "SMALLEST", 1),
+        patch.object(compiled_products, "product", wraps=compiled_products.product) as product,
+    ):
+        yield product
 
 
 def make_call(dtype, *, num_tokens, num_experts=6, top_k=2, dim=32, hidden_dim=48, branches=2):
@@ -83,6 +95,57 @@ def test_refuses_ids_out_of_range(ids):
     x, w_in, w_out, _, weights_TK = make_call(torch.float32, num_tokens=len(ids))
     with pytest.raises(ConfigError, match=r"expert_ids holds values from .* must be in 0\.\.6"):
         few_rows.moe_mlp_of_few(x, w_in, w_out, torch.tensor(ids), weights_TK, activation="swiglu")
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:])
+@pytest.mark.parametrize("num_tokens", [1, 2, 13])
+@pytest.mark.parametrize("num_experts", [6, 40])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_compiled_products_agree_with_the_oracle(
+    compiled, dtype, num_tokens, num_experts, activation
+):
+    branches = 2 if activation == "swiglu" else 1
+    check(
+        make_call(dtype, num_tokens=num_tokens, num_experts=num_experts, branches=branches),
+        activation,
+    )
+    assert compiled.call_count == 2
+
+
+@pytest.mark.parametrize("ids", [[[2, 2], [5, 6]], [[6, 1], [1, 0]], [[0, 3], [6, 6], [3, 3]]])
+def test_compiled_products_with_choices_twice_and_dead(compiled, ids):
+    x, w_in, w_out, _, weights_TK = make_call(torch.bfloat16, num_tokens=len(ids))
+    check((x, w_in, w_out, torch.tensor(ids), weights_TK), "swiglu")
+    assert compiled.called
+
+
+@pytest.mark.parametrize("ids", [[[6, 6]], [[0, 6], [6, 0]], [[0, 1]] * 9])
+def test_where_compiled_products_do_not_pay(compiled, ids):
+    x, w_in, w_out, _, weights_TK = make_call(torch.bfloat16, num_tokens=len(ids))
+    check((x, w_in, w_out, torch.tensor(ids), weights_TK), "swiglu")
+    assert not compiled.called, "no block, one block, more than two per expert"
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_the_layer_uses_compiled_products_by_backend(compiled, backend):
+    layer, x_TD = make_layer(backend=backend).eval(), torch.randn(5, 32)
+    with torch.inference_mode():
+        y_TD, _ = layer(x_TD)
+    assert compiled.called == (backend == "auto")
+    with_gradients = layer(x_TD)[0].detach()
+    exact = layer.double()(x_TD.double())[0].detach()
+    assert_two_times(y_TD, with_gradients, exact, what="y", dtype=torch.float32)
+
+
+def test_a_type_without_products_is_served_by_compiled_ones(compiled):
+    call = make_call(torch.float16, num_tokens=9, num_experts=3)
+    x, w_in, w_out, ids_TK, weights_TK = call
+    with patch.object(few_rows, "has_products_of", return_value=False):
+        check(call, "swiglu")
+        assert compiled.called
+        assert not few_rows.serves(x, 18, w_in, w_out, weights_TK, backend="torch")
+        many = (x, w_in, w_out, ids_TK.clamp(max=0), weights_TK)
+        assert few_rows.moe_mlp_of_few(*many, activation="swiglu") is None
 
 
 def test_leaves_an_expert_with_many_rows_to_the_general_way():

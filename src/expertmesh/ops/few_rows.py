@@ -6,14 +6,16 @@ one token's rows stay in the order of its choices, so that nothing is gathered a
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
+from expertmesh.ops import compiled_products
 from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_
 from expertmesh.ops.backend import has_products_of
 from expertmesh.ops.expert_loop import (
@@ -55,8 +57,11 @@ def serves(
         and backend in ("auto", "torch")
         and runs_plainly(x, w_in, w_out, weights_TK)
         and not torch.is_autocast_enabled("cpu")
-        and has_products_of(x.dtype)
         and w_in.is_contiguous()
+        and (
+            has_products_of(x.dtype)
+            or (backend == "auto" and compiled_products.serves(w_in.flatten(1, 2), w_out))
+        )
     )
 
 
@@ -69,6 +74,7 @@ def moe_mlp_of_few(
     *,
     activation: str,
     ids: list[int] | None = None,
+    compiled: bool = True,
 ) -> Tensor | None:
     """`moe_mlp` without biases and gradients, from the ids themselves; only where `serves` says so.
 
@@ -80,6 +86,7 @@ def moe_mlp_of_few(
         weights_TK: (T, K).
         activation: its name.
         ids: `ids_TK.flatten().tolist()`, for a caller who has it.
+        compiled: large weights may be multiplied by `compiled_products`; H is then not rounded.
 
     Returns:
         y (T, D), or None where an expert has so many rows that the general way is better.
@@ -91,20 +98,26 @@ def moe_mlp_of_few(
     order = _Order.of(ids_TK.flatten().tolist() if ids is None else ids, K, w_in_EGFD.shape[0])
     if max(order.sizes, default=0) > MOST_ROWS:
         return None
+    w_in_EHD = w_in_EGFD.flatten(1, 2)
+    multiply: Callable[[Tensor, Tensor], Tensor] = partial(_multiply, order=order)
+    if compiled and order.has_blocks and compiled_products.serves(w_in_EHD, w_out_EDF):
+        multiply = _Blocks.of(order).multiply
+    elif not has_products_of(x_TD.dtype):
+        return None
     x_RD, s_R = x_TD.expand(K, -1) if T == 1 else x_TD, weights_TK.reshape(-1)
     maps = order.maps
     if maps is not None:
         x_RD = x_TD.index_select(0, maps.token_of_row)
         s_R = s_R.index_select(0, maps.slot_of_row)
-    h_RH = _multiply(x_RD, w_in_EGFD.flatten(1, 2), order)
+    h_RH = multiply(x_RD, w_in_EHD)
     a_RF = _activate(h_RH, s_R.to(accumulate_dtype(x_TD.dtype)), activation)
-    y_RD = _multiply(a_RF, w_out_EDF, order)
+    y_RD = multiply(a_RF, w_out_EDF)
     if maps is None:
-        return y_RD.sum(0, keepdim=True)
+        return y_RD.sum(0, keepdim=True).to(x_TD.dtype)
     if maps.some_are_dead:
         y_RD = torch.cat((y_RD, y_RD.new_zeros(1, y_RD.shape[1])))
     # a sum over each token's rows in FP32, in one pass
-    return embedding_bag(maps.row_of_slot, y_RD, maps.first_slot_T, mode="sum")
+    return embedding_bag(maps.row_of_slot, y_RD, maps.first_slot_T, mode="sum").to(x_TD.dtype)
 
 
 class _Maps:
@@ -131,6 +144,12 @@ class _Order:
     sizes: list[int]
     maps: _Maps | None
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether reading a weight for four rows at a time is better than packing it: up to two blocks per expert."""
+        num_blocks = sum(-(-size // compiled_products.ROWS) for size in self.sizes)
+        return 1 < num_blocks <= 2 * len(self.sizes)
+
     @staticmethod
     def of(ids: list[int], top_k: int, num_experts: int) -> "_Order":
         least, most = min(ids), max(ids)
@@ -156,6 +175,47 @@ class _Order:
         sizes = [end - start for start, end in pairwise([0, *ends])]
         experts = [e for e, size in enumerate(sizes) if size]
         return _Order(experts, [size for size in sizes if size], _Maps(parts, some_are_dead))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The rows of an order as `compiled_products` takes them.
+
+    Attributes:
+        experts_B: (B,) int32.
+        rows_B4: (B, 4) int32, a row again where there are fewer.
+        places_R: (R,) int32, where in the (B * 4) results a row's are.
+    """
+
+    experts_B: Tensor
+    rows_B4: Tensor
+    places_R: Tensor
+
+    @staticmethod
+    def of(order: _Order) -> "_Blocks":
+        experts: list[int] = []
+        rows: list[int] = []
+        places: list[int] = []
+        start, step = 0, compiled_products.ROWS
+        for e, size in zip(order.experts, order.sizes, strict=True):
+            stop = start + size
+            for first in range(start, stop, step):
+                here = range(first, min(first + step, stop))
+                places += range(len(rows), len(rows) + len(here))
+                rows += here
+                rows += [first] * (step - len(here))
+                experts.append(e)
+            start = stop
+        lengths = [len(experts), len(rows), len(places)]
+        joined = torch.frombuffer(array("i", experts + rows + places), dtype=torch.int32)
+        experts_B, rows_N, places_R = joined.split_with_sizes(lengths)
+        return _Blocks(experts_B, rows_N.view(-1, step), places_R)
+
+    def multiply(self, rows_RK: Tensor, w_ENK: Tensor) -> Tensor:
+        """As `_multiply`, in FP32."""
+        x_RK = rows_RK.float().contiguous()
+        out_B4N = compiled_products.product(x_RK, w_ENK, self.experts_B, self.rows_B4)
+        return out_B4N.flatten(0, 1).index_select(0, self.places_R)
 
 
 def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order) -> Tensor:
