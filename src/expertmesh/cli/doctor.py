@@ -1,6 +1,7 @@
 """`expertmesh doctor`: what this machine and this installation can do, and why not the rest."""
 
 import importlib.metadata
+import logging
 import os
 import platform
 import re
@@ -283,6 +284,7 @@ def compiler() -> list[Finding]:
 
     from expertmesh.ops.compiled_products import loop_for
 
+    logging.getLogger("expertmesh.ops").setLevel(logging.ERROR)  # what it would say is said here
     problem = loop_for(torch.bfloat16).problem
     if not problem:
         why = (
@@ -290,8 +292,8 @@ def compiler() -> list[Finding]:
         )
         return [Finding("C++ compiler", "yes", why)]
     advice = (
-        "install g++, or name a compiler in CXX, for torch.compile on the CPU and for generating text "
-        "with large experts at up to twice the speed; all else works without"
+        "install g++, or name a compiler in CXX, for torch.compile on the CPU; all works without, but with "
+        "large experts training takes about a tenth longer and generating text up to twice as long"
     )
     return [Finding("C++ compiler", "no", f"{problem.removesuffix('.')}; {advice}")]
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from expertmesh.ops import compiled_passes
 from expertmesh.ops.activation import inner_name, num_branches
+from expertmesh.ops.compiled_passes import CompiledPasses
 from expertmesh.ops.reference import accumulate_dtype
 
 BLOCK_ELEMENTS = 262144
@@ -90,34 +92,39 @@ class Passes:
 
     def backward(
         self,
-        grad_RF: Tensor,
+        grad_PF: Tensor,
         h_RH: Tensor,
-        s_R: Tensor,
-        out_RF: Tensor,
-        d_h_RH: Tensor,
-        d_s_R: Tensor,
-    ) -> None:
-        """Write s * act(h), the gradient of h and that of s, rowsum(grad * act(h)).
+        rows_P: Tensor | None,
+        s_P: Tensor,
+        out_PF: Tensor,
+        d_h_PH: Tensor,
+    ) -> Tensor:
+        """Write s * act(h) and the gradient of h, for places whose rows lie anywhere in h.
 
         Args:
-            grad_RF: (R or more, F) gradient of s * act(h) before the product with s, that is dO W_out; overwritten.
-            h_RH: (R, G * F) pre-activations.
-            s_R: (R,) routing weights, FP32 or FP64.
-            out_RF: (R or more, F), receives s * act(h).
-            d_h_RH: (R or more, G * F), receives the gradient of h.
-            d_s_R: (R,), receives the gradient of s.
+            grad_PF: (P, F) gradient of s * act(h) before the product with s, that is dO W_out; overwritten.
+            h_RH: (R, G * F) pre-activations, of the same type.
+            rows_P: (P,) int32 in [0, R); None: all rows in order.
+            s_P: (P,) routing weights, FP32 or FP64.
+            out_PF: (P, F), receives s * act(h).
+            d_h_PH: (P, G * F), receives the gradient of h.
+
+        Returns:
+            The gradient of s, rowsum(grad * act(h)), (P,).
         """
-        num_rows = h_RH.shape[0]
-        gates, ups = self._branches(h_RH)
-        d_gates, d_ups = self._branches(d_h_RH[:num_rows])
-        grads, outs = self._blocks(grad_RF[:num_rows]), self._blocks(out_RF[:num_rows])
-        weights = zip(self._blocks(s_R[:, None]), self._blocks(d_s_R), strict=True)
+        # every block reads what it needs of H before it writes there, so it may lie in dH's place
+        h_PH = h_RH if rows_P is None else torch.index_select(h_RH, 0, rows_P, out=d_h_PH)
+        d_s_P = torch.empty_like(s_P)
+        gates, ups = self._branches(h_PH)
+        d_gates, d_ups = self._branches(d_h_PH)
+        grads, outs = self._blocks(grad_PF), self._blocks(out_PF)
+        weights = zip(self._blocks(s_P[:, None]), self._blocks(d_s_P), strict=True)
         blocks = (
             Block(*views) for views in zip(gates, ups, grads, outs, d_gates, d_ups, strict=True)
         )
         for block, (s, d_s) in zip(blocks, weights, strict=True):
             act, product, *rest = (self._sized(buffer, block.gate) for buffer in self.scratch)
-            if h_RH.dtype == s_R.dtype:
+            if h_PH.dtype == s_P.dtype:
                 self._block_backward(block, s, d_s, act, product)
             else:
                 wide = self._widened(block, act, product, *rest)
@@ -126,6 +133,7 @@ class Passes:
                 block.d_gate.copy_(wide.d_gate)
                 if block.d_up is not None and wide.d_up is not None:
                     block.d_up.copy_(wide.d_up)
+        return d_s_P
 
     def _block_backward(
         self, block: Block, s: Tensor, d_s: Tensor, act: Tensor, product: Tensor
@@ -200,3 +208,12 @@ class Passes:
         else:
             torch.clamp_min(h, 0, out=out)
             out.mul_(grad).mul_(2)
+
+
+def passes_for(
+    activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool
+) -> Passes | CompiledPasses:
+    """The passes of a call with num_rows rows in all, of which parts are like these (R, F): type, device and most rows."""
+    if compiled_passes.serves(activation, (num_rows, rows_RF.shape[1]), rows_RF.dtype):
+        return CompiledPasses(activation)
+    return Passes.allocate(activation, rows_RF, backward=backward)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from expertmesh.ops import cpu_products
-from expertmesh.ops.activation_passes import Passes
+from expertmesh.ops.activation_passes import passes_for
 from expertmesh.ops.backend import gemm_dtype, gemm_rows
 from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.reference import accumulate_dtype
@@ -130,7 +130,7 @@ def forward(
     h_buffer, a_buffer = (x_TD.new_empty(most, width, dtype=dtype) for width in (G * F, F))
     y_RD = x_TD.new_empty(bounds[-1] + pad, D, dtype=dtype)
     s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
-    passes = Passes.allocate(experts.activation, a_buffer, backward=False)
+    passes = passes_for(experts.activation, a_buffer, num_rows=num_rows, backward=False)
     for run in runs:
         start, stop = run[0].start, run[-1].stop
         n, m = stop - start, stop - start + pad

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.ops.activation_passes import Passes
+from expertmesh.ops.activation_passes import Passes, passes_for
 from expertmesh.ops.backend import gemm_dtype
+from expertmesh.ops.compiled_passes import CompiledPasses
 from expertmesh.ops.cpu_products import product_into
 from expertmesh.ops.expert_loop import Experts, HiddenGradients, Maps, Needs, row_weights
 from expertmesh.ops.padded_runs import PaddedRun, padded_runs
@@ -145,22 +146,24 @@ class _DataBuffers:
     d_a: Tensor
     d_x_RD: Tensor
     d_s_R: Tensor
-    passes: Passes
+    passes: Passes | CompiledPasses
 
     @staticmethod
     def of(steps: "_Steps", h_RH: Tensor) -> "_DataBuffers":
-        saved = h_RH.shape[0] == steps.maps.token_of_row_N.shape[0]
+        num_rows = steps.maps.token_of_row_N.shape[0]
+        saved = h_RH.shape[0] == num_rows
         live = steps.bounds[-1]
         _, G, F, D = steps.experts.w_in_EGFD.shape
         d_a = steps.new(steps.most, F)
         pad = max((run.padding for run in steps.runs), default=0)
+        passes = passes_for(steps.experts.activation, d_a, num_rows=num_rows, backward=True)
         return _DataBuffers(
             h_RH if saved else None,
             steps.new(0 if saved else steps.most, G * F),
             d_a,
             steps.new(live + pad if steps.needs.x else 0, D),
             torch.empty_like(steps.s_R),
-            Passes.allocate(steps.experts.activation, d_a, backward=True),
+            passes,
         )
 
 
@@ -217,20 +220,21 @@ class _Steps:
 
     def data(self, run: PaddedRun, data: _DataBuffers, a: Tensor, d_h: Tensor) -> Tensor:
         """Write A' and dH of a run with zeros in the padding, dx and ds; give the gathered gradient of y."""
-        h = self._hidden(run, data, d_h)
+        h, rows = self._hidden(run, data)
         d_y, d_a = self.gather(self.grad_TD, run), data.d_a[: run.num_places]
         weights = self.experts.w_outs(run.experts, self.dtype)
         for w, d_y_e, d_a_e in zip(weights, run.split(d_y), run.split(d_a), strict=True):
             product_into(d_y_e, w, d_a_e)
-        s = run.taken(self.s_R)
-        d_s = data.d_s_R[run.rows] if run.row_of_place is None else torch.empty_like(s)
         # weight gradients sum over places, so the padding weighs nothing: zeros in A' and dH
-        data.passes.backward(d_a, h, run.without_padding(s), a, d_h, d_s)
+        s = run.without_padding(run.taken(self.s_R))
+        d_s = data.passes.backward(d_a, h, rows, s, a, d_h)
         if self.experts.b_out_ED is not None:
             for e, d_y_e, d_s_e in zip(run.experts, run.split(d_y), run.split(d_s), strict=True):
                 d_s_e.add_(torch.mv(d_y_e, self.experts.b_out_ED[e].to(self.dtype)))
         if run.live is not None:
             torch.masked_select(d_s, run.live, out=data.d_s_R[run.rows])
+        else:
+            data.d_s_R[run.rows] = d_s
         if self.needs.x:
             # padding lands on the rows of the next experts, which are written later, or behind the last one
             weights, d_x = self.experts.w_ins(run.experts, self.dtype), run.rows_of(data.d_x_RD)
@@ -238,20 +242,20 @@ class _Steps:
                 product_into(d_h_e, w, d_x_e)
         return d_y
 
-    def _hidden(self, run: PaddedRun, data: _DataBuffers, d_h: Tensor) -> Tensor:
-        """H of a run, as it was saved or would have been."""
-        if data.h_RH is None:
+    def _hidden(self, run: PaddedRun, data: _DataBuffers) -> tuple[Tensor, Tensor | None]:
+        """H as it was saved or would have been, and which of its rows are at the places of a run; None: all, in order."""
+        h, rows = data.h_RH, run.row_of_place
+        if h is None:
             x, h = self.gather(self.x_TD, run), data.h_again[: run.num_places]
             columns = (self.experts.w_ins(run.experts, self.dtype), run.experts)
             for w, e, x_e, h_e in zip(*columns, run.split(x), run.split(h), strict=True):
                 self.experts.hidden(e, x_e, h_e, w)
-            return h.to(self.x_TD.dtype).to(self.dtype)
-        if run.row_of_place is None:
-            return data.h_RH[run.rows].to(self.dtype)
-        # the passes read what they need of H before they write there, so it may lie in dH's place
-        if self.dtype != data.h_RH.dtype:
-            return d_h.copy_(data.h_RH.index_select(0, run.row_of_place))
-        return torch.index_select(data.h_RH, 0, run.row_of_place, out=d_h)
+            return h.to(self.x_TD.dtype).to(self.dtype), None
+        if rows is None:
+            return h[run.rows].to(self.dtype), None
+        if h.dtype != self.dtype:
+            return h.index_select(0, rows).to(self.dtype), None
+        return h, rows
 
     def weights(
         self,

@@ -1,0 +1,91 @@
+"""Loops that torch.compile's C++ backend makes of a few lines of PyTorch, for the CPU.
+
+Unlike `torch.compile` itself this has no guards: a loop is made once, for all sizes, and called at once (9 us). It takes
+a C++ compiler on the machine and some seconds (fewer where torch's cache has the loop), so callers ask for one only where
+much is to be computed, and have a slower way without. `expertmesh doctor` says whether there is a compiler that works.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Types of tensors for which there are loops; they compute in FP32."""
+
+_log = logging.getLogger("expertmesh.ops")
+
+_OPTIONS = {
+    "cpp.enable_floating_point_contract_flag": "fast",  # one instruction multiplies and adds
+    "assert_indirect_indexing": False,  # per element; the callers have checked the indices
+    "cpp.dynamic_threads": True,  # as many as torch has at the call
+    "compile_threads": 1,  # no pool of processes for one loop
+}
+_FAILURES = (RuntimeError, OSError, ImportError, AttributeError, TypeError, AssertionError)
+"""Of a compiler that is missing or broken, a cache that cannot be written, another version of PyTorch."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A compiled function, or why there is none.
+
+    Attributes:
+        run: takes contiguous tensors, or such columns of them as the example had; no index is checked.
+        problem: one line.
+    """
+
+    run: Callable[..., Any] | None
+    problem: str = ""
+
+
+def make_loop(function: Callable[..., Any], example: tuple[Tensor, ...]) -> Loop:
+    """Compile a function of tensors, and compare what it makes of the example with the function itself.
+
+    Args:
+        function: returns tensors; may write into arguments that it does not read.
+        example: small tensors whose sizes differ where they may, none 0 or 1: what is equal here stays equal.
+    """
+    _log.info("compiling %s for the CPU, which takes some seconds", function)
+    try:
+        run = _compile(function, example)
+        with torch.no_grad():
+            ours = (run(*example), *(t.clone() for t in example))
+            plain = (function(*example), *example)
+        torch.testing.assert_close(ours, plain)
+    except _FAILURES as error:
+        problem = str(error).strip().partition("\n")[0] or type(error).__name__
+        _say_once(problem)
+        return Loop(None, problem)
+    return Loop(run)
+
+
+@cache
+def _say_once(problem: str) -> None:
+    _log.warning("what a compiled loop would do goes a slower way on this CPU: %s", problem)
+
+
+def example_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers for an example, always the same; the caller's random state stays."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _compile(function: Callable[..., Any], example: tuple[Tensor, ...]) -> Callable[..., Any]:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of its own old parts
+        from torch._inductor import standalone_compile
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():  # of the caller, who may be counting operations
+            graph = make_fx(function, tracing_mode="symbolic")(*example)
+            return standalone_compile(
+                graph,
+                list(example),
+                dynamic_shapes="from_graph",
+                options={"config_patches": _OPTIONS},
+            )

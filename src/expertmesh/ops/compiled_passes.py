@@ -1,0 +1,123 @@
+"""The activation of many rows and its gradient on a CPU, each in one pass: every number is read and written once.
+
+What `activation_passes` does with up to fifteen operators of PyTorch per block, compiled into a loop that also gathers H.
+The arithmetic is the same, FP32 rounded once at the end; only exponentials may differ in their last bit, and sums in order.
+"""
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_backward
+from expertmesh.ops.compiled import DTYPES, Loop, example_values, make_loop
+
+SMALLEST = 1 << 22
+"""Elements N F of A from which loops are made."""
+
+
+def serves(activation: str, rows_NF: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether there are `CompiledPasses`; the first large call of an activation and type has their loops made.
+
+    Args:
+        activation: its name.
+        rows_NF: N and F of the whole call, not of the part that is passed in at a time.
+        dtype: of H, A and their gradients.
+    """
+    N, F = rows_NF
+    if N * F < SMALLEST or F < 2 or dtype not in DTYPES or inner_name(activation) == "gelu":
+        return False  # GELU is all error function, and PyTorch's is the faster one
+    return all(
+        loop.run is not None
+        for loop in (forward_loop(activation, dtype), backward_loop(activation, dtype))
+    )
+
+
+@dataclass(frozen=True)
+class CompiledPasses:
+    """`Passes`, each a loop; for an activation and a type that `serves` says so of.
+
+    Attributes:
+        activation: its name.
+    """
+
+    activation: str
+
+    def forward(self, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> None:
+        """As `Passes.forward`."""
+        run = forward_loop(self.activation, h_RH.dtype).run
+        assert run is not None, "callers ask `serves`"
+        run(h_RH, s_R, out_RF[: h_RH.shape[0]])
+
+    def backward(
+        self,
+        grad_PF: Tensor,
+        h_RH: Tensor,
+        rows_P: Tensor | None,
+        s_P: Tensor,
+        out_PF: Tensor,
+        d_h_PH: Tensor,
+    ) -> Tensor:
+        """As `Passes.backward`, but h may not lie in the place of its gradient, and grad stays as it is."""
+        if rows_P is None:
+            rows_P = torch.arange(len(h_RH), dtype=torch.int32)
+        run = backward_loop(self.activation, h_RH.dtype).run
+        assert run is not None, "callers ask `serves`"
+        return run(grad_PF, h_RH, rows_P, s_P, out_PF, *d_h_PH.split(out_PF.shape[1], 1))
+
+
+@cache
+def forward_loop(activation: str, dtype: torch.dtype) -> Loop:
+    """Make the loop of the forward."""
+    hidden = num_branches(activation) * 80
+    example = (
+        example_values(7, hidden, dtype=dtype),
+        example_values(7),
+        torch.zeros(7, 80).to(dtype),
+    )
+    return make_loop(partial(_forward, activation), example)
+
+
+@cache
+def backward_loop(activation: str, dtype: torch.dtype) -> Loop:
+    """Make the loop of the backward."""
+    hidden = num_branches(activation) * 80
+    grad_PF, h_RH = example_values(5, 80, dtype=dtype), example_values(7, hidden, dtype=dtype)
+    rows_P, s_P = torch.tensor([6, 0, 2, 2, 1]).int(), example_values(5)
+    out_PF, d_h_PH = torch.zeros(5, 80).to(dtype), torch.zeros(5, hidden).to(dtype)
+    return make_loop(
+        partial(_backward, activation), (grad_PF, h_RH, rows_P, s_P, out_PF, *d_h_PH.split(80, 1))
+    )
+
+
+def _forward(activation: str, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> Tensor:
+    gate, *up = h_RH.float().split(out_RF.shape[1], 1)
+    act = pointwise(gate, inner_name(activation))
+    out = act * up[0] if up else act
+    out_RF.copy_(out * s_R[:, None])
+    return s_R.new_zeros(2)  # a compiled function has to return something
+
+
+def _backward(
+    activation: str,
+    grad_PF: Tensor,
+    h_RH: Tensor,
+    rows_P: Tensor,
+    s_P: Tensor,
+    out_PF: Tensor,
+    *d_branches: Tensor,
+) -> Tensor:
+    inner = inner_name(activation)
+    gate, *up = h_RH[rows_P].float().split(out_PF.shape[1], 1)
+    d_gate, *d_up = d_branches
+    grad, act, s_P1 = grad_PF.float(), pointwise(gate, inner), s_P[:, None]
+    out = act * up[0] if up else act
+    d_s_P = (grad * out).sum(1)
+    out_PF.copy_(out * s_P1)
+    grad = grad * s_P1
+    if up:
+        d_up[0].copy_(grad * act)
+        grad = grad * up[0]
+    d_gate.copy_(pointwise_backward(grad, gate, inner))
+    return d_s_P

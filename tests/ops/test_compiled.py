@@ -1,0 +1,98 @@
+"""Loops made by a C++ compiler: what making one leaves alone, and what happens without a compiler."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from expertmesh.ops import compiled
+from expertmesh.ops.compiled import Loop, example_values, make_loop
+
+
+def scaled(x_MN, out_MN):
+    out_MN.copy_(x_MN * 2)
+    return x_MN.sum(1)
+
+
+def make_scaled():
+    return make_loop(scaled, (example_values(3, 5), torch.zeros(3, 5)))
+
+
+@pytest.fixture
+def _compiler():
+    if "InvalidCxxCompiler" in make_scaled().problem:
+        pytest.skip("no C++ compiler")
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("shape", [(2, 2), (64, 33), (1, 7), (5, 1)])
+def test_runs_for_other_sizes(shape):
+    x_MN, out_MN = torch.randn(shape), torch.full(shape, float("nan"))
+    sums_M = make_scaled().run(x_MN, out_MN)
+    assert torch.equal(out_MN, x_MN * 2)
+    torch.testing.assert_close(sums_M, x_MN.sum(1))
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_making_one_leaves_the_caller_alone():
+    before = torch.get_rng_state()
+    with FlopCounterMode(display=False) as counter:
+        loop = make_loop(torch.mm, (example_values(3, 5), example_values(5, 7)))
+    assert loop.problem == ""
+    # not while it was compiled, but once for the comparison
+    assert counter.get_total_flops() <= 2 * 2 * 3 * 5 * 7
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled()
+
+
+WITHOUT = """
+import torch
+from expertmesh.functional import moe_mlp, route_metadata
+from expertmesh.ops import compiled_passes, compiled_products, few_rows
+
+compiled_passes.SMALLEST = compiled_products.SMALLEST = 1
+x, w_in, w_out = torch.randn(5, 32), torch.randn(3, 1, 48, 32), torch.randn(3, 32, 48)
+ids, weights = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 1], [1, 0]]), torch.rand(5, 2)
+general = moe_mlp(x, w_in, w_out, weights, route_metadata(ids, 3), activation="relu")
+few = few_rows.moe_mlp_of_few(x, w_in, w_out, ids, weights, activation="relu")
+torch.testing.assert_close(few, general)
+"""
+
+
+def test_without_a_compiler_it_says_why_once_and_computes(tmp_path):
+    """In a process of its own, as torch remembers what it found."""
+    environment = {
+        **os.environ,
+        "CXX": "/no/such/compiler",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+    }
+    command = [sys.executable, "-c", WITHOUT]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert "a slower way" in line
+    assert "/no/such/compiler" in line
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (OSError("No space left on device\nTraceback"), "No space left on device"),
+        (AttributeError(), "AttributeError"),
+        ([lambda x_MN, out_MN: x_MN.sum(1)], "Tensor-likes are not close!"),  # does not write
+        ([lambda x_MN, out_MN: out_MN.copy_(x_MN * 2).sum(0)], "Tensor-likes are not close!"),
+    ],
+)
+def test_a_broken_compiler_is_a_problem(monkeypatch, made, problem):
+    results = iter(made if isinstance(made, list) else [])
+
+    def compile_(function, example):
+        for result in results:
+            return result
+        raise made
+
+    monkeypatch.setattr(compiled, "_compile", compile_)
+    loop = make_loop(scaled, (example_values(4, 4), torch.zeros(4, 4)))
+    assert loop == Loop(None, problem)

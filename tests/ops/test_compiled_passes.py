@@ -1,0 +1,100 @@
+"""Activations and their gradients in one compiled pass each."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from expertmesh.ops import compiled_passes
+from expertmesh.ops.activation import num_branches
+from expertmesh.ops.activation_passes import Passes, passes_for
+from expertmesh.ops.compiled import DTYPES
+from expertmesh.ops.compiled_passes import CompiledPasses, serves
+from expertmesh.testing.experts_case import ExpertsCase
+from expertmesh.testing.numerics import assert_two_times
+from expertmesh.testing.poison import poisoned_empty
+
+KINDS = [(name, torch.bfloat16) for name in ("swiglu", "reglu", "silu", "relu", "relu2")]
+KINDS += [("swiglu", dtype) for dtype in DTYPES if dtype != torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _compiler():
+    problem = compiled_passes.forward_loop("relu", torch.float32).problem
+    if "InvalidCxxCompiler" in problem:
+        pytest.skip("no C++ compiler")
+
+
+def draw(activation, dtype, num_rows, hidden_dim, num_places):
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    rows_P = torch.randint(0, num_rows, (num_places,), generator=generator).int()
+    h_RH = randn(num_rows, num_branches(activation) * hidden_dim)
+    s_P = torch.rand(num_places, generator=generator)
+    return randn(num_places, hidden_dim), h_RH, rows_P, s_P
+
+
+def results(passes, call):
+    """out, dh and ds of the backward, with memory that shows what is not written."""
+    grad_PF, h_RH, rows_P, s_P = call
+    P = len(h_RH) if rows_P is None else len(rows_P)
+    out_PF = torch.full_like(grad_PF, float("nan"))
+    d_h_PH = h_RH.new_full((P, h_RH.shape[1]), float("nan"))
+    d_s_P = passes.backward(grad_PF.clone(), h_RH, rows_P, s_P, out_PF, d_h_PH)
+    return out_PF, d_h_PH, d_s_P
+
+
+@pytest.mark.parametrize(("activation", "dtype"), KINDS)
+@pytest.mark.parametrize("sizes", [(9, 64, 20), (1, 33, 1), (130, 7, 130), (3, 2, 5)], ids=str)
+def test_is_what_the_passes_are(activation, dtype, sizes):
+    call = draw(activation, dtype, *sizes)
+    wide = [t.double() if t.is_floating_point() else t for t in call]
+    blocks = Passes.allocate(activation, call[0], backward=True)
+    ours, plain = results(CompiledPasses(activation), call), results(blocks, call)
+    exact = results(Passes.allocate(activation, wide[0], backward=True), wide)
+    for what, *found in zip(("out", "dh"), ours[:2], plain[:2], exact[:2], strict=True):
+        assert_two_times(*found, what=what, dtype=dtype)
+    if len(call[0]) > 1:  # one sum alone may be near zero, and the other way's order lucky
+        assert_two_times(ours[2], plain[2], exact[2], what="ds", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("activation", "dtype"), KINDS)
+def test_forward_and_backward_have_the_same_activation(activation, dtype):
+    grad_PF, h_RH, _, s_P = draw(activation, dtype, 12, 40, 12)
+    out_RF = torch.full((15, 40), float("nan")).to(dtype)
+    CompiledPasses(activation).forward(h_RH, s_P, out_RF)
+    out_PF, *_ = results(CompiledPasses(activation), (grad_PF, h_RH, None, s_P))
+    assert torch.equal(out_RF[:12], out_PF)
+    assert out_RF[12:].isnan().all(), "rows behind the last one"
+    blocks = torch.empty_like(out_PF)
+    Passes.allocate(activation, blocks, backward=False).forward(h_RH, s_P, blocks)
+    assert_two_times(out_PF, blocks, blocks.double(), what="out", dtype=dtype)
+
+
+def test_what_they_serve():
+    assert not serves("swiglu", (1 << 11, 1 << 10), torch.bfloat16)
+    assert serves("swiglu", (1 << 12, 1 << 10), torch.bfloat16)
+    assert not serves("geglu", (1 << 12, 1 << 10), torch.bfloat16)
+    assert not serves("swiglu", (1 << 12, 1 << 10), torch.float64)
+    rows_RF = torch.empty(5, 1 << 10)
+    of = [type(passes_for("relu", rows_RF, num_rows=1 << n, backward=True)) for n in (11, 12)]
+    assert of == [Passes, CompiledPasses]
+
+
+@pytest.mark.parametrize("recompute_h", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("kind", ["uniform", "dropped"])
+def test_the_experts_take_them(kind, activation, dtype, recompute_h):
+    shape = (60, 33, 25, 5, 3)
+    case = ExpertsCase.draw(shape, kind=kind, activation=activation, dtype=dtype, bias=True)
+    with (
+        patch.object(compiled_passes, "SMALLEST", 1),
+        patch.object(Passes, "allocate", side_effect=AssertionError),
+        poisoned_empty(),
+    ):
+        found = case.run("torch", recompute_h=recompute_h)
+    case.check(lambda: found)
