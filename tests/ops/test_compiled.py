@@ -62,18 +62,17 @@ torch.testing.assert_close(few, general)
 """
 
 
-def test_without_a_compiler_it_says_why_once_and_computes(tmp_path):
+@pytest.mark.parametrize(
+    ("variable", "value"), [("CXX", "/no/such/compiler"), ("TORCH_COMPILE_DISABLE", "1")]
+)
+def test_without_a_compiler_it_says_why_once_and_computes(tmp_path, variable, value):
     """In a process of its own, as torch remembers what it found."""
-    environment = {
-        **os.environ,
-        "CXX": "/no/such/compiler",
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-    }
+    environment = {**os.environ, variable: value, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", WITHOUT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     (line,) = done.stderr.splitlines()
     assert "a slower way" in line
-    assert "/no/such/compiler" in line
+    assert (value if variable == "CXX" else variable) in line
 
 
 @pytest.mark.parametrize(

@@ -256,14 +256,7 @@ class GroupedExperts(nn.Module):
     ) -> Tensor | None:
         """`forward` by the short way for a few rows; None where an expert has too many for it."""
         return few_rows.moe_mlp_of_few(
-            x_TD,
-            self.w_in,
-            self.w_out,
-            ids_TK,
-            weights_TK,
-            activation=self.activation,
-            ids=ids,
-            compiled=self.backend == "auto",
+            x_TD, self.w_in, self.w_out, ids_TK, weights_TK, activation=self.activation, ids=ids
         )
 
 

@@ -2,7 +2,8 @@
 
 Unlike `torch.compile` itself this has no guards: a loop is made once, for all sizes, and called at once (9 us). It takes
 a C++ compiler on the machine and some seconds (fewer where torch's cache has the loop), so callers ask for one only where
-much is to be computed, and have a slower way without. `expertmesh doctor` says whether there is a compiler that works.
+much is to be computed, and have a slower way without. `expertmesh doctor` says whether there is a compiler that works;
+TORCH_COMPILE_DISABLE=1 does without one.
 """
 
 import logging
@@ -77,10 +78,13 @@ def example_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def _compile(function: Callable[..., Any], example: tuple[Tensor, ...]) -> Callable[..., Any]:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of its own old parts
+        from torch._dynamo.config import disable
         from torch._inductor import standalone_compile
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.utils._python_dispatch import _disable_current_modes
 
+        if disable:
+            raise RuntimeError("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
         with _disable_current_modes():  # of the caller, who may be counting operations
             graph = make_fx(function, tracing_mode="symbolic")(*example)
             return standalone_compile(

@@ -58,10 +58,7 @@ def serves(
         and runs_plainly(x, w_in, w_out, weights_TK)
         and not torch.is_autocast_enabled("cpu")
         and w_in.is_contiguous()
-        and (
-            has_products_of(x.dtype)
-            or (backend == "auto" and compiled_products.serves(w_in.flatten(1, 2), w_out))
-        )
+        and (has_products_of(x.dtype) or compiled_products.serves(w_in.flatten(1, 2), w_out))
     )
 
 
@@ -74,7 +71,6 @@ def moe_mlp_of_few(
     *,
     activation: str,
     ids: list[int] | None = None,
-    compiled: bool = True,
 ) -> Tensor | None:
     """`moe_mlp` without biases and gradients, from the ids themselves; only where `serves` says so.
 
@@ -86,7 +82,6 @@ def moe_mlp_of_few(
         weights_TK: (T, K).
         activation: its name.
         ids: `ids_TK.flatten().tolist()`, for a caller who has it.
-        compiled: large weights may be multiplied by `compiled_products`; H is then not rounded.
 
     Returns:
         y (T, D), or None where an expert has so many rows that the general way is better.
@@ -100,7 +95,7 @@ def moe_mlp_of_few(
         return None
     w_in_EHD = w_in_EGFD.flatten(1, 2)
     multiply: Callable[[Tensor, Tensor], Tensor] = partial(_multiply, order=order)
-    if compiled and order.has_blocks and compiled_products.serves(w_in_EHD, w_out_EDF):
+    if order.has_blocks and compiled_products.serves(w_in_EHD, w_out_EDF):
         multiply = _Blocks.of(order).multiply
     elif not has_products_of(x_TD.dtype):
         return None
