@@ -4,6 +4,7 @@ What `activation_passes` does with up to fifteen operators of PyTorch per block,
 The arithmetic is the same, FP32 rounded once at the end; only exponentials may differ in their last bit, and sums in order.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -26,8 +27,8 @@ def serves(activation: str, rows_NF: tuple[int, int], dtype: torch.dtype) -> boo
         dtype: of H, A and their gradients.
     """
     N, F = rows_NF
-    if N * F < SMALLEST or F < 2 or dtype not in DTYPES or inner_name(activation) == "gelu":
-        return False  # GELU is all error function, and PyTorch's is the faster one
+    if N * F < SMALLEST or F < 2 or dtype not in DTYPES:
+        return False
     return all(
         loop.run is not None
         for loop in (forward_loop(activation, dtype), backward_loop(activation, dtype))
@@ -93,7 +94,7 @@ def backward_loop(activation: str, dtype: torch.dtype) -> Loop:
 
 def _forward(activation: str, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> Tensor:
     gate, *up = h_RH.float().split(out_RF.shape[1], 1)
-    act = pointwise(gate, inner_name(activation))
+    act = _pointwise(gate, inner_name(activation))
     out = act * up[0] if up else act
     out_RF.copy_(out * s_R[:, None])
     return s_R.new_zeros(2)  # a compiled function has to return something
@@ -111,7 +112,7 @@ def _backward(
     inner = inner_name(activation)
     gate, *up = h_RH[rows_P].float().split(out_PF.shape[1], 1)
     d_gate, *d_up = d_branches
-    grad, act, s_P1 = grad_PF.float(), pointwise(gate, inner), s_P[:, None]
+    grad, act, s_P1 = grad_PF.float(), _pointwise(gate, inner), s_P[:, None]
     out = act * up[0] if up else act
     d_s_P = (grad * out).sum(1)
     out_PF.copy_(out * s_P1)
@@ -119,5 +120,30 @@ def _backward(
     if up:
         d_up[0].copy_(grad * act)
         grad = grad * up[0]
-    d_gate.copy_(pointwise_backward(grad, gate, inner))
+    d_gate.copy_(_pointwise_backward(grad, gate, inner))
     return d_s_P
+
+
+def _pointwise(h: Tensor, inner: str) -> Tensor:
+    return h * _normal_cdf(h)[0] if inner == "gelu" else pointwise(h, inner)
+
+
+def _pointwise_backward(grad: Tensor, h: Tensor, inner: str) -> Tensor:
+    if inner != "gelu":
+        return pointwise_backward(grad, h, inner)
+    cdf, exponential = _normal_cdf(h)
+    return grad * (cdf + h * exponential / math.sqrt(2 * math.pi))
+
+
+def _normal_cdf(h: Tensor) -> tuple[Tensor, Tensor]:
+    """The normal distribution's Phi(h) and exp(-h^2 / 2), with that one exponential for both.
+
+    Abramowitz and Stegun 7.1.26, which PyTorch's vectorised error function is too: |error| <= 1.5e-7.
+    """
+    exponential = torch.exp(h * h * -0.5)
+    t = 1 / (1 + (0.3275911 * math.sqrt(0.5)) * h.abs())
+    series = torch.zeros_like(h)
+    for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        series = (series + coefficient) * t
+    tail = 0.5 * series * exponential
+    return torch.where(h >= 0, 1 - tail, tail), exponential
