@@ -66,7 +66,7 @@ def test_who_multiplies_fp32(monkeypatch, holds_back, expected):
 
 @pytest.mark.parametrize("problem", ["", "No working C++ compiler found in g++."])
 def test_a_compiler_is_tried(monkeypatch, problem):
-    monkeypatch.setattr(compiled_products, "loop_for", lambda dtype: Loop(None, problem))
+    monkeypatch.setattr(compiled_products, "loop_for", lambda dtype, rows: Loop(None, problem))
     (finding,) = doctor.compiler()
     assert finding.mark == ("no" if problem else "yes")
     assert ("found in g++; install g++" in finding.detail) == bool(problem)

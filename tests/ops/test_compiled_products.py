@@ -7,7 +7,7 @@ import torch
 
 from expertmesh.ops import compiled_products
 from expertmesh.ops.compiled import DTYPES
-from expertmesh.ops.compiled_products import loop_for, product, serves
+from expertmesh.ops.compiled_products import ROWS, loop_for, product, rows_at_once
 from expertmesh.testing.numerics import assert_two_times
 
 needs_compiler = pytest.mark.usefixtures("_compiler")
@@ -15,11 +15,11 @@ needs_compiler = pytest.mark.usefixtures("_compiler")
 
 @pytest.fixture
 def _compiler():
-    if "InvalidCxxCompiler" in loop_for(torch.float32).problem:
+    if "InvalidCxxCompiler" in loop_for(torch.float32, 1).problem:
         pytest.skip("no C++ compiler")
 
 
-def make_call(sizes, dtype, seed=0):
+def make_call(sizes, dtype, seed=0, rows=4):
     R, E, N, K, B = sizes
     generator = torch.Generator().manual_seed(seed)
 
@@ -28,7 +28,7 @@ def make_call(sizes, dtype, seed=0):
 
     x_RK = torch.randn(R, K, generator=generator)
     w_ENK = torch.randn(E, N, K, generator=generator).to(dtype)
-    return x_RK, w_ENK, below(E, B), below(R, B, compiled_products.ROWS)
+    return x_RK, w_ENK, below(E, B), below(R, B, rows)
 
 
 def plain(call, dtype):
@@ -38,7 +38,9 @@ def plain(call, dtype):
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [(torch.bfloat16, rows) for rows in ROWS] + [(t, 4) for t in DTYPES[1:]]
+)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -51,8 +53,8 @@ def plain(call, dtype):
     ],
     ids=str,
 )
-def test_agrees_with_the_oracle_for_all_sizes(sizes, dtype):
-    call = make_call(sizes, dtype)
+def test_agrees_with_the_oracle_for_all_sizes(sizes, dtype, rows):
+    call = make_call(sizes, dtype, rows=rows)
     found = product(*call)
     assert found.dtype == torch.float32
     exact = plain(call, torch.float64)
@@ -85,18 +87,51 @@ def test_a_row_has_the_same_sums_in_whatever_block_it_is():
     assert torch.equal(product(x_RK, w_ENK, experts_B[:2], alone)[1, 0], expected)
 
 
-@needs_compiler
-def test_what_it_serves():
-    w = torch.randn(4, 6, 8)
-    assert not serves(w), "small"
+@pytest.fixture
+def _any_size():
     with patch.object(compiled_products, "SMALLEST", 1):
-        assert serves(w, w.bfloat16(), w.half())
-        assert not serves(w.double())
-        assert not serves(w, w.mT)
-        for dim in range(3):
-            assert not serves(w.narrow(dim, 0, 1).contiguous())
+        yield
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.parametrize(
+    ("K", "sizes", "rows"),
+    [
+        (8, [1, 1], 1),
+        (8, [2, 1], 2),
+        (8, [3, 1], 4),
+        (8, [4, 4], 4),
+        (8, [5, 3], 4),
+        (8, [8, 8], 4),
+        (8, [9, 8], 0),  # five blocks for two experts
+        (8, [1], 0),  # one block
+        (8, [], 0),
+        (2048, [1, 1], 1),
+        (2048, [2, 2], 2),
+        (2048, [3, 2], 2),
+        (2048, [3, 3], 0),  # four blocks of two rows
+        (4096, [1, 1], 1),
+        (4096, [2, 2], 0),
+        (9000, [1, 1], 1),
+    ],
+)
+def test_rows_at_once_fit_the_cache(K, sizes, rows):
+    assert rows_at_once(torch.zeros(3, 2, K).bfloat16(), sizes) == rows
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_any_size")
+def test_weights_that_it_takes():
+    w = torch.randn(4, 6, 8)
+    for good in (w, w.bfloat16(), w.half()):
+        assert rows_at_once(good, [1, 1]) == 1
+    assert not rows_at_once(w.double(), [1, 1])
+    assert not rows_at_once(w.mT, [1, 1])
+    for dim in range(3):
+        assert not rows_at_once(w.narrow(dim, 0, 1).contiguous(), [1, 1])
 
 
 def test_small_weights_need_no_compiler():
     with patch.object(compiled_products, "loop_for", side_effect=AssertionError):
-        assert not serves(torch.randn(4, 6, 8), torch.randn(4, 8, 6))
+        assert not rows_at_once(torch.randn(4, 6, 8), [1, 1])

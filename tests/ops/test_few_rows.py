@@ -25,7 +25,7 @@ def _all_processors_multiply_bf16():
 @pytest.fixture
 def compiled():
     """Compiled products of small weights too; gives what counts them."""
-    if "InvalidCxxCompiler" in compiled_products.loop_for(torch.float32).problem:
+    if "InvalidCxxCompiler" in compiled_products.loop_for(torch.float32, 1).problem:
         pytest.skip("no C++ compiler")
     with (
         patch.object(compiled_products, "SMALLEST", 1),
@@ -117,6 +117,15 @@ def test_compiled_products_with_choices_twice_and_dead(compiled, ids):
     x, w_in, w_out, _, weights_TK = make_call(torch.bfloat16, num_tokens=len(ids))
     check((x, w_in, w_out, torch.tensor(ids), weights_TK), "swiglu")
     assert compiled.called
+
+
+@pytest.mark.parametrize(("dim", "hidden_dim"), [(32, 48), (48, 32)])
+def test_one_of_the_products_may_be_compiled(compiled, dim, hidden_dim):
+    call = make_call(torch.bfloat16, num_tokens=2, dim=dim, hidden_dim=hidden_dim)
+    x, w_in, w_out, _, weights_TK = call
+    with patch.object(compiled_products, "_ROW_ELEMENTS", 64):  # two rows of 32
+        check((x, w_in, w_out, torch.tensor([[4, 1], [4, 1]]), weights_TK), "swiglu")
+    assert compiled.call_count == 1
 
 
 @pytest.mark.parametrize("ids", [[[6, 6]], [[0, 6], [6, 0]], [[0, 1]] * 9])

@@ -285,7 +285,7 @@ def compiler() -> list[Finding]:
     from expertmesh.ops.compiled_products import loop_for
 
     logging.getLogger("expertmesh.ops").setLevel(logging.ERROR)  # what it would say is said here
-    problem = loop_for(torch.bfloat16).problem
+    problem = loop_for(torch.bfloat16, 1).problem
     if not problem:
         why = (
             "torch.compile works; few tokens pass large experts as fast as memory gives the weights"

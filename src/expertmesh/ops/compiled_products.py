@@ -5,61 +5,74 @@ all there is to do, and packing takes as long again. A loop of our own reads a w
 (docs/log.md has the times). It is for weights that no cache of the processor holds.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from expertmesh.ops.compiled import DTYPES, Loop, example_values, make_loop
 
-ROWS = 4
-"""Of a block: their sums stay in registers, and the loop is still as fast as reading."""
-SMALLEST = 1 << 24
-"""Elements of all weights from which a loop is made: 32 MiB in BF16."""
+SMALLEST = 1 << 23
+"""Elements of a weight from which a loop is made: 16 MiB in BF16."""
+ROWS = (1, 2, 4)
+"""That a loop may take at once; it keeps their sums in registers."""
+_ROW_ELEMENTS = 1 << 12
+"""Of the rows taken at once, in FP32: 16 KiB, a third of a first-level cache. With more, they are read at half the speed."""
 
 
-def serves(*weights: Tensor) -> bool:
-    """Whether `product` may be called with these (E, N, K); the first large ones of a type have its loop made."""
-    if sum(w.numel() for w in weights) < SMALLEST:
-        return False
-    return all(
-        w.dtype in DTYPES
-        and min(w.shape) > 1
-        and w.is_contiguous()
-        and loop_for(w.dtype).run is not None
-        for w in weights
-    )
+def rows_at_once(w_ENK: Tensor, sizes: list[int]) -> int:
+    """How many rows `product` had better take at once, where it is faster than packing the weights; else 0.
+
+    The first large weights of a type have a loop made.
+
+    Args:
+        w_ENK: (E, N, K).
+        sizes: the number of rows of each expert that has any.
+    """
+    if w_ENK.numel() < SMALLEST or w_ENK.dtype not in DTYPES:
+        return 0
+    if min(w_ENK.shape) < 2 or not w_ENK.is_contiguous():
+        return 0
+    fits = max((rows for rows in ROWS if rows * w_ENK.shape[2] <= _ROW_ELEMENTS), default=1)
+    rows = next((rows for rows in ROWS if rows >= max(sizes, default=0)), fits)
+    rows = min(rows, fits)
+    num_blocks = sum(-(-size // rows) for size in sizes)
+    # each block reads its weight, more slowly with four rows; packing once takes as long as reading up to twice
+    if not 1 < num_blocks <= (2 if rows == 4 else 1.5) * len(sizes):
+        return 0
+    return rows if loop_for(w_ENK.dtype, rows).run is not None else 0
 
 
-def product(x_RK: Tensor, w_ENK: Tensor, experts_B: Tensor, rows_B4: Tensor) -> Tensor:
+def product(x_RK: Tensor, w_ENK: Tensor, experts_B: Tensor, rows_BM: Tensor) -> Tensor:
     """Multiply blocks of rows by their experts' weights, transposed; with FP32 sums, and not seen by autograd.
 
     A row's sums are made in the same order whatever else is in the call.
 
     Args:
         x_RK: (R, K) FP32, contiguous, R at least 2.
-        w_ENK: (E, N, K) for which `serves` holds.
+        w_ENK: (E, N, K) for which `rows_at_once` gave M.
         experts_B: (B,) int32 in [0, E), not checked; B at least 2.
-        rows_B4: (B, 4) int32 in [0, R), not checked: which rows of x; a block of fewer names one of them again.
+        rows_BM: (B, M) int32 in [0, R), not checked: which rows of x; a block of fewer names one of them again.
 
     Returns:
-        (B, 4, N) FP32.
+        (B, M, N) FP32.
     """
-    run = loop_for(w_ENK.dtype).run
-    assert run is not None, "callers ask `serves`"
-    return run(x_RK, w_ENK, experts_B, rows_B4)
+    run = loop_for(w_ENK.dtype, rows_BM.shape[1]).run
+    assert run is not None, "callers ask `rows_at_once`"
+    return run(x_RK, w_ENK, experts_B, rows_BM)
 
 
 @cache
-def loop_for(dtype: torch.dtype) -> Loop:
-    """Make the loop for weights of this type."""
+def loop_for(dtype: torch.dtype, rows: int) -> Loop:
+    """Make the loop for weights of this type and so many rows at once."""
     x_RK, w_ENK = example_values(7, 48), example_values(5, 40, 48, dtype=dtype)
-    experts_B, rows_B4 = torch.tensor([4, 0, 1]).int(), torch.arange(12).view(3, ROWS).int() % 7
-    return make_loop(_blocks_times_weights, (x_RK, w_ENK, experts_B, rows_B4))
+    experts_B = torch.tensor([4, 0, 1, 3, 3, 2]).int()
+    rows_BM = torch.arange(6 * rows).view(6, rows).int() % 7
+    return make_loop(partial(_blocks_times_weights, rows), (x_RK, w_ENK, experts_B, rows_BM))
 
 
 def _blocks_times_weights(
-    x_RK: Tensor, w_ENK: Tensor, experts_B: Tensor, rows_B4: Tensor
+    rows: int, x_RK: Tensor, w_ENK: Tensor, experts_B: Tensor, rows_BM: Tensor
 ) -> Tensor:
     w_BNK = w_ENK[experts_B].to(x_RK.dtype)
-    return torch.stack([(w_BNK * x_RK[rows_B4[:, i]][:, None]).sum(-1) for i in range(ROWS)], dim=1)
+    return torch.stack([(w_BNK * x_RK[rows_BM[:, i]][:, None]).sum(-1) for i in range(rows)], dim=1)

@@ -248,10 +248,13 @@ def _grouped_offsets(
 def weight_goes_first(w_NK: Tensor, num_rows: int) -> bool:
     """Whether the CPU library is faster with the weight as the left factor, W x^T; a single row must then be doubled.
 
-    So it is, by a factor of two, for up to 4 rows in FP32, and for no other type and no more rows (docs/log.md).
+    So it is, by up to a factor of two, for up to 4 rows in FP32 where calls do not cost more than products and the weight
+    is no larger than 8 MiB; and for no other type and no more rows (docs/log.md).
     """
-    is_large = w_NK.shape[-2] * w_NK.shape[-1] >= 1 << 16  # else calls cost more than products
-    return num_rows <= 4 and is_large and w_NK.dtype == torch.float32 and w_NK.device.type == "cpu"
+    has_the_size = 1 << 16 <= w_NK.shape[-2] * w_NK.shape[-1] < 1 << 21
+    return (
+        num_rows <= 4 and has_the_size and w_NK.dtype == torch.float32 and w_NK.device.type == "cpu"
+    )
 
 
 def rows_times_weight(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:

@@ -6,9 +6,8 @@ one token's rows stay in the order of its choices, so that nothing is gathered a
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -58,7 +57,7 @@ def serves(
         and runs_plainly(x, w_in, w_out, weights_TK)
         and not torch.is_autocast_enabled("cpu")
         and w_in.is_contiguous()
-        and (has_products_of(x.dtype) or compiled_products.serves(w_in.flatten(1, 2), w_out))
+        and (has_products_of(x.dtype) or w_in.numel() >= compiled_products.SMALLEST)
     )
 
 
@@ -94,19 +93,20 @@ def moe_mlp_of_few(
     if max(order.sizes, default=0) > MOST_ROWS:
         return None
     w_in_EHD = w_in_EGFD.flatten(1, 2)
-    multiply: Callable[[Tensor, Tensor], Tensor] = partial(_multiply, order=order)
-    if order.has_blocks and compiled_products.serves(w_in_EHD, w_out_EDF):
-        multiply = _Blocks.of(order).multiply
-    elif not has_products_of(x_TD.dtype):
+    rows_in, rows_out = (
+        compiled_products.rows_at_once(w, order.sizes) for w in (w_in_EHD, w_out_EDF)
+    )
+    if not (rows_in and rows_out) and not has_products_of(x_TD.dtype):
         return None
+    blocks = {rows: _Blocks.of(order, rows) for rows in {rows_in, rows_out} - {0}}
     x_RD, s_R = x_TD.expand(K, -1) if T == 1 else x_TD, weights_TK.reshape(-1)
     maps = order.maps
     if maps is not None:
         x_RD = x_TD.index_select(0, maps.token_of_row)
         s_R = s_R.index_select(0, maps.slot_of_row)
-    h_RH = multiply(x_RD, w_in_EHD)
+    h_RH = _multiply(x_RD, w_in_EHD, order, blocks.get(rows_in))
     a_RF = _activate(h_RH, s_R.to(accumulate_dtype(x_TD.dtype)), activation)
-    y_RD = multiply(a_RF, w_out_EDF)
+    y_RD = _multiply(a_RF, w_out_EDF, order, blocks.get(rows_out))
     if maps is None:
         return y_RD.sum(0, keepdim=True).to(x_TD.dtype)
     if maps.some_are_dead:
@@ -139,12 +139,6 @@ class _Order:
     sizes: list[int]
     maps: _Maps | None
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether reading a weight for four rows at a time is better than packing it: up to two blocks per expert."""
-        num_blocks = sum(-(-size // compiled_products.ROWS) for size in self.sizes)
-        return 1 < num_blocks <= 2 * len(self.sizes)
-
     @staticmethod
     def of(ids: list[int], top_k: int, num_experts: int) -> "_Order":
         least, most = min(ids), max(ids)
@@ -174,47 +168,51 @@ class _Order:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The rows of an order as `compiled_products` takes them.
+    """The rows of an order as `compiled_products` takes them, up to M of an expert at once.
 
     Attributes:
         experts_B: (B,) int32.
-        rows_B4: (B, 4) int32, a row again where there are fewer.
-        places_R: (R,) int32, where in the (B * 4) results a row's are.
+        rows_BM: (B, M) int32, a row again where there are fewer.
+        places_R: (R,) int32, where in the (B * M) results a row's are.
     """
 
     experts_B: Tensor
-    rows_B4: Tensor
+    rows_BM: Tensor
     places_R: Tensor
 
     @staticmethod
-    def of(order: _Order) -> "_Blocks":
+    def of(order: _Order, rows_at_once: int) -> "_Blocks":
         experts: list[int] = []
         rows: list[int] = []
         places: list[int] = []
-        start, step = 0, compiled_products.ROWS
+        start = 0
         for e, size in zip(order.experts, order.sizes, strict=True):
             stop = start + size
-            for first in range(start, stop, step):
-                here = range(first, min(first + step, stop))
+            for first in range(start, stop, rows_at_once):
+                here = range(first, min(first + rows_at_once, stop))
                 places += range(len(rows), len(rows) + len(here))
                 rows += here
-                rows += [first] * (step - len(here))
+                rows += [first] * (rows_at_once - len(here))
                 experts.append(e)
             start = stop
         lengths = [len(experts), len(rows), len(places)]
         joined = torch.frombuffer(array("i", experts + rows + places), dtype=torch.int32)
         experts_B, rows_N, places_R = joined.split_with_sizes(lengths)
-        return _Blocks(experts_B, rows_N.view(-1, step), places_R)
+        return _Blocks(experts_B, rows_N.view(-1, rows_at_once), places_R)
 
     def multiply(self, rows_RK: Tensor, w_ENK: Tensor) -> Tensor:
         """As `_multiply`, in FP32."""
         x_RK = rows_RK.float().contiguous()
-        out_B4N = compiled_products.product(x_RK, w_ENK, self.experts_B, self.rows_B4)
-        return out_B4N.flatten(0, 1).index_select(0, self.places_R)
+        out_BMN = compiled_products.product(x_RK, w_ENK, self.experts_B, self.rows_BM)
+        out_PN = out_BMN.flatten(0, 1)
+        return out_PN if len(out_PN) == len(x_RK) else out_PN.index_select(0, self.places_R)
 
 
-def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order) -> Tensor:
-    """Rows times the transposed weight of their expert, (R, N)."""
+def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order, blocks: _Blocks | None) -> Tensor:
+    """Rows times the transposed weight of their expert, (R, N), with blocks in FP32."""
+    if blocks is not None:
+        return blocks.multiply(rows_RK, w_ENK)
+    rows_RK = rows_RK.to(w_ENK.dtype)
     (R, K), N = rows_RK.shape, w_ENK.shape[1]
     if order.maps is not None and grouped_mm_serves(w_ENK, len(order.experts)):
         return grouped_mm(rows_RK, w_ENK.mT, offs=order.maps.ends_E)
