@@ -39,7 +39,11 @@ def test_runs_for_other_sizes(shape):
 @pytest.mark.usefixtures("_compiler")
 def test_making_one_leaves_the_caller_alone():
     before = torch.get_rng_state()
-    with FlopCounterMode(display=False) as counter:
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.autocast("cpu", torch.bfloat16),
+        torch.device("meta"),
+    ):
         loop = make_loop(torch.mm, (example_values(3, 5), example_values(5, 7)))
     assert loop.problem == ""
     # not while it was compiled, but once for the comparison

@@ -76,12 +76,13 @@ def test_forward_and_backward_have_the_same_activation(activation, dtype):
 
 
 def test_what_they_serve():
-    assert not serves("swiglu", (1 << 11, 1 << 10), torch.bfloat16)
-    assert serves("swiglu", (1 << 12, 1 << 10), torch.bfloat16)
-    assert not serves("swiglu", (1 << 12, 1 << 10), torch.float64)
     rows_RF = torch.empty(5, 1 << 10)
     of = [type(passes_for("relu", rows_RF, num_rows=1 << n, backward=True)) for n in (11, 12)]
     assert of == [Passes, CompiledPasses]
+    assert serves("swiglu", rows_RF.bfloat16(), num_rows=1 << 12)
+    assert not serves("swiglu", rows_RF.double(), num_rows=1 << 12)
+    assert not serves("swiglu", rows_RF[:, :1], num_rows=1 << 22)
+    assert not serves("swiglu", rows_RF.to("meta"), num_rows=1 << 12), "another device"
 
 
 @pytest.mark.parametrize("recompute_h", [False, True])

@@ -49,12 +49,12 @@ def make_loop(function: Callable[..., Any], example: tuple[Tensor, ...]) -> Loop
 
     Args:
         function: returns tensors; may write into arguments that it does not read.
-        example: small tensors whose sizes differ where they may, none 0 or 1: what is equal here stays equal.
+        example: small CPU tensors whose sizes differ where they may, none 0 or 1: what is equal here stays equal.
     """
     _log.info("compiling %s for the CPU, which takes some seconds", function)
     try:
-        run = _compile(function, example)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            run = _compile(function, example)
             ours = (run(*example), *(t.clone() for t in example))
             plain = (function(*example), *example)
         torch.testing.assert_close(ours, plain)
@@ -72,11 +72,12 @@ def _say_once(problem: str) -> None:
 
 def example_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal numbers for an example, always the same; the caller's random state stays."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
 
 
 def _compile(function: Callable[..., Any], example: tuple[Tensor, ...]) -> Callable[..., Any]:
-    with torch.no_grad(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of its own old parts
         from torch._dynamo.config import disable
         from torch._inductor import standalone_compile

@@ -18,16 +18,16 @@ SMALLEST = 1 << 22
 """Elements N F of A from which loops are made."""
 
 
-def serves(activation: str, rows_NF: tuple[int, int], dtype: torch.dtype) -> bool:
+def serves(activation: str, rows_RF: Tensor, *, num_rows: int) -> bool:
     """Whether there are `CompiledPasses`; the first large call of an activation and type has their loops made.
 
     Args:
         activation: its name.
-        rows_NF: N and F of the whole call, not of the part that is passed in at a time.
-        dtype: of H, A and their gradients.
+        rows_RF: some rows of A; H and the gradients are of its type.
+        num_rows: N, all rows of the call.
     """
-    N, F = rows_NF
-    if N * F < SMALLEST or F < 2 or dtype not in DTYPES:
+    F, dtype = rows_RF.shape[1], rows_RF.dtype
+    if num_rows * F < SMALLEST or F < 2 or dtype not in DTYPES or not rows_RF.is_cpu:
         return False
     return all(
         loop.run is not None
@@ -62,7 +62,7 @@ class CompiledPasses:
     ) -> Tensor:
         """As `Passes.backward`, but h may not lie in the place of its gradient, and grad stays as it is."""
         if rows_P is None:
-            rows_P = torch.arange(len(h_RH), dtype=torch.int32)
+            rows_P = torch.arange(len(h_RH), dtype=torch.int32, device=h_RH.device)
         run = backward_loop(self.activation, h_RH.dtype).run
         assert run is not None, "callers ask `serves`"
         return run(grad_PF, h_RH, rows_P, s_P, out_PF, *d_h_PH.split(out_PF.shape[1], 1))
@@ -75,7 +75,7 @@ def forward_loop(activation: str, dtype: torch.dtype) -> Loop:
     example = (
         example_values(7, hidden, dtype=dtype),
         example_values(7),
-        torch.zeros(7, 80).to(dtype),
+        torch.zeros(7, 80, dtype=dtype, device="cpu"),
     )
     return make_loop(partial(_forward, activation), example)
 
@@ -85,10 +85,11 @@ def backward_loop(activation: str, dtype: torch.dtype) -> Loop:
     """Make the loop of the backward."""
     hidden = num_branches(activation) * 80
     grad_PF, h_RH = example_values(5, 80, dtype=dtype), example_values(7, hidden, dtype=dtype)
-    rows_P, s_P = torch.tensor([6, 0, 2, 2, 1]).int(), example_values(5)
-    out_PF, d_h_PH = torch.zeros(5, 80).to(dtype), torch.zeros(5, hidden).to(dtype)
+    rows_P = torch.tensor([6, 0, 2, 2, 1], dtype=torch.int32, device="cpu")
+    out_PF, d_h_PH = (torch.zeros(5, n, dtype=dtype, device="cpu") for n in (80, hidden))
     return make_loop(
-        partial(_backward, activation), (grad_PF, h_RH, rows_P, s_P, out_PF, *d_h_PH.split(80, 1))
+        partial(_backward, activation),
+        (grad_PF, h_RH, rows_P, example_values(5), out_PF, *d_h_PH.split(80, 1)),
     )
 
 

@@ -66,8 +66,8 @@ def product(x_RK: Tensor, w_ENK: Tensor, experts_B: Tensor, rows_BM: Tensor) -> 
 def loop_for(dtype: torch.dtype, rows: int) -> Loop:
     """Make the loop for weights of this type and so many rows at once."""
     x_RK, w_ENK = example_values(7, 48), example_values(5, 40, 48, dtype=dtype)
-    experts_B = torch.tensor([4, 0, 1, 3, 3, 2]).int()
-    rows_BM = torch.arange(6 * rows).view(6, rows).int() % 7
+    experts_B = torch.tensor([4, 0, 1, 3, 3, 2], dtype=torch.int32, device="cpu")
+    rows_BM = torch.arange(6 * rows, dtype=torch.int32, device="cpu").view(6, rows) % 7
     return make_loop(partial(_blocks_times_weights, rows), (x_RK, w_ENK, experts_B, rows_BM))
 
 
