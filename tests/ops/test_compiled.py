@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -50,6 +51,25 @@ def test_making_one_leaves_the_caller_alone():
     assert counter.get_total_flops() <= 2 * 2 * 3 * 5 * 7
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_threads_make_them_one_after_the_other():
+    def scaled_by(factor):
+        def function(x_MN):
+            return x_MN * factor
+
+        return function
+
+    functions = [scaled_by(factor) for factor in (2.0, 3.0, 4.0)]
+    called = torch.nn.Module.__call__
+    with ThreadPoolExecutor(3) as pool:
+        loops = list(pool.map(lambda f: make_loop(f, (example_values(3, 5),)), functions))
+    x_MN = torch.randn(6, 4)
+    for function, loop in zip(functions, loops, strict=True):
+        assert torch.equal(loop.run(x_MN), function(x_MN))
+    assert torch.nn.Module.__call__ is called
+    assert torch.equal(torch.compile(lambda x: x + 1, backend="eager")(x_MN), x_MN + 1)
 
 
 WITHOUT = """

@@ -7,6 +7,7 @@ TORCH_COMPILE_DISABLE=1 does without one.
 """
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ _OPTIONS = {
     "cpp.dynamic_threads": True,  # as many as torch has at the call
     "compile_threads": 1,  # no pool of processes for one loop
 }
+_ONE_AT_A_TIME = threading.Lock()
+"""Tracing changes what all of torch's modules do, until it has ended; so torch.compile has such a lock, taken too."""
 _FAILURES = (RuntimeError, OSError, ImportError, AttributeError, TypeError, AssertionError)
 """Of a compiler that is missing or broken, a cache that cannot be written, another version of PyTorch."""
 
@@ -53,7 +56,7 @@ def make_loop(function: Callable[..., Any], example: tuple[Tensor, ...]) -> Loop
     """
     _log.info("compiling %s for the CPU, which takes some seconds", function)
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with _ONE_AT_A_TIME, torch.no_grad(), torch.autocast("cpu", enabled=False):
             run = _compile(function, example)
             ours = (run(*example), *(t.clone() for t in example))
             plain = (function(*example), *example)
@@ -80,13 +83,14 @@ def _compile(function: Callable[..., Any], example: tuple[Tensor, ...]) -> Calla
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of its own old parts
         from torch._dynamo.config import disable
+        from torch._dynamo.convert_frame import compile_lock
         from torch._inductor import standalone_compile
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.utils._python_dispatch import _disable_current_modes
 
         if disable:
             raise RuntimeError("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
-        with _disable_current_modes():  # of the caller, who may be counting operations
+        with compile_lock, _disable_current_modes():  # of the caller, who may count operations
             graph = make_fx(function, tracing_mode="symbolic")(*example)
             return standalone_compile(
                 graph,
