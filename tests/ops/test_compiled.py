@@ -50,7 +50,6 @@ def test_making_one_leaves_the_caller_alone():
     # not while it was compiled, but once for the comparison
     assert counter.get_total_flops() <= 2 * 2 * 3 * 5 * 7
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.is_grad_enabled()
 
 
 @pytest.mark.usefixtures("_compiler")
@@ -103,7 +102,7 @@ def test_without_a_compiler_it_says_why_once_and_computes(tmp_path, variable, va
     ("made", "problem"),
     [
         (OSError("No space left on device\nTraceback"), "No space left on device"),
-        (AttributeError(), "AttributeError"),
+        (KeyError(), "KeyError"),
         ([lambda x_MN, out_MN: x_MN.sum(1)], "Tensor-likes are not close!"),  # does not write
         ([lambda x_MN, out_MN: out_MN.copy_(x_MN * 2).sum(0)], "Tensor-likes are not close!"),
     ],
@@ -111,7 +110,7 @@ def test_without_a_compiler_it_says_why_once_and_computes(tmp_path, variable, va
 def test_a_broken_compiler_is_a_problem(monkeypatch, made, problem):
     results = iter(made if isinstance(made, list) else [])
 
-    def compile_(function, example):
+    def compile_(function, example, options):
         for result in results:
             return result
         raise made

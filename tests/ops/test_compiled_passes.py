@@ -79,10 +79,12 @@ def test_what_they_serve():
     rows_RF = torch.empty(5, 1 << 10)
     of = [type(passes_for("relu", rows_RF, num_rows=1 << n, backward=True)) for n in (11, 12)]
     assert of == [Passes, CompiledPasses]
-    assert serves("swiglu", rows_RF.bfloat16(), num_rows=1 << 12)
-    assert not serves("swiglu", rows_RF.double(), num_rows=1 << 12)
-    assert not serves("swiglu", rows_RF[:, :1], num_rows=1 << 22)
-    assert not serves("swiglu", rows_RF.to("meta"), num_rows=1 << 12), "another device"
+    assert serves("swiglu", rows_RF.bfloat16(), num_rows=1 << 12, backward=True)
+    assert not serves("swiglu", rows_RF.double(), num_rows=1 << 12, backward=True)
+    assert not serves("swiglu", rows_RF[:, :1], num_rows=1 << 22, backward=False)
+    assert not serves("swiglu", rows_RF.to("meta"), num_rows=1 << 12, backward=True), (
+        "another device"
+    )
 
 
 @pytest.mark.parametrize("recompute_h", [False, True])

@@ -284,18 +284,22 @@ def compiler() -> list[Finding]:
 
     from expertmesh.ops.compiled_products import loop_for
 
-    logging.getLogger("expertmesh.ops").setLevel(logging.ERROR)  # what it would say is said here
-    problem = loop_for(torch.bfloat16, 1).problem
+    log = logging.getLogger("expertmesh.ops")
+    log.disabled = True  # what it would say is said here
+    try:
+        problem = loop_for(torch.bfloat16, 1).problem
+    finally:
+        log.disabled = False
     if not problem:
-        why = (
-            "torch.compile works; few tokens pass large experts as fast as memory gives the weights"
-        )
+        why = "torch.compile works; large experts on the CPU use loops that it makes at the first call"
         return [Finding("C++ compiler", "yes", why)]
-    advice = (
-        "install g++, or name a compiler in CXX, for torch.compile on the CPU; all works without, but with "
-        "large experts training takes about a tenth longer and generating text up to twice as long"
+    if "InvalidCxxCompiler" in problem:
+        problem = f"{problem.removesuffix('.')}; install g++, or name a compiler in CXX"
+    cost = (
+        "All works without torch.compile on the CPU, but with large experts training takes about a tenth longer "
+        "and generating text up to twice as long"
     )
-    return [Finding("C++ compiler", "no", f"{problem.removesuffix('.')}; {advice}")]
+    return [Finding("C++ compiler", "no", f"{problem.removesuffix('.')}. {cost}")]
 
 
 SECTIONS: dict[str, Callable[[], Sequence[Finding]]] = {

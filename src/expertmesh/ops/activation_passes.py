@@ -214,6 +214,6 @@ def passes_for(
     activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool
 ) -> Passes | CompiledPasses:
     """The passes of a call with num_rows rows in all, of which parts are like these (R, F): type, device and most rows."""
-    if compiled_passes.serves(activation, rows_RF, num_rows=num_rows):
+    if compiled_passes.serves(activation, rows_RF, num_rows=num_rows, backward=backward):
         return CompiledPasses(activation)
     return Passes.allocate(activation, rows_RF, backward=backward)

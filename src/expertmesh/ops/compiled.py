@@ -9,9 +9,8 @@ TORCH_COMPILE_DISABLE=1 does without one.
 import logging
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -26,12 +25,12 @@ _OPTIONS = {
     "cpp.enable_floating_point_contract_flag": "fast",  # one instruction multiplies and adds
     "assert_indirect_indexing": False,  # per element; the callers have checked the indices
     "cpp.dynamic_threads": True,  # as many as torch has at the call
+    "cpp_wrapper": True,  # other Python threads run meanwhile, as with torch's operators
     "compile_threads": 1,  # no pool of processes for one loop
 }
 _ONE_AT_A_TIME = threading.Lock()
 """Tracing changes what all of torch's modules do, until it has ended; so torch.compile has such a lock, taken too."""
-_FAILURES = (RuntimeError, OSError, ImportError, AttributeError, TypeError, AssertionError)
-"""Of a compiler that is missing or broken, a cache that cannot be written, another version of PyTorch."""
+_said: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -47,30 +46,32 @@ class Loop:
     problem: str = ""
 
 
-def make_loop(function: Callable[..., Any], example: tuple[Tensor, ...]) -> Loop:
+def make_loop(
+    function: Callable[..., Any],
+    example: tuple[Tensor, ...],
+    options: Mapping[str, Any] | None = None,
+) -> Loop:
     """Compile a function of tensors, and compare what it makes of the example with the function itself.
 
     Args:
         function: returns tensors; may write into arguments that it does not read.
         example: small CPU tensors whose sizes differ where they may, none 0 or 1: what is equal here stays equal.
+        options: of Inductor, beside ours.
     """
     _log.info("compiling %s for the CPU, which takes some seconds", function)
     try:
         with _ONE_AT_A_TIME, torch.no_grad(), torch.autocast("cpu", enabled=False):
-            run = _compile(function, example)
+            run = _compile(function, example, {**_OPTIONS, **(options or {})})
             ours = (run(*example), *(t.clone() for t in example))
             plain = (function(*example), *example)
         torch.testing.assert_close(ours, plain)
-    except _FAILURES as error:
+    except Exception as error:  # a compiler has many ways to fail, and the caller another way to go
         problem = str(error).strip().partition("\n")[0] or type(error).__name__
-        _say_once(problem)
+        if not _said:
+            _said.append(problem)
+            _log.warning("large experts go a slower way on this CPU: %s", problem)
         return Loop(None, problem)
     return Loop(run)
-
-
-@cache
-def _say_once(problem: str) -> None:
-    _log.warning("what a compiled loop would do goes a slower way on this CPU: %s", problem)
 
 
 def example_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,22 +80,26 @@ def example_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
 
 
-def _compile(function: Callable[..., Any], example: tuple[Tensor, ...]) -> Callable[..., Any]:
+def _compile(
+    function: Callable[..., Any], example: tuple[Tensor, ...], options: dict[str, Any]
+) -> Callable[..., Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of its own old parts
         from torch._dynamo.config import disable
         from torch._dynamo.convert_frame import compile_lock
+        from torch._export.utils import _compiling_state_context
         from torch._inductor import standalone_compile
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.utils._python_dispatch import _disable_current_modes
 
         if disable:
             raise RuntimeError("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
-        with compile_lock, _disable_current_modes():  # of the caller, who may count operations
+        # compiled functions in other threads go on; modes of the caller, who may count operations, see nothing
+        with compile_lock, _compiling_state_context(), _disable_current_modes():
             graph = make_fx(function, tracing_mode="symbolic")(*example)
             return standalone_compile(
                 graph,
                 list(example),
                 dynamic_shapes="from_graph",
-                options={"config_patches": _OPTIONS},
+                options={"config_patches": options},
             )

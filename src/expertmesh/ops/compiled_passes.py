@@ -18,21 +18,19 @@ SMALLEST = 1 << 22
 """Elements N F of A from which loops are made."""
 
 
-def serves(activation: str, rows_RF: Tensor, *, num_rows: int) -> bool:
-    """Whether there are `CompiledPasses`; the first large call of an activation and type has their loops made.
+def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -> bool:
+    """Whether `CompiledPasses` can do this pass; the first large call of an activation and type has its loop made.
 
     Args:
         activation: its name.
         rows_RF: some rows of A; H and the gradients are of its type.
         num_rows: N, all rows of the call.
+        backward: which pass.
     """
     F, dtype = rows_RF.shape[1], rows_RF.dtype
     if num_rows * F < SMALLEST or F < 2 or dtype not in DTYPES or not rows_RF.is_cpu:
         return False
-    return all(
-        loop.run is not None
-        for loop in (forward_loop(activation, dtype), backward_loop(activation, dtype))
-    )
+    return (backward_loop if backward else forward_loop)(activation, dtype).run is not None
 
 
 @dataclass(frozen=True)

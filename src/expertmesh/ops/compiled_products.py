@@ -16,6 +16,8 @@ SMALLEST = 1 << 23
 """Elements of a weight from which a loop is made: 16 MiB in BF16."""
 ROWS = (1, 2, 4)
 """That a loop may take at once; it keeps their sums in registers."""
+_OVER_BLOCKS_AND_COLUMNS = {"cpp.threads": 256, "cpp.min_chunk_size": 1}
+"""So that threads share out the columns too: there may be fewer blocks than cores. How many there are, the call says."""
 _ROW_ELEMENTS = 1 << 12
 """Of the rows taken at once, in FP32: 16 KiB, a third of a first-level cache. With more, they are read at half the speed."""
 
@@ -46,7 +48,7 @@ def rows_at_once(w_ENK: Tensor, sizes: list[int]) -> int:
 def product(x_RK: Tensor, w_ENK: Tensor, experts_B: Tensor, rows_BM: Tensor) -> Tensor:
     """Multiply blocks of rows by their experts' weights, transposed; with FP32 sums, and not seen by autograd.
 
-    A row's sums are made in the same order whatever else is in the call.
+    A row's sums are made in the same order whatever the other rows are; another M may have another order.
 
     Args:
         x_RK: (R, K) FP32, contiguous, R at least 2.
@@ -68,7 +70,8 @@ def loop_for(dtype: torch.dtype, rows: int) -> Loop:
     x_RK, w_ENK = example_values(7, 48), example_values(5, 40, 48, dtype=dtype)
     experts_B = torch.tensor([4, 0, 1, 3, 3, 2], dtype=torch.int32, device="cpu")
     rows_BM = torch.arange(6 * rows, dtype=torch.int32, device="cpu").view(6, rows) % 7
-    return make_loop(partial(_blocks_times_weights, rows), (x_RK, w_ENK, experts_B, rows_BM))
+    example = (x_RK, w_ENK, experts_B, rows_BM)
+    return make_loop(partial(_blocks_times_weights, rows), example, _OVER_BLOCKS_AND_COLUMNS)
 
 
 def _blocks_times_weights(
