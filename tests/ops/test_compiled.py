@@ -22,13 +22,7 @@ def make_scaled():
     return make_loop(scaled, (example_values(3, 5), torch.zeros(3, 5)))
 
 
-@pytest.fixture
-def _compiler():
-    if "InvalidCxxCompiler" in make_scaled().problem:
-        pytest.skip("no C++ compiler")
-
-
-@pytest.mark.usefixtures("_compiler")
+@pytest.mark.usefixtures("cpp_compiler")
 @pytest.mark.parametrize("shape", [(2, 2), (64, 33), (1, 7), (5, 1)])
 def test_runs_for_other_sizes(shape):
     x_MN, out_MN = torch.randn(shape), torch.full(shape, float("nan"))
@@ -37,7 +31,7 @@ def test_runs_for_other_sizes(shape):
     torch.testing.assert_close(sums_M, x_MN.sum(1))
 
 
-@pytest.mark.usefixtures("_compiler")
+@pytest.mark.usefixtures("cpp_compiler")
 def test_making_one_leaves_the_caller_alone():
     before = torch.get_rng_state()
     with (
@@ -52,7 +46,7 @@ def test_making_one_leaves_the_caller_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.usefixtures("_compiler")
+@pytest.mark.usefixtures("cpp_compiler")
 def test_threads_make_them_one_after_the_other():
     def scaled_by(factor):
         def function(x_MN):

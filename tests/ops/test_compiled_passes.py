@@ -19,11 +19,7 @@ KINDS += [(name, torch.float32) for name in ("swiglu", "gelu")]
 KINDS += [("geglu", torch.float16)]
 
 
-@pytest.fixture(autouse=True)
-def _compiler():
-    problem = compiled_passes.forward_loop("relu", torch.float32).problem
-    if "InvalidCxxCompiler" in problem:
-        pytest.skip("no C++ compiler")
+needs_compiler = pytest.mark.usefixtures("cpp_compiler")
 
 
 def draw(activation, dtype, num_rows, hidden_dim, num_places):
@@ -48,6 +44,7 @@ def results(passes, call):
     return out_PF, d_h_PH, d_s_P
 
 
+@needs_compiler
 @pytest.mark.parametrize(("activation", "dtype"), KINDS)
 @pytest.mark.parametrize("sizes", [(9, 64, 20), (1, 33, 1), (130, 7, 130), (3, 2, 5)], ids=str)
 def test_is_what_the_passes_are(activation, dtype, sizes):
@@ -62,6 +59,7 @@ def test_is_what_the_passes_are(activation, dtype, sizes):
         assert_two_times(ours[2], plain[2], exact[2], what="ds", dtype=torch.float32)
 
 
+@needs_compiler
 @pytest.mark.parametrize(("activation", "dtype"), KINDS)
 def test_forward_and_backward_have_the_same_activation(activation, dtype):
     grad_PF, h_RH, _, s_P = draw(activation, dtype, 12, 40, 12)
@@ -75,6 +73,7 @@ def test_forward_and_backward_have_the_same_activation(activation, dtype):
     assert_two_times(out_PF, blocks, blocks.double(), what="out", dtype=dtype)
 
 
+@needs_compiler
 def test_what_they_serve():
     rows_RF = torch.empty(5, 1 << 10)
     of = [type(passes_for("relu", rows_RF, num_rows=1 << n, backward=True)) for n in (11, 12)]
@@ -87,6 +86,7 @@ def test_what_they_serve():
     )
 
 
+@needs_compiler
 @pytest.mark.parametrize("recompute_h", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])

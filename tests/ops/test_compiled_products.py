@@ -1,4 +1,4 @@
-"""The compiled loop for few rows by large weights: any sizes, any mode, and what happens without a compiler."""
+"""The compiled loop for few rows by large weights: any sizes, any mode, and where it is used."""
 
 from unittest.mock import patch
 
@@ -7,21 +7,15 @@ import torch
 
 from expertmesh.ops import compiled_products
 from expertmesh.ops.compiled import DTYPES
-from expertmesh.ops.compiled_products import ROWS, loop_for, product, rows_at_once
+from expertmesh.ops.compiled_products import ROWS, product, rows_at_once
 from expertmesh.testing.numerics import assert_two_times
 
-needs_compiler = pytest.mark.usefixtures("_compiler")
+needs_compiler = pytest.mark.usefixtures("cpp_compiler")
 
 
-@pytest.fixture
-def _compiler():
-    if "InvalidCxxCompiler" in loop_for(torch.float32, 1).problem:
-        pytest.skip("no C++ compiler")
-
-
-def make_call(sizes, dtype, seed=0, rows=4):
+def make_call(sizes, dtype, rows=4):
     R, E, N, K, B = sizes
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def below(most, *shape):
         return torch.randint(0, most, shape, generator=generator).int()

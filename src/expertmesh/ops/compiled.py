@@ -45,6 +45,11 @@ class Loop:
     run: Callable[..., Any] | None
     problem: str = ""
 
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Run it; for callers who have made sure that there is one."""
+        assert self.run is not None, self.problem
+        return self.run(*tensors)
+
 
 def make_loop(
     function: Callable[..., Any],

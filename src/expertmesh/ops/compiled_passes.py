@@ -45,9 +45,7 @@ class CompiledPasses:
 
     def forward(self, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> None:
         """As `Passes.forward`."""
-        run = forward_loop(self.activation, h_RH.dtype).run
-        assert run is not None, "callers ask `serves`"
-        run(h_RH, s_R, out_RF[: h_RH.shape[0]])
+        forward_loop(self.activation, h_RH.dtype)(h_RH, s_R, out_RF[: h_RH.shape[0]])
 
     def backward(
         self,
@@ -61,9 +59,9 @@ class CompiledPasses:
         """As `Passes.backward`, but h may not lie in the place of its gradient, and grad stays as it is."""
         if rows_P is None:
             rows_P = torch.arange(len(h_RH), dtype=torch.int32, device=h_RH.device)
-        run = backward_loop(self.activation, h_RH.dtype).run
-        assert run is not None, "callers ask `serves`"
-        return run(grad_PF, h_RH, rows_P, s_P, out_PF, *d_h_PH.split(out_PF.shape[1], 1))
+        return backward_loop(self.activation, h_RH.dtype)(
+            grad_PF, h_RH, rows_P, s_P, out_PF, *d_h_PH.split(out_PF.shape[1], 1)
+        )
 
 
 @cache

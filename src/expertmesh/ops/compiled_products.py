@@ -35,9 +35,8 @@ def rows_at_once(w_ENK: Tensor, sizes: list[int]) -> int:
         return 0
     if min(w_ENK.shape) < 2 or not w_ENK.is_contiguous():
         return 0
-    fits = max((rows for rows in ROWS if rows * w_ENK.shape[2] <= _ROW_ELEMENTS), default=1)
-    rows = next((rows for rows in ROWS if rows >= max(sizes, default=0)), fits)
-    rows = min(rows, fits)
+    K, fullest = w_ENK.shape[2], max(sizes, default=0)
+    rows = max(m for m in ROWS if m == 1 or (m * K <= _ROW_ELEMENTS and m < 2 * fullest))
     num_blocks = sum(-(-size // rows) for size in sizes)
     # each block reads its weight, more slowly with four rows; packing once takes as long as reading up to twice
     if not 1 < num_blocks <= (2 if rows == 4 else 1.5) * len(sizes):
@@ -59,9 +58,7 @@ def product(x_RK: Tensor, w_ENK: Tensor, experts_B: Tensor, rows_BM: Tensor) -> 
     Returns:
         (B, M, N) FP32.
     """
-    run = loop_for(w_ENK.dtype, rows_BM.shape[1]).run
-    assert run is not None, "callers ask `rows_at_once`"
-    return run(x_RK, w_ENK, experts_B, rows_BM)
+    return loop_for(w_ENK.dtype, rows_BM.shape[1])(x_RK, w_ENK, experts_B, rows_BM)
 
 
 @cache
