@@ -36,8 +36,7 @@ from benchmarks.distributed_ranks import (
 from benchmarks.harness import checked, circumstances, markdown_table, write_report
 from benchmarks.layer import DTYPES
 from benchmarks.layer_peers import Case, versions
-
-from expertmesh.testing.ranks import RankPool
+from tests.support.ranks import RankPool
 
 NOTE = (
     "Median of rounds, in which all contenders on all numbers of ranks take turns; a new batch, and so a new routing, in every "

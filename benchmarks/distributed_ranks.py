@@ -16,7 +16,7 @@ from expertmesh import MoELayer
 from expertmesh.comm.world import World
 from expertmesh.parallel.expert import spread_experts
 from expertmesh.testing.numerics import assert_two_times
-from expertmesh.train.heap import keep_freed_memory
+from expertmesh.training.heap import keep_freed_memory
 
 OURS, DROPLESS, CAPACITY = "expertmesh", "DeepSpeed MoE, dropless", "DeepSpeed MoE, capacity 1.0"
 NUM_BATCHES = 5

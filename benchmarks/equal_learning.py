@@ -20,15 +20,15 @@ from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.parameters import count_parameters
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
-from expertmesh.train.evaluate import Evaluation, evaluate
-from expertmesh.train.loader import Windows
-from expertmesh.train.loop import train
-from expertmesh.train.metrics import read_metrics
-from expertmesh.train.precision import resolve_precision
-from expertmesh.train.run_dir import RunDir, load_run
-from expertmesh.train.shards import prepare_data
-from expertmesh.train.state import load_weights
-from expertmesh.train.tokenizer import load_tokenizer, token_num_bytes
+from expertmesh.training.evaluate import Evaluation, evaluate
+from expertmesh.training.loader import Windows
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.precision import resolve_precision
+from expertmesh.training.run_dir import RunDir, load_run
+from expertmesh.training.shards import prepare_data
+from expertmesh.training.state import load_weights
+from expertmesh.training.tokenizer import load_tokenizer, token_num_bytes
 
 KINDS = {"moe": "gpt-moe-demo", "dense": "gpt-dense-demo"}
 COLORS = {"moe": "#0b6e99", "dense": "#c4632c"}

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import torch
 from benchmarks.race_contenders import Inputs, Racer, WeightSet, ours
 from benchmarks.race_shapes import BYTES, RaceShape
+from tests.support.memory import saved_bytes
 from torch import Tensor, nn
-
-from expertmesh.testing.memory import saved_bytes
 
 REPEATS = 20
 _INT32 = 4

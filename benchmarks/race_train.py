@@ -40,14 +40,14 @@ from expertmesh.costs.parameters import count_parameters
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
 from expertmesh.recipes.dense_twin import dense_twin
-from expertmesh.train.loader import Windows
-from expertmesh.train.loop import train
-from expertmesh.train.metrics import read_metrics
-from expertmesh.train.optim import build_optimizer
-from expertmesh.train.precision import resolve_precision
-from expertmesh.train.run_dir import RunDir
-from expertmesh.train.shards import prepare_data
-from expertmesh.train.step import training_step
+from expertmesh.training.loader import Windows
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.optim import build_optimizer
+from expertmesh.training.precision import resolve_precision
+from expertmesh.training.run_dir import RunDir
+from expertmesh.training.shards import prepare_data
+from expertmesh.training.step import training_step
 
 Part = Literal["speed", "moe", "dense"]
 PEAK_FLOPS_PER_S = 989e12

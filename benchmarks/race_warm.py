@@ -63,7 +63,7 @@ def warm(shapes: list[RaceShape], *, limit_s: float) -> float:
 
 def our_launches(shape: RaceShape, arch: str, *, training: bool) -> list[Any]:
     """What our layer's experts launch for a shape, recorded without running anything."""
-    from expertmesh.testing.experts_builds import step_launches
+    from tests.support.experts_builds import step_launches
 
     sizes = (shape.num_tokens, shape.dim, shape.hidden_dim, shape.num_experts, shape.top_k)
     found = step_launches(arch, torch.bfloat16, shape=sizes, activation=shape.activation)

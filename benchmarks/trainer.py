@@ -38,12 +38,12 @@ from torch import Tensor, nn
 from expertmesh.config.run import RunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
-from expertmesh.train.heap import keep_freed_memory
-from expertmesh.train.loader import Windows
-from expertmesh.train.optim import build_optimizer, learning_rate, set_learning_rate
-from expertmesh.train.precision import resolve_precision
-from expertmesh.train.shards import prepare_data
-from expertmesh.train.step import training_step
+from expertmesh.training.heap import keep_freed_memory
+from expertmesh.training.loader import Windows
+from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
+from expertmesh.training.precision import resolve_precision
+from expertmesh.training.shards import prepare_data
+from expertmesh.training.step import training_step
 
 Batch = tuple[Tensor, Tensor]
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from expertmesh.testing.nursery import the_nursery
+from tests.support.nursery import the_nursery
 
 hypothesis.settings.register_profile(
     "expertmesh",
@@ -115,7 +115,7 @@ def pytest_collection_finish(session):
 
 def _pool(num_ranks):
     # here, because only tests of several ranks pay for it
-    from expertmesh.testing.ranks import RankPool
+    from tests.support.ranks import RankPool
 
     pool = RankPool(num_ranks)
     yield pool

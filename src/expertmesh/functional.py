@@ -4,9 +4,9 @@ from expertmesh.moe.assignment import count_choices
 from expertmesh.moe.checkpointing import routing_checkpoint_contexts, routing_checkpoint_policy
 from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
 from expertmesh.ops.capacity import combine_capacity, dispatch_capacity, weighted_combine
-from expertmesh.ops.moe_mlp import moe_mlp
-from expertmesh.ops.moe_mlp_inputs import WeightGradients
-from expertmesh.ops.moe_mlp_parts import (
+from expertmesh.ops.experts.inputs import WeightGradients
+from expertmesh.ops.experts.moe_mlp import moe_mlp
+from expertmesh.ops.experts.parts import (
     HiddenRows,
     moe_mlp_data_grads,
     moe_mlp_forward,

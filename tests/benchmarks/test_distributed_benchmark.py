@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from expertmesh.testing.ranks import RankPool
+from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).parents[2]
 

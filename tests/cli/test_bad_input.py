@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.main import main
-from expertmesh.testing.patience import PATIENCE_S
 
 TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(3000))
 
@@ -326,7 +326,7 @@ def resume_from_damage(place: Place) -> list[str]:
 
 
 def disk_full(place: Place) -> list[str]:
-    from expertmesh.train import checkpoint
+    from expertmesh.training import checkpoint
 
     def full(folder, tensors):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
@@ -447,7 +447,7 @@ def generate_without_checkpoints(place: Place) -> list[str]:
 
 
 def generate_from_nan(place: Place) -> list[str]:
-    import expertmesh.train.state as state
+    import expertmesh.training.state as state
 
     load = state.load_weights
 

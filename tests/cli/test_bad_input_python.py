@@ -13,7 +13,7 @@ from expertmesh.config.run import RunConfig
 from expertmesh.infer.engine import generate
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.model import GPT
-from expertmesh.train.loop import train
+from expertmesh.training.loop import train
 
 D, T = 8, 5
 

@@ -7,8 +7,9 @@ import torch
 
 from expertmesh.cli import doctor
 from expertmesh.cli.main import main
-from expertmesh.ops import compiled_products, cpu_products
-from expertmesh.ops.compiled_products import Loop
+from expertmesh.ops.cpu import compiled_products
+from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.cpu.compiled_products import Loop
 
 
 def details(findings):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli import binding as module
 from expertmesh.cli.binding import (
@@ -20,7 +21,6 @@ from expertmesh.cli.binding import (
     own_binding,
     threads_verdict,
 )
-from expertmesh.testing.patience import PATIENCE_S
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 needs_two_cores = pytest.mark.skipif(

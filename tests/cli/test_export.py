@@ -14,10 +14,10 @@ from expertmesh.cli.main import main
 from expertmesh.config.run import RunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
-from expertmesh.train.checkpoint import list_checkpoints
-from expertmesh.train.export import export
-from expertmesh.train.loop import train
-from expertmesh.train.state import load_weights
+from expertmesh.training.checkpoint import list_checkpoints
+from expertmesh.training.export import export
+from expertmesh.training.loop import train
+from expertmesh.training.state import load_weights
 
 TINY = {
     "model.dim": 16,
@@ -79,7 +79,7 @@ def test_an_older_checkpoint_and_an_existing_file(runs, tmp_path, capsys):
 
 
 def test_all_dtypes_survive(tmp_path):
-    from expertmesh.train.checkpoint import CheckpointStore
+    from expertmesh.training.checkpoint import CheckpointStore
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
     tensors = {f"model.{str(d)[6:]}": torch.tensor([[0, 1], [1, 1]]).to(d) for d in dtypes}
@@ -140,7 +140,7 @@ def test_mistakes(runs, tmp_path, capsys, mistake):
 
 
 def test_a_full_disk_leaves_nothing(runs, tmp_path, monkeypatch):
-    from expertmesh.train import export as module
+    from expertmesh.training import export as module
 
     def fail(*args):
         raise OSError(28, "No space left on device")

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.main import main
-from expertmesh.testing.patience import PATIENCE_S
 
 
 @pytest.fixture

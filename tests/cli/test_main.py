@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli import main as front
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
-from expertmesh.testing.patience import PATIENCE_S
 
 
 def failing_verb(error):

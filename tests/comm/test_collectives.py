@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ranks import RankError, RankPool
 
 from expertmesh.comm.all_to_all.flat import all_to_all, exchange_counts
 from expertmesh.comm.collectives import (
@@ -17,7 +18,6 @@ from expertmesh.comm.collectives import (
 from expertmesh.comm.group import wait_for
 from expertmesh.comm.world import World
 from expertmesh.errors import CollectiveError, ConfigError
-from expertmesh.testing.ranks import RankError, RankPool
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

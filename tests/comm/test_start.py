@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.comm import start
 from expertmesh.comm.start import fresh_name
 from expertmesh.errors import ConfigError
-from expertmesh.testing.patience import PATIENCE_S
 
 
 def names_of_a_life(store, num_ranks=4, timeout_s=PATIENCE_S):

@@ -11,9 +11,9 @@ from expertmesh.infer.engine import generate_text
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
-from expertmesh.train.checkpoint import CheckpointStore
-from expertmesh.train.run_dir import RunDir
-from expertmesh.train.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
+from expertmesh.training.checkpoint import CheckpointStore
+from expertmesh.training.run_dir import RunDir
+from expertmesh.training.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 TEXTS = ["def main():\n    return 'é'\n", "import os\n"] * 30
 PROMPT = "def main("

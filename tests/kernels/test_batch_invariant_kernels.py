@@ -5,7 +5,7 @@ import torch
 
 from expertmesh import MoELayer
 from expertmesh.kernels import tiles
-from expertmesh.ops import invariant
+from expertmesh.ops.invariant import operators as invariant
 from expertmesh.testing.numerics import assert_two_times
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

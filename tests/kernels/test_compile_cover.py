@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.aot import TARGETS
+from tests.support.build_rules import BULK_COPY, check_experts, check_routing
+from tests.support.experts_builds import GEMMS, step_launches
+from tests.support.routing_builds import main_cases
 
 import expertmesh.kernels
-from expertmesh.testing.aot import TARGETS
-from expertmesh.testing.build_rules import BULK_COPY, check_experts, check_routing
-from expertmesh.testing.experts_builds import GEMMS, step_launches
-from expertmesh.testing.routing_builds import main_cases
 
 MOST_BUILDS = 60
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -5,10 +5,9 @@ What is built by default is part of the covering set of test_compile_cover.py.
 
 import pytest
 import torch
-
-from expertmesh.testing.aot import TARGETS
-from expertmesh.testing.build_rules import check_experts
-from expertmesh.testing.experts_builds import step_launches
+from tests.support.aot import TARGETS
+from tests.support.build_rules import check_experts
+from tests.support.experts_builds import step_launches
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DECODE = (4, 2048, 768, 64, 8)

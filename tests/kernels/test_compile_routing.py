@@ -1,16 +1,15 @@
 """Routing kernels compile for every GPU target, without spills, with wide loads and without global atomics.
 
-No GPU is needed: see expertmesh.testing.aot. All variants for all targets are built in `make kernels-all`; what is
+No GPU is needed: see tests.support.aot. All variants for all targets are built in `make kernels-all`; what is
 built by default is part of the covering set of test_compile_cover.py.
 """
 
 import re
 
 import pytest
-
-from expertmesh.testing.aot import TARGETS, build
-from expertmesh.testing.build_rules import GLOBAL_ATOMIC, check_routing
-from expertmesh.testing.routing_builds import further_cases, main_cases
+from tests.support.aot import TARGETS, build
+from tests.support.build_rules import GLOBAL_ATOMIC, check_routing
+from tests.support.routing_builds import further_cases, main_cases
 
 CASES = (*main_cases().values(), *further_cases())
 

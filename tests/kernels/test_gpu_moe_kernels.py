@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.experts_case import ExpertsCase
+from tests.support.poison import poisoned_empty
 
 from expertmesh.kernels import tiles
 from expertmesh.ops import reference
-from expertmesh.ops.moe_mlp import moe_mlp
+from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
-from expertmesh.testing.experts_case import ExpertsCase
 from expertmesh.testing.numerics import assert_two_times
-from expertmesh.testing.poison import poisoned_empty
 
 # what CUDA's part of PyTorch warns of (TF32, the synchronisation debug mode) is no failure
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -6,10 +6,9 @@ the same arguments. Nothing is compiled.
 
 import pytest
 import torch
+from tests.support.aot import TARGETS
+from tests.support.experts_builds import step_launches
 from triton.runtime import driver
-
-from expertmesh.testing.aot import TARGETS
-from expertmesh.testing.experts_builds import step_launches
 
 SHAPES = {
     "qwen3": ((8192, 2048, 768, 128, 8), "swiglu"),

@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.support.experts_case import ExpertsCase, check_together
+from tests.support.poison import poisoned_empty
 
 from expertmesh.errors import ConfigError
 from expertmesh.kernels import grouped, tiles
 from expertmesh.kernels.tiles import Tile
-from expertmesh.ops import moe_mlp_triton
 from expertmesh.ops.activation import _INNER
-from expertmesh.ops.expert_loop import Experts, Maps, Needs
-from expertmesh.ops.moe_mlp import moe_mlp
+from expertmesh.ops.cpu.forward import Experts, Maps, Needs
+from expertmesh.ops.experts import triton_backend as moe_mlp_triton
+from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.route_metadata import route_metadata
-from expertmesh.testing.experts_case import ExpertsCase, check_together
 from expertmesh.testing.numerics import assert_differs
-from expertmesh.testing.poison import poisoned_empty
 
 SMALL = Tile(16, 16, 16, 4, 1, group_m=3)
 

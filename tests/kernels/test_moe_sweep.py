@@ -9,13 +9,13 @@ from itertools import combinations, product
 
 import pytest
 import torch
+from tests.support.experts_case import ExpertsCase, check_together
+from tests.support.pairwise import covering
+from tests.support.poison import poisoned_empty
 
 from expertmesh.kernels import tiles
 from expertmesh.kernels.tiles import Tile
 from expertmesh.ops.activation import _INNER
-from expertmesh.testing.experts_case import ExpertsCase, check_together
-from expertmesh.testing.pairwise import covering
-from expertmesh.testing.poison import poisoned_empty
 
 GEMMS = ("up", "down", "hidden_grad", "input_grad", "w_in_grad", "w_out_grad")
 # the sums of weight gradients are split wherever an expert has more rows than a piece

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.experts_builds import step_launches
+from tests.support.experts_case import ExpertsCase
+from tests.support.poison import poisoned_empty
 
 from expertmesh.kernels import moe_wgrad, pieces, tiles
 from expertmesh.kernels.tiles import Tile
-from expertmesh.testing.experts_builds import step_launches
-from expertmesh.testing.experts_case import ExpertsCase
-from expertmesh.testing.poison import poisoned_empty
 
 GEMMS = ("up", "down", "hidden_grad", "input_grad", "w_in_grad", "w_out_grad")
 SPLIT = dict.fromkeys(GEMMS, Tile(16, 16, 16, 4, 1, group_m=3)) | {"sharing": 60, "piece_rows": 16}

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.poison import poisoned_empty
 
 from expertmesh.kernels import route_metadata as kernels
 from expertmesh.ops import reference
-from expertmesh.testing.poison import poisoned_empty
 
 TOKENS = [0, 1, 7, 128, 1000]
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from tests.support.poison import poisoned_empty
 
 from expertmesh.kernels import capacity as capacity_kernels
 from expertmesh.kernels import combine as combine_kernels
 from expertmesh.kernels import permute as permute_kernels
 from expertmesh.ops import reference
 from expertmesh.testing.numerics import assert_two_times
-from expertmesh.testing.poison import poisoned_empty
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [

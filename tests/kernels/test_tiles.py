@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from tests.support.experts_builds import step_launches
 
 from expertmesh.kernels import tiles
-from expertmesh.testing.experts_builds import step_launches
 
 WIDTHS = [(2048, 768), (4096, 14_336), (4096, 512), (2048, 1024), (7168, 2048), (2048, 2048)]
 ROWS = (1, 8, 24, 48, 100, 256, 2048, 32_768)
@@ -56,7 +56,7 @@ def test_descriptors_need_weights_that_begin_at_16_bytes():
 def test_shards_at_odd_places_take_the_path_with_pointers(monkeypatch):
     def names_with_descriptors(offset):
         monkeypatch.setattr(
-            "expertmesh.testing.experts_builds.torch.empty",
+            "tests.support.experts_builds.torch.empty",
             lambda *size, **options: _behind(offset, *size, **options),
         )
         return {

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
+from tests.support.poison import poisoned_empty
 
 from expertmesh.kernels import topk as kernels
 from expertmesh.kernels.topk import Rule
 from expertmesh.moe.selection import SelectionOptions, choose_by_token
 from expertmesh.ops import reference
 from expertmesh.testing.numerics import assert_two_times
-from expertmesh.testing.poison import poisoned_empty
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUNCTIONS = ["softmax", "sigmoid", "softmax_after_topk"]

@@ -11,7 +11,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.infer.cache import KVCache
 from expertmesh.infer.engine import pad_left
 from expertmesh.models.gpt.model import GPT
-from expertmesh.ops.invariant_attention import attention
+from expertmesh.ops.invariant.attention import attention
 from expertmesh.testing import numerics
 
 VOCAB, LONGEST = 43, 150

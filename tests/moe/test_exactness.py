@@ -7,6 +7,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from tests.support.layer_case import LayerCase, check_exact
 
 from expertmesh import MoELayer, Routing
 from expertmesh.moe import assignment, losses
@@ -14,8 +15,7 @@ from expertmesh.moe import experts as experts_module
 from expertmesh.moe.assignment import capacity_of
 from expertmesh.moe.losses import router_z_loss
 from expertmesh.moe.selection import hash_experts
-from expertmesh.ops.moe_mlp import moe_mlp
-from expertmesh.testing.layer_case import LayerCase, check_exact
+from expertmesh.ops.experts.moe_mlp import moe_mlp
 
 SIZES_T = (0, 1, 2, 5, 9, 17, 17)
 SIZES_D = (1, 3, 8, 13)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.support.memory import saved_bytes
 from torch.profiler import ProfilerActivity, profile
 
 from expertmesh import MoELayer
 from expertmesh.moe.phases import PHASES
-from expertmesh.testing.memory import saved_bytes
 
 SHAPES = [(512, 64, 96, 8, 2), (700, 128, 160, 16, 1), (256, 96, 64, 32, 8)]
 ONE_PERCENT = 100

@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tests.support.poison import poisoned_empty
 
 from expertmesh.testing import numerics
 from expertmesh.testing.loop_layer import LoopInputs, loop_forward
 from expertmesh.testing.oracle import oracle_backward, oracle_forward
 from expertmesh.testing.oracle_types import OracleInputs, OracleOptions
-from expertmesh.testing.poison import poisoned_empty
 
 T, D, F, E, K = 9, 5, 6, 4, 2
 COSINE_DIM = 3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from expertmesh.ops.compiled_products import loop_for
+from expertmesh.ops.cpu.compiled_products import loop_for
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from expertmesh.ops import compiled
-from expertmesh.ops.compiled import Loop, example_values, make_loop
+from expertmesh.ops.cpu import compiled
+from expertmesh.ops.cpu.compiled import Loop, example_values, make_loop
 
 
 def scaled(x_MN, out_MN):
@@ -68,7 +68,9 @@ def test_threads_make_them_one_after_the_other():
 WITHOUT = """
 import torch
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.ops import compiled_passes, compiled_products, few_rows
+from expertmesh.ops.cpu import compiled_passes
+from expertmesh.ops.cpu import compiled_products
+from expertmesh.ops.cpu import few_rows
 
 compiled_passes.SMALLEST = compiled_products.SMALLEST = 1
 x, w_in, w_out = torch.randn(5, 32), torch.randn(3, 1, 48, 32), torch.randn(3, 32, 48)

@@ -4,15 +4,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.support.experts_case import ExpertsCase
+from tests.support.poison import poisoned_empty
 
 from expertmesh.config.model import Activation
-from expertmesh.ops import compiled_passes
 from expertmesh.ops.activation import num_branches, pointwise, pointwise_backward
-from expertmesh.ops.activation_passes import Passes, passes_for
-from expertmesh.ops.compiled_passes import CompiledPasses, serves
-from expertmesh.testing.experts_case import ExpertsCase
+from expertmesh.ops.cpu import compiled_passes
+from expertmesh.ops.cpu.activation_passes import Passes, passes_for
+from expertmesh.ops.cpu.compiled_passes import CompiledPasses, serves
 from expertmesh.testing.numerics import assert_two_times
-from expertmesh.testing.poison import poisoned_empty
 
 KINDS = [(name, torch.bfloat16) for name in Activation.__args__]
 KINDS += [(name, torch.float32) for name in ("swiglu", "gelu")]

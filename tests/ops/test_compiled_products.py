@@ -5,9 +5,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from expertmesh.ops import compiled_products
-from expertmesh.ops.compiled import DTYPES
-from expertmesh.ops.compiled_products import ROWS, product, rows_at_once
+from expertmesh.ops.cpu import compiled_products
+from expertmesh.ops.cpu.compiled import DTYPES
+from expertmesh.ops.cpu.compiled_products import ROWS, product, rows_at_once
 from expertmesh.testing.numerics import assert_two_times
 
 needs_compiler = pytest.mark.usefixtures("cpp_compiler")

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from expertmesh.ops import cpu_products
+from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.testing.numerics import assert_two_times
 
 

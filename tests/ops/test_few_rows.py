@@ -4,14 +4,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.support.poison import poisoned_empty
 
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.moe import short_call
-from expertmesh.ops import compiled_products, few_rows
+from expertmesh.ops.cpu import compiled_products, few_rows
 from expertmesh.testing.numerics import assert_two_times
-from expertmesh.testing.poison import poisoned_empty
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 

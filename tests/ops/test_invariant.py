@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertmesh.ops import invariant
 from expertmesh.ops.activation import activate, inner_name, num_branches
-from expertmesh.ops.invariant_attention import attention
+from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.invariant.attention import attention
 from expertmesh.testing.numerics import assert_close_fp64
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.support.experts_case import ExpertsCase
 
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.functional import WeightGradients, moe_mlp
-from expertmesh.testing.experts_case import ExpertsCase
 from expertmesh.testing.numerics import assert_two_times
 
 NAMES = ("w_in", "w_out", "b_in", "b_out")

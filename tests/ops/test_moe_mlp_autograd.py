@@ -5,7 +5,7 @@ import torch
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.ops import expert_loop
+from expertmesh.ops.cpu import forward as expert_loop
 
 T, K, E, D, F = 24, 2, 4, 16, 12
 

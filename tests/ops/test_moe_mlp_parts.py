@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tests.support.experts_case import ExpertsCase
+from tests.support.poison import poisoned_empty
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import (
@@ -11,8 +13,6 @@ from expertmesh.functional import (
     moe_mlp_forward,
     moe_mlp_weight_grads,
 )
-from expertmesh.testing.experts_case import ExpertsCase
-from expertmesh.testing.poison import poisoned_empty
 
 
 def apart(case, backend, *, save_h=True, sizes=None, main_grads=None):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from tests.support.experts_case import NAMES, ExpertsCase
+from tests.support.memory import saved_bytes
+from tests.support.poison import poisoned_empty
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.testing.experts_case import NAMES, ExpertsCase
-from expertmesh.testing.memory import saved_bytes
 from expertmesh.testing.numerics import assert_close_fp64
-from expertmesh.testing.poison import poisoned_empty
 
 SHAPE = (40, 16, 24, 5, 2)
 

@@ -4,12 +4,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.support.experts_case import ExpertsCase
+from tests.support.poison import poisoned_empty
 
-from expertmesh.ops import expert_loop_backward
 from expertmesh.ops.backend import gemm_rows
-from expertmesh.ops.padded_runs import padded_runs
-from expertmesh.testing.experts_case import ExpertsCase
-from expertmesh.testing.poison import poisoned_empty
+from expertmesh.ops.cpu import backward as expert_loop_backward
+from expertmesh.ops.cpu.padded_runs import padded_runs
 
 CPU = torch.device("cpu")
 COUNTS = [0, 70, 3, 0, 129, 64, 0, 33, 0]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.support.poison import poisoned_empty
 
 from expertmesh.functional import combine, permute, route_metadata, unpermute
 from expertmesh.testing.numerics import assert_two_times
-from expertmesh.testing.poison import poisoned_empty
 
 SHAPES = [(0, 2, 3, 4), (1, 1, 1, 1), (7, 3, 5, 5), (40, 2, 4, 33), (9, 8, 8, 16)]
 

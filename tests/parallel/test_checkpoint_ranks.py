@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from tests.support.memory import peak_bytes
 from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.world import World
@@ -18,15 +19,19 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.team import Team
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.memory import peak_bytes
 from expertmesh.testing.numerics import relative_error
-from expertmesh.train import checkpoint
-from expertmesh.train.checkpoint import CheckpointStore, find_damage, list_checkpoints, newest_good
-from expertmesh.train.checkpoint_tensors import read_tensors, tensor_shapes
-from expertmesh.train.loop import train
-from expertmesh.train.metrics import read_metrics
-from expertmesh.train.optim import build_optimizer
-from expertmesh.train.state import RunProgress, TrainState
+from expertmesh.training import checkpoint
+from expertmesh.training.checkpoint import (
+    CheckpointStore,
+    find_damage,
+    list_checkpoints,
+    newest_good,
+)
+from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.optim import build_optimizer
+from expertmesh.training.state import RunProgress, TrainState
 
 RELATIVE = 1e-9
 STEPS, SAVED = 6, 2

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tests.support.form_case import FORMS
+from tests.support.memory import peak_bytes
 
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
@@ -9,8 +11,6 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.construct import give_memory
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.form_case import FORMS
-from expertmesh.testing.memory import peak_bytes
 
 LAYOUTS = FORMS | {
     "sliced": {"es_degree": 2, "expert_order": "experts_inner"},

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.support import spread_case
+from tests.support.spread_case import D, E, SpreadCase, run_spread, run_whole, world_of
 from torch import nn
 
 from expertmesh.comm.world import World
@@ -15,7 +17,6 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.apply import follow_optimizer, parallelize
 from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.parallel.expert import spread_experts
-from expertmesh.testing import spread_case
 from expertmesh.testing.numerics import (
     FP64_RELATIVE,
     assert_two_times,
@@ -23,7 +24,6 @@ from expertmesh.testing.numerics import (
     max_error,
     relative_error,
 )
-from expertmesh.testing.spread_case import D, E, SpreadCase, run_spread, run_whole, world_of
 
 
 class Expert(nn.Module):

@@ -9,12 +9,12 @@ import sys
 from contextlib import contextmanager
 
 import pytest
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error
-from expertmesh.testing.patience import PATIENCE_S
-from expertmesh.train.loop import train
-from expertmesh.train.metrics import read_metrics
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
 
 RELATIVE = 1e-9
 STEPS = 4

@@ -15,9 +15,9 @@ from expertmesh.parallel.scaler import LossScaler
 from expertmesh.parallel.team import Team
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import assert_two_times
-from expertmesh.train.optim import build_optimizer
-from expertmesh.train.precision import resolve_precision
-from expertmesh.train.step import training_step
+from expertmesh.training.optim import build_optimizer
+from expertmesh.training.precision import resolve_precision
+from expertmesh.training.step import training_step
 
 B, S = 8, 16
 MODEL = {

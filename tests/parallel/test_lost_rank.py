@@ -6,12 +6,12 @@ import signal
 import time
 
 import pytest
+from tests.support.agent import Agent
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.main import main
-from expertmesh.testing.agent import Agent
-from expertmesh.testing.patience import PATIENCE_S
-from expertmesh.train.checkpoint import list_checkpoints, newest_good
-from expertmesh.train.metrics import read_metrics
+from expertmesh.training.checkpoint import list_checkpoints, newest_good
+from expertmesh.training.metrics import read_metrics
 
 NUM_RANKS = 4
 TIMEOUT_S = 5.0
@@ -30,7 +30,7 @@ def words_of(folder, *more):
 
 def command_line(words, odd=None, number=None):
     """The command line on this rank; rank `odd` gets a signal in the middle of its part of the third checkpoint."""
-    from expertmesh.train import checkpoint
+    from expertmesh.training import checkpoint
 
     write, calls = checkpoint.write_tensors, []
 

@@ -1,13 +1,12 @@
 """One oracle for every form of parallelism: some steps of a small GPT on many ranks equal those of one process.
 
-The cases cover every pair of values of all factors (`expertmesh.testing.form_case`) that can meet on eight processes.
+The cases cover every pair of values of all factors (`tests.support.form_case`) that can meet on eight processes.
 """
 
 from itertools import combinations, product
 
 import pytest
-
-from expertmesh.testing.form_case import (
+from tests.support.form_case import (
     CONSTRAINED,
     FormCase,
     allowed,
@@ -17,8 +16,9 @@ from expertmesh.testing.form_case import (
     differences,
     run_form,
 )
+from tests.support.pairwise import covering
+
 from expertmesh.testing.numerics import FP64_RELATIVE
-from expertmesh.testing.pairwise import covering
 
 FACTORS = covering_factors()
 ROWS = covering(FACTORS, allowed, cost=cost)

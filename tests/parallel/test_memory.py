@@ -11,7 +11,7 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.recipes import RECIPES
-from expertmesh.train.optim import build_optimizer
+from expertmesh.training.optim import build_optimizer
 
 TWO_PERCENT = 0.02
 MODEL = {

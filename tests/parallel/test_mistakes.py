@@ -13,7 +13,7 @@ from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, PeerError
 from expertmesh.parallel.expert import spread_experts
 from expertmesh.recipes import RECIPES
-from expertmesh.train.loop import train
+from expertmesh.training.loop import train
 
 TINY = {
     "train.steps": 1,

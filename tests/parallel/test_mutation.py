@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.form_case import FormCase, differences, run_form, world_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -16,7 +17,6 @@ from expertmesh.comm import collectives
 from expertmesh.comm.all_to_all import flat
 from expertmesh.comm.world import World
 from expertmesh.parallel import clip, expert, expert_storage, team, tensor
-from expertmesh.testing.form_case import FormCase, differences, run_form, world_of
 from expertmesh.testing.numerics import FP64_RELATIVE
 
 STEPS = 2

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from tests.support.spread_case import D, SpreadCase, build, compare, world_of
+from tests.support.two_devices import two_devices
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,10 +19,8 @@ from expertmesh.parallel.expert import spread_experts
 from expertmesh.parallel.offload import HostMemory
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error
-from expertmesh.testing.spread_case import D, SpreadCase, build, compare, world_of
-from expertmesh.testing.two_devices import two_devices
-from expertmesh.train.loop import train
-from expertmesh.train.metrics import read_metrics
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
 
 KEEPS = ("until_step", "until_backward", "regather")
 

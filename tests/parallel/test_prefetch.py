@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.support.spread_case import world_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +15,6 @@ from expertmesh.parallel.expert import spread_experts
 from expertmesh.parallel.gathering import Fetch
 from expertmesh.parallel.prefetch import Prefetcher
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
-from expertmesh.testing.spread_case import world_of
 
 D, F, E, LAYERS = 8, 12, 8, 3
 PARAMETERS = E * F * D * 3

@@ -18,16 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from tests.support.agent import Agent
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.launched import leave
 from expertmesh.comm.start import start_group
 from expertmesh.config.run import RunConfig
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.agent import Agent
 from expertmesh.testing.numerics import relative_error
-from expertmesh.testing.patience import PATIENCE_S
-from expertmesh.train.loop import train
-from expertmesh.train.metrics import read_metrics
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
 
 RELATIVE = 1e-9
 NUM_RANKS = 4

@@ -5,8 +5,7 @@ import random
 
 import pytest
 import torch
-
-from expertmesh.testing.spread_case import SpreadCase, compare
+from tests.support.spread_case import SpreadCase, compare
 
 LAYERS = {
     "gated": {},

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.spread_case import D, SpreadCase, build, world_of
 from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.world import World
@@ -10,8 +11,7 @@ from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.expert import spread_experts
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.spread_case import D, SpreadCase, build, world_of
-from expertmesh.train.optim import build_optimizer
+from expertmesh.training.optim import build_optimizer
 
 PARTS = 3  # gradients and two moments are as large as the parameters
 STEP_COUNTER_BYTES = 4

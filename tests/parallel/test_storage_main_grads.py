@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
+from tests.support import spread_case
+from tests.support.spread_case import SpreadCase, build, whole, world_of
 
-from expertmesh.ops.moe_mlp_inputs import WeightGradients
+from expertmesh.ops.experts.inputs import WeightGradients
 from expertmesh.parallel.expert import spread_experts
-from expertmesh.testing import spread_case
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
-from expertmesh.testing.spread_case import SpreadCase, build, whole, world_of
 
 MICRO_BATCHES = 3
 NAMES = ("w_in", "w_out", "b_in", "b_out")

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 import torch
+from tests.support import spread_case
+from tests.support.spread_case import D, E, F, SpreadCase, build, whole, world_of
 
 from expertmesh.parallel.expert import spread_experts
-from expertmesh.testing import spread_case
 from expertmesh.testing.numerics import assert_two_times
-from expertmesh.testing.spread_case import D, E, F, SpreadCase, build, whole, world_of
 
 PARAMETERS = E * F * D * 3
 TOKENS = 6

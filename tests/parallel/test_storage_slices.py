@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
+from tests.support.spread_case import world_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.expert import spread_experts
-from expertmesh.testing.spread_case import world_of
 
 DIM, HIDDEN, EXPERTS = 16, 64, 8
 

@@ -24,9 +24,9 @@ from expertmesh.parallel.team import Team
 from expertmesh.parallel.tensor import Sliced, Whole, tensor_group
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
-from expertmesh.train.optim import build_optimizer
-from expertmesh.train.precision import resolve_precision
-from expertmesh.train.step import accumulate_gradients, training_step
+from expertmesh.training.optim import build_optimizer
+from expertmesh.training.precision import resolve_precision
+from expertmesh.training.step import accumulate_gradients, training_step
 
 B, S, STEPS = 8, 16, 5
 

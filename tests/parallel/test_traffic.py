@@ -3,11 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-
-from expertmesh.parallel.expert import spread_experts
-from expertmesh.testing import spread_case
-from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
-from expertmesh.testing.spread_case import (
+from tests.support import spread_case
+from tests.support.spread_case import (
     D,
     E,
     F,
@@ -16,6 +13,9 @@ from expertmesh.testing.spread_case import (
     compare,
     world_of,
 )
+
+from expertmesh.parallel.expert import spread_experts
+from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 ELEMENT = 8
 PARAMETERS = E * F * D * 3  # SwiGLU: gate, up and out

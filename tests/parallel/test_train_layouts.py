@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from rich.console import Console
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error
-from expertmesh.testing.patience import PATIENCE_S
-from expertmesh.train.loop import train
-from expertmesh.train.metrics import read_metrics
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
 
 STEPS = 20
 RELATIVE = 1e-9
@@ -194,7 +194,7 @@ def torchrun(num_ranks, *words):
             command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment
         )
         if "connectFullMesh failed" not in done.stderr:
-            break  # gloo sometimes cannot connect on a loaded machine; see expertmesh.testing.ranks
+            break  # gloo sometimes cannot connect on a loaded machine; see tests.support.ranks
     return done
 
 

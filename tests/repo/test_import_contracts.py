@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from expertmesh.testing.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +24,7 @@ VIOLATIONS = {
     },
     "triton-only-in-kernels": {"ops/planted.py": "import triton\n"},
     "torch-free": {"costs/planted.py": "import torch\n"},
-    "third-party": {"train/planted.py": "import transformers\n"},
+    "third-party": {"training/planted.py": "import transformers\n"},
     "siblings": {
         "models/swin/__init__.py": "",
         "models/swin/model.py": "import expertmesh.models.gpt.model\n",
@@ -35,7 +34,7 @@ VIOLATIONS = {
         "integrations/tutel.py": "",
         "integrations/fairseq.py": "import expertmesh.integrations.tutel\n",
     },
-    "no-testing-in-runtime": {"train/planted.py": "import expertmesh.testing\n"},
+    "no-testing-in-runtime": {"training/planted.py": "import expertmesh.testing\n"},
     "acyclic": {
         "costs/planted_one.py": "import expertmesh.costs.planted_two\n",
         "costs/planted_two.py": "import expertmesh.costs.planted_one\n",

@@ -8,8 +8,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
-
-from expertmesh.testing.nursery import Nursery, the_nursery
+from tests.support.nursery import Nursery, the_nursery
 
 BEFORE = []
 

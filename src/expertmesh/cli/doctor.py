@@ -144,7 +144,7 @@ def matrix_products() -> list[Finding]:
     """The libraries and instructions behind matrix products on the CPU."""
     import torch
 
-    from expertmesh.ops.cpu_products import goes_to_onednn
+    from expertmesh.ops.cpu.products import goes_to_onednn
 
     build = torch.__config__.show()
     blas = re.search(r"BLAS_INFO=(\w+)", build)
@@ -205,7 +205,7 @@ def precision() -> list[Finding]:
     """What `--train.dtype auto` means here."""
     import torch
 
-    from expertmesh.train.precision import fast_dtype
+    from expertmesh.training.precision import fast_dtype
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = str(fast_dtype(device)).removeprefix("torch.")
@@ -282,7 +282,7 @@ def compiler() -> list[Finding]:
     """Whether torch.compile works on the CPU, which our products of few rows use too; trying it takes some seconds."""
     import torch
 
-    from expertmesh.ops.compiled_products import loop_for
+    from expertmesh.ops.cpu.compiled_products import loop_for
 
     log = logging.getLogger("expertmesh.ops")
     log.disabled = True  # what it would say is said here

@@ -24,7 +24,7 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     from pathlib import Path
 
-    from expertmesh.train.export import export
+    from expertmesh.training.export import export
 
     output = Path(options.output).expanduser()
     found = export(Path(options.source).expanduser(), output, overwrite=options.overwrite)

@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
 
     from expertmesh.infer.engine import generate_text
     from expertmesh.infer.sampling import Sampling
-    from expertmesh.train.tokenizer import END_OF_TEXT_ID
+    from expertmesh.training.tokenizer import END_OF_TEXT_ID
 
     sampling = Sampling(
         greedy=options.greedy,
@@ -113,13 +113,13 @@ def _check(options: Any) -> None:
 
 def _load(options: Any) -> tuple[Any, Any, Any]:
     """The model with its weights, the tokenizer, and the precision of the run on this machine."""
-    from expertmesh.train.run_dir import load_run
+    from expertmesh.training.run_dir import load_run
 
     found = load_run(options.run)
     from expertmesh.models.gpt.model import GPT
-    from expertmesh.train import state
-    from expertmesh.train.precision import resolve_precision
-    from expertmesh.train.tokenizer import load_tokenizer
+    from expertmesh.training import state
+    from expertmesh.training.precision import resolve_precision
+    from expertmesh.training.tokenizer import load_tokenizer
 
     train = found.config.train
     if options.device is not None:

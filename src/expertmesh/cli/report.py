@@ -15,7 +15,7 @@ from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertmesh.models.gpt.model import GPT
-    from expertmesh.train.run_dir import Run
+    from expertmesh.training.run_dir import Run
 
 _PROMPTS = (
     "import os\nimport sys\n",
@@ -74,8 +74,8 @@ def run(argv: list[str]) -> int:
 
 
 def _report(options: Any) -> int:
-    from expertmesh.train.metrics import read_metrics
-    from expertmesh.train.run_dir import RunDir, load_run
+    from expertmesh.training.metrics import read_metrics
+    from expertmesh.training.run_dir import RunDir, load_run
 
     found = load_run(options.run)
     folder = RunDir(options.run)
@@ -110,8 +110,8 @@ def _report(options: Any) -> int:
 
 def _load_model(found: "Run") -> "GPT":
     from expertmesh.models.gpt.model import GPT
-    from expertmesh.train.precision import resolve_precision
-    from expertmesh.train.state import load_weights
+    from expertmesh.training.precision import resolve_precision
+    from expertmesh.training.state import load_weights
 
     precision = resolve_precision(found.config.train)
     model = GPT(found.config.model, device=precision.device, dtype=precision.master_dtype, seed=0)
@@ -123,15 +123,15 @@ def _bits_per_byte(found: "Run", model: "GPT") -> tuple[float, float]:
     """Bits per byte of the model and of the trigram model, on all of the validation split."""
     import torch
 
-    from expertmesh.train.checkpoint import read_state
-    from expertmesh.train.corpus import texts
-    from expertmesh.train.evaluate import evaluate
-    from expertmesh.train.loader import Windows
-    from expertmesh.train.ngram import ByteTrigram
-    from expertmesh.train.precision import resolve_precision
-    from expertmesh.train.shards import prepare_data
-    from expertmesh.train.state import check_same_data
-    from expertmesh.train.tokenizer import load_tokenizer, token_num_bytes
+    from expertmesh.training.checkpoint import read_state
+    from expertmesh.training.corpus import texts
+    from expertmesh.training.evaluate import evaluate
+    from expertmesh.training.loader import Windows
+    from expertmesh.training.ngram import ByteTrigram
+    from expertmesh.training.precision import resolve_precision
+    from expertmesh.training.shards import prepare_data
+    from expertmesh.training.state import check_same_data
+    from expertmesh.training.tokenizer import load_tokenizer, token_num_bytes
 
     config = found.config
     data = prepare_data(config.data, vocab_size=config.model.vocab_size)
@@ -164,7 +164,7 @@ def sample(
     """
     from expertmesh.infer.engine import generate_batch
     from expertmesh.infer.sampling import Sampling
-    from expertmesh.train.tokenizer import END_OF_TEXT_ID, load_tokenizer
+    from expertmesh.training.tokenizer import END_OF_TEXT_ID, load_tokenizer
 
     if count == 0:
         return []

@@ -9,7 +9,7 @@ from expertmesh.config.base import launched_rank
 from expertmesh.config.run import ParallelConfig, RunConfig
 
 if TYPE_CHECKING:
-    from expertmesh.train.loop import TrainResult
+    from expertmesh.training.loop import TrainResult
 
 
 def run(argv: list[str]) -> int:
@@ -32,8 +32,8 @@ def run(argv: list[str]) -> int:
         if rank == 0:
             print(describe(parsed.config, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
-    from expertmesh.train.loop import train
-    from expertmesh.train.precision import resolve_precision
+    from expertmesh.training.loop import train
+    from expertmesh.training.precision import resolve_precision
 
     with said_once():
         resolve_precision(parsed.config.train)
@@ -59,7 +59,7 @@ def describe(config: RunConfig, *, recipe: str, num_ranks: int = 1) -> str:
     from expertmesh.costs.flops import forward_flops
     from expertmesh.costs.parameters import count_parameters
     from expertmesh.models.gpt.parallelize import check_degrees
-    from expertmesh.train.precision import resolve_precision
+    from expertmesh.training.precision import resolve_precision
 
     seq_len = config.data.seq_len
     check_degrees(config.model, config.parallel, num_ranks=num_ranks, seq_len=seq_len)

@@ -74,7 +74,7 @@ def layer_activation_bytes(
     Returns:
         An estimate from the tensors that PyTorch and our operators save on the CPU: for the norms their input,
         for attention queries, keys, values and output, and for experts the input and, unless
-        they are computed again (`recompute_h`), the pre-activations alone (see `ops/moe_mlp.py`).
+        they are computed again (`recompute_h`), the pre-activations alone (see `ops/experts/moe_mlp.py`).
     """
     compute = DTYPE_BYTES[dtype]
     stream = max(compute, 4)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.models import row_blocks, short_attention
-from expertmesh.ops import cpu_products, invariant
-from expertmesh.ops.invariant_attention import attention as invariant_attention
+from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.invariant.attention import attention as invariant_attention
 
 
 class LayerCache(Protocol):

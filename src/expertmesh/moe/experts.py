@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
-from expertmesh.ops import few_rows
 from expertmesh.ops.activation import activate, num_branches
-from expertmesh.ops.invariant_experts import invariant_mlp, invariant_moe_mlp
-from expertmesh.ops.moe_mlp import moe_mlp
-from expertmesh.ops.moe_mlp_inputs import WeightGradients, Weights
+from expertmesh.ops.cpu import few_rows
+from expertmesh.ops.experts.inputs import WeightGradients, Weights
+from expertmesh.ops.experts.moe_mlp import moe_mlp
+from expertmesh.ops.invariant.experts import invariant_mlp, invariant_moe_mlp
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.ops.route_metadata import route_metadata

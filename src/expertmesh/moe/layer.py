@@ -39,7 +39,7 @@ from expertmesh.moe.validation import (
     flat_argument,
 )
 from expertmesh.moe.whole_call import SharedTokens, WholeCall, assign_shared
-from expertmesh.ops import invariant
+from expertmesh.ops.invariant import operators as invariant
 
 
 class MoELayer(nn.Module):

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.ops import invariant
 from expertmesh.ops.autocast import without_autocast
-from expertmesh.ops.cpu_products import product
+from expertmesh.ops.cpu.products import product
+from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.plain_call import runs_plainly
 
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)

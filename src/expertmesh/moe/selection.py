@@ -9,7 +9,7 @@ from torch import Tensor
 from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
 from expertmesh.moe.random import STREAM_HASH, philox4x32
 from expertmesh.moe.types import RouterOutput
-from expertmesh.ops import invariant
+from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.topk import choose_experts, runs_fused
 
 _FEW_CHOICES = 3

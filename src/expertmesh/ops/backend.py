@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from expertmesh.errors import ConfigError
-from expertmesh.ops.cpu_products import goes_to_onednn
+from expertmesh.ops.cpu.products import goes_to_onednn
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 OLDEST_TRITON = (3, 6)

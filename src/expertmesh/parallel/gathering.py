@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from expertmesh.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from expertmesh.comm.group import RankGroup, wait_for
-from expertmesh.ops.moe_mlp_inputs import WeightGradients
+from expertmesh.ops.experts.inputs import WeightGradients
 from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.parallel.offload import HostMemory
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from expertmesh.moe.experts import ExpertParameters
-from expertmesh.ops.moe_mlp_inputs import WeightGradients
+from expertmesh.ops.experts.inputs import WeightGradients
 from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.parallel.gathering import (
     Fetch,

@@ -19,8 +19,9 @@ from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.moe.whole_call import SharedTokens
-from expertmesh.ops import cpu_products, invariant
-from expertmesh.ops.invariant_attention import first_token
+from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.invariant.attention import first_token
 
 
 @dataclass(frozen=True)

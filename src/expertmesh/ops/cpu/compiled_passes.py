@@ -1,0 +1,146 @@
+"""The activation of many rows and its gradient on a CPU, each in one pass: every number is read and written once.
+
+What `activation_passes` does with up to fifteen operators of PyTorch per block, compiled into a loop that also gathers H.
+The arithmetic is the same, FP32 rounded once at the end; only exponentials may differ in their last bit, and sums in order.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_backward
+from expertmesh.ops.cpu.compiled import DTYPES, Loop, example_values, make_loop
+
+SMALLEST = 1 << 22
+"""Elements N F of A from which loops are made."""
+
+
+def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -> bool:
+    """Whether `CompiledPasses` can do this pass; the first large call of an activation and type has its loop made.
+
+    Args:
+        activation: its name.
+        rows_RF: some rows of A; H and the gradients are of its type.
+        num_rows: N, all rows of the call.
+        backward: which pass.
+    """
+    F, dtype = rows_RF.shape[1], rows_RF.dtype
+    if num_rows * F < SMALLEST or F < 2 or dtype not in DTYPES or not rows_RF.is_cpu:
+        return False
+    return (backward_loop if backward else forward_loop)(activation, dtype).run is not None
+
+
+@dataclass(frozen=True)
+class CompiledPasses:
+    """`Passes`, each a loop; for an activation and a type that `serves` says so of.
+
+    Attributes:
+        activation: its name.
+    """
+
+    activation: str
+
+    def forward(self, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> None:
+        """As `Passes.forward`."""
+        forward_loop(self.activation, h_RH.dtype)(h_RH, s_R, out_RF[: h_RH.shape[0]])
+
+    def backward(
+        self,
+        grad_PF: Tensor,
+        h_RH: Tensor,
+        rows_P: Tensor | None,
+        s_P: Tensor,
+        out_PF: Tensor,
+        d_h_PH: Tensor,
+    ) -> Tensor:
+        """As `Passes.backward`, but h may not lie in the place of its gradient, and grad stays as it is."""
+        if rows_P is None:
+            rows_P = torch.arange(len(h_RH), dtype=torch.int32, device=h_RH.device)
+        return backward_loop(self.activation, h_RH.dtype)(
+            grad_PF, h_RH, rows_P, s_P, out_PF, *d_h_PH.split(out_PF.shape[1], 1)
+        )
+
+
+@cache
+def forward_loop(activation: str, dtype: torch.dtype) -> Loop:
+    """Make the loop of the forward."""
+    hidden = num_branches(activation) * 80
+    example = (
+        example_values(7, hidden, dtype=dtype),
+        example_values(7),
+        torch.zeros(7, 80, dtype=dtype, device="cpu"),
+    )
+    return make_loop(partial(_forward, activation), example)
+
+
+@cache
+def backward_loop(activation: str, dtype: torch.dtype) -> Loop:
+    """Make the loop of the backward."""
+    hidden = num_branches(activation) * 80
+    grad_PF, h_RH = example_values(5, 80, dtype=dtype), example_values(7, hidden, dtype=dtype)
+    rows_P = torch.tensor([6, 0, 2, 2, 1], dtype=torch.int32, device="cpu")
+    out_PF, d_h_PH = (torch.zeros(5, n, dtype=dtype, device="cpu") for n in (80, hidden))
+    return make_loop(
+        partial(_backward, activation),
+        (grad_PF, h_RH, rows_P, example_values(5), out_PF, *d_h_PH.split(80, 1)),
+    )
+
+
+def _forward(activation: str, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> Tensor:
+    gate, *up = h_RH.float().split(out_RF.shape[1], 1)
+    act = _pointwise(gate, inner_name(activation))
+    out = act * up[0] if up else act
+    out_RF.copy_(out * s_R[:, None])
+    return s_R.new_zeros(2)  # a compiled function has to return something
+
+
+def _backward(
+    activation: str,
+    grad_PF: Tensor,
+    h_RH: Tensor,
+    rows_P: Tensor,
+    s_P: Tensor,
+    out_PF: Tensor,
+    *d_branches: Tensor,
+) -> Tensor:
+    inner = inner_name(activation)
+    gate, *up = h_RH[rows_P].float().split(out_PF.shape[1], 1)
+    d_gate, *d_up = d_branches
+    grad, act, s_P1 = grad_PF.float(), _pointwise(gate, inner), s_P[:, None]
+    out = act * up[0] if up else act
+    d_s_P = (grad * out).sum(1)
+    out_PF.copy_(out * s_P1)
+    grad = grad * s_P1
+    if up:
+        d_up[0].copy_(grad * act)
+        grad = grad * up[0]
+    d_gate.copy_(_pointwise_backward(grad, gate, inner))
+    return d_s_P
+
+
+def _pointwise(h: Tensor, inner: str) -> Tensor:
+    return h * _normal_cdf(h)[0] if inner == "gelu" else pointwise(h, inner)
+
+
+def _pointwise_backward(grad: Tensor, h: Tensor, inner: str) -> Tensor:
+    if inner != "gelu":
+        return pointwise_backward(grad, h, inner)
+    cdf, exponential = _normal_cdf(h)
+    return grad * (cdf + h * exponential / math.sqrt(2 * math.pi))
+
+
+def _normal_cdf(h: Tensor) -> tuple[Tensor, Tensor]:
+    """The normal distribution's Phi(h) and exp(-h^2 / 2), with that one exponential for both.
+
+    Abramowitz and Stegun 7.1.26, which PyTorch's vectorised error function is too: |error| <= 1.5e-7.
+    """
+    exponential = torch.exp(h * h * -0.5)
+    t = 1 / (1 + (0.3275911 * math.sqrt(0.5)) * h.abs())
+    series = torch.zeros_like(h)
+    for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        series = (series + coefficient) * t
+    tail = 0.5 * series * exponential
+    return torch.where(h >= 0, 1 - tail, tail), exponential

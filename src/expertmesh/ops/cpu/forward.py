@@ -1,0 +1,293 @@
+"""The "torch" backend of `moe_mlp`, forward: one GEMM per expert and step over its block of sorted rows.
+
+Buffers are reused from expert to expert so that they stay in the cache, results are written where they belong
+(H), and nothing is copied but the gathered tokens. Nothing here is seen by autograd. The backward is in
+`expert_loop_backward.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from expertmesh.ops.backend import gemm_dtype, gemm_rows
+from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.cpu.activation_passes import passes_for
+from expertmesh.ops.permute import sum_rows
+from expertmesh.ops.reference import accumulate_dtype
+
+FEW_ELEMENTS = 1 << 20
+"""Up to this many elements of H, the rows of several experts go through each step together."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The weights of all experts and their activation, as `moe_mlp` takes them."""
+
+    w_in_EGFD: Tensor
+    w_out_EDF: Tensor
+    b_in_EGF: Tensor | None
+    b_out_ED: Tensor | None
+    activation: str
+
+    def w_in(self, e: int, dtype: torch.dtype) -> Tensor:
+        """First weight of one expert as (G * F, D)."""
+        w = self.w_in_EGFD[e].flatten(0, 1)
+        return w if w.dtype == dtype else w.to(dtype)
+
+    def w_out(self, e: int, dtype: torch.dtype) -> Tensor:
+        """Second weight of one expert, (D, F)."""
+        w = self.w_out_EDF[e]
+        return w if w.dtype == dtype else w.to(dtype)
+
+    def w_ins(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+        """First weights of some experts, with as few calls as can be, and copies (if any) one at a time."""
+        if self.w_in_EGFD.dtype != dtype or not self.w_in_EGFD.is_contiguous():
+            return (self.w_in(e, dtype) for e in experts)
+        return selected(self.w_in_EGFD.flatten(1, 2), experts)
+
+    def w_outs(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
+        """Second weights of some experts, as `w_ins`."""
+        if self.w_out_EDF.dtype != dtype:
+            return (self.w_out(e, dtype) for e in experts)
+        return selected(self.w_out_EDF, experts)
+
+    @property
+    def are_narrow(self) -> bool:
+        """Whether a weight is so small that the CPU library's code for a new shape costs more than its products."""
+        _, G, F, D = self.w_in_EGFD.shape
+        return G * F * D <= 1 << 16
+
+    def hidden(self, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Tensor) -> None:
+        """Write the pre-activations of rows of one expert with its `w_in`, all in the type of the products."""
+        if self.b_in_EGF is None:
+            rows_times_weight(x_RD, w_in, out_RH)
+        else:
+            # inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
+            bias = self.b_in_EGF[e].flatten().to(x_RD.dtype)
+            cpu_products.linear_into(x_RD, w_in, out_RH, bias_N=bias)
+
+
+def selected(values: Tensor, indices: Sequence[int]) -> Iterator[Tensor]:
+    """Entries of the first dimension; a view of all of them is one call, but costs the host half of a call per entry."""
+    if 2 * len(indices) > values.shape[0]:
+        return map(values.unbind().__getitem__, indices)
+    return (values.select(0, i) for i in indices)
+
+
+@dataclass(frozen=True)
+class Maps:
+    """The tensors of `RouteMetadata`."""
+
+    offsets_E: Tensor
+    token_of_row_N: Tensor
+    slot_of_row_N: Tensor
+    row_of_slot_N: Tensor
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients are asked for."""
+
+    x: bool
+    w_in: bool
+    w_out: bool
+    weights: bool
+    b_in: bool
+    b_out: bool
+
+
+@dataclass(frozen=True)
+class HiddenGradients:
+    """What `weight_grads` needs of `data_grads`; its layout is the backend's own.
+
+    Attributes:
+        a_RF: s * act(H), or None where no gradient of w_out is wanted.
+        d_h_RH: gradient of H, or None where nothing before H has a gradient.
+    """
+
+    a_RF: Tensor | None
+    d_h_RH: Tensor | None
+
+
+def forward(
+    x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps, *, save_h: bool
+) -> tuple[Tensor, Tensor]:
+    """Give (y (T, D), H (R, G * F)); H is empty unless save_h. Synchronises with a GPU to read the offsets."""
+    _, G, F, D = experts.w_in_EGFD.shape
+    num_rows = maps.token_of_row_N.shape[0]
+    bounds = maps.offsets_E.tolist()
+    dtype = gemm_dtype(x_TD.device, x_TD.dtype)
+    narrow = experts.are_narrow
+    pad = _largest_padding(bounds, x_TD.device, dtype, is_narrow=narrow)
+    h_all = x_TD.new_empty(num_rows if save_h else 0, G * F)
+    runs = _runs(bounds, FEW_ELEMENTS // (G * F))
+    most = max((run[-1].stop - run[0].start for run in runs), default=0) + pad
+    x_buffer = x_TD.new_empty(most, D)
+    h_buffer, a_buffer = (x_TD.new_empty(most, width, dtype=dtype) for width in (G * F, F))
+    y_RD = x_TD.new_empty(bounds[-1] + pad, D, dtype=dtype)
+    s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
+    passes = passes_for(experts.activation, a_buffer, num_rows=num_rows, backward=False)
+    for run in runs:
+        start, stop = run[0].start, run[-1].stop
+        n, m = stop - start, stop - start + pad
+        x = _gather_tokens(x_TD, maps.token_of_row_N[start:stop], x_buffer[:m], dtype)
+        # padding rows land on those of the next experts, which are written later, but never behind the last one
+        direct = save_h and dtype == x_TD.dtype and start + m <= num_rows
+        h = h_all[start : start + m] if direct else h_buffer[:m]
+        numbers = [block.expert for block in run]
+        offsets_E = None if save_h else _grouped_offsets(run, experts, maps, dtype)
+        if offsets_E is None:
+            sizes = [
+                gemm_rows(block.stop - block.start, x_TD.device, dtype, is_narrow=narrow)
+                for block in run
+            ]
+            for w_in, block, x_nD, h_nH in zip(
+                experts.w_ins(numbers, dtype),
+                run,
+                _views(x, run, sizes),
+                _views(h, run, sizes),
+                strict=True,
+            ):
+                experts.hidden(block.expert, x_nD, h_nH, w_in)
+        else:
+            h = grouped_mm(x, experts.w_in_EGFD.flatten(1, 2).mT, offs=offsets_E)
+        if save_h and not direct:
+            h_all[start:stop].copy_(h[:n])
+        passes.forward(h[:n], s_R[start:stop], a_buffer)
+        y = y_RD[start : start + m]
+        if offsets_E is None:
+            a, w_outs = _views(a_buffer, run, sizes), experts.w_outs(numbers, dtype)
+            for w_out, a_nF, y_nD in zip(w_outs, a, _views(y, run, sizes), strict=True):
+                rows_times_weight(a_nF, w_out, y_nD)
+        else:
+            y.copy_(grouped_mm(a_buffer, experts.w_out_EDF.mT, offs=offsets_E))
+    if experts.b_out_ED is not None:
+        for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            if stop > start:
+                y_RD[start:stop].add_(s_R[start:stop, None] * experts.b_out_ED[e])
+    y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
+    return y_TD.to(x_TD.dtype), h_all
+
+
+class Block(NamedTuple):
+    """The rows [start, stop) of one expert; at least one."""
+
+    expert: int
+    start: int
+    stop: int
+
+
+def _runs(bounds: list[int], most_rows: int) -> list[list[Block]]:
+    """Neighbouring blocks that go through each step together: up to this many rows, or one block.
+
+    One expert's rows at a time are enough work for a step in training; in decoding and for narrow experts the calls
+    would cost more than the work.
+    """
+    runs: list[list[Block]] = []
+    for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if start == stop:
+            continue
+        if runs and stop - runs[-1][0].start <= most_rows:
+            runs[-1].append(Block(e, start, stop))
+        else:
+            runs.append([Block(e, start, stop)])
+    return runs
+
+
+def _views(rows: Tensor, run: list[Block], sizes: list[int]) -> Sequence[Tensor]:
+    """The first sizes[i] rows from the start of block i, in a buffer that begins with the run's first row."""
+    first, last = run[0].start, run[-1].stop
+    if sum(sizes) == last - first:  # no padding, so no overlap: one call
+        return torch.split_with_sizes(rows[: last - first], sizes)
+    return [
+        rows[block.start - first : block.start - first + size]
+        for block, size in zip(run, sizes, strict=True)
+    ]
+
+
+def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
+    """Whether PyTorch's grouped product is the best way through the weights of this many experts with rows.
+
+    On the CPU it is the same loop without Python, over all experts, those without rows included. Its demands (bytes of
+    a row, contiguous weights) are checked here.
+    """
+    return (
+        w_ENK.device.type == "cpu"
+        and w_ENK.dtype == torch.bfloat16
+        and 4 * num_live >= w_ENK.shape[0]
+        and w_ENK.shape[2] % 8 == 0
+        and w_ENK.is_contiguous()
+    )
+
+
+def _grouped_offsets(
+    run: list[Block], experts: Experts, maps: Maps, dtype: torch.dtype
+) -> Tensor | None:
+    """Ends of all experts' rows for PyTorch's grouped product, where it serves best; None: a loop does.
+
+    It knows no bias, and no row may be behind the last offset.
+    """
+    w_in, w_out = experts.w_in_EGFD, experts.w_out_EDF
+    serves = (
+        dtype == w_in.dtype
+        and experts.b_in_EGF is None
+        and w_in.is_contiguous()
+        and grouped_mm_serves(w_in.flatten(1, 2), len(run))
+        and grouped_mm_serves(w_out, len(run))
+        and all(block.stop - block.start < 64 for block in run)  # else gemm_rows pads
+    )
+    if not serves or run[0].start != 0 or int(maps.offsets_E[-1]) != run[-1].stop:
+        return None
+    return maps.offsets_E[1:]
+
+
+def weight_goes_first(w_NK: Tensor, num_rows: int) -> bool:
+    """Whether the CPU library is faster with the weight as the left factor, W x^T; a single row must then be doubled.
+
+    So it is, by up to a factor of two, for up to 4 rows in FP32 where calls do not cost more than products and the weight
+    is no larger than 8 MiB; and for no other type and no more rows (docs/log.md).
+    """
+    has_the_size = 1 << 16 <= w_NK.shape[-2] * w_NK.shape[-1] < 1 << 21
+    return (
+        num_rows <= 4 and has_the_size and w_NK.dtype == torch.float32 and w_NK.device.type == "cpu"
+    )
+
+
+def rows_times_weight(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
+    """Write x W^T."""
+    num_rows = x_RK.shape[0]
+    if not weight_goes_first(w_NK, num_rows):
+        cpu_products.product_into(x_RK, w_NK.T, out_RN)
+    elif num_rows > 1:
+        out_RN.copy_(torch.mm(w_NK, x_RK.T).T)
+    else:
+        out_RN.copy_(torch.mm(w_NK, x_RK.repeat(2, 1).T)[:, :1].T)
+
+
+def _largest_padding(
+    bounds: list[int], device: torch.device, dtype: torch.dtype, *, is_narrow: bool
+) -> int:
+    """The most rows by which an expert's block is padded."""
+    counts = {stop - start for start, stop in zip(bounds, bounds[1:], strict=False)}
+    return max((gemm_rows(n, device, dtype, is_narrow=is_narrow) - n for n in counts), default=0)
+
+
+def _gather_tokens(
+    source_TD: Tensor, tokens_R: Tensor, out_RD: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Tokens into the first rows of the buffer, zeros behind; in the type of the products."""
+    num_rows = tokens_R.shape[0]
+    torch.index_select(source_TD, 0, tokens_R, out=out_RD[:num_rows])
+    if num_rows < out_RD.shape[0]:
+        out_RD[num_rows:].zero_()
+    return out_RD.to(dtype)
+
+
+def row_weights(weights_TK: Tensor, maps: Maps, num_live: int, dtype: torch.dtype) -> Tensor:
+    """Routing weights of the live rows (R,), FP32 or FP64."""
+    rows = weights_TK.reshape(-1).index_select(0, maps.slot_of_row_N[:num_live])
+    return rows.to(accumulate_dtype(dtype))

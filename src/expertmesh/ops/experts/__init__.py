@@ -1,0 +1,1 @@
+"""The experts on sorted rows, as one autograd operator and its backends."""

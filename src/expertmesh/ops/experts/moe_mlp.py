@@ -1,0 +1,117 @@
+"""The experts of a mixture-of-experts layer as one autograd operator."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from expertmesh.ops import reference
+from expertmesh.ops.cpu.forward import Experts
+from expertmesh.ops.experts import operator as moe_mlp_operator
+from expertmesh.ops.experts import sliced as moe_mlp_sliced
+from expertmesh.ops.experts.inputs import Inputs, WeightGradients, Weights
+from expertmesh.ops.route_metadata import RouteMetadata
+
+
+def moe_mlp(
+    x_TD: Tensor,
+    w_in_EGFD: Weights,
+    w_out_EDF: Weights,
+    weights_TK: Tensor,
+    metadata: RouteMetadata,
+    *,
+    activation: str,
+    b_in_EGF: Weights | None = None,
+    b_out_ED: Tensor | None = None,
+    recompute_h: bool = False,
+    main_grads: WeightGradients | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Run every token through its experts and sum the weighted results.
+
+    y_t = sum_j (s_tj * act(x_t W_in[e]^T + b_in[e])) W_out[e]^T + s_tj * b_out[e], with e the j-th expert of t
+    and s its routing weight. The weight is applied by the experts, so combine is a plain sum and the gradient of
+    the weight is rowsum(dA . A). Autograd saves X, the pre-activations H (G * F wide) and the metadata, nothing
+    else; gradients are bitwise deterministic; the second derivative is an error, not a wrong number (the
+    "reference" backend has it). Sums are FP32 (FP64 for FP64 input), the combine included.
+
+    Args:
+        x_TD: (T, D) tokens, float64, float32, bfloat16 or float16. Under autocast x, weights and biases of the
+            experts are cast to its type here.
+        w_in_EGFD: (E, G, F, D) first weights, G = 2 (gate, up) for gated activations and 1 for plain ones; or a list
+            of slices along F, (E, G, F_i, D) each, which are used where they lie: the result is that of their
+            concatenation to rounding, and every slice gets its gradient. Each slice costs one more gather of x and
+            one more sum over the rows.
+        w_out_EDF: (E, D, F) second weights; a list of (E, D, F_i) where w_in is one.
+        weights_TK: (T, K) routing weights, of any floating-point type (FP32 as routers give them).
+        metadata: from `route_metadata`.
+        activation: swiglu, geglu, reglu, gelu (erf), relu, relu2 or silu.
+        b_in_EGF: (E, G, F) or None; a list of (E, G, F_i) where w_in is one.
+        b_out_ED: (E, D) or None.
+        recompute_h: save X only and compute H again in the backward: one third of the forward's FLOPs more,
+            G * N * F elements less, the same results to the bit. The "reference" backend saves what autograd saves.
+        main_grads: buffers of FP32 (FP64 for FP64), one for each weight and bias, that the backward adds the weights'
+            gradients to, in place and rounded to nothing narrower on the way; the weights then get no gradient from
+            autograd (`.grad` stays None). For accumulation over micro-batches. A weight that needs no gradient
+            leaves its buffer alone. Not to be combined with anything that runs a backward twice or reads weights'
+            gradients from autograd (`torch.autograd.grad`, hooks, gradient scaling of `.grad`).
+        backend: see `resolve_backend`. FP64 runs on PyTorch's GEMMs under "auto", and "triton" refuses it.
+
+    Returns:
+        y (T, D) in the type of x (of autocast under autocast).
+
+    Raises:
+        ConfigError: shapes or types do not fit one another.
+    """
+    inputs = Inputs.of(
+        x_TD,
+        w_in_EGFD,
+        w_out_EDF,
+        weights_TK,
+        metadata,
+        activation=activation,
+        b_in=b_in_EGF,
+        b_out_ED=b_out_ED,
+        backend=backend,
+    )
+    buffers = None if main_grads is None else inputs.buffers(main_grads)
+    if inputs.backend == "reference":
+        return _reference(inputs, buffers)
+    save_h = torch.is_grad_enabled() and any(t.requires_grad for t in inputs.differentiable)
+    save_h = save_h and not recompute_h
+    if buffers is not None or len(inputs.w_in) > 1:
+        return moe_mlp_sliced.moe_mlp(inputs.call(), buffers, save_h=save_h)
+    return moe_mlp_operator.moe_mlp(inputs.call(), save_h=save_h)
+
+
+def _reference(inputs: Inputs, buffers: Sequence[Experts] | None) -> Tensor:
+    """The oracle, on the concatenation of the slices."""
+    slices = inputs.call().slices
+    if buffers is not None:
+        pairs = zip(slices, buffers, strict=True)
+        slices = tuple(_deposited(experts, into) for experts, into in pairs)
+    biases = [s.b_in_EGF for s in slices if s.b_in_EGF is not None]
+    m = inputs.maps
+    return reference.moe_mlp(
+        inputs.x_TD,
+        torch.cat([s.w_in_EGFD for s in slices], 2),
+        torch.cat([s.w_out_EDF for s in slices], 2),
+        inputs.weights_TK,
+        m.offsets_E,
+        m.token_of_row_N,
+        m.slot_of_row_N,
+        m.row_of_slot_N,
+        activation=inputs.activation,
+        b_in_EGF=torch.cat(biases, 2) if biases else None,
+        b_out_ED=slices[0].b_out_ED,
+    )
+
+
+def _deposited(experts: Experts, into: Experts) -> Experts:
+    w_in = reference.deposit(experts.w_in_EGFD, into.w_in_EGFD)
+    w_out = reference.deposit(experts.w_out_EDF, into.w_out_EDF)
+    assert w_in is not None and w_out is not None
+    b_in = reference.deposit(experts.b_in_EGF, into.b_in_EGF)
+    return Experts(
+        w_in, w_out, b_in, reference.deposit(experts.b_out_ED, into.b_out_ED), experts.activation
+    )

@@ -1,0 +1,201 @@
+"""The experts as one operator whose result for a token is the same to the bit whatever batch it sits in."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+from expertmesh.ops.activation import inner_name
+from expertmesh.ops.autocast import autocast_dtype, without_autocast
+from expertmesh.ops.backend import gemm_dtype, resolve_backend
+from expertmesh.ops.cpu.forward import Experts, Maps, row_weights
+from expertmesh.ops.experts import triton_backend as moe_mlp_triton
+from expertmesh.ops.experts.moe_mlp import moe_mlp
+from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.invariant.operators import BlockProduct
+from expertmesh.ops.permute import sum_rows
+from expertmesh.ops.reference import accumulate_dtype
+from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
+
+_CHUNK_ROWS = 1024
+"""Rows of an expert that go through its steps together: a bound on the memory of FP32 intermediates."""
+
+
+def invariant_moe_mlp(
+    x_TD: Tensor,
+    w_in_EGFD: Tensor,
+    w_out_EDF: Tensor,
+    weights_TK: Tensor,
+    metadata: RouteMetadata,
+    *,
+    activation: str,
+    b_in_EGF: Tensor | None = None,
+    b_out_ED: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`moe_mlp` with a fixed order of every sum; its arguments and result, to rounding.
+
+    Differentiable once, by computing everything again with `moe_mlp`: made for inference. On the torch backend it
+    synchronises with a GPU to read the offsets.
+
+    Raises:
+        ConfigError: the backend is "reference", which promises nothing.
+    """
+    dtype = autocast_dtype(x_TD.device)
+    if dtype is not None and x_TD.dtype != torch.float64:
+        x_TD, w_in_EGFD, w_out_EDF = x_TD.to(dtype), w_in_EGFD.to(dtype), w_out_EDF.to(dtype)
+        b_in_EGF = None if b_in_EGF is None else b_in_EGF.to(dtype)
+        b_out_ED = None if b_out_ED is None else b_out_ED.to(dtype)
+    if backend == "reference":
+        raise ConfigError(
+            "backend='reference' with batch_invariant: its sums follow the batch; use auto, torch or triton"
+        )
+    maps = (
+        metadata.offsets_E,
+        metadata.token_of_row_N,
+        metadata.slot_of_row_N,
+        metadata.row_of_slot_N,
+    )
+    inputs = (x_TD, w_in_EGFD, w_out_EDF, weights_TK, b_in_EGF, b_out_ED)
+    y_TD: Tensor = _moe_mlp(*inputs, *maps, activation, backend)
+    return y_TD
+
+
+def invariant_mlp(
+    x_TD: Tensor,
+    w_in_GFD: Tensor,
+    w_out_DF: Tensor,
+    *,
+    activation: str,
+    b_in_GF: Tensor | None = None,
+    b_out_D: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """One feed-forward block that every token passes, (T, D) -> (T, D): `invariant_moe_mlp` with one expert."""
+    T = x_TD.shape[0]
+    ids_TK = torch.zeros(T, 1, dtype=torch.int64, device=x_TD.device)
+    dtype = accumulate_dtype(x_TD.dtype)
+    return invariant_moe_mlp(
+        x_TD,
+        w_in_GFD[None],
+        w_out_DF[None],
+        torch.ones(T, 1, dtype=dtype, device=x_TD.device),
+        route_metadata(ids_TK, 1, backend=backend),
+        activation=activation,
+        b_in_EGF=None if b_in_GF is None else b_in_GF[None],
+        b_out_ED=None if b_out_D is None else b_out_D[None],
+        backend=backend,
+    )
+
+
+@torch.library.custom_op("expertmesh::invariant_moe_mlp", mutates_args=())
+def _moe_mlp(
+    x_TD: Tensor,
+    w_in_EGFD: Tensor,
+    w_out_EDF: Tensor,
+    weights_TK: Tensor,
+    b_in_EGF: Tensor | None,
+    b_out_ED: Tensor | None,
+    offsets_E: Tensor,
+    token_of_row_N: Tensor,
+    slot_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    activation: str,
+    backend: str,
+) -> Tensor:
+    experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
+    maps = Maps(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
+    with without_autocast(x_TD.device):
+        resolved = resolve_backend(backend, x_TD.device, x_TD.dtype)
+        if resolved == "triton" and x_TD.dtype != torch.float64:
+            y_TD, _ = moe_mlp_triton.forward(
+                x_TD, experts, weights_TK, maps, save_h=False, batch_invariant=True
+            )
+            return y_TD
+        return _in_blocks(x_TD, experts, weights_TK, maps)
+
+
+@_moe_mlp.register_fake
+def _(
+    x_TD: Tensor,
+    w_in_EGFD: Tensor,
+    w_out_EDF: Tensor,
+    weights_TK: Tensor,
+    b_in_EGF: Tensor | None,
+    b_out_ED: Tensor | None,
+    offsets_E: Tensor,
+    token_of_row_N: Tensor,
+    slot_of_row_N: Tensor,
+    row_of_slot_N: Tensor,
+    activation: str,
+    backend: str,
+) -> Tensor:
+    return x_TD.new_empty(x_TD.shape)
+
+
+def _in_blocks(x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps) -> Tensor:
+    """One expert after the other, its rows in blocks of one shape."""
+    D = x_TD.shape[1]
+    bounds = maps.offsets_E.tolist()
+    dtype = gemm_dtype(x_TD.device, x_TD.dtype)
+    y_RD = x_TD.new_empty(bounds[-1], D, dtype=dtype)
+    s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
+    for e, (first, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        if first == stop:
+            continue
+        b_in = None if experts.b_in_EGF is None else experts.b_in_EGF[e].flatten().to(dtype)
+        b_out = None if experts.b_out_ED is None else experts.b_out_ED[e]
+        up = BlockProduct.of(experts.w_in(e, dtype), b_in)
+        down = BlockProduct.of(experts.w_out(e, dtype))
+        for start in range(first, stop, _CHUNK_ROWS):
+            rows = slice(start, min(start + _CHUNK_ROWS, stop))
+            x_RD = x_TD.index_select(0, maps.token_of_row_N[rows])
+            a_RF = _hidden(x_RD, up, s_R[rows, None], experts)
+            down.into(a_RF, y_RD[rows])
+            if b_out is not None:
+                y_RD[rows] += s_R[rows, None] * b_out
+    y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
+    return y_TD.to(x_TD.dtype)
+
+
+def _hidden(x_RD: Tensor, up: BlockProduct, s_R1: Tensor, experts: Experts) -> Tensor:
+    """s * act(H) in FP32 or FP64, from H rounded to the type of the products."""
+    _, G, F, _ = experts.w_in_EGFD.shape
+    h_RH = up.into(x_RD, x_RD.new_empty(x_RD.shape[0], G * F, dtype=up.w_NK.dtype))
+    h_RGF = h_RH.to(s_R1.dtype).unflatten(1, (G, F))
+    return invariant.activate(h_RGF, inner_name(experts.activation)) * s_R1
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.activation, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+    """Run the ordinary operator under autograd: its gradients are those of the same function."""
+    *inputs, offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N = ctx.saved_tensors
+    needs = ctx.needs_input_grad[: len(inputs)]
+    with torch.enable_grad(), without_autocast(grad_TD.device):
+        given: list[Any] = [
+            t if t is None else t.detach().requires_grad_(needed)
+            for t, needed in zip(inputs, needs, strict=True)
+        ]
+        x, w_in, w_out, weights, b_in, b_out = given
+        y_TD = moe_mlp(
+            x,
+            w_in,
+            w_out,
+            weights,
+            RouteMetadata(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N),
+            activation=ctx.activation,
+            b_in_EGF=b_in,
+            b_out_ED=b_out,
+            backend=ctx.backend,
+        )
+        wanted = [t for t, needed in zip(given, needs, strict=True) if needed]
+        found = iter(torch.autograd.grad(y_TD, wanted, grad_TD))
+    return *(next(found) if needed else None for needed in needs), *(None,) * 6
+
+
+_moe_mlp.register_autograd(_backward, setup_context=_save)

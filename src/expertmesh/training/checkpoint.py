@@ -1,0 +1,379 @@
+"""Checkpoints: written by all ranks at once in the background, made visible by one rename, checked by SHA-256.
+
+    checkpoints/step_00000200/
+        manifest.json            size and SHA-256 of the other files, written last
+        state.json               step, data position, configuration, format version, ...
+        __0_0.distcp, __1_0...   the tensors: one file of each rank, with the pieces that it wrote
+        .metadata                in which file each piece of each tensor is (torch.distributed.checkpoint)
+
+All ranks write into one hidden folder, each a file of its own, and leave a record beside it when that is on disk. Rank 0
+waits for the records, adds the rest and renames. So a folder with a visible name is complete unless the disk
+damaged it, and then the manifest tells. Ranks of several machines need a file system that all of them see.
+
+The background threads communicate through these records alone: process groups belong to the training.
+"""
+
+import concurrent.futures
+import hashlib
+import json
+import logging
+import math
+import os
+import pickle
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import CheckpointError, PeerError
+from expertmesh.parallel.team import Team
+from expertmesh.training.checkpoint_tensors import Staged, Stager, write_index, write_tensors
+
+FORMAT_VERSION = 1
+_PREFIX = "step_"
+_PARTIAL = ".partial-"
+_DELETED = ".deleted-"
+_RECORD = ".written-"
+_BLOCK = 1 << 22
+_POLL_S = 0.01
+# How long rank 0 looks for the records of the others when the run ends in an error.
+_GRACE_S = 5.0
+
+_log = logging.getLogger("expertmesh.checkpoint")
+
+
+class CheckpointStore:
+    """The checkpoints of one run, written by all its ranks. One run at a time (the run directory's lock sees to that).
+
+    Args:
+        folder: holds the checkpoints; made when the first is saved. The same for all ranks.
+        keep_last: the newest so many are kept, and the one with the lowest evaluation loss.
+        team: the ranks; None: this process alone.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int, team: Team | None = None) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+        self.team = Team() if team is None else team
+        self.stager = Stager(self.team)
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        self._is_abandoned, self._is_closing = threading.Event(), threading.Event()
+
+    def remove_leftovers(self) -> None:
+        """Delete what a killed run left half-written or half-deleted; for one rank."""
+        if self.folder.is_dir():
+            for path in self.folder.iterdir():
+                if path.name.startswith((_PARTIAL, _DELETED)):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        *,
+        eval_loss: float | None,
+    ) -> None:
+        """Copy the tensors to the CPU, then write them in the background; training may go on at once.
+
+        Every rank must call. Each copies and writes only what it alone has, and its share of what several have. Waits for the save before, if
+        that still runs.
+
+        Args:
+            step: names the checkpoint.
+            tensors: by name, on any device; DTensors, and plain ones that are equal on all ranks.
+            state: plain JSON values; those of rank 0 are kept.
+            eval_loss: of the model as it is now, if known; the lowest is kept as the best.
+
+        Raises:
+            OSError: the save before failed (disk full, ...), or the folder cannot be made.
+            PeerError: on the other ranks, when one failed; rank 0 raises the error.
+        """
+        self.wait()
+        partial = self.folder / f"{_PARTIAL}{_PREFIX}{step:08d}"
+
+        def make_folder() -> None:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+        self.team.first(make_folder)
+        staged = self.stager.stage(tensors)
+        header = {"format_version": FORMAT_VERSION, "step": step, "eval_loss": eval_loss}
+        text = json.dumps({**header, **state}, indent=1)
+        self._pending = self._executor.submit(self._write, partial, staged, text)
+
+    def check(self) -> None:
+        """Raise the error of a finished save, if it failed on any rank; does not wait. Every rank must call."""
+        if self._pending is not None:
+            self._is_done()
+
+    def wait(self) -> None:
+        """Wait for the save that runs, and raise its error, whichever rank it is of. Every rank must call."""
+        while self._pending is not None and not self._is_done():
+            # Rank 0's ends last: it waits for all others.
+            concurrent.futures.wait(
+                [self._pending], timeout=_POLL_S if self.team.size > 1 else None
+            )
+
+    def _is_done(self) -> bool:
+        """Whether the save is over on all ranks, and then there is none any more; raises its error."""
+        assert self._pending is not None
+        mine = self._pending
+        error = mine.exception() if mine.done() else None
+        votes = torch.tensor([error is not None, not mine.done()], dtype=torch.int64)
+        votes = votes.to(self.team.device)
+        failed, unfinished = self.team.sum_(votes, what="a checkpoint's end").tolist()
+        if failed:
+            self._pending = None
+            self._fail(mine, error)
+        if not unfinished:
+            self._pending = None
+        return not unfinished
+
+    def _fail(self, mine: Future[None], error: BaseException | None) -> None:
+        """End a save that failed on some rank; `error` is this rank's, from before the others gave up."""
+        self._is_abandoned.set()
+        mine.exception()
+        self._is_abandoned.clear()
+        errors = self.team.gather(_described(error))
+        rank, kind, *words = next(
+            (r, *found) for r, found in enumerate(errors) if found is not None
+        )
+        if not self.team.is_leader:
+            raise PeerError(f"rank {rank} could not write its part of a checkpoint") from error
+        if error is not None:
+            raise error
+        if kind == "OSError":
+            number, text, filename = words
+            raise OSError(number, f"rank {rank}: {text}", filename)
+        raise CheckpointError(
+            f"rank {rank} could not write its part of a checkpoint: {kind}: {words[0]}"
+        )
+
+    def close(self) -> None:
+        """Wait for the background thread; errors of its last save are raised by `wait`, not here."""
+        self._is_closing.set()
+        self._executor.shutdown(wait=True)
+
+    def paths(self) -> list[Path]:
+        """Visible checkpoints, oldest first, damaged ones included."""
+        return list_checkpoints(self.folder)
+
+    def _write(self, partial: Path, staged: Staged, state: str) -> None:
+        """In the background: this rank's file; on rank 0 all that is left to do."""
+        if self.team.is_leader:
+            try:
+                self._write_rest(partial, staged, state)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            self._prune()
+        else:
+            record = partial / f"{_RECORD}{self.team.position}"
+            unfinished = record.with_suffix(".partial")
+            unfinished.write_bytes(pickle.dumps(self._write_part(partial, staged)))
+            unfinished.rename(record)
+
+    def _write_part(self, partial: Path, staged: Staged) -> tuple[list[Any], dict[str, Any]]:
+        results = write_tensors(partial, staged)
+        files = [partial / name for name in sorted({r.storage_data.relative_path for r in results})]
+        return results, {path.name: _flushed(path) for path in files}
+
+    def _write_rest(self, partial: Path, staged: Staged, state: str) -> None:
+        parts = [self._write_part(partial, staged)]
+        parts += [self._record(partial / f"{_RECORD}{rank}") for rank in range(1, self.team.size)]
+        write_index(partial, staged.metadata, [results for results, _ in parts])
+        (partial / "state.json").write_text(state)
+        files = {name: found for _, part in parts for name, found in part.items()}
+        _write_manifest(partial, files)
+        final = partial.with_name(partial.name.removeprefix(_PARTIAL))
+        if final.exists():
+            self._delete(final)
+        partial.rename(final)
+        _sync(self.folder)
+
+    def _record(self, path: Path) -> tuple[list[Any], dict[str, Any]]:
+        """What another rank left when its file was on disk; waits for it, but not long when the run is ending."""
+        end = math.inf
+        while not path.exists():
+            if self._is_closing.is_set():
+                end = min(end, time.monotonic() + _GRACE_S)
+            if self._is_abandoned.is_set() or time.monotonic() > end:
+                raise CheckpointError(
+                    f"{path.name}: another rank did not write its part of a checkpoint"
+                )
+            time.sleep(_POLL_S)
+        return cast("tuple[list[Any], dict[str, Any]]", pickle.loads(path.read_bytes()))
+
+    def _prune(self) -> None:
+        paths = self.paths()
+        keep = set(paths[-self.keep_last :])
+        rated = [(loss, path) for path in paths if (loss := _eval_loss(path)) is not None]
+        if rated:
+            keep.add(min(rated)[1])
+        for path in paths:
+            if path not in keep:
+                self._delete(path)
+
+    def _delete(self, path: Path) -> None:
+        """Hide, then delete: a killed process leaves no visible folder with missing files."""
+        hidden = path.with_name(_DELETED + path.name)
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Visible checkpoints in a folder, oldest first, damaged ones included."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.name.startswith(_PREFIX) and p.is_dir())
+
+
+def newest_good(folder: Path, team: Team | None = None) -> Path | None:
+    """The newest checkpoint that is not damaged; warns of each damaged one that is newer.
+
+    Args:
+        folder: holds the checkpoints.
+        team: ranks that share the reading; every one must call, and rank 0 warns. None: this process alone.
+
+    Returns:
+        Its path; None if there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    team = Team() if team is None else team
+    paths = team.first(lambda: list_checkpoints(folder))
+    for path in reversed(paths):
+        problems = team.gather(find_damage(path, share=(team.position, team.size)))
+        problem = next(filter(None, problems), None)
+        if problem is None:
+            return path
+        if not team.is_leader:
+            continue
+        _log.warning("checkpoint %s is damaged (%s); using the one before", path, problem)
+    if paths and not team.is_leader:
+        raise PeerError("all checkpoints are damaged")
+    if paths:
+        raise CheckpointError(
+            f"{folder}: all {len(paths)} checkpoints are damaged; restore one from a copy, or train anew in another"
+            " train.run_dir"
+        )
+    return None
+
+
+def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
+    """Compare a checkpoint with its manifest; reads all of it, or a share.
+
+    Args:
+        path: the checkpoint.
+        share: (i, n): the i-th of n parts of its files.
+
+    Returns:
+        What is wrong, or None.
+    """
+    try:
+        files = json.loads((path / "manifest.json").read_bytes())["files"]
+        for name, expected in sorted(files.items())[share[0] :: share[1]]:
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != expected["size"]:
+                return f"{name} has {file.stat().st_size} bytes, not {expected['size']}"
+            if _sha256(file) != expected["sha256"]:
+                return f"{name} has another checksum"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "manifest.json is missing or unreadable"
+    return None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The plain values of a checkpoint.
+
+    Raises:
+        CheckpointError: unreadable, or of a newer format.
+    """
+    try:
+        state = json.loads((path / "state.json").read_bytes())
+        version = state["format_version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(
+            f"{path / 'state.json'}: is unreadable; choose another checkpoint"
+        ) from None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: has format version {version}, this program reads {FORMAT_VERSION}; use the matching version"
+        )
+    return cast("dict[str, Any]", state)
+
+
+def _eval_loss(path: Path) -> float | None:
+    try:
+        loss = read_state(path)["eval_loss"]
+    except (CheckpointError, KeyError):
+        return None
+    return float(loss) if isinstance(loss, int | float) else None
+
+
+def _described(error: BaseException | None) -> tuple[Any, ...] | None:
+    """An error in plain values, which can be pickled whatever the error is."""
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.errno is not None:
+        return "OSError", error.errno, error.strerror, str(error.filename or "") or None
+    return type(error).__name__, str(error)
+
+
+def _write_manifest(folder: Path, files: Mapping[str, Any]) -> None:
+    """Flush what is flushed not yet, and list everything.
+
+    Args:
+        folder: of the checkpoint.
+        files: sizes and checksums that are known.
+    """
+    found = {}
+    for path in _files(folder):
+        if path.name.startswith(_RECORD):
+            path.unlink()
+            continue
+        name = path.relative_to(folder).as_posix()
+        found[name] = files[name] if name in files else _flushed(path)
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "files": found}, indent=1))
+    _sync(manifest)
+    _sync(folder)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _flushed(path: Path) -> dict[str, Any]:
+    """Flush a file to disk; its size and checksum."""
+    _sync(path)
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

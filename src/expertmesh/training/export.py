@@ -1,0 +1,143 @@
+"""One safetensors file of a model's weights, from a checkpoint of any number of ranks.
+
+The file: eight bytes with the length of the header (little-endian), the header (JSON: dtype, shape and place of each
+tensor, and plain texts), then the tensors. It is written tensor by tensor, so that memory holds one of them.
+"""
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.training.checkpoint import find_damage, read_state
+from expertmesh.training.checkpoint_tensors import tensor_dtypes, tensor_shapes, whole_tensors
+from expertmesh.training.run_dir import load_run
+
+_MODEL = "model."
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        checkpoint: where it is from.
+        step: optimiser steps done then.
+        num_tensors: in the file.
+        num_bytes: of the file.
+    """
+
+    checkpoint: Path
+    step: int
+    num_tensors: int
+    num_bytes: int
+
+
+def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
+    """Write the weights of a checkpoint as one safetensors file, visible when it is complete.
+
+    The names are those of `GPT.state_dict`, dtypes as trained. The header's texts are `step`, `recipe` and `config`, a `RunConfig` as JSON.
+
+    Args:
+        source: a run directory (its newest good checkpoint) or a checkpoint.
+        output: the file.
+        overwrite: whether it may exist.
+
+    Raises:
+        ConfigError: source is neither, or output exists or cannot be.
+        CheckpointError: the checkpoint is damaged, or there is none.
+    """
+    _check_output(output, overwrite=overwrite)
+    checkpoint = _find_checkpoint(source)
+    state = read_state(checkpoint)
+    shapes, dtypes = tensor_shapes(checkpoint), tensor_dtypes(checkpoint)
+    names = sorted(name for name in shapes if name.startswith(_MODEL))
+    header = _header(names, shapes, dtypes, _texts(state))
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for tensor in whole_tensors(checkpoint, names):
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        _check_output(output, overwrite=overwrite)
+        partial.rename(output)
+    finally:
+        partial.unlink(missing_ok=True)
+    return Exported(checkpoint, int(state["step"]), len(names), output.stat().st_size)
+
+
+def _check_output(output: Path, *, overwrite: bool) -> None:
+    if output.is_dir():
+        raise ConfigError(
+            f"output={output}: is a folder; name a file, for example {output / 'model.safetensors'}"
+        )
+    if output.exists() and not overwrite:
+        raise ConfigError(
+            f"output={output}: exists already; choose another file, or add --overwrite"
+        )
+    if not output.parent.is_dir():
+        raise ConfigError(f"output={output}: there is no folder {output.parent}; make it first")
+
+
+def _find_checkpoint(source: Path) -> Path:
+    if not source.is_dir():
+        raise ConfigError(
+            f"{source}: is no folder; give a run directory, or a checkpoint inside one"
+        )
+    if not (source / "manifest.json").is_file() and not (source / ".metadata").is_file():
+        return load_run(source).checkpoint
+    problem = find_damage(source)
+    if problem is not None:
+        raise CheckpointError(f"checkpoint {source}: is damaged ({problem}); choose another")
+    return source
+
+
+def _texts(state: dict[str, Any]) -> dict[str, str]:
+    return {
+        "format": "pt",
+        "step": str(state["step"]),
+        "recipe": str(state.get("recipe", "unknown")),
+        "config": json.dumps(state["config"]),
+    }
+
+
+def _header(
+    names: list[str],
+    shapes: dict[str, tuple[int, ...]],
+    dtypes: dict[str, torch.dtype],
+    texts: dict[str, str],
+) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": texts}
+    end = 0
+    for name in names:
+        begin, size = end, dtypes[name].itemsize
+        for length in shapes[name]:
+            size *= length
+        end = begin + size
+        entries[name.removeprefix(_MODEL)] = {
+            "dtype": _NAMES[dtypes[name]],
+            "shape": list(shapes[name]),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries).encode()
+    return text + b" " * (-len(text) % _ALIGNMENT)

@@ -1,0 +1,117 @@
+"""What a person sees while a run trains: a live table on a terminal, plain lines elsewhere."""
+
+from dataclasses import dataclass
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from expertmesh.training.evaluate import Evaluation
+from expertmesh.training.metrics import StepMetrics
+
+_PLAIN_LINES = 40
+
+
+@dataclass(frozen=True)
+class _Cell:
+    name: str
+    text: str
+
+
+class ProgressReport:
+    """Shows steps and evaluations; a context manager.
+
+    Args:
+        console: where to write; None: standard output.
+        total_steps: of the run.
+        first_step: steps done before.
+    """
+
+    def __init__(self, console: Console | None, *, total_steps: int, first_step: int) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._total, self._first = total_steps, first_step
+        self._every = max(1, (total_steps - first_step) // _PLAIN_LINES)
+        self._evaluation: Evaluation | None = None
+        self._rate: float | None = None
+        self._live: Live | None = None
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._bar.add_task("train", total=total_steps, completed=first_step)
+
+    def __enter__(self) -> "ProgressReport":
+        """Start the display."""
+        if self.console.is_terminal:
+            self._live = Live(self._bar, console=self.console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the display; what it shows stays on the screen."""
+        if self._live is not None:
+            self._live.stop()
+
+    def message(self, text: str) -> None:
+        """One line of its own."""
+        self.console.print(text, markup=False)
+
+    def evaluation(self, step: int, result: Evaluation) -> None:
+        """An evaluation after `step` steps."""
+        self._evaluation = result
+        self.message(
+            f"step {step}: validation loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte"
+        )
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step is done."""
+        rate = metrics.tokens_per_second
+        self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
+        if self._live is not None:
+            self._bar.update(self._task, completed=metrics.step)
+            self._live.update(Group(self._bar, self._table(metrics)))
+        elif metrics.step % self._every == 0 or metrics.step in (self._first + 1, self._total):
+            cells = ", ".join(f"{c.name} {c.text}" for c in self._cells(metrics))
+            self.message(f"step {metrics.step}/{self._total}: {cells}, ETA {self._eta(metrics)}")
+
+    def _cells(self, metrics: StepMetrics) -> list[_Cell]:
+        cells = [
+            _Cell("loss", f"{metrics.loss:.4f}"),
+            _Cell("tokens/s", f"{self._rate or 0.0:,.0f}"),
+            _Cell("grad norm", f"{metrics.grad_norm:.3f}"),
+            _Cell("lr", f"{metrics.lr:.2e}"),
+            _Cell("expert load max/mean", f"{metrics.load_imbalance:.2f}"),
+            _Cell("dropped", f"{metrics.dropped_fraction:.2%}"),
+            _Cell("dead experts", str(metrics.dead_experts)),
+        ]
+        if metrics.skipped_steps:
+            cells.append(_Cell("skipped steps", str(metrics.skipped_steps)))
+        return cells
+
+    def _table(self, metrics: StepMetrics) -> Table:
+        table = Table(box=None, pad_edge=False)
+        cells = self._cells(metrics)
+        if self._evaluation is not None:
+            cells.insert(1, _Cell("bits/byte", f"{self._evaluation.bits_per_byte:.4f}"))
+        for cell in cells:
+            table.add_column(cell.name, justify="right")
+        table.add_row(*(cell.text for cell in cells))
+        return table
+
+    def _eta(self, metrics: StepMetrics) -> str:
+        tokens_per_step = metrics.tokens / metrics.step
+        left = (self._total - metrics.step) * tokens_per_step / max(self._rate or 0.0, 1e-9)
+        return f"{int(left) // 60}:{int(left) % 60:02d}"

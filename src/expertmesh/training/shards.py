@@ -1,0 +1,176 @@
+"""Token shards: all documents of a split as one memory-mapped array, prepared once and cached."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import Tokenizer
+
+from expertmesh.config.base import user_cache_dir
+from expertmesh.config.run import DataConfig
+from expertmesh.errors import ConfigError
+from expertmesh.training.corpus import Corpus, Document, load_corpus, texts
+from expertmesh.training.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
+
+FORMAT_VERSION = 1
+_BATCH_DOCUMENTS = 256
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The tokens of one split.
+
+    Attributes:
+        tokens_N: (N,) uint16 or uint32, memory-mapped, read only; every document ends with the end-of-text token.
+        num_documents: documents in it.
+        num_bytes: bytes of their texts.
+    """
+
+    tokens_N: np.ndarray
+    num_documents: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class TokenData:
+    """Everything that training reads.
+
+    Attributes:
+        folder: where it is cached.
+        key: hex digest of all that it depends on; the same key means the same tokens.
+        source: what the corpus is, in words.
+        training: tokens to train on.
+        validation: tokens to evaluate on.
+        tokenizer_path: the tokenizer.
+        corpus: the documents themselves.
+    """
+
+    folder: Path
+    key: str
+    source: str
+    training: Shard
+    validation: Shard
+    tokenizer_path: Path
+    corpus: Corpus
+
+
+def prepare_data(config: DataConfig, *, vocab_size: int) -> TokenData:
+    """Find the corpus, and train the tokenizer and encode the documents unless the cache has them.
+
+    Any number of processes may call this at once: one prepares, the others wait for it. The cache entry appears by one
+    rename, so a process killed half-way leaves no half entry.
+
+    Args:
+        config: of the data.
+        vocab_size: V of the model.
+
+    Returns:
+        The tokens.
+
+    Raises:
+        ConfigError: the corpus is missing, not text, or shorter than one sequence on a side.
+        OSError: the cache cannot be written.
+    """
+    corpus = load_corpus(config)
+    identity = f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{corpus.digest}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:24]
+    base = Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_dir()
+    folder = base / f"tokens-{key}"
+    if not (folder / "index.json").exists():
+        _make_folder(base)
+        with _exclusive(base / f"tokens-{key}.lock"):
+            if not (folder / "index.json").exists():
+                _build(corpus, folder, vocab_size=vocab_size)
+    training, validation = (open_shard(folder, name) for name in ("training", "validation"))
+    for name, shard in (("training", training), ("validation", validation)):
+        if len(shard.tokens_N) <= config.seq_len:
+            raise ConfigError(
+                f"data.seq_len={config.seq_len}: the {name} split has only {len(shard.tokens_N)} tokens; "
+                "give more text or lower data.seq_len"
+            )
+    return TokenData(
+        folder, key, corpus.source, training, validation, folder / "tokenizer.json", corpus
+    )
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(
+            f"data.cache_dir={path}: is a file or below a file; choose a folder"
+        ) from None
+
+
+def open_shard(folder: Path, name: str) -> Shard:
+    """Map one split of a cache entry into memory.
+
+    Args:
+        folder: the cache entry.
+        name: "training" or "validation".
+    """
+    index = json.loads((folder / "index.json").read_text())
+    entry = index[name]
+    tokens = np.memmap(
+        folder / f"{name}.bin", dtype=index["dtype"], mode="r", shape=(entry["num_tokens"],)
+    )
+    return Shard(tokens, entry["num_documents"], entry["num_bytes"])
+
+
+def _build(corpus: Corpus, folder: Path, *, vocab_size: int) -> None:
+    """Write a cache entry beside its place, then rename it."""
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        tokenizer = train_tokenizer(texts(corpus.training), vocab_size=vocab_size)
+        tokenizer.save(str(partial / "tokenizer.json"))
+        # Encode with what was saved, which is what everybody will use.
+        tokenizer = load_tokenizer(partial / "tokenizer.json")
+        dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+        index: dict[str, object] = {"format_version": FORMAT_VERSION, "dtype": dtype}
+        for name, documents in (("training", corpus.training), ("validation", corpus.validation)):
+            num_tokens = _write_tokens(partial / f"{name}.bin", documents, tokenizer, dtype)
+            index[name] = {
+                "num_tokens": num_tokens,
+                "num_documents": len(documents),
+                "num_bytes": sum(document.num_bytes for document in documents),
+            }
+        (partial / "index.json").write_text(json.dumps(index, indent=1))
+        if folder.exists():
+            shutil.rmtree(folder)  # Without an index it is the leftover of a deletion.
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_tokens(
+    path: Path, documents: Sequence[Document], tokenizer: Tokenizer, dtype: str
+) -> int:
+    num_tokens = 0
+    with path.open("wb") as file:
+        for start in range(0, len(documents), _BATCH_DOCUMENTS):
+            batch = [document.read() for document in documents[start : start + _BATCH_DOCUMENTS]]
+            for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                ids = np.array([*encoding.ids, END_OF_TEXT_ID], dtype=dtype)
+                file.write(ids.tobytes())
+                num_tokens += len(ids)
+        file.flush()
+        os.fsync(file.fileno())
+    return num_tokens
+
+
+@contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Hold a lock file; the system releases it when the process dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

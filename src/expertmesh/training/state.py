@@ -1,0 +1,204 @@
+"""What a checkpoint holds: the model, the optimiser, the scaler, random numbers, and how far the run is."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.config.run import RunConfig
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.parallel.team import Team
+from expertmesh.training.checkpoint import find_damage, read_state
+from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
+from expertmesh.training.shards import TokenData
+
+# May differ between a checkpoint and the run that goes on from it: it changes the speed only.
+_FREE_MODEL_FIELDS = frozenset({"model.moe.backend"})
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class RunProgress:
+    """How far a run is.
+
+    Attributes:
+        step: optimiser steps done, skipped ones included.
+        samples: sequences used, the position in the data.
+        tokens: tokens used.
+        skipped_steps: steps without an update because something was not finite.
+        bad_steps_in_row: the last so many steps were skipped.
+        seconds: wall time of all steps, without evaluation.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    bad_steps_in_row: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class TrainState:
+    """Everything that changes in training.
+
+    Attributes:
+        model: the model.
+        optimizer: AdamW over its parameters.
+        scaler: loss scaler; may be switched off.
+        progress: how far the run is.
+        team: the ranks over which model and optimiser are spread.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    progress: RunProgress
+    team: Team = field(default_factory=Team)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of a checkpoint by name: the model's, `optimizer.NAME.exp_avg` ..., random number states.
+
+        Those of parameters that are spread over ranks are DTensors.
+        """
+        found = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        for name, parameter in self._parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"optimizer.{name}.{key}"] = value
+        return found | _random_states()
+
+    def values(self, config: RunConfig, *, recipe: str, data_key: str) -> dict[str, Any]:
+        """All plain values of a checkpoint."""
+        return {
+            "progress": asdict(self.progress),
+            "scaler": self.scaler.state_dict(),
+            "config": config.model_dump(mode="json"),
+            "recipe": recipe,
+            "data_key": data_key,
+        }
+
+    def load(self, path: Path) -> None:
+        """Set everything from a checkpoint that `find_damage` found whole.
+
+        Raises:
+            CheckpointError: it is of another model or unreadable.
+        """
+        values = read_state(path)
+        saved = tensor_shapes(path)
+        targets = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        expected = {name for name in saved if name.startswith("model.")}
+        if extra := sorted(expected - set(targets)):
+            raise CheckpointError(
+                f"{path}: has a tensor {extra[0]} that the model has not; it is of another model"
+            )
+        for name, parameter in self._parameters():
+            if f"optimizer.{name}.exp_avg" not in saved:
+                continue
+            state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            self.optimizer.state[parameter] = {key: state[key] for key in _MOMENTS}
+            targets |= {f"optimizer.{name}.{key}": state[key] for key in _MOMENTS}
+        random = {name: t for name, t in _random_states().items() if name in saved}
+        read_tensors(path, targets | random)
+        _set_random_states(random)
+        if self.scaler.is_enabled() and values["scaler"]:
+            self.scaler.load_state_dict(values["scaler"])
+        known = {f.name for f in fields(RunProgress)}
+        self.progress = RunProgress(**{k: v for k, v in values["progress"].items() if k in known})
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Set the weights of a model from a checkpoint; for inference.
+
+    Args:
+        path: the checkpoint's folder.
+        model: of the same configuration.
+
+    Raises:
+        CheckpointError: damaged, or of another model.
+    """
+    problem = find_damage(path)
+    if problem is not None:
+        raise CheckpointError(
+            f"checkpoint {path}: is damaged ({problem}); delete it to use the one before"
+        )
+    read_tensors(path, {f"model.{name}": t for name, t in model.state_dict().items()})
+
+
+def check_same_run(saved: Mapping[str, Any], config: RunConfig, *, where: Path) -> None:
+    """Refuse to go on from another model.
+
+    Steps, batch size, learning rate, schedule, device and (but for float64) dtype may change.
+
+    Args:
+        saved: a RunConfig as plain values.
+        config: of the run that wants to go on.
+        where: named in the message.
+
+    Raises:
+        ConfigError: names the first field that differs.
+    """
+    now = config.model_dump(mode="json")
+    old_fields, new_fields = _flat(saved.get("model"), "model"), _flat(now["model"], "model")
+    for section, names in (("data", ("seq_len",)), ("train", ("seed",))):
+        old_section = saved.get(section) or {}
+        for name in names:
+            old_fields[f"{section}.{name}"] = old_section.get(name)
+            new_fields[f"{section}.{name}"] = now[section][name]
+    for name, value in new_fields.items():
+        if name not in _FREE_MODEL_FIELDS and old_fields.get(name) != value:
+            raise ConfigError(
+                f"{name}={value}: the run in {where} has {old_fields.get(name)}; use that value, or another"
+                " train.run_dir"
+            )
+    doubles = [
+        (saved.get("train") or {}).get("dtype") == "float64",
+        config.train.dtype == "float64",
+    ]
+    if doubles[0] != doubles[1]:
+        raise ConfigError(
+            f"train.dtype={config.train.dtype}: the run in {where} keeps its weights in "
+            f"{'float64' if doubles[0] else 'float32'}; use a dtype that does, or another train.run_dir"
+        )
+
+
+def check_same_data(saved_key: str, data: TokenData, *, where: Path) -> None:
+    """Refuse to go on with other data: the saved position would mean other text.
+
+    Raises:
+        ConfigError: the corpus or the tokenizer differs.
+    """
+    if saved_key != data.key:
+        raise ConfigError(
+            f"data: {data.source} gives other tokens than the run in {where} was trained on; use the same data options"
+            " and files, or another train.run_dir"
+        )
+
+
+def _flat(values: Any, prefix: str) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        return {prefix: values}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}.{name}")
+    return found
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["random.cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: Mapping[str, Tensor]) -> None:
+    if "random.cpu" in states:
+        torch.set_rng_state(states["random.cpu"])
+    if "random.cuda" in states:
+        torch.cuda.set_rng_state(states["random.cuda"])

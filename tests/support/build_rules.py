@@ -1,0 +1,81 @@
+"""What a kernel compiled ahead of time must look like: matrix units, asynchronous copies, registers, no atomics."""
+
+import re
+
+from expertmesh.kernels.tiles import SHARED_BYTES
+from tests.support.aot import Build
+from tests.support.experts_builds import GEMMS
+from tests.support.launches import Launch
+from tests.support.routing_builds import RoutingCase
+
+MATRIX_INSTRUCTION = {
+    "sm_80": "mma.sync",
+    "sm_90": "wgmma.mma_async",
+    "sm_100": "tcgen05.mma",
+    "gfx942": "v_mfma",
+}
+_ROWS_OF_UNIT = {"sm_80": 16, "sm_90": 64, "sm_100": 64, "gfx942": 16}
+"""Rows of the matrix unit's smallest product: lower tiles are multiplied otherwise."""
+BULK_COPY = "cp.async.bulk.tensor"
+"""The copies of the Hopper path, by descriptor."""
+MOST_SPILL_BYTES = 48
+"""Per thread, stores and loads together, in the experts' kernels: six registers, outside the main loop."""
+MOST_ROUTING_SHARED_BYTES = 16 * 1024
+MOST_ROUTING_REGISTERS = 128
+"""Two programs of eight warps, or four of four, fit a multiprocessor."""
+MOST_LARGEST_REGISTERS = 168
+"""Three programs of four warps fit: for rows or counts of 1024 experts, which a program holds whole, and on AMD."""
+MOST_LARGEST_REGISTERS_AMD = 304
+"""Of 512, accumulators included: for rows of 1024 experts."""
+_LARGEST_LANES = 1024
+GLOBAL_ATOMIC = {
+    "sm": r"\b(atom|red)(\.\w+)*\.global",
+    "gf": r"\b(global|buffer|flat)_atomic",
+}
+"""Patterns of atomics between programs by the first two letters of the target."""
+_WIDE_ACCESS = {
+    "sm": r"(ld|st)\.global(\.\w+)*\.v[248]\.b(32|64)",
+    "gf": r"(global|buffer)_(load|store)_dwordx4",
+}
+_ROW_KERNELS = ("sum", "spread", "dot", "fill")
+
+
+def check_experts(launch: Launch, build: Build, *, matrix: bool = True) -> None:
+    """Assert the rules of the experts' kernels.
+
+    Args:
+        launch: what was compiled.
+        build: the result.
+        matrix: whether tiles that are high enough must use the target's matrix unit; IEEE FP32 cannot.
+
+    Raises:
+        AssertionError: too many spills, too much shared memory, an atomic, or no matrix instruction.
+    """
+    name = f"{launch.name} for {build.target}"
+    assert build.spill_bytes <= MOST_SPILL_BYTES, f"{name}: {build.spill_bytes} bytes spilled"
+    assert build.shared_bytes <= SHARED_BYTES[build.target], f"{name}: {build.shared_bytes} bytes"
+    assert not re.search(GLOBAL_ATOMIC[build.target[:2]], build.assembly), f"{name}: atomics"
+    if launch.name in GEMMS and matrix and launch.values["BLOCK_M"] >= _ROWS_OF_UNIT[build.target]:
+        assert MATRIX_INSTRUCTION[build.target] in build.assembly, f"{name}: no matrix unit"
+
+
+def check_routing(case: RoutingCase, build: Build) -> None:
+    """Assert the rules of the routing kernels: no spills at all, few registers, 16-byte accesses, no atomics.
+
+    Raises:
+        AssertionError: one of them is broken.
+    """
+    on_amd, constants = build.target.startswith("gfx"), case.constants
+    row_lanes = constants.get("LANES", constants.get("G", 0) * constants.get("S", 0))
+    largest = row_lanes >= _LARGEST_LANES
+    registers = MOST_ROUTING_REGISTERS
+    if largest or on_amd or constants.get("BINS", 0) > _LARGEST_LANES:
+        registers = MOST_LARGEST_REGISTERS_AMD if largest and on_amd else MOST_LARGEST_REGISTERS
+    name = f"{case.name} for {build.target}"
+    assert build.spill_bytes == 0, f"{name}: {build.spill_bytes} bytes spilled"
+    assert build.registers <= registers, f"{name}: {build.registers} registers"
+    assert build.shared_bytes <= MOST_ROUTING_SHARED_BYTES, f"{name}: {build.shared_bytes} bytes"
+    assert not re.search(GLOBAL_ATOMIC[build.target[:2]], build.assembly), case.name
+    if case.name.split("-")[0] in _ROW_KERNELS:
+        wide = re.search(_WIDE_ACCESS[build.target[:2]], build.assembly)
+        assert wide, f"{case.name}: no 16-byte accesses"

@@ -1,0 +1,98 @@
+"""Every kernel that a training step of the experts launches, for a GPU and a shape, ready to be compiled."""
+
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from expertmesh.kernels import (
+    combine,
+    moe_backward,
+    moe_forward,
+    moe_wgrad,
+    pieces,
+    route_metadata,
+    tiles,
+)
+from expertmesh.ops.activation import num_branches
+from expertmesh.ops.cpu.forward import Experts, Maps, Needs
+from expertmesh.ops.experts import triton_backend as moe_mlp_triton
+from tests.support.launches import Launch, recorded_launches
+
+GEMMS = ("up", "rows", "hidden_grad", "rows_transposed")
+"""The kernels in which the time goes."""
+
+
+def step_launches(
+    target: str,
+    dtype: torch.dtype,
+    *,
+    shape: tuple[int, int, int, int, int] = (4096, 2048, 768, 64, 8),
+    activation: str = "swiglu",
+    bias: bool = False,
+    interleaved: bool = False,
+    precision: str = "ieee",
+    recompute_h: bool = False,
+    accumulate: bool = False,
+) -> list[Launch]:
+    """List what forward and backward launch.
+
+    Args:
+        target: a key of `testing.aot.TARGETS`.
+        dtype: of x and the weights.
+        shape: (T, D, F, E, K).
+        activation: its name.
+        bias: with b_in and b_out.
+        interleaved: gate and up alternate in w_in.
+        precision: of FP32 products.
+        recompute_h: the forward saves no H.
+        accumulate: weight gradients are added to FP32 buffers.
+    """
+    T, D, F, E, K = shape
+    G = num_branches(activation)
+
+    def empty(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device="meta")
+
+    def index(size: int) -> Tensor:
+        return empty(size, dtype=torch.int32)
+
+    def plan(device: torch.device, dtype: torch.dtype, **sizes: int) -> tiles.Plan:
+        rows_per_expert = sizes.pop("num_rows") / sizes.pop("num_experts")
+        return tiles.plan_for(
+            target,
+            dtype,
+            rows_per_expert=rows_per_expert,
+            precision=precision,
+            dim=sizes["dim"],
+            hidden_dim=sizes["hidden_dim"],
+            num_branches=sizes["num_branches"],
+        )
+
+    w_in = empty(E, F, G, D).transpose(1, 2) if interleaved else empty(E, G, F, D)
+    b_in, b_out = (empty(E, G, F), empty(E, D)) if bias else (None, None)
+    experts = Experts(w_in, empty(E, D, F), b_in, b_out, activation)
+    maps = Maps(index(E + 1), index(T * K), index(T * K), index(T * K))
+    x, weights = empty(T, D), empty(T, K, dtype=torch.float32)
+    needs = Needs(True, True, True, True, bias, bias)
+    modules = (combine, moe_backward, moe_forward, moe_wgrad, pieces, route_metadata)
+    with mock.patch.object(tiles, "choose_plan", plan), recorded_launches(*modules) as launches:
+        y, h = moe_mlp_triton.forward(x, experts, weights, maps, save_h=not recompute_h)
+        shared = (experts, weights, maps, needs)
+        _, _, hidden = moe_mlp_triton.data_grads(y, x, h, *shared)
+        into = _fp32(experts) if accumulate else None
+        moe_mlp_triton.weight_grads(y, x, hidden, *shared, into=into)
+    return launches
+
+
+def _fp32(experts: Experts) -> Experts:
+    def wide(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else torch.empty_like(tensor, dtype=torch.float32)
+
+    return Experts(
+        torch.empty_like(experts.w_in_EGFD, dtype=torch.float32),
+        torch.empty_like(experts.w_out_EDF, dtype=torch.float32),
+        wide(experts.b_in_EGF),
+        wide(experts.b_out_ED),
+        experts.activation,
+    )

@@ -1,0 +1,140 @@
+"""A pool of rank processes for tests: forked once (by the nursery), then handed functions to run together.
+
+Gloo on the loopback interface, with a file for the first contact. A function runs on all ranks at once; the first
+error of any rank is raised in the test, and the pool is then made anew. On a loaded machine gloo sometimes fails to
+connect the ranks of a new group, before anything of ours has run; the function then runs once more on new ranks.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.nursery import Child, the_nursery
+from tests.support.patience import PATIENCE_S
+
+_NOT_CONNECTED = "connectFullMesh failed"
+"""In gloo's message when a group's ranks could not connect."""
+
+
+class RankError(AssertionError):
+    """A rank failed; the message has its traceback."""
+
+
+class RankPool:
+    """Processes 0 ... n - 1 of one gloo group.
+
+    Args:
+        num_ranks: n.
+        timeout_s: of the default group's collectives, and the longest that `run` waits between two answers.
+    """
+
+    def __init__(self, num_ranks: int, *, timeout_s: float = PATIENCE_S) -> None:
+        self.num_ranks, self.timeout_s = num_ranks, timeout_s
+        self._ranks: list[tuple[Child, Connection]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a function on every rank; once more, on new ranks, if gloo could not connect a group.
+
+        Args:
+            function: at the top of a module that was imported when the nursery was made, or can be. It starts from nothing.
+            args: pickled.
+            kwargs: pickled.
+
+        Returns:
+            What each rank returned (pickled on the way).
+
+        Raises:
+            RankError: a rank raised or died, or none answered in time. The pool is stopped then.
+        """
+        try:
+            return self._run(function, args, kwargs)
+        except RankError as error:
+            if _NOT_CONNECTED not in str(error):
+                raise
+        return self._run(function, args, kwargs)
+
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        if not self._ranks:
+            self._start()
+        for _, pipe in self._ranks:
+            pipe.send((function, args, kwargs))
+        results: dict[int, Any] = {}
+        while len(results) < self.num_ranks:
+            open_pipes = {p: n for n, (_, p) in enumerate(self._ranks) if n not in results}
+            ready = wait(list(open_pipes), timeout=2 * self.timeout_s)
+            if not ready:
+                self._fail(f"ranks {sorted(open_pipes.values())} did not answer")
+            for rank in [n for p, n in open_pipes.items() if p in ready]:
+                try:
+                    ok, value = self._ranks[rank][1].recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                if not ok:
+                    self._fail(f"rank {rank} of {self.num_ranks}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.num_ranks)]
+
+    def _fail(self, message: str) -> None:
+        self.stop()
+        raise RankError(message)
+
+    def _start(self) -> None:
+        nursery = the_nursery()
+        nursery.import_modules("torch.distributed.fsdp", "torch.distributed.tensor")
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"
+        for rank in range(self.num_ranks):
+            here, there = Pipe()
+            words = rank, self.num_ranks, store, self.timeout_s, sys.path
+            self._ranks.append((nursery.start(_serve, *words, pipe=there), here))
+            there.close()
+
+    def stop(self) -> None:
+        """End the processes; the next `run` starts new ones."""
+        for _, pipe in self._ranks:
+            pipe.close()
+        for process, _ in self._ranks:
+            process.kill()
+            process.join()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _serve(
+    pipe: Connection, rank: int, num_ranks: int, store: Path, timeout_s: float, path: list[str]
+) -> None:
+    sys.path[:] = path
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            function, args, kwargs = pipe.recv()
+            torch.manual_seed(0)
+            try:
+                answer = True, function(*args, **kwargs)
+            except BaseException:
+                answer = False, traceback.format_exc()
+            pipe.send(answer)

@@ -1,0 +1,95 @@
+"""A tiny corpus and a tiny run for the tests of the trainer."""
+
+import random
+
+import pytest
+from rich.console import Console
+
+from expertmesh.recipes import RECIPES
+from expertmesh.training.loop import train
+
+WORDS = [
+    "alpha",
+    "beta",
+    "gamma",
+    "delta",
+    "def",
+    "return",
+    "import",
+    "self",
+    "value",
+    "=",
+    "(",
+    ")",
+    ":",
+    "1",
+    "2",
+    "3",
+    "\n",
+]
+
+
+def write_corpus(folder, *, documents=40, words=400, seed=0):
+    """Text files of random words; returns the folder."""
+    generator = random.Random(seed)
+    folder.mkdir(parents=True)
+    for i in range(documents):
+        text = " ".join(generator.choice(WORDS) for _ in range(words))
+        (folder / f"file{i:03d}.txt").write_text(f"document {i}\n{text}\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_corpus():
+    return write_corpus
+
+
+@pytest.fixture(scope="session")
+def corpus_folder(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def tiny(corpus_folder, cache_folder, tmp_path):
+    """A function that makes the configuration of a tiny run, with changes by dotted name."""
+
+    def make(**changes):
+        values = {
+            "model.vocab_size": 300,
+            "model.dim": 32,
+            "model.moe.hidden_dim": 16,
+            "model.ffn_hidden_dim": 32,
+            "model.max_seq_len": 16,
+            "data.path": str(corpus_folder),
+            "data.cache_dir": str(cache_folder),
+            "data.max_bytes": None,
+            "data.seq_len": 16,
+            "train.steps": 8,
+            "train.batch_size": 4,
+            "train.eval_every": 4,
+            "train.eval_batches": 1,
+            "train.checkpoint_every": 4,
+            "train.dtype": "float32",
+            "train.device": "cpu",
+            "train.tensorboard": False,
+            "train.run_dir": str(tmp_path / "run"),
+            "optim.warmup_steps": 2,
+        }
+        return RECIPES["gpt-moe-test"]().updated(values | changes)
+
+    return make
+
+
+@pytest.fixture
+def run_quietly():
+    """Train without output."""
+
+    def run(config):
+        return train(config, recipe="gpt-moe-test", console=Console(quiet=True))
+
+    return run

@@ -1,0 +1,260 @@
+"""The checkpoint store: atomic, checked, pruned; errors of the background thread surface."""
+
+import errno
+import json
+import logging
+
+import pytest
+import torch
+
+from expertmesh.errors import CheckpointError
+from expertmesh.training import checkpoint
+from expertmesh.training.checkpoint import (
+    CheckpointStore,
+    find_damage,
+    list_checkpoints,
+    newest_good,
+    read_state,
+)
+from expertmesh.training.checkpoint_tensors import read_tensors
+
+
+def tensors(value=1.0):
+    return {
+        "a": torch.full((3, 5), value),
+        "deep.b": torch.arange(4, dtype=torch.int64),
+        "scalar": torch.tensor(value, dtype=torch.float64),
+        "half": torch.full((2,), value, dtype=torch.bfloat16),
+    }
+
+
+@pytest.fixture
+def store(tmp_path):
+    made = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    yield made
+    made.close()
+
+
+def save(store, step, *, eval_loss=None):
+    store.save(step, tensors(float(step)), {"note": "x"}, eval_loss=eval_loss)
+    store.wait()
+
+
+def steps(store):
+    return [int(path.name.removeprefix("step_")) for path in store.paths()]
+
+
+def test_what_was_saved_comes_back(store):
+    save(store, 7, eval_loss=1.5)
+    path = store.paths()[0]
+    assert path.name == "step_00000007" and find_damage(path) is None
+    found = {name: torch.zeros_like(t) for name, t in tensors().items()}
+    read_tensors(path, found)
+    for name, tensor in tensors(7.0).items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+    state = read_state(path)
+    assert (state["step"], state["note"], state["eval_loss"]) == (7, "x", 1.5)
+    assert state["format_version"] == checkpoint.FORMAT_VERSION
+
+
+def test_torch_itself_can_read_it(store):
+    save(store, 3)
+    found = {"a": torch.zeros(3, 5)}
+    reader = torch.distributed.checkpoint.FileSystemReader(store.paths()[0])
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.load(found, storage_reader=reader, no_dist=True)
+    assert torch.equal(found["a"], torch.full((3, 5), 3.0))
+
+
+def test_training_may_change_the_tensors_while_they_are_written(store, monkeypatch):
+    import threading
+
+    gate = threading.Event()
+    write = checkpoint.write_tensors
+
+    def slow(folder, given):
+        assert gate.wait(10)
+        return write(folder, given)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", slow)
+    live = tensors(1.0)
+    store.save(1, live, {}, eval_loss=None)
+    live["a"].fill_(99.0)
+    gate.set()
+    store.wait()
+    found = {"a": torch.zeros(3, 5)}
+    read_tensors(store.paths()[0], found)
+    assert torch.equal(found["a"], torch.ones(3, 5))
+
+
+def test_the_last_ones_and_the_best_are_kept(store):
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
+        save(store, step, eval_loss=loss)
+    assert steps(store) == [2, 4, 5]
+    save(store, 6, eval_loss=0.5)
+    assert steps(store) == [5, 6]
+    assert not [p for p in store.folder.iterdir() if p.name.startswith(".")]
+
+
+def test_saving_a_step_again_replaces_it(store):
+    save(store, 1)
+    store.save(1, tensors(5.0), {}, eval_loss=None)
+    store.wait()
+    found = {"scalar": torch.zeros((), dtype=torch.float64)}
+    read_tensors(store.paths()[0], found)
+    assert found["scalar"] == 5.0 and steps(store) == [1]
+
+
+def damage_truncate(path):
+    file = next(path.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def damage_flip(path):
+    file = next(path.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def damage_state(path):
+    text = (path / "state.json").read_text()
+    (path / "state.json").write_text(text.replace('"x"', '"y"'))
+
+
+def damage_metadata(path):
+    (path / ".metadata").unlink()
+
+
+def damage_manifest(path):
+    (path / "manifest.json").write_text('{"files": {')
+
+
+def damage_empty(path):
+    for file in path.iterdir():
+        file.unlink()
+
+
+DAMAGES = {
+    damage_truncate: "bytes, not",
+    damage_flip: "checksum",
+    damage_state: "state.json has another checksum",
+    damage_metadata: ".metadata is missing",
+    damage_manifest: "manifest.json",
+    damage_empty: "manifest.json",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(store, caplog, damage):
+    save(store, 1)
+    save(store, 2)
+    damage(store.paths()[-1])
+    with caplog.at_level(logging.WARNING):
+        assert newest_good(store.folder).name == "step_00000001"
+    (record,) = caplog.records
+    assert "step_00000002" in record.getMessage() and DAMAGES[damage] in record.getMessage()
+
+
+def test_every_single_bit_of_the_data_is_covered(store):
+    save(store, 1)
+    file = next(store.paths()[0].glob("*.distcp"))
+    data = file.read_bytes()
+    for place in range(0, len(data), max(1, len(data) // 40)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << (place % 8)
+        file.write_bytes(flipped)
+        assert find_damage(store.paths()[0]) is not None, place
+    file.write_bytes(data)
+    assert find_damage(store.paths()[0]) is None
+
+
+def test_only_damaged_checkpoints_are_an_error_and_none_is_none(store, tmp_path):
+    assert newest_good(tmp_path / "nowhere") is None
+    save(store, 1)
+    damage_flip(store.paths()[0])
+    with pytest.raises(CheckpointError, match="all 1 checkpoints are damaged"):
+        newest_good(store.folder)
+
+
+def fail_with(error):
+    def fail(*args, **kwargs):
+        raise error
+
+    return fail
+
+
+def test_a_full_disk_surfaces_and_leaves_the_checkpoints_before(store, monkeypatch):
+    save(store, 1)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(checkpoint, "write_tensors", fail_with(full))
+    store.save(2, tensors(), {}, eval_loss=None)
+    with pytest.raises(OSError, match="No space left") as info:
+        store.wait()
+    assert info.value.errno == errno.ENOSPC
+    assert steps(store) == [1] and find_damage(store.paths()[0]) is None
+    assert not [p for p in store.folder.iterdir() if p.name.startswith(".")]
+    monkeypatch.undo()
+    save(store, 3)
+    assert steps(store) == [1, 3]
+
+
+def test_a_really_full_disk(store, monkeypatch):
+    """/dev/full: the operating system's own ENOSPC, through torch's writer."""
+    save(store, 1)
+    write = checkpoint.write_tensors
+
+    def write_to_full(folder, given):
+        (folder / "__0_0.distcp").symlink_to("/dev/full")
+        return write(folder, given)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", write_to_full)
+    store.save(2, tensors(), {}, eval_loss=None)
+    with pytest.raises(OSError) as info:
+        store.wait()
+    assert info.value.errno == errno.ENOSPC
+    assert steps(store) == [1]
+
+
+def test_check_raises_without_waiting_for_a_save_that_runs(store, monkeypatch):
+    import threading
+
+    gate = threading.Event()
+    monkeypatch.setattr(checkpoint, "write_tensors", lambda *a: gate.wait(10) and 1 / 0)
+    store.save(1, tensors(), {}, eval_loss=None)
+    store.check()
+    gate.set()
+    with pytest.raises(ZeroDivisionError):
+        while True:
+            store.check()
+
+
+def test_leftovers_of_a_killed_process_are_removed(store):
+    save(store, 1)
+    for name in (".partial-step_00000002", ".deleted-step_00000000"):
+        (store.folder / name).mkdir()
+    store.remove_leftovers()
+    assert [p.name for p in store.folder.iterdir()] == ["step_00000001"]
+    assert list_checkpoints(store.folder) == store.paths()
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        ({"other": torch.zeros(1)}, "has no tensor other"),
+        ({"a": torch.zeros(3, 6)}, r"a has shape \(3, 5\), the model's is \(3, 6\)"),
+    ],
+)
+def test_tensors_of_another_model_are_named(store, asked, words):
+    save(store, 1)
+    with pytest.raises(CheckpointError, match=words):
+        read_tensors(store.paths()[0], asked)
+
+
+def test_a_newer_format_is_refused(store):
+    save(store, 1)
+    file = store.paths()[0] / "state.json"
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"format_version": 99}))
+    with pytest.raises(CheckpointError, match="format version 99"):
+        read_state(store.paths()[0])

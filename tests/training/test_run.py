@@ -1,0 +1,397 @@
+"""Whole runs: resume, locks, what is refused, what is written."""
+
+import errno
+import json
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+
+import pytest
+import torch
+
+from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
+from expertmesh.models.gpt.model import GPT
+from expertmesh.training import checkpoint, loop, stop
+from expertmesh.training.checkpoint import list_checkpoints
+from expertmesh.training.metrics import MetricsFile, measure_load, read_metrics
+from expertmesh.training.run_dir import RunDir, load_run
+from expertmesh.training.state import load_weights
+
+TIME = "tokens_per_second"
+
+
+def lines(config):
+    return read_metrics(RunDir(config.train.run_dir).metrics)
+
+
+def without_time(metrics):
+    return [{k: v for k, v in line.items() if k != TIME} for line in metrics]
+
+
+def weights(config):
+    run = load_run(config.train.run_dir)
+    model = GPT(
+        run.config.model, dtype=torch.float64 if run.config.train.dtype == "float64" else None
+    )
+    load_weights(run.checkpoint, model)
+    return model.state_dict()
+
+
+def test_a_run_writes_what_it_promises(tiny, run_quietly):
+    config = tiny()
+    result = run_quietly(config)
+    assert (result.step, result.tokens, result.stopped_by) == (8, 8 * 4 * 16, None)
+    metrics = lines(config)
+    assert [m["step"] for m in metrics] == list(range(1, 9))
+    keys = "step loss aux_loss z_loss grad_norm lr tokens_per_second load_imbalance"
+    keys += " dropped_fraction dead_experts skipped_steps"
+    assert all(set(keys.split()) <= set(m) for m in metrics)
+    assert [m["step"] for m in metrics if "eval_loss" in m] == [4, 8]
+    assert "initial_eval_loss" in metrics[0] and "eval_bits_per_byte" in metrics[-1]
+    assert result.bits_per_byte == metrics[-1]["eval_bits_per_byte"]
+    assert result.initial_bits_per_byte > result.bits_per_byte
+    names = {p.name for p in RunDir(config.train.run_dir).path.iterdir()}
+    assert {"config.json", "versions.json", "metrics.jsonl", "tokenizer.json", "lock"} <= names
+    run = load_run(config.train.run_dir)
+    assert run.config == config and run.checkpoint == result.checkpoint
+    versions = json.loads(RunDir(config.train.run_dir).versions.read_text())
+    assert versions["torch"] == torch.__version__.partition("+")[0] or versions["torch"]
+
+
+STOCHASTIC = {
+    "model.moe.router_noise": "gumbel",
+    "model.moe.capacity_factor": 1.0,
+    "model.moe.bias_update_rate": 0.01,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_forty_steps_are_twenty_and_twenty(tiny, run_quietly, tmp_path, dtype):
+    common = {"train.dtype": dtype, "optim.schedule_steps": 40, "train.checkpoint_every": 100}
+    common |= STOCHASTIC | {"train.eval_every": 10}
+    straight = tiny(**common, **{"train.steps": 40, "train.run_dir": str(tmp_path / "straight")})
+    half = tiny(**common, **{"train.steps": 20, "train.run_dir": str(tmp_path / "halves")})
+    rest = half.updated({"train.steps": 40, "train.resume": "required"})
+    run_quietly(straight)
+    run_quietly(half)
+    torch.manual_seed(99)
+    assert run_quietly(rest).resumed_from == 20
+    assert without_time(lines(straight)) == without_time(lines(rest))
+    for (name, a), b in zip(weights(straight).items(), weights(rest).values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_another_batch_size_goes_on_where_the_data_stopped(tiny, run_quietly, monkeypatch):
+    config = tiny(**{"train.steps": 3})
+    run_quietly(config)
+    seen = []
+    batch = loop.Windows.batch
+    monkeypatch.setattr(
+        loop.Windows, "batch", lambda self, i, n: (seen.append((i, n)), batch(self, i, n))[1]
+    )
+    run_quietly(config.updated({"train.steps": 5, "train.batch_size": 6, "train.resume": "auto"}))
+    assert seen == [(12, 6), (18, 6)]
+
+
+def test_a_finished_run_has_nothing_left_to_do(tiny, run_quietly):
+    config = tiny(**{"train.resume": "auto"})
+    first = run_quietly(config)
+    before = without_time(lines(config))
+    again = run_quietly(config)
+    assert (again.step, again.resumed_from) == (8, 8)
+    assert again.bits_per_byte == first.bits_per_byte
+    assert without_time(lines(config)) == before
+
+
+def test_metrics_after_the_checkpoint_are_cut_off(tiny, run_quietly):
+    config = tiny(**{"train.resume": "auto"})
+    run_quietly(config)
+    straight = without_time(lines(config))
+    newest = list_checkpoints(RunDir(config.train.run_dir).checkpoints)[-1]
+    damaged = next(newest.glob("*.distcp"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with RunDir(config.train.run_dir).metrics.open("a") as file:
+        file.write('{"step": 9, "loss": 1.0}\n{"step": 10, "lo')
+    assert run_quietly(config).resumed_from == 4
+    assert without_time(lines(config)) == straight
+
+
+def test_resume_warns_of_the_damaged_checkpoint(tiny, run_quietly, caplog):
+    config = tiny(**{"train.resume": "auto"})
+    run_quietly(config)
+    newest = list_checkpoints(RunDir(config.train.run_dir).checkpoints)[-1]
+    (newest / "state.json").write_text("{}")
+    with caplog.at_level(logging.WARNING):
+        run_quietly(config)
+    assert "step_00000008" in caplog.text and "damaged" in caplog.text
+
+
+def snapshot(folder):
+    return {
+        p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "lock"
+    }
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({}, ["already holds a run", "train.resume=auto", "another train.run_dir"]),
+        ({"model.dim": 16, "train.resume": "auto"}, ["model.dim=16", "has 32"]),
+        ({"model.moe.top_k": 1, "train.resume": "required"}, ["model.moe.top_k=1", "has 2"]),
+        ({"train.seed": 5, "train.resume": "auto"}, ["train.seed=5", "has 0"]),
+        ({"data.seq_len": 8, "train.resume": "auto"}, ["data.seq_len=8", "has 16"]),
+        ({"data.validation_fraction": 0.3, "train.resume": "auto"}, ["other tokens"]),
+        ({"train.dtype": "float64", "train.resume": "auto"}, ["train.dtype=float64", "float32"]),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_and_nothing_is_written(
+    tiny, run_quietly, changes, words
+):
+    config = tiny(**{"train.steps": 2})
+    run_quietly(config)
+    before = snapshot(RunDir(config.train.run_dir).path)
+    with pytest.raises(ConfigError) as info:
+        run_quietly(config.updated({"train.steps": 4, **changes}))
+    message = str(info.value)
+    assert all(word in message for word in words) and "\n" not in message, message
+    assert snapshot(RunDir(config.train.run_dir).path) == before
+
+
+def test_required_without_a_checkpoint_and_a_file_as_folder(tiny, run_quietly, tmp_path):
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        run_quietly(tiny(**{"train.resume": "required"}))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="is a file or below a file"):
+        run_quietly(tiny(**{"train.run_dir": str(tmp_path / "file")}))
+    assert (tmp_path / "file").read_text() == "x"
+
+
+def hold_lock(path, ready, go_on):
+    with RunDir(path).locked():
+        ready.set()
+        go_on.wait(20)
+
+
+def test_one_process_per_run_directory_and_a_dead_one_does_not_count(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ready, go_on = context.Event(), context.Event()
+    holder = context.Process(target=hold_lock, args=(tmp_path / "run", ready, go_on))
+    holder.start()
+    assert ready.wait(60)
+    with (
+        pytest.raises(ConfigError, match=f"is in use by process {holder.pid}"),
+        RunDir(tmp_path / "run").locked(),
+    ):
+        pass
+    holder.kill()
+    holder.join()
+    with RunDir(tmp_path / "run").locked():
+        assert (tmp_path / "run" / "lock").read_text().strip() == str(os.getpid())
+
+
+def test_nan_weights_stop_the_run_and_name_the_last_good_checkpoint(tiny, run_quietly, monkeypatch):
+    config = tiny(**{"train.steps": 30, "train.max_bad_steps": 3, "train.checkpoint_every": 2})
+    step = loop.training_step
+
+    def spoil(model, *args, **kwargs):
+        if kwargs["step"] == 5:
+            with torch.no_grad():
+                model.layers[0].moe.experts.w_in.fill_(math.nan)
+        return step(model, *args, **kwargs)
+
+    monkeypatch.setattr(loop, "training_step", spoil)
+    with pytest.raises(TrainingDivergedError) as info:
+        run_quietly(config)
+    assert "3 steps in a row" in str(info.value) and "step_00000004" in str(info.value)
+    metrics = lines(config)
+    assert [m["skipped_steps"] for m in metrics] == [0, 0, 0, 0, 0, 1, 2, 3]
+    assert (
+        metrics[-1]["loss"] is None
+        and "NaN" not in RunDir(config.train.run_dir).metrics.read_text()
+    )
+    monkeypatch.undo()
+    result = run_quietly(config.updated({"train.resume": "auto"}))
+    assert (result.resumed_from, result.step, result.skipped_steps) == (4, 30, 0)
+
+
+def test_a_few_bad_steps_are_skipped_and_counted(tiny, run_quietly, monkeypatch):
+    config = tiny(**{"train.max_bad_steps": 2})
+    step = loop.training_step
+
+    def spoil(model, *args, **kwargs):
+        hook = model.final_norm.weight.register_hook(
+            lambda g: g * (math.nan if kwargs["step"] in (2, 4) else 1)
+        )
+        try:
+            return step(model, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(loop, "training_step", spoil)
+    result = run_quietly(config)
+    assert (result.step, result.skipped_steps) == (8, 2)
+    assert [m["skipped_steps"] for m in lines(config)] == [0, 0, 1, 1, 2, 2, 2, 2]
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(tiny, run_quietly, monkeypatch):
+    config = tiny(**{"train.steps": 40, "train.checkpoint_every": 2})
+    write = checkpoint.write_tensors
+
+    def fail_late(folder, tensors):
+        if "00000006" in folder.name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+        return write(folder, tensors)
+
+    monkeypatch.setattr(checkpoint, "write_tensors", fail_late)
+    with pytest.raises(OSError, match="No space left"):
+        run_quietly(config)
+    assert load_run(config.train.run_dir).checkpoint.name == "step_00000004"
+    monkeypatch.undo()
+    assert run_quietly(config.updated({"train.resume": "auto"})).resumed_from == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on_later(tiny, run_quietly, tmp_path, monkeypatch, number):
+    config = tiny()
+    straight = tiny(**{"train.run_dir": str(tmp_path / "straight")})
+    run_quietly(straight)
+    before = signal.getsignal(number)
+    step = loop.training_step
+
+    def send(*args, **kwargs):
+        if kwargs["step"] == 2:
+            os.kill(os.getpid(), number)
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "training_step", send)
+    result = run_quietly(config)
+    assert (result.step, result.stopped_by) == (3, number)
+    assert result.checkpoint.name == "step_00000003"
+    assert signal.getsignal(number) is before
+    monkeypatch.undo()
+    assert run_quietly(config.updated({"train.resume": "auto"})).resumed_from == 3
+    assert without_time(lines(config)) == without_time(lines(straight))
+
+
+@pytest.mark.parametrize("later", [True, False], ids=["later", "of the same moment"])
+def test_a_second_ctrl_c(tiny, run_quietly, monkeypatch, later):
+    """It interrupts at once, but not within a second: torchrun hands on what the terminal has already sent."""
+    step = loop.training_step
+
+    def send(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "training_step", send)
+    if later:
+        monkeypatch.setattr(stop, "SAME_S", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            run_quietly(tiny())
+    else:
+        assert run_quietly(tiny()).stopped_by == signal.SIGINT
+
+
+def test_accumulation_trains_the_same_model(tiny, run_quietly, tmp_path):
+    common = {"train.dtype": "float64", "model.moe.routing_group_size": 16}
+    whole = tiny(**common, **{"train.run_dir": str(tmp_path / "whole")})
+    parts = tiny(
+        **common, **{"train.run_dir": str(tmp_path / "parts"), "train.micro_batch_size": 2}
+    )
+    run_quietly(whole)
+    run_quietly(parts)
+    a, b = ([m["loss"] for m in lines(config)] for config in (whole, parts))
+    assert all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a, b, strict=True))
+
+
+def test_activation_checkpointing_changes_no_loss(tiny, run_quietly, tmp_path):
+    kept = tiny(**STOCHASTIC, **{"train.run_dir": str(tmp_path / "kept")})
+    again = kept.updated(
+        {"train.activation_checkpointing": True, "train.run_dir": str(tmp_path / "again")}
+    )
+    run_quietly(kept)
+    run_quietly(again)
+    assert without_time(lines(kept)) == without_time(lines(again))
+
+
+def test_the_seed_decides_everything(tiny, run_quietly, tmp_path):
+    runs = [
+        tiny(**STOCHASTIC, **{"train.run_dir": str(tmp_path / str(i)), "train.seed": seed})
+        for i, seed in enumerate((3, 3, 4))
+    ]
+    for i, config in enumerate(runs):
+        torch.manual_seed(i)
+        run_quietly(config)
+    first, second, third = ([m["loss"] for m in lines(config)] for config in runs)
+    assert first == second and first != third
+
+
+def test_a_run_leaves_the_callers_random_state_and_threads(tiny, run_quietly):
+    torch.manual_seed(5)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    run_quietly(tiny(**{"train.steps": 2, "parallel.num_threads": 2}))
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
+
+
+def test_tensorboard_gets_the_same_numbers(tiny, run_quietly):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny(**{"train.tensorboard": True})
+    run_quietly(config)
+    events = EventAccumulator(str(RunDir(config.train.run_dir).tensorboard))
+    events.Reload()
+    losses = [e.value for e in events.Scalars("training/loss")]
+    expected = torch.tensor([m["loss"] for m in lines(config)]).tolist()
+    assert losses == expected
+    assert [e.step for e in events.Scalars("evaluation/eval_loss")] == [4, 8]
+
+
+def test_without_tensorboard_nothing_is_missing(tiny, run_quietly, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setattr(loop, "open_tensorboard", lambda *a, **k: None)
+    assert run_quietly(tiny(**{"train.tensorboard": True, "train.steps": 2})).step == 2
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [(None, "has no config.json"), ("{", "unreadable"), ('{"train": {"stepz": 1}}', "stepz")],
+)
+def test_what_is_no_run_is_one_line(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        load_run(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_run(tmp_path / "nowhere")
+
+
+def test_weights_of_a_damaged_or_other_checkpoint_are_refused(tiny, run_quietly):
+    config = tiny(**{"train.steps": 2})
+    path = run_quietly(config).checkpoint
+    other = config.updated({"model.num_layers": 3})
+    with pytest.raises(CheckpointError, match="has no tensor model.layers.2"):
+        load_weights(path, GPT(other.model))
+    file = next(path.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_weights(path, GPT(config.model))
+
+
+def test_load_by_hand():
+    load = measure_load([[4, 0, 2, 2], [1, 1, 1, 1]], 3)
+    assert (load.load_imbalance, load.dropped_fraction, load.dead_experts) == (1.5, 0.25, 1)
+    assert measure_load([], 0).load_imbalance == 1.0
+    assert measure_load([[0, 0]], 0).dead_experts == 2
+
+
+def test_a_metrics_file_ends_at_the_first_broken_line(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\nnonsense\n{"step": 3}\n')
+    MetricsFile(path, last_step=9).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    MetricsFile(path, last_step=1).close()
+    assert path.read_text() == '{"step": 1}\n'

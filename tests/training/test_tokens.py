@@ -1,0 +1,143 @@
+"""Tokenizer, shards and the cache."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from expertmesh.config.run import DataConfig
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.training import shards
+from expertmesh.training.corpus import load_corpus, texts
+from expertmesh.training.shards import prepare_data
+from expertmesh.training.tokenizer import (
+    END_OF_TEXT,
+    END_OF_TEXT_ID,
+    load_tokenizer,
+    token_num_bytes,
+    train_tokenizer,
+)
+
+ODD_TEXT = f"tabs\t\r\n  caf\u00e9 \U0001f600 {END_OF_TEXT} quoted\n\n\n    x = 'y'\n"
+
+
+def test_any_text_survives_encoding_and_the_special_token_in_a_text_is_text():
+    tokenizer = train_tokenizer(["some text about nothing\n" * 50], vocab_size=300)
+    ids = tokenizer.encode(ODD_TEXT, add_special_tokens=False).ids
+    assert END_OF_TEXT_ID not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == ODD_TEXT
+    sizes = token_num_bytes(tokenizer, 300)
+    assert sizes[ids].sum() == len(ODD_TEXT.encode()) and sizes[END_OF_TEXT_ID] == 0
+
+
+def test_a_saved_tokenizer_encodes_alike(tmp_path):
+    tokenizer = train_tokenizer(["some text about nothing\n" * 50], vocab_size=300)
+    tokenizer.save(str(tmp_path / "t.json"))
+    loaded = load_tokenizer(tmp_path / "t.json")
+    assert loaded.encode(ODD_TEXT).ids == tokenizer.encode(ODD_TEXT).ids
+
+
+def test_a_damaged_tokenizer_is_one_line(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match=r"t\.json: is not a readable tokenizer"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(300, np.uint16), (70_000, np.uint32)])
+def test_documents_are_packed_with_an_end_each(corpus_folder, tmp_path, vocab_size, dtype):
+    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
+    data = prepare_data(config, vocab_size=vocab_size)
+    tokenizer = load_tokenizer(data.tokenizer_path)
+    corpus = load_corpus(config)
+    for shard, documents in (
+        (data.training, corpus.training),
+        (data.validation, corpus.validation),
+    ):
+        tokens = np.asarray(shard.tokens_N)
+        assert tokens.dtype == dtype
+        ends = np.flatnonzero(tokens == END_OF_TEXT_ID)
+        assert len(ends) == len(documents) == shard.num_documents
+        assert ends[-1] == len(tokens) - 1
+        pieces = np.split(tokens, ends + 1)[:-1]
+        decoded = [tokenizer.decode(piece[:-1].tolist()) for piece in pieces]
+        assert decoded == list(texts(documents))
+        sizes = token_num_bytes(tokenizer, vocab_size)
+        assert sizes[tokens].sum() == shard.num_bytes
+
+
+def test_the_tokenizer_learns_from_the_training_split_only(corpus_folder, tmp_path, monkeypatch):
+    seen = []
+
+    def spy(training_texts, *, vocab_size):
+        seen.extend(training_texts)
+        return train_tokenizer(seen, vocab_size=vocab_size)
+
+    monkeypatch.setattr(shards, "train_tokenizer", spy)
+    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
+    data = prepare_data(config, vocab_size=300)
+    assert seen == list(texts(data.corpus.training))
+    assert not set(seen) & set(texts(data.corpus.validation))
+
+
+def test_the_cache_is_used_and_depends_on_text_and_vocabulary(make_corpus, tmp_path, monkeypatch):
+    folder = make_corpus(tmp_path / "texts", documents=20)
+    config = DataConfig(path=str(folder), cache_dir=str(tmp_path / "cache"), seq_len=16)
+    built = []
+    build = shards._build
+    monkeypatch.setattr(shards, "_build", lambda *a, **k: (built.append(1), build(*a, **k)))
+    first = prepare_data(config, vocab_size=300)
+    again = prepare_data(config, vocab_size=300)
+    assert len(built) == 1 and first.key == again.key
+    prepare_data(config, vocab_size=310)
+    assert len(built) == 2
+    with (folder / "file003.txt").open("a") as file:
+        file.write("more")
+    changed = prepare_data(config, vocab_size=300)
+    assert len(built) == 3 and changed.key != first.key
+
+
+def test_many_threads_share_the_cache_and_build_once(corpus_folder, tmp_path, monkeypatch):
+    built = []
+    build = shards._build
+    monkeypatch.setattr(shards, "_build", lambda *a, **k: (built.append(1), build(*a, **k)))
+    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
+    results = []
+    threads = [
+        threading.Thread(target=lambda: results.append(prepare_data(config, vocab_size=300)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1 and len({data.key for data in results}) == 1 and len(results) == 4
+    assert not list(tmp_path.glob("*.partial-*"))
+
+
+def test_a_failed_preparation_leaves_nothing_behind(corpus_folder, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shards, "_write_tokens", fail)
+    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
+    with pytest.raises(OSError, match="No space left"):
+        prepare_data(config, vocab_size=300)
+    assert not [p for p in tmp_path.iterdir() if p.is_dir()]
+    monkeypatch.undo()
+    assert len(prepare_data(config, vocab_size=300).training.tokens_N) > 16
+
+
+def test_too_little_text_for_one_sequence_is_one_line(corpus_folder, tmp_path):
+    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=10**6)
+    with pytest.raises(ConfigError, match=r"data\.seq_len=1000000: the training split has only"):
+        prepare_data(config, vocab_size=300)
+
+
+def test_the_index_says_what_is_there(corpus_folder, tmp_path):
+    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
+    data = prepare_data(config, vocab_size=300)
+    index = json.loads((data.folder / "index.json").read_text())
+    size = (data.folder / "training.bin").stat().st_size
+    assert index["training"]["num_tokens"] * 2 == size
