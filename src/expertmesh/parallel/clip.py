@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.parallel.owned import OwnedParameter
+from expertmesh.parallel.experts.modules import OwnedParameter
 
 
 @torch.no_grad()
