@@ -282,17 +282,18 @@ def _upcycled(
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter.add_(noise, alpha=noise_std * float(part_g.float().std()))
 
+    of = dict(layer.named_parameters())
     with torch.no_grad():
-        fill(layer.experts.w_in, w_in_GFD.unflatten(1, (g, -1)).transpose(0, 1))
-        fill(layer.experts.w_out, w_out_DF.unflatten(1, (g, -1)).transpose(0, 1))
+        fill(of["experts.w_in"], w_in_GFD.unflatten(1, (g, -1)).transpose(0, 1))
+        fill(of["experts.w_out"], w_out_DF.unflatten(1, (g, -1)).transpose(0, 1))
         if mlp.bias:
             assert b_in_GF is not None and b_out_D is not None
-            layer.experts.b_in.copy_(
+            of["experts.b_in"].copy_(
                 b_in_GF.unflatten(1, (g, -1)).transpose(0, 1).repeat(num_copies, 1, 1)
             )
             # the g parts of a copy add up to one bias
-            layer.experts.b_out.copy_((b_out_D / g).expand_as(layer.experts.b_out))
+            of["experts.b_out"].copy_((b_out_D / g).expand_as(of["experts.b_out"]))
         if g > 1:
-            rows = layer.router.proj.weight[::g].clone()
-            layer.router.proj.weight.copy_(rows.repeat_interleave(g, 0))
+            rows = of["router.proj.weight"][::g].clone()
+            of["router.proj.weight"].copy_(rows.repeat_interleave(g, 0))
     return MoEBlock(layer)
