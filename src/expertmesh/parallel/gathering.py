@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 
 from expertmesh.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from expertmesh.comm.group import RankGroup, wait_for
-from expertmesh.ops.experts.inputs import WeightGradients
-from expertmesh.ops.reference import accumulate_dtype
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.parallel.offload import HostMemory
 
 SLICED_AXIS = {"w_in": 2, "w_out": 2, "b_in": 2, "b_out": 1}

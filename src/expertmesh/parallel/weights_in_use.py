@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from expertmesh.moe.experts import ExpertParameters
-from expertmesh.ops.experts.inputs import WeightGradients
-from expertmesh.ops.reference import accumulate_dtype
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.parallel.gathering import (
     Fetch,
     GradientBuffers,
