@@ -23,13 +23,12 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
-from expertmesh.parallel.expert_home import ExpertHome
-from expertmesh.parallel.expert_modules import ExpertModules, module_degrees
-from expertmesh.parallel.expert_storage import ExpertStorage, Keep
+from expertmesh.parallel.experts.gather import GatheredWeights
+from expertmesh.parallel.experts.modules import ExpertModules, module_degrees
+from expertmesh.parallel.experts.plan import Plan, make_plan
+from expertmesh.parallel.experts.prefetch import Prefetcher
+from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Keep
 from expertmesh.parallel.offload import compute_device
-from expertmesh.parallel.plan import Plan, make_plan
-from expertmesh.parallel.prefetch import Prefetcher
-from expertmesh.parallel.weights_in_use import WeightsInUse
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class _WayBack:
     metadata: RouteMetadata | None = None
     counts: Counts | None = None
     slots: int = 1
-    use: WeightsInUse | None = None
+    use: GatheredWeights | None = None
 
 
 class ExpertDispatcher:
@@ -79,7 +78,7 @@ class ExpertDispatcher:
 
     def __init__(
         self,
-        storage: ExpertHome,
+        storage: ExpertHolder,
         *,
         num_experts: int,
         route_degree: int | None = None,
@@ -333,7 +332,7 @@ def spread_experts(
             f"num_replicas={num_replicas}: must divide the {world.size} ranks; choose a divisor"
         )
     num_ranks, name = world.size // num_replicas, f"layer {layer.layer_index}"
-    storage: ExpertHome
+    storage: ExpertHolder
     if isinstance(experts, GroupedExperts):
         degrees = expert_degrees(
             num_ranks,
