@@ -20,7 +20,7 @@ from expertmesh.moe.assignment import count_all_choices
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
-from expertmesh.ops.autocast import autocast_dtype
+from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.parallel.experts.gather import GatheredWeights
@@ -258,7 +258,7 @@ class ExpertDispatcher:
         if back.metadata is None or back.counts is None:
             home_RD = all_to_all(y_TD, None, back.route.group, where=where)
             parts_PTD = home_RD.unflatten(0, (back.route.group.size, -1))[:, : back.num_tokens]
-            exact = torch.promote_types(y_TD.dtype, torch.float32)
+            exact = accumulate_dtype(y_TD.dtype)
             return parts_PTD.to(exact).sum(0).to(y_TD.dtype)
         home_RD = all_to_all(y_TD, back.counts.mirrored(), back.route.group, where=where)
         return combine(home_RD, back.metadata, back.slots)
