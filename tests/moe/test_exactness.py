@@ -56,11 +56,16 @@ def choices(draw, *, variant):
     options["normalize_weights"] = draw(st.sampled_from(["auto", "none", "topk", "kept"]))
     options["weight_scale"] = draw(st.sampled_from([1.0, 2.5]))
     if router != "hash":
-        options["router_noise"] = draw(st.sampled_from(["none", "none", "gumbel", "gaussian"]))
+        options["router_noise"] = draw(
+            st.sampled_from(["none", "none", "gumbel", "gaussian", "gumbel_after_first"])
+        )
         options["logit_temperature"] = draw(st.sampled_from([1.0, 0.7]))
         options["input_jitter"] = draw(st.sampled_from([0.0, 0.0, 0.1]))
     if router in ("topk", "cosine"):
         options["bias_update_rate"] = draw(st.sampled_from([0.0, 0.001]))
+    sets_first_apart = router in ("topk", "cosine") and K > 1 and not options["bias_update_rate"]
+    if options.get("router_noise") == "gumbel_after_first" and (grouped or not sets_first_apart):
+        options["router_noise"] = "gumbel"
     if grouped:
         groups = draw(
             st.sampled_from([g for g in VARIANTS[variant]["num_expert_groups"] if E % g == 0])
@@ -90,7 +95,11 @@ def cases(draw, *, variant, dtype):
         "bias": draw(st.booleans()),
         "num_shared_experts": draw(st.sampled_from([0, 0, 2])),
         "residual": draw(st.booleans()),
-        "balance_loss": draw(st.sampled_from(["switch", "importance_load", "none"])),
+        "balance_loss": draw(
+            st.sampled_from(
+                ["switch", "importance_load", "none"] + ["gshard"] * (router != "expert_choice")
+            )
+        ),
         "balance_loss_scope": draw(st.sampled_from(["group", "global"])),
         "aux_loss_weight": 0.5,
         "z_loss_weight": draw(st.sampled_from([0.0, 0.1])),

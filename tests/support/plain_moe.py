@@ -3,7 +3,9 @@
 import torch
 
 
-def plain_moe(x_TD, w_gate_ED, experts, *, k, capacity=None, policy="first", normalize="none", mask_T=None):
+def plain_moe(
+    x_TD, w_gate_ED, experts, *, k, capacity=None, policy="first", normalize="none", mask_T=None
+):
     """Give (y, balance loss, choices per expert) of one call.
 
     Args:
@@ -45,6 +47,6 @@ def plain_moe(x_TD, w_gate_ED, experts, *, k, capacity=None, policy="first", nor
         first[ids[t][0]] += 1
         for e in ids[t]:
             counts[e] += 1
-    share = {True: first / len(live), False: counts / (k * len(live))}[k == 2]
+    share = (first if k == 2 else counts.to(x_TD.dtype) / k) / len(live)
     l_aux = E * (share * p_TE[mask_T].mean(0)).sum()
     return torch.stack(rows), l_aux, counts

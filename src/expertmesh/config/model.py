@@ -11,10 +11,10 @@ from expertmesh.errors import ConfigError
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu"]
 ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
 RouterKind = Literal["topk", "cosine", "expert_choice", "hash"]
-RouterNoise = Literal["none", "gumbel", "gaussian"]
+RouterNoise = Literal["none", "gumbel", "gaussian", "gumbel_after_first"]
 NormalizeWeights = Literal["auto", "none", "topk", "kept"]
 DropPolicy = Literal["first", "priority", "random"]
-BalanceLoss = Literal["switch", "importance_load", "none"]
+BalanceLoss = Literal["switch", "gshard", "importance_load", "none"]
 LossScope = Literal["group", "global"]
 Backend = Literal["auto", "triton", "torch", "reference"]
 

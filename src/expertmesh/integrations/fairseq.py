@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.router import router_linear
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
 
@@ -236,7 +237,7 @@ class _Logits(nn.Module):
         self.wg = wg
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return nn.functional.linear(x_TD.float(), self.wg.weight.float())
+        return router_linear(x_TD, self.wg.weight)
 
 
 class _First(nn.Module):

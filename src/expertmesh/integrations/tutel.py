@@ -138,7 +138,9 @@ class MOELayer(nn.Module):
         )
         if cosine and gate.get("init_t", 0.5) != 0.5:
             with torch.no_grad():
-                self._layer.router.get_parameter("log_scale").fill_(-torch.tensor(float(gate["init_t"])).log())
+                self._layer.router.get_parameter("log_scale").fill_(
+                    -torch.tensor(float(gate["init_t"])).log()
+                )
         for has_bias, bias in zip(self._biased, ("b_in", "b_out"), strict=True):
             if any(self._biased) and not has_bias:  # stays zero
                 self._layer.experts.get_parameter(bias).requires_grad_(False)

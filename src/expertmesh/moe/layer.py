@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
         normalize_weights: divide the weights by their sum over the chosen experts ("topk"), or over those that survive
             the capacity ("kept"); "none"; "auto": topk if top_k > 1, and none for expert_choice.
         weight_scale: factor on the routing weights.
-        router_noise: "gumbel" or "gaussian" noise on the logits in training. It decides on the choice only: weights and
+        router_noise: "gumbel" or "gaussian" noise on the logits in training, or "gumbel_after_first" on all but the best one. It decides on the choice only: weights and
             losses come from the clean logits (as DeepSpeed's RSample), so replaying the choice replays the weights.
         router_noise_std: factor on the noise, in logits.
         input_jitter: the router's input times a uniform factor in 1 +- this, in training.
@@ -94,7 +94,7 @@ class MoELayer(nn.Module):
         residual_hidden_dim: hidden size of the residual MLP; None: hidden_dim.
         recompute_h: grouped experts do not save their pre-activations (T * K * G * F elements) but compute them again in
             the backward, a third of their forward's FLOPs more; the same results to the bit.
-        balance_loss: "switch", "importance_load" or "none".
+        balance_loss: "switch" (over all choices), "gshard" (the same over the first ones), "importance_load" or "none".
         balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call.
         aux_loss_weight: weight of the balance loss in `RoutingStats.aux_loss`.
         z_loss_weight: weight of the router z-loss in `RoutingStats.z_loss`.
