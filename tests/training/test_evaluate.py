@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from expertmesh.config.run import TrainConfig
 from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.evaluate import bits_per_byte, evaluate
 from expertmesh.training.loader import Windows
 from expertmesh.training.ngram import ByteTrigram
-from expertmesh.training.precision import Precision
+from expertmesh.training.precision import resolve_precision
 
-PRECISION = Precision(torch.device("cpu"), torch.float64, torch.float64)
+PRECISION = resolve_precision(TrainConfig(device="cpu", dtype="float64"))
 
 
 class Uniform(nn.Module):

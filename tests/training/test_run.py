@@ -55,6 +55,7 @@ def test_a_run_writes_what_it_promises(tiny, run_quietly):
     assert result.initial_bits_per_byte > result.bits_per_byte
     names = {p.name for p in RunDir(config.train.run_dir).path.iterdir()}
     assert {"config.json", "versions.json", "metrics.jsonl", "tokenizer.json", "lock"} <= names
+    assert "arithmetic.json" in names
     run = load_run(config.train.run_dir)
     assert run.config == config and run.checkpoint == result.checkpoint
     versions = json.loads(RunDir(config.train.run_dir).versions.read_text())

@@ -125,7 +125,7 @@ def _load(options: Any) -> tuple[Any, Any, Any]:
     if options.device is not None:
         train = found.config.updated({"train.device": options.device}).train
     tokenizer = load_tokenizer(found.tokenizer)
-    precision = resolve_precision(train)
+    precision = resolve_precision(train, record=found.arithmetic)
     model = GPT(found.config.model, device=precision.device, dtype=precision.master_dtype, seed=0)
     state.load_weights(found.checkpoint, model)
     return model.eval(), tokenizer, precision

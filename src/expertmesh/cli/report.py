@@ -113,7 +113,7 @@ def _load_model(found: "Run") -> "GPT":
     from expertmesh.training.precision import resolve_precision
     from expertmesh.training.state import load_weights
 
-    precision = resolve_precision(found.config.train)
+    precision = resolve_precision(found.config.train, record=found.arithmetic)
     model = GPT(found.config.model, device=precision.device, dtype=precision.master_dtype, seed=0)
     load_weights(found.checkpoint, model)
     return model
@@ -143,7 +143,7 @@ def _bits_per_byte(found: "Run", model: "GPT") -> tuple[float, float]:
         torch.from_numpy(sizes),
         batch_size=config.train.micro_batch_size or config.train.batch_size,
         max_samples=None,
-        precision=resolve_precision(config.train),
+        precision=resolve_precision(config.train, record=found.arithmetic),
     )
     baseline = ByteTrigram.fit(texts(data.corpus.training))
     return result.bits_per_byte, baseline.bits_per_byte(texts(data.corpus.validation))

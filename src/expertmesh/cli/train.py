@@ -33,10 +33,10 @@ def run(argv: list[str]) -> int:
             print(describe(parsed.config, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
     from expertmesh.training.loop import train
-    from expertmesh.training.precision import resolve_precision
+    from expertmesh.training.precision import resolve_device
 
     with said_once():
-        resolve_precision(parsed.config.train)
+        resolve_device(parsed.config.train.device)
     result = train(parsed.config, recipe=parsed.recipe)
     if result.is_leader:
         print(summary(result))
@@ -58,12 +58,18 @@ def describe(config: RunConfig, *, recipe: str, num_ranks: int = 1) -> str:
     """
     from expertmesh.costs.flops import forward_flops
     from expertmesh.costs.parameters import count_parameters
+    from expertmesh.costs.products import dominant_products
     from expertmesh.models.gpt.parallelize import check_degrees
     from expertmesh.training.precision import resolve_precision
+    from expertmesh.training.run_dir import RunDir
 
     seq_len = config.data.seq_len
     check_degrees(config.model, config.parallel, num_ranks=num_ranks, seq_len=seq_len)
-    precision = resolve_precision(config.train)
+    precision = resolve_precision(
+        config.train,
+        products=dominant_products(config, num_parts=num_ranks),
+        record=RunDir(config.train.run_dir).arithmetic,
+    )
     dtype = str(precision.compute_dtype).removeprefix("torch.")
     parameters = count_parameters(config.model)
     tokens = config.train.steps * config.train.batch_size * seq_len

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from expertmesh.config.model import ModelConfig
+from expertmesh.config.run import RunConfig
 from expertmesh.costs.parameters import parameter_shapes
 
 
@@ -29,24 +29,27 @@ class Product:
         return self.num_rows * self.in_features * self.out_features
 
 
-def dominant_products(config: ModelConfig, *, num_tokens: int) -> tuple[Product, ...]:
-    """Every weight matrix of a GPT with its tokens; those of one size are one entry.
+def dominant_products(config: RunConfig, *, num_parts: int = 1) -> tuple[Product, ...]:
+    """Every weight matrix of a GPT with the tokens of a forward pass; those of one size are one entry.
 
     Args:
-        config: the model.
-        num_tokens: of a forward pass. An expert gets K / E of them.
+        config: the run. An expert gets K / E of the tokens.
+        num_parts: into which the rows of a batch are split over ranks.
 
     Returns:
         Products of at least a hundredth of the largest's work, the largest first.
     """
+    model = config.model
+    rows = config.train.micro_batch_size or config.train.batch_size
+    num_tokens = max(1, rows * config.data.seq_len // num_parts)
     found: Counter[Product] = Counter()
-    for parameter in parameter_shapes(config):
-        shape, rows, count = parameter.shape, num_tokens, 1
-        if parameter.name.startswith("embedding.") and not config.tie_embeddings:
+    for parameter in parameter_shapes(model):
+        shape, rows, count = list(parameter.shape), num_tokens, 1
+        if parameter.name.startswith("embedding.") and not model.tie_embeddings:
             continue  # looked up, not multiplied
         if parameter.is_expert and len(shape) > 2:
             count, *shape = shape
-            rows = max(1, num_tokens * min(config.moe.top_k, count) // count)
+            rows = max(1, num_tokens * min(model.moe.top_k, count) // count)
         if len(shape) > 1 and "router" not in parameter.name:
             *out_sizes, in_features = shape
             out_features = out_sizes[0] * (out_sizes[1] if len(out_sizes) > 1 else 1)

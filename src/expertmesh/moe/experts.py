@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import activate, num_branches
 from expertmesh.ops.cpu import few_rows
-from expertmesh.ops.experts.inputs import WeightGradients, Weights
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.expert_types import WeightGradients, Weights
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.invariant.experts import invariant_mlp, invariant_moe_mlp
 from expertmesh.ops.permute import combine, permute
-from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.ops.route_metadata import route_metadata
 
 

@@ -25,7 +25,7 @@ from expertmesh.moe.losses import LossOptions, weighted_losses
 from expertmesh.moe.phases import phase
 from expertmesh.moe.random import fresh_key
 from expertmesh.moe.reset import reset_layer
-from expertmesh.moe.router import ROUTERS, full_precision, keep_full_precision
+from expertmesh.moe.router import ROUTERS, keep_full_precision
 from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, route
 from expertmesh.moe.selection import SelectionOptions
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
@@ -39,6 +39,7 @@ from expertmesh.moe.validation import (
     flat_argument,
 )
 from expertmesh.moe.whole_call import SharedTokens, WholeCall, assign_shared
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.invariant import operators as invariant
 
 
@@ -207,7 +208,7 @@ class MoELayer(nn.Module):
     def _build(self, options: dict[str, Any]) -> None:
         """Make submodules and buffers."""
         place = {"device": options["device"], "dtype": options["dtype"]}
-        exact = full_precision(options["dtype"] or torch.get_default_dtype())
+        exact = accumulate_dtype(options["dtype"] or torch.get_default_dtype())
         router, experts, E = options["router"], options["experts"], self.num_experts
         how = {name: options[name] for name in ("batch_invariant", "backend")}
         if isinstance(router, str):
@@ -553,7 +554,7 @@ class MoELayer(nn.Module):
 
     def _mixture(self, coefficient: nn.Linear, x_TD: Tensor) -> Tensor:
         """(T, 2) shares of the experts and of the residual MLP, FP32 or FP64."""
-        exact = full_precision(x_TD.dtype)
+        exact = accumulate_dtype(x_TD.dtype)
         if self.training or not self.batch_invariant:
             return coefficient(x_TD).to(exact).softmax(-1)
         backend = self.routing_options.selection.backend

@@ -14,10 +14,11 @@ from torch import Tensor
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.losses import weighted_losses
-from expertmesh.moe.router import LinearRouter, full_precision
+from expertmesh.moe.router import LinearRouter
 from expertmesh.moe.routing import RoutingOptions
 from expertmesh.moe.selection import best_columns
 from expertmesh.moe.types import RouterOutput, RoutingStats
+from expertmesh.ops.dtypes import accumulate_dtype
 
 
 def may_serve(options: RoutingOptions) -> bool:
@@ -72,7 +73,7 @@ def forward(layer: Any, x: Tensor) -> tuple[Tensor, RoutingStats] | None:
     """
     selection, top_k, losses = layer.routing_options.selection, layer.top_k, layer.loss_options
     x_TD = x.reshape(-1, layer.dim)
-    logits_TE = F.linear(x_TD.to(full_precision(x.dtype)), layer.router.proj.weight)
+    logits_TE = F.linear(x_TD.to(accumulate_dtype(x.dtype)), layer.router.proj.weight)
     scores_TE = logits_TE.softmax(-1)
     ids_TK = best_columns(logits_TE, top_k)
     weights_TK = scores_TE.gather(-1, ids_TK)

@@ -6,11 +6,11 @@ BF16, and small products cost as much time in casts and calls as AMX saves.
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import product as pairs
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,10 +26,10 @@ USUAL_PRODUCTS = (Product(512, 512, 2048), Product(512, 512, 512, count=4))
 MARGIN = 0.9
 """BF16, or another library than the usual one, is taken only where it needs less than this part of the time."""
 
-_ROUGH, _FINE = 1 << 22, 1 << 26  # multiply-adds of one product
+_ROUGH, _FINE = 1 << 23, 1 << 25  # multiply-adds of one product
 _HOPELESS = 2.0
 _ROUNDS = 5
-_BUDGET_S = 0.4
+_BUDGET_S = 0.12
 
 
 class Way(NamedTuple):
@@ -74,8 +74,8 @@ class Arithmetic:
         return ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times)
 
 
-def fastest(products: Sequence[Product] = USUAL_PRODUCTS) -> Arithmetic:
-    """Measure on this CPU, with its threads as they are set, in about half a second at most.
+def fastest(products: Sequence[Product]) -> Arithmetic:
+    """Measure on this CPU, in well under a second of one thread's time, which is the same beside other work.
 
     Args:
         products: those that dominate a step, for example of `costs.products.dominant_products`.
@@ -99,20 +99,21 @@ def choose(seconds: Mapping[Way, float]) -> Arithmetic:
 def measure(products: Sequence[Product]) -> dict[Way, float]:
     """Seconds that each way takes for the products of a forward and backward pass, casts of FP32 weights and inputs included.
 
-    Large products are measured on a smaller one of the same proportions. A way that is twice as slow as another on small ones
-    is not measured further.
+    Large products stand for themselves as smaller ones. A way that is far slower than another on the smallest is
+    not measured further.
     """
     ways = [Way("float32", cpu_products.usual_library())]
     if cpu_products.has_onednn():
-        ways += [way for way in (Way("float32", "onednn"), Way("float32", "blas")) if way not in ways]
+        ways += [
+            way for way in (Way("float32", "onednn"), Way("float32", "blas")) if way not in ways
+        ]
         ways.append(Way("bfloat16", ways[0].library))
-    rough = _measured([_cut(p, _ROUGH) for p in products], ways, rounds=2, budget_s=_BUDGET_S / 4)
+    rough = _measured([_cut(p, _ROUGH) for p in products], ways, rounds=2, budget_s=_BUDGET_S)
     limit = _HOPELESS * min(rough.values())
     close = [way for way in ways if rough[way] <= limit or way == ways[0]]
     if len(close) == 1:
         return rough
-    size = _FINE * torch.get_num_threads()
-    fine = _measured([_cut(p, size) for p in products], close, rounds=_ROUNDS, budget_s=_BUDGET_S)
+    fine = _measured([_cut(p, _FINE) for p in products], close, rounds=_ROUNDS, budget_s=_BUDGET_S)
     return rough | fine
 
 
@@ -131,21 +132,33 @@ def _measured(
 ) -> dict[Way, float]:
     """The shortest time of each product in each way, by turns, after a round that does not count (code is generated)."""
     best: dict[tuple[Way, Product], float] = {}
-    with torch.no_grad():
+    with torch.no_grad(), _one_thread():
         for number in range(rounds + 1):
-            began = time.perf_counter()
+            began = time.thread_time()
             for product in products:
                 sides = (product.num_rows, product.in_features, product.out_features)
-                x_MK, w_NK, grad_MN = (torch.ones(sides[i], sides[j]) for i, j in ((0, 1), (2, 1), (0, 2)))
+                x_MK, w_NK, grad_MN = (
+                    torch.ones(sides[i], sides[j]) for i, j in ((0, 1), (2, 1), (0, 2))
+                )
                 for way in ways:
                     took = _time(way, x_MK, w_NK, grad_MN)
                     if number:
                         best[way, product] = min(took, best.get((way, product), took))
             if number:
-                budget_s -= time.perf_counter() - began
+                budget_s -= time.thread_time() - began
                 if budget_s < 0:
                     break
     return {way: sum(best[way, p] * p.count for p in products) for way in ways}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _time(way: Way, x_MK: Tensor, w_NK: Tensor, grad_MN: Tensor) -> float:
@@ -153,12 +166,12 @@ def _time(way: Way, x_MK: Tensor, w_NK: Tensor, grad_MN: Tensor) -> float:
     dtype = getattr(torch, way.dtype)
     grad = grad_MN.to(dtype)
     with cpu_products.multiplying_by(way.library):
-        began = time.perf_counter()
+        began = time.thread_time()
         x, w = x_MK.to(dtype), w_NK.to(dtype)
         cpu_products.product(x, w.T)
         cpu_products.product(grad, w).float()
         cpu_products.product(grad.T, x).float()
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
 
 def read_arithmetic(path: Path) -> Arithmetic | None:

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from expertmesh.config.run import RunConfig
+from expertmesh.costs.products import dominant_products
 from expertmesh.errors import ConfigError, TrainingDivergedError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
@@ -36,7 +37,7 @@ from expertmesh.training.metrics import (
     write_events,
 )
 from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
-from expertmesh.training.precision import Precision, resolve_precision
+from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.run_dir import RunDir
 from expertmesh.training.shards import TokenData, prepare_data
@@ -97,12 +98,12 @@ def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> 
         TrainingDivergedError: too many steps in a row were not finite.
         OSError: the disk is full, or cannot be written. Earlier checkpoints stay as they are.
     """
-    precision = resolve_precision(config.train)
+    device = resolve_device(config.train.device)
     run_dir = RunDir(config.train.run_dir)
     with ExitStack() as stack:
         team = stack.enter_context(
             open_team(
-                device_type=precision.device.type,
+                device_type=device.type,
                 timeout_s=config.parallel.timeout_s,
                 tp_degree=config.parallel.tp_degree,
                 reduces_once=config.parallel.zero_stage == 1,
@@ -121,9 +122,13 @@ def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> 
 
         team.first(open_run)
         stack.enter_context(_threads(config.parallel.num_threads))
+        products = dominant_products(config, num_parts=team.num_row_parts)
+        settle = partial(settle_precision, products=products, record=run_dir.arithmetic)
+        precision = team.first(lambda: settle(config.train))
+        stack.enter_context(precision.products())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(config.train.seed)
-        if precision.device.type == "cpu":
+        if device.type == "cpu":
             keep_freed_memory()
         prepare = partial(prepare_data, config.data, vocab_size=config.model.vocab_size)
         team.first(lambda: prepare() is None)  # the leader fills the cache
@@ -339,8 +344,8 @@ class _Trainer:
         parameters = sum(p.numel() for p in self.state.model.parameters())
         start = f"resuming after step {first}" if first else "starting"
         return (
-            f"{start}: {self.recipe}, {parameters:,} parameters, {self.precision.compute_dtype} on "
-            f"{self.precision.device}{self._ranks()}; {self.data.source}: {len(self.data.training.tokens_N):,} training and "
+            f"{start}: {self.recipe}, {parameters:,} parameters, {self.precision.description}"
+            f"{self._ranks()}; {self.data.source}: {len(self.data.training.tokens_N):,} training and "
             f"{len(self.data.validation.tokens_N):,} validation tokens; run directory {self.run_dir.path}"
         )
 

@@ -1,7 +1,7 @@
 """Which device, which precision, and the contexts that go with them."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +11,10 @@ from expertmesh.config.run import TrainConfig
 from expertmesh.costs.products import Product
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu.products import multiplying_by, usual_library
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.scaler import LossScaler
 from expertmesh.parallel.team import Team
-from expertmesh.training.arithmetic import Arithmetic, fastest, read_arithmetic
+from expertmesh.training.arithmetic import Arithmetic, fastest, read_arithmetic, write_arithmetic
 
 _DTYPES = {
     "float32": torch.float32,
@@ -40,6 +41,13 @@ class Precision:
     arithmetic: Arithmetic
 
     @property
+    def description(self) -> str:
+        """Type, device and why, in words."""
+        dtype = str(self.compute_dtype).removeprefix("torch.")
+        reason = self.arithmetic.reason
+        return f"{dtype} on {self.device}" + (f" (auto: {reason})" if reason else "")
+
+    @property
     def uses_autocast(self) -> bool:
         """Whether the forward pass casts to another dtype than the parameters'."""
         return self.compute_dtype != self.master_dtype
@@ -49,11 +57,15 @@ class Precision:
         """Whether gradients need loss scaling (FP16's range is too small for them)."""
         return self.compute_dtype == torch.float16
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Context of a forward pass."""
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Context of a forward pass, the run's library included."""
         if not self.uses_autocast:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+            with self.products():
+                yield
+            return
+        with self.products(), torch.autocast(self.device.type, dtype=self.compute_dtype):
+            yield
 
     def products(self) -> AbstractContextManager[None]:
         """Context in which the run's library multiplies FP32 on a CPU."""
@@ -75,7 +87,7 @@ def resolve_precision(
 
     Args:
         config: of the run.
-        products: those that dominate a step of its model; a CPU measures them. None: usual ones.
+        products: those that dominate a step of its model, which a CPU measures; none: usual ones.
         record: the run's file of its arithmetic, see `training.arithmetic`; followed if it exists and is of the same kind
             of device.
 
@@ -89,8 +101,16 @@ def resolve_precision(
     elif config.dtype != "auto":
         found = Arithmetic(device.type, config.dtype, found.library)
     dtype = _DTYPES[found.dtype]
-    master = torch.float64 if dtype == torch.float64 else torch.float32
-    return Precision(device, dtype, master, found)
+    return Precision(device, dtype, accumulate_dtype(dtype), found)
+
+
+def settle_precision(
+    config: TrainConfig, *, products: Sequence[Product] = (), record: Path
+) -> Precision:
+    """`resolve_precision`, and keep what it found in the record; for one rank, whose answer is for all."""
+    precision = resolve_precision(config, products=products, record=record)
+    write_arithmetic(record, precision.arithmetic)
+    return precision
 
 
 def _arithmetic(dtype: str, device: torch.device, products: Sequence[Product]) -> Arithmetic:

@@ -28,6 +28,7 @@ class RunDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         self.config = self.path / "config.json"
+        self.arithmetic = self.path / "arithmetic.json"
         self.versions = self.path / "versions.json"
         self.metrics = self.path / "metrics.jsonl"
         self.tokenizer = self.path / "tokenizer.json"
@@ -119,11 +120,13 @@ class Run(NamedTuple):
 
     Attributes:
         config: resolved configuration.
+        arithmetic: file of what it computes in; see `training.arithmetic`.
         tokenizer: its tokenizer file.
         checkpoint: its newest checkpoint that is not damaged.
     """
 
     config: RunConfig
+    arithmetic: Path
     tokenizer: Path
     checkpoint: Path
 
@@ -144,7 +147,7 @@ def load_run(run_dir: str | Path) -> Run:
         raise CheckpointError(f"run {run_dir}: has no checkpoint yet; train it first")
     if not folder.tokenizer.is_file():
         raise CheckpointError(f"run {run_dir}: has no tokenizer.json; restore it from a copy")
-    return Run(config, folder.tokenizer, checkpoint)
+    return Run(config, folder.arithmetic, folder.tokenizer, checkpoint)
 
 
 def versions() -> dict[str, Any]:
