@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from expertmesh.ops import router_linear as ops
 from expertmesh.ops.router_linear import FEWEST_SPLIT_ROWS, router_linear
-
 from expertmesh.testing.numerics import assert_two_times, two_times_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,7 +71,9 @@ def test_long_sums_are_shared_out_and_added_in_order(monkeypatch):
     seen = []
     launch = split_product.launch
     monkeypatch.setattr(
-        split_product, "launch", lambda kernel, grid, *a, **k: seen.append(grid) or launch(kernel, grid, *a, **k)
+        split_product,
+        "launch",
+        lambda kernel, grid, *a, **k: seen.append(grid) or launch(kernel, grid, *a, **k),
     )
     w = torch.empty(5, 40, device=DEVICE)
     (dx, dw), (_, again) = (

@@ -144,7 +144,6 @@ def choose_plan(
         what sets it too (`allow_tf32 = True`, `torch.set_float32_matmul_precision("high")`); else IEEE.
     """
     arch = architecture(device)
-    interpreted = arch == "interpreter"
     # the newest of three switches: it follows the older two, which raise once it was set
     allow_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return plan_for(

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.ops.autocast import without_autocast
+from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.invariant import operators as invariant
-from expertmesh.ops.router_linear import full_precision, router_linear
+from expertmesh.ops.router_linear import router_linear
 
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
 
@@ -29,7 +29,7 @@ class _FullPrecisionModule(nn.Module):
         """`router_linear`, or what gives the same bits in every batch where that is asked for."""
         if self.training or not self.batch_invariant:
             return router_linear(x_TD, w_ED, backend=self.backend)
-        dtype = full_precision(x_TD.dtype)
+        dtype = accumulate_dtype(x_TD.dtype)
         with without_autocast(x_TD.device):
             return invariant.linear(x_TD.to(dtype), w_ED.to(dtype), backend=self.backend)
 

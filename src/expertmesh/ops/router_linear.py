@@ -5,18 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.ops.autocast import without_autocast
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.cpu.products import product
+from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.plain_call import runs_plainly
 
 FEWEST_SPLIT_ROWS = 256
 """Tokens from which products by BF16 parts pay: they run without splitting the sum over D among programs."""
-
-
-def full_precision(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of all router arithmetic: FP64 for FP64 input, else FP32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tensor:
@@ -46,7 +41,7 @@ def router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tenso
 
 
 def _linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    dtype = full_precision(x_TD.dtype)
+    dtype = accumulate_dtype(x_TD.dtype)
     with without_autocast(x_TD.device):
         return product(x_TD.to(dtype), w_ED.to(dtype).t())
 
@@ -56,7 +51,7 @@ _router_linear = torch.library.custom_op("expertmesh::router_linear", _linear, m
 
 
 def _logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    return x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=full_precision(x_TD.dtype))
+    return x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=accumulate_dtype(x_TD.dtype))
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:

@@ -102,3 +102,18 @@ def test_mkl_holds_back_on_processors_of_others(vendor, capability, expected, tm
         patch.object(torch.backends.mkldnn, "is_available", return_value=True),
     ):
         assert cpu_products.mkl_holds_back.__wrapped__() == expected
+
+
+@pytest.mark.parametrize(("is_narrow", "parts"), [(False, 32), (True, 8)])
+def test_row_counts_of_bf16_products_are_few(is_narrow, parts):
+    cpu = torch.device("cpu")
+    rows = {
+        n: cpu_products.gemm_rows(n, cpu, torch.bfloat16, is_narrow=is_narrow) for n in range(2048)
+    }
+    assert all(n <= m <= n + n // parts for n, m in rows.items())
+    assert len({rows[n] for n in range(1024, 2048)}) <= parts + 1
+    assert cpu_products.gemm_rows(1025, cpu, torch.float64, is_narrow=is_narrow) == 1025
+    for generates_code in (False, True):
+        with patch.object(cpu_products, "goes_to_onednn", return_value=generates_code):
+            found = cpu_products.gemm_rows(1025, cpu, torch.float32, is_narrow=is_narrow)
+        assert found == (rows[1025] if generates_code else 1025)
