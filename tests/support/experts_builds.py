@@ -15,8 +15,9 @@ from expertmesh.kernels import (
     tiles,
 )
 from expertmesh.ops.activation import num_branches
-from expertmesh.ops.cpu.forward import Experts, Maps, Needs
+from expertmesh.ops.expert_types import Experts, Needs
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
+from expertmesh.ops.route_metadata import RouteMetadata
 from tests.support.launches import Launch, recorded_launches
 
 GEMMS = ("up", "rows", "hidden_grad", "rows_transposed")
@@ -72,7 +73,7 @@ def step_launches(
     w_in = empty(E, F, G, D).transpose(1, 2) if interleaved else empty(E, G, F, D)
     b_in, b_out = (empty(E, G, F), empty(E, D)) if bias else (None, None)
     experts = Experts(w_in, empty(E, D, F), b_in, b_out, activation)
-    maps = Maps(index(E + 1), index(T * K), index(T * K), index(T * K))
+    maps = RouteMetadata(index(E + 1), index(T * K), index(T * K), index(T * K))
     x, weights = empty(T, D), empty(T, K, dtype=torch.float32)
     needs = Needs(True, True, True, True, bias, bias)
     modules = (combine, moe_backward, moe_forward, moe_wgrad, pieces, route_metadata)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from expertmesh.ops.dtypes import accumulate_dtype
+
 # FP32 rows of 1 MiB fit into the second-level cache of a core; on a GPU larger blocks save launches.
 _BLOCK_ELEMENTS_CPU = 1 << 18
 _BLOCK_ELEMENTS_GPU = 1 << 28
@@ -39,7 +41,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, overwrite: bool) -> Tensor:
-        dtype = torch.promote_types(logits_TV.dtype, torch.float32)
+        dtype = accumulate_dtype(logits_TV.dtype)
         losses_T = torch.empty(len(logits_TV), dtype=dtype, device=logits_TV.device)
         for rows in _row_blocks(logits_TV):
             # twice as fast on a CPU as a sum of exponentials: one pass over each row

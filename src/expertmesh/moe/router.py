@@ -12,21 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.ops.autocast import without_autocast
 from expertmesh.ops.cpu.products import product
+from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.plain_call import runs_plainly
 
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
 
 
-def full_precision(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of all router arithmetic: FP64 for FP64 input, else FP32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    dtype = full_precision(x_TD.dtype)
+    dtype = accumulate_dtype(x_TD.dtype)
     with without_autocast(x_TD.device):
         return product(x_TD.to(dtype), w_ED.to(dtype).t())
 
@@ -37,7 +32,7 @@ _router_linear = torch.library.custom_op("expertmesh::router_linear", _linear, m
 
 @_router_linear.register_fake
 def _(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    return x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=full_precision(x_TD.dtype))
+    return x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=accumulate_dtype(x_TD.dtype))
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -80,7 +75,7 @@ class _FullPrecisionModule(nn.Module):
         """`router_linear`, or what gives the same bits in every batch where that is asked for."""
         if self.training or not self.batch_invariant:
             return router_linear(x_TD, w_ED)
-        dtype = full_precision(x_TD.dtype)
+        dtype = accumulate_dtype(x_TD.dtype)
         with without_autocast(x_TD.device):
             return invariant.linear(x_TD.to(dtype), w_ED.to(dtype), backend=self.backend)
 

@@ -7,6 +7,7 @@ import torch
 
 from expertmesh.config.run import TrainConfig
 from expertmesh.errors import ConfigError
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
 
@@ -65,7 +66,7 @@ def resolve_precision(config: TrainConfig) -> Precision:
     """
     device = _resolve_device(config.device)
     dtype = fast_dtype(device) if config.dtype == "auto" else _DTYPES[config.dtype]
-    master = torch.float64 if dtype == torch.float64 else torch.float32
+    master = accumulate_dtype(dtype)
     return Precision(device, dtype, master)
 
 
