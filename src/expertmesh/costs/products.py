@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from expertmesh.config.run import RunConfig
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.parameters import parameter_shapes
 
 
@@ -29,7 +29,7 @@ class Product:
         return self.num_rows * self.in_features * self.out_features
 
 
-def dominant_products(config: RunConfig, *, num_parts: int = 1) -> tuple[Product, ...]:
+def dominant_products(config: GPTRunConfig, *, num_parts: int = 1) -> tuple[Product, ...]:
     """Every weight matrix of a GPT with the tokens of a forward pass; those of one size are one entry.
 
     Args:

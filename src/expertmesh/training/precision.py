@@ -12,8 +12,8 @@ from expertmesh.costs.products import Product
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu.products import multiplying_by, usual_library
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
-from expertmesh.parallel.team import Team
 from expertmesh.training.arithmetic import Arithmetic, fastest, read_arithmetic, write_arithmetic
 
 _DTYPES = {
@@ -71,13 +71,13 @@ class Precision:
         """Context in which the run's library multiplies FP32 on a CPU."""
         return multiplying_by(self.arithmetic.library)
 
-    def scaler(self, team: Team | None = None) -> LossScaler:
+    def scaler(self, ranks: Ranks | None = None) -> LossScaler:
         """Loss scaler; switched off unless the compute dtype is FP16.
 
         Args:
-            team: ranks among which gradients are spread; None: this process alone.
+            ranks: ranks among which gradients are spread; None: this process alone.
         """
-        return LossScaler(self.device.type, enabled=self.uses_scaler, team=team)
+        return LossScaler(self.device.type, enabled=self.uses_scaler, ranks=ranks)
 
 
 def resolve_precision(
