@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.moe import short_call
 from expertmesh.moe.assignment import (
     Assignment,
     CapacityOptions,
@@ -200,7 +199,6 @@ class MoELayer(nn.Module):
                 batch_invariant=batch_invariant,
             ),
         )
-        self.may_be_short = short_call.may_serve(self.routing_options)
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
         self._build(options)
         reset_layer(self, self._seed(None), std=None, out_std=None, custom=False)
@@ -379,12 +377,6 @@ class MoELayer(nn.Module):
         Raises:
             ConfigError: an argument does not fit the layer.
         """
-        of_tokens = (token_mask, token_index, routing, shared_tokens)
-        rare = (*of_tokens, top_k, capacity_factor, route_degree)
-        if self.may_be_short and all(a is None for a in rare) and short_call.serves(self, x):
-            short = short_call.forward(self, x)
-            if short is not None:
-                return short
         call = self._call_inputs(
             x, token_mask, token_ids, token_index, routing, top_k, capacity_factor
         )

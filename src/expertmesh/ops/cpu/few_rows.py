@@ -64,7 +64,6 @@ def moe_mlp_of_few(
     weights_TK: Tensor,
     *,
     activation: str,
-    ids: list[int] | None = None,
 ) -> Tensor | None:
     """`moe_mlp` without biases and gradients, from the ids themselves; only where `serves` says so.
 
@@ -75,7 +74,6 @@ def moe_mlp_of_few(
         ids_TK: (T, K) in [0, E]; E is skipped.
         weights_TK: (T, K).
         activation: its name.
-        ids: `ids_TK.flatten().tolist()`, for a caller who has it.
 
     Returns:
         y (T, D), or None where an expert has so many rows that the general way is better.
@@ -84,7 +82,7 @@ def moe_mlp_of_few(
         ConfigError: an id is out of range.
     """
     T, K = ids_TK.shape
-    order = _Order.of(ids_TK.flatten().tolist() if ids is None else ids, K, w_in_EGFD.shape[0])
+    order = _Order.of(ids_TK.flatten().tolist(), K, w_in_EGFD.shape[0])
     if max(order.sizes, default=0) > MOST_ROWS:
         return None
     w_in_EHD = w_in_EGFD.flatten(1, 2)
