@@ -108,7 +108,7 @@ def test_parts_and_groups(num_ranks, num_experts, layout):
                 assert w_in.to_local().shape == (num_experts // (W // f), 2, 2048 // f, 1024)
                 storage = layer.dispatcher.storage
                 assert storage.num_replicas == parallel.dp_replicate_degree
-                assert layer.dispatcher.route().group.size == (parallel.route_degree or W)
+                assert layer.dispatcher.exchange().route.group.size == (parallel.route_degree or W)
             # Each rank makes the groups of a few partitions of all ranks, not of every layer.
             assert len(asked) <= 4 * num_ranks
 
