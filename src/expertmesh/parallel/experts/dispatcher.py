@@ -14,7 +14,7 @@ from expertmesh.moe.dispatch import Experts, Tokens, apply_experts
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.phases import phase
-from expertmesh.ops.autocast import autocast_dtype
+from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.parallel.experts.exchange import Alone, Exchange, Fixed, Outbound, Ragged, Route
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.modules import ExpertModules, module_degrees

@@ -22,6 +22,7 @@ from expertmesh.comm.in_flight import InFlight
 from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import count_all_choices
 from expertmesh.moe.dispatch import Tokens
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.parallel.experts.plan import Plan
@@ -204,7 +205,7 @@ class _FixedOutbound(Outbound):
 
     def _add(self, home_RD: Tensor) -> Tensor:
         parts_PTD = home_RD.unflatten(0, (self._route.group.size, -1))[:, : self._num_tokens]
-        exact = torch.promote_types(home_RD.dtype, torch.float32)
+        exact = accumulate_dtype(home_RD.dtype)
         return parts_PTD.to(exact).sum(0).to(home_RD.dtype)
 
 

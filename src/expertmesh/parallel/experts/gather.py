@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 from expertmesh.comm.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from expertmesh.comm.group import RankGroup, wait_for
 from expertmesh.moe.experts import ExpertParameters
-from expertmesh.ops.experts.inputs import WeightGradients
-from expertmesh.ops.reference import accumulate_dtype
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.parallel.experts.prefetch import Fetch, FetchedLayer, Key, Prefetcher, Visit, Whole
 from expertmesh.parallel.offload import HostMemory
 
