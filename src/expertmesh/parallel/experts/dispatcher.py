@@ -1,6 +1,8 @@
 """Expert parallelism behind the layer's dispatcher protocol: an exchange moves tokens, a storage gathers weights."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,6 +67,12 @@ class SpreadJourney:
             return self._outbound.start_home(y_RD).finish()
 
 
+def _usual_exchange(route: Route, *, fixed_tokens: int | None) -> Exchange:
+    if route.group.size == 1:
+        return Alone(route)
+    return Ragged(route) if fixed_tokens is None else Fixed(route, fixed_tokens)
+
+
 class ExpertDispatcher:
     """Routes tokens over the ranks that hold a layer's experts. A `TokenDispatcher`.
 
@@ -74,6 +82,7 @@ class ExpertDispatcher:
         route_degree: ranks that a token may travel over unless a call says otherwise; None: all of one copy.
         fixed_tokens: None: ragged exchanges, whose sizes the host waits for. A number: no rank has more tokens in a
             call; every rank sends that many to each, so that the host never waits: for decoding a few tokens at a time.
+        exchanges: makes the exchange of a route; None: the one of this package that fits.
 
     Raises:
         ConfigError: route_degree does not divide the ranks.
@@ -86,10 +95,11 @@ class ExpertDispatcher:
         num_experts: int,
         route_degree: int | None = None,
         fixed_tokens: int | None = None,
+        exchanges: Callable[[Route], Exchange] | None = None,
     ) -> None:
         self.storage, self.num_experts = storage, num_experts
         self.route_degree = make_plan(storage.degrees, route_degree).route_degree
-        self.fixed_tokens = fixed_tokens
+        self.exchanges = exchanges or partial(_usual_exchange, fixed_tokens=fixed_tokens)
         self._everyone = storage.world.everyone()
         self._exchanges: dict[int, Exchange] = {}
 
@@ -101,14 +111,9 @@ class ExpertDispatcher:
         """
         degree = self.route_degree if route_degree is None else route_degree
         if degree not in self._exchanges:
-            self._exchanges[degree] = self._new_exchange(make_plan(self.storage.degrees, degree))
+            route = self._new_route(make_plan(self.storage.degrees, degree))
+            self._exchanges[degree] = self.exchanges(route)
         return self._exchanges[degree]
-
-    def _new_exchange(self, plan: Plan) -> Exchange:
-        route = self._new_route(plan)
-        if route.group.size == 1:
-            return Alone(route)
-        return Ragged(route) if self.fixed_tokens is None else Fixed(route, self.fixed_tokens)
 
     def _new_route(self, plan: Plan) -> Route:
         cells = plan.route_cells()
@@ -152,6 +157,7 @@ def spread_experts(
     route_degree: int | None = None,
     keep: Keep = "until_backward",
     fixed_tokens: int | None = None,
+    exchanges: Callable[[Route], Exchange] | None = None,
     offload: bool = False,
     prefetcher: Prefetcher | None = None,
 ) -> ExpertDispatcher:
@@ -170,6 +176,7 @@ def spread_experts(
         route_degree: see `ExpertDispatcher`.
         keep: see `ExpertStorage`.
         fixed_tokens: see `ExpertDispatcher`.
+        exchanges: see `ExpertDispatcher`.
         offload: keep the experts' parameters, gradients and optimiser state in host memory; the world's groups need a
             backend for the CPU then. Build the optimiser afterwards.
         prefetcher: one for all layers of a model that run one after the other, so that weights are gathered one layer
@@ -216,6 +223,7 @@ def spread_experts(
         num_experts=layer.num_experts,
         route_degree=route_degree,
         fixed_tokens=fixed_tokens,
+        exchanges=exchanges,
     )
     layer.dispatcher = dispatcher
     return dispatcher
