@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from expertmesh.models.gpt.model import GPT
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
-from expertmesh.parallel.team import Team
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import assert_two_times
 
@@ -38,8 +38,8 @@ def training(dtype, parallel, model_changes, *, steps, before=None):
         | {f"parallel.{name}": value for name, value in (parallel or {}).items()}
     )
     alone = parallel is None
-    team = Team() if alone else Team(world_of(), tp_degree=parallel.get("tp_degree", 1))
-    return trainer_steps(config, team, steps, **({"before": before} if before else {}))
+    ranks = Ranks() if alone else Ranks(world_of(), tp_degree=parallel.get("tp_degree", 1))
+    return trainer_steps(config, ranks, steps, **({"before": before} if before else {}))
 
 
 def overflow_on_rank_1(step, model, scaler):
@@ -87,7 +87,7 @@ def overflow_on_one_rank():
         nn.Parameter(DTensor.from_local(torch.ones(2), copied, [Replicate(), Shard(0)])),
     ]
     optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=False)
-    scaler = LossScaler("cpu", enabled=True, team=Team(ranks))
+    scaler = LossScaler("cpu", enabled=True, ranks=Ranks(ranks))
     found = []
     for spoiled in (True, False):
         scaler.scale(torch.ones(()))

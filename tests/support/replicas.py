@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.world import World
-from expertmesh.config.run import RunConfig
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.apply import follow_optimizer
-from expertmesh.parallel.team import Team
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.precision import resolve_precision
 from expertmesh.training.step import training_step
@@ -44,7 +45,7 @@ def fill_biases(module: nn.Module, *, scale: float = 1.0) -> None:
                 parameter.copy_(scale * drawn)
 
 
-def build_gpt(config: RunConfig) -> GPT:
+def build_gpt(config: GPTRunConfig) -> GPT:
     """The model of a run, the same in every process, with biases that are not zero."""
     model = GPT(config.model, dtype=resolve_precision(config.train).master_dtype, seed=1)
     model.set_activation_checkpointing(config.train.activation_checkpointing)
@@ -57,7 +58,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def batches(config: RunConfig, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(config: GPTRunConfig, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Random ids and the next ones, (B, S) each, the same on all ranks."""
     generator = torch.Generator().manual_seed(3)
     shape = (config.train.batch_size, config.data.seq_len + 1)
@@ -67,8 +68,8 @@ def batches(config: RunConfig, count: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def trainer_steps(
-    config: RunConfig,
-    team: Team,
+    config: GPTRunConfig,
+    ranks: Ranks,
     count: int,
     *,
     before: Callable[[int, GPT, Any], None] = lambda step, model, scaler: None,
@@ -77,18 +78,18 @@ def trainer_steps(
 
     Args:
         config: of the run.
-        team: the ranks; the model is spread over them as the configuration says.
+        ranks: the ranks; the model is spread over them as the configuration says.
         count: number of steps.
         before: called before each step with its number, the model and the scaler.
     """
     model, precision = build_gpt(config), resolve_precision(config.train)
-    if team.world is not None:
-        parallelize_gpt(model, config.parallel, world=team.world)
+    if ranks.world is not None:
+        parallelize_gpt(model, config.parallel, world=ranks.world)
     optimizer = build_optimizer(model, config.optim)
     follow_optimizer(model, optimizer)
-    scaler = precision.scaler(team)
+    scaler = precision.scaler(ranks)
     for step, batch in enumerate(batches(config, count)):
         before(step, model, scaler)
-        settings = {"config": config, "precision": precision, "team": team}
-        result = training_step(model, optimizer, scaler, batch, step=step, **settings)
+        settings = {"step": step, "precision": precision, "ranks": ranks}
+        result = training_step(GPTTask(config), model, optimizer, scaler, batch, **settings)
         yield model, scaler, result
