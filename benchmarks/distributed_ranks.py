@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh import MoELayer
 from expertmesh.comm.world import World
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import assert_two_times
 from expertmesh.training.heap import keep_freed_memory
 

@@ -4,7 +4,7 @@ from expertmesh.moe.assignment import count_choices
 from expertmesh.moe.checkpointing import routing_checkpoint_contexts, routing_checkpoint_policy
 from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
 from expertmesh.ops.capacity import combine_capacity, dispatch_capacity, weighted_combine
-from expertmesh.ops.experts.inputs import WeightGradients
+from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.experts.parts import (
     HiddenRows,

@@ -11,7 +11,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.kernels import grouped, tiles
 from expertmesh.kernels.tiles import Tile
 from expertmesh.ops.activation import _INNER
-from expertmesh.ops.cpu.forward import Experts, Maps, Needs
+from expertmesh.ops.expert_types import Experts, Needs
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.route_metadata import route_metadata
@@ -155,8 +155,7 @@ def test_saved_bytes_are_x_and_h(recompute_h):
 
 def parts(case, needs=None):
     experts = Experts(case.w_in_EGFD, case.w_out_EDF, case.b_in_EGF, case.b_out_ED, case.activation)
-    m = case.metadata
-    maps = Maps(m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N)
+    maps = case.metadata
     needs = needs or Needs(True, True, True, True, True, True)
     _, h = moe_mlp_triton.forward(case.x_TD, experts, case.weights_TK, maps, save_h=True)
     _, _, hidden = moe_mlp_triton.data_grads(

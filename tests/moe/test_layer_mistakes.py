@@ -116,9 +116,12 @@ IDS = torch.zeros(6, 2, dtype=torch.int64)
     ],
 )
 def test_wrong_arguments(x, kwargs, message):
+    layer = make()
     with pytest.raises(ConfigError, match=message) as caught:
-        make()(x, **kwargs)
+        layer(x, **kwargs)
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
+    with torch.no_grad(), pytest.raises(ConfigError, match=message):
+        layer.eval()(x, **kwargs)
 
 
 def test_route_degree_needs_a_spread_layer():

@@ -9,7 +9,6 @@ from tests.support.poison import poisoned_empty
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.moe import short_call
 from expertmesh.ops.cpu import compiled_products, few_rows
 from expertmesh.testing.numerics import assert_two_times
 
@@ -208,70 +207,7 @@ def test_the_layer_does_not_take_it_for_many_tokens_or_under_autocast():
             layer(torch.randn(3, 32))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"top_k": 1, "weight_scale": 2.5},
-        {"top_k": 4, "normalize_weights": "none", "balance_loss": "importance_load"},
-        {"z_loss_weight": 0.1, "balance_loss": "none"},
-        {"router_noise": "gumbel", "input_jitter": 0.1, "capacity_factor": 1.0},
-    ],
-)
-@pytest.mark.parametrize("num_tokens", [1, 7])
-def test_the_short_call_is_the_layer_to_the_bit(dtype, options, num_tokens):
-    layer = make_layer(**({"top_k": 2} | options)).eval().to(dtype)
-    x = torch.randn(num_tokens, 1, 32).to(dtype)
-    with torch.no_grad():
-        with patch.object(short_call, "forward", wraps=short_call.forward) as short:
-            y, stats = layer(x)
-        assert short.called
-        with patch.object(short_call, "serves", return_value=False):
-            general_y, general = layer(x)
-    assert torch.equal(y, general_y)
-    for name, value in vars(stats).items():
-        expected = getattr(general, name)
-        assert torch.equal(value, expected) and value.dtype == expected.dtype, name
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"router": "cosine"},
-        {"score_function": "sigmoid"},
-        {"logit_temperature": 2.0},
-        {"num_expert_groups": 2},
-        {"bias_update_rate": 0.1},
-        {"eval_capacity_factor": 1.0},
-        {"max_capacity_factor": 1.0},
-        {"num_shared_experts": 1},
-        {"residual": True},
-        {"bias": True},
-        {"batch_invariant": True},
-    ],
-)
-def test_other_options_take_the_stages(options):
-    layer = make_layer(**options).eval()
-    with torch.no_grad(), patch.object(short_call, "forward", side_effect=AssertionError):
-        layer(torch.randn(3, 32))
-
-
-def test_other_calls_take_the_stages():
-    layer, x = make_layer().eval(), torch.randn(3, 32)
-    seen = []
-    with patch.object(short_call, "forward", side_effect=AssertionError):
-        layer(x)  # with gradients
-        with torch.no_grad():
-            layer(x, token_mask=torch.tensor([True, False, True]))
-            layer(x, top_k=1)
-            layer.train()(x)
-            layer.eval().router.register_forward_hook(lambda *call: seen.append(call))
-            layer(x)
-    assert len(seen) == 1
-
-
-def test_an_expert_with_many_rows_sends_the_call_back_to_the_stages():
+def test_an_expert_with_many_rows_sends_the_call_back_to_the_operator():
     layer = make_layer(normalize_weights="none").eval()
     x = torch.randn(1, 32).expand(few_rows.MOST_ROWS + 1, -1)
     with torch.no_grad():

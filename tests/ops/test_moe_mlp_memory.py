@@ -7,13 +7,12 @@ from tests.support.memory import peak_bytes, saved_bytes
 
 from expertmesh import MoELayer
 from expertmesh.functional import WeightGradients, moe_mlp
-from expertmesh.ops.backend import gemm_rows
 from expertmesh.ops.cpu import backward as expert_loop_backward
 from expertmesh.ops.cpu import forward as expert_loop
 from expertmesh.ops.cpu.activation_passes import BLOCK_ELEMENTS
 from expertmesh.ops.cpu.backward import RUN_ELEMENTS
 from expertmesh.ops.cpu.forward import FEW_ELEMENTS
-from expertmesh.ops.cpu.products import goes_to_onednn
+from expertmesh.ops.cpu.products import gemm_rows, goes_to_onednn
 
 # T, D, F, E, K
 SHAPES = [(1500, 64, 192, 4, 2), (2000, 128, 160, 16, 1), (700, 96, 64, 32, 8)]

@@ -16,7 +16,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.apply import follow_optimizer, parallelize
 from expertmesh.parallel.clip import clip_grad_norm_
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import (
     FP64_RELATIVE,
     assert_two_times,

@@ -11,7 +11,7 @@ import torch
 from expertmesh import MoELayer
 from expertmesh.comm.world import World
 from expertmesh.moe.types import Routing
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.experts.dispatcher import spread_experts
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 

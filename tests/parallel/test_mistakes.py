@@ -11,7 +11,7 @@ from rich.console import Console
 from expertmesh import MoELayer
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, PeerError
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.recipes import RECIPES
 from expertmesh.training.loop import train
 

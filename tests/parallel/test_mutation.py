@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from expertmesh.comm import collectives
 from expertmesh.comm.all_to_all import flat
 from expertmesh.comm.world import World
-from expertmesh.parallel import clip, expert, expert_storage, team, tensor
+from expertmesh.parallel import clip, ranks, tensor
+from expertmesh.parallel.experts import dispatcher, storage
 from expertmesh.testing.numerics import FP64_RELATIVE
 
 STEPS = 2
@@ -184,7 +185,7 @@ def statistics_are_those_of_the_world():
     def mistaken(self, value):
         return collectives.all_reduce(value, world_group(None), where="statistics")
 
-    return [(expert.ExpertDispatcher, "sum_over_processes", mistaken)]
+    return [(dispatcher.ExpertDispatcher, "sum_over_processes", mistaken)]
 
 
 @mutant("copies")
@@ -192,7 +193,7 @@ def statistics_are_those_of_one_copy():
     def mistaken(self, value):
         return collectives.all_reduce(value, self.route().group, where="statistics")
 
-    return [(expert.ExpertDispatcher, "sum_over_processes", mistaken)]
+    return [(dispatcher.ExpertDispatcher, "sum_over_processes", mistaken)]
 
 
 @mutant("spread")
@@ -219,7 +220,7 @@ def dense_gradients_are_never_summed():
     def mistaken(self, model, *, is_last):
         model.set_requires_gradient_sync(False)
 
-    return [(team.Team, "announce_micro_batch", mistaken)]
+    return [(ranks.Ranks, "announce_micro_batch", mistaken)]
 
 
 @mutant("kept")
@@ -227,7 +228,7 @@ def weights_are_kept_over_a_step():
     def mistaken(self, optimizer):
         self._is_following = True
 
-    return [(expert_storage.ExpertStorage, "follow", mistaken)]
+    return [(storage.ExpertStorage, "follow", mistaken)]
 
 
 @mutant("spread")

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.parallel.clip import clip_grad_norm_
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.offload import HostMemory
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
-from expertmesh.parallel.expert import spread_experts
-from expertmesh.parallel.gathering import Fetch
-from expertmesh.parallel.prefetch import Prefetcher
+from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.gather import Gather
+from expertmesh.parallel.experts.prefetch import Prefetcher
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 D, F, E, LAYERS = 8, 12, 8, 3
@@ -55,7 +55,7 @@ def events_of(keep, offload):
     """What happens in the second forward and backward, in order, and the most that is held ahead."""
     model, prefetcher = spread_stack(route_degree=1, keep=keep, offload=offload)
     events, held = [], []
-    start, forward = Fetch.__init__, GroupedExperts.forward
+    start, forward = Gather.__init__, GroupedExperts.forward
     number = {id(layer.experts): n for n, layer in enumerate(model.layers)}
 
     def starting(self, source, layout, dtype):
@@ -74,7 +74,7 @@ def events_of(keep, offload):
     x = torch.ones(4, D, dtype=torch.float64, requires_grad=True)
     model(x).sum().backward()
     with (
-        patch.object(Fetch, "__init__", starting),
+        patch.object(Gather, "__init__", starting),
         patch.object(GroupedExperts, "forward", computing),
     ):
         model(x).sum().backward()

@@ -9,7 +9,7 @@ from expertmesh.comm.world import World
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.apply import follow_optimizer
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.recipes import RECIPES
 from expertmesh.training.optim import build_optimizer
 

@@ -7,8 +7,8 @@ import torch
 from tests.support import spread_case
 from tests.support.spread_case import SpreadCase, build, whole, world_of
 
-from expertmesh.ops.experts.inputs import WeightGradients
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.ops.expert_types import WeightGradients
+from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
 
 MICRO_BATCHES = 3

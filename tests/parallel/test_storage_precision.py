@@ -8,7 +8,7 @@ import torch
 from tests.support import spread_case
 from tests.support.spread_case import D, E, F, SpreadCase, build, whole, world_of
 
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import assert_two_times
 
 PARAMETERS = E * F * D * 3

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from expertmesh.moe.layer import MoELayer
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.experts.dispatcher import spread_experts
 
 DIM, HIDDEN, EXPERTS = 16, 64, 8
 

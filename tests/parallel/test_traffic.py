@@ -14,7 +14,7 @@ from tests.support.spread_case import (
     world_of,
 )
 
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 ELEMENT = 8

@@ -12,11 +12,13 @@ from expertmesh.kernels import (
     moe_wgrad,
     pieces,
     route_metadata,
+    split_product,
     tiles,
 )
 from expertmesh.ops.activation import num_branches
-from expertmesh.ops.cpu.forward import Experts, Maps, Needs
+from expertmesh.ops.expert_types import Experts, Needs
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
+from expertmesh.ops.route_metadata import RouteMetadata
 from tests.support.launches import Launch, recorded_launches
 
 GEMMS = ("up", "rows", "hidden_grad", "rows_transposed")
@@ -72,7 +74,7 @@ def step_launches(
     w_in = empty(E, F, G, D).transpose(1, 2) if interleaved else empty(E, G, F, D)
     b_in, b_out = (empty(E, G, F), empty(E, D)) if bias else (None, None)
     experts = Experts(w_in, empty(E, D, F), b_in, b_out, activation)
-    maps = Maps(index(E + 1), index(T * K), index(T * K), index(T * K))
+    maps = RouteMetadata(index(E + 1), index(T * K), index(T * K), index(T * K))
     x, weights = empty(T, D), empty(T, K, dtype=torch.float32)
     needs = Needs(True, True, True, True, bias, bias)
     modules = (combine, moe_backward, moe_forward, moe_wgrad, pieces, route_metadata)
@@ -96,3 +98,20 @@ def _fp32(experts: Experts) -> Experts:
         wide(experts.b_out_ED),
         experts.activation,
     )
+
+
+def router_launches(
+    target: str, shape: tuple[int, int, int] = (8192, 2048, 128), *, num_programs: int = 132
+) -> list[Launch]:
+    """List what the router's product by BF16 parts launches, forward and backward, for a shape (T, D, E)."""
+    T, D, E = shape
+    x = torch.empty(T, D, dtype=torch.bfloat16, device="meta")
+    w, grad = torch.empty(E, D, device="meta"), torch.empty(T, E, device="meta")
+    with (
+        mock.patch.object(split_product, "multiprocessors", lambda device: num_programs),
+        mock.patch.object(tiles, "architecture", lambda device: target),
+        recorded_launches(split_product) as launches,
+    ):
+        split_product.logits(x, w)
+        split_product.gradients(grad, x, w, need_x=True, need_w=True)
+    return launches

@@ -14,7 +14,7 @@ from expertmesh.comm.collectives import start_all_reduce
 from expertmesh.comm.world import World
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.random import key_noise
-from expertmesh.parallel.expert import spread_experts
+from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import (
     FP64_RELATIVE,
     assert_two_times,

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from expertmesh.models.gpt.model import GPT
+from expertmesh.models import token_losses as objective
+from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
-from expertmesh.training import objective
-from expertmesh.training.objective import token_losses
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.precision import fast_dtype, resolve_precision
 from expertmesh.training.step import accumulate_gradients, training_step
@@ -19,8 +19,7 @@ CPU = torch.device("cpu")
 
 def build(config):
     precision = resolve_precision(config.train)
-    model = GPT(config.model, dtype=precision.master_dtype, seed=config.train.seed)
-    return model, precision
+    return GPTTask(config).build(device="cpu", dtype=precision.master_dtype), precision
 
 
 def batch(config, seed=0):
@@ -35,8 +34,10 @@ def gradients(config, micro_batch_size, *, noise_step=3, checkpointing=False):
     model.set_activation_checkpointing(checkpointing)
     key_noise(model, seed=config.train.seed, step=noise_step)
     sums, counter = accumulate_gradients(
+        GPTTask(config),
         model,
-        *batch(config),
+        batch(config),
+        step=noise_step,
         micro_batch_size=micro_batch_size,
         scaler=precision.scaler(),
         precision=precision,
@@ -90,12 +91,12 @@ def run_steps(config, count, *, model=None, spoil=None):
             spoil(step, model, scaler)
         results.append(
             training_step(
+                GPTTask(config),
                 model,
                 optimizer,
                 scaler,
                 batch(config),
                 step=step,
-                config=config,
                 precision=precision,
             )
         )

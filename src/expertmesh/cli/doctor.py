@@ -270,12 +270,12 @@ def _gather_bindings() -> list[Binding]:
     """The bindings of all ranks, on the first of them; the others get none."""
     import torch.distributed as dist
 
-    from expertmesh.parallel.team import open_team
+    from expertmesh.parallel.ranks import open_ranks
 
     local_rank = dist.get_node_local_rank()
-    with open_team(device_type="cpu", timeout_s=CONNECT_TIMEOUT_S) as team:
-        bindings = team.gather(own_binding(local_rank=local_rank))
-        return bindings if team.is_leader else []
+    with open_ranks(device_type="cpu", timeout_s=CONNECT_TIMEOUT_S) as ranks:
+        bindings = ranks.gather(own_binding(local_rank=local_rank))
+        return bindings if ranks.is_leader else []
 
 
 def compiler() -> list[Finding]:

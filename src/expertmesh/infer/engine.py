@@ -11,7 +11,7 @@ from expertmesh.infer.cache import KVCache
 from expertmesh.infer.sampling import Sampling, choose, draw_uniform, sequence_generators
 from expertmesh.infer.text import TextStream
 from expertmesh.models.gpt.model import GPT
-from expertmesh.ops.autocast import autocast_dtype
+from expertmesh.ops.dtypes import autocast_dtype
 
 
 def generate(

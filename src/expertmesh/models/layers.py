@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from expertmesh.models import row_blocks, short_attention
 from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.invariant.attention import attention as invariant_attention
 
@@ -56,7 +57,7 @@ class RMSNorm(nn.Module):
             return invariant.rms_norm(x, self.weight, eps=self.eps)
         if row_blocks.serves(x):
             return row_blocks.rms_norm(x, self.weight, eps=self.eps)
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = accumulate_dtype(x.dtype)
         weight = self.weight.to(dtype)
         return F.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)
 

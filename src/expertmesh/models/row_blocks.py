@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from expertmesh.ops.dtypes import accumulate_dtype
+
 # 256 KiB in FP32: with two temporaries, less than the second-level cache of a core.
 _BLOCK_ELEMENTS = 1 << 16
 
@@ -84,7 +86,7 @@ def _norm_backward(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight: Tensor, eps: float) -> Tensor:
-        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        dtype = accumulate_dtype(x_TD.dtype)
         y_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
         scale_T = _inverse_rms(x_TD, eps, dtype)
         wide = weight.to(dtype)
@@ -135,7 +137,7 @@ class _NormRope(torch.autograd.Function):
     def forward(
         ctx: Any, x_BSHd: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        dtype = torch.promote_types(x_BSHd.dtype, torch.float32)
+        dtype = accumulate_dtype(x_BSHd.dtype)
         B, S, H, d = x_BSHd.shape
         y_BSHd = torch.empty(B, S, H, d, dtype=x_BSHd.dtype)
         scale_BSH = None if weight is None else _inverse_rms(x_BSHd, eps, dtype)
@@ -153,7 +155,7 @@ class _NormRope(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BSHd: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x_BSHd, weight, scale_BSH, cos, sin = ctx.saved_tensors
-        dtype = torch.promote_types(grad_BSHd.dtype, torch.float32)
+        dtype = accumulate_dtype(grad_BSHd.dtype)
         B, S, H, d = grad_BSHd.shape
         out_BSHd = torch.empty(B, S, H, d, dtype=grad_BSHd.dtype)
         cos_SHd, sin_SHd = _whole_tables(cos, -sin, H, dtype)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import activate, num_branches
 from expertmesh.ops.cpu import few_rows
-from expertmesh.ops.experts.inputs import WeightGradients, Weights
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.expert_types import WeightGradients, Weights
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.invariant.experts import invariant_mlp, invariant_moe_mlp
 from expertmesh.ops.permute import combine, permute
-from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.ops.route_metadata import route_metadata
 
 
@@ -209,10 +209,7 @@ class GroupedExperts(nn.Module):
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
         """
         if parameters is None:
-            few = expert_ids_TK.shape == weights_TK.shape and self.serve_few(
-                x_TD, expert_ids_TK.numel(), weights_TK
-            )
-            y_TD = self.run_few(x_TD, expert_ids_TK, weights_TK) if few else None
+            y_TD = self._of_few_rows(x_TD, expert_ids_TK, weights_TK)
             if y_TD is not None:
                 return y_TD
             parameters = ExpertParameters(
@@ -238,25 +235,17 @@ class GroupedExperts(nn.Module):
                 backend=self.backend,
             )
 
-    def serve_few(self, x: Tensor, num_slots: int, weights_TK: Tensor | None = None) -> bool:
-        """Whether `run_few` may run for tokens (..., D) with this many choices."""
+    def _of_few_rows(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
+        """The result by `ops.cpu.few_rows`, which text generated token by token needs; None where it does not serve."""
         if self.b_in is not None or (self.batch_invariant and not self.training):
-            return False
-        return few_rows.serves(
-            x, num_slots, self.w_in, self.w_out, weights_TK, backend=self.backend
-        )
-
-    def run_few(
-        self,
-        x_TD: Tensor,
-        ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        ids: list[int] | None = None,
-    ) -> Tensor | None:
-        """`forward` by the short way for a few rows; None where an expert has too many for it."""
+            return None
+        weights = (self.w_in, self.w_out)
+        if ids_TK.shape != weights_TK.shape or not few_rows.serves(
+            x_TD, ids_TK.numel(), *weights, weights_TK, backend=self.backend
+        ):
+            return None
         return few_rows.moe_mlp_of_few(
-            x_TD, self.w_in, self.w_out, ids_TK, weights_TK, activation=self.activation, ids=ids
+            x_TD, *weights, ids_TK, weights_TK, activation=self.activation
         )
 
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.moe import short_call
 from expertmesh.moe.assignment import (
     Assignment,
     CapacityOptions,
@@ -25,7 +24,7 @@ from expertmesh.moe.losses import LossOptions, weighted_losses
 from expertmesh.moe.phases import phase
 from expertmesh.moe.random import fresh_key
 from expertmesh.moe.reset import reset_layer
-from expertmesh.moe.router import ROUTERS, full_precision, keep_full_precision
+from expertmesh.moe.router import ROUTERS, keep_full_precision
 from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, route
 from expertmesh.moe.selection import SelectionOptions
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
@@ -39,6 +38,7 @@ from expertmesh.moe.validation import (
     flat_argument,
 )
 from expertmesh.moe.whole_call import SharedTokens, WholeCall, assign_shared
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.invariant import operators as invariant
 
 
@@ -199,7 +199,6 @@ class MoELayer(nn.Module):
                 batch_invariant=batch_invariant,
             ),
         )
-        self.may_be_short = short_call.may_serve(self.routing_options)
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
         self._build(options)
         reset_layer(self, self._seed(None), std=None, out_std=None, custom=False)
@@ -207,7 +206,7 @@ class MoELayer(nn.Module):
     def _build(self, options: dict[str, Any]) -> None:
         """Make submodules and buffers."""
         place = {"device": options["device"], "dtype": options["dtype"]}
-        exact = full_precision(options["dtype"] or torch.get_default_dtype())
+        exact = accumulate_dtype(options["dtype"] or torch.get_default_dtype())
         router, experts, E = options["router"], options["experts"], self.num_experts
         how = {name: options[name] for name in ("batch_invariant", "backend")}
         if isinstance(router, str):
@@ -378,12 +377,6 @@ class MoELayer(nn.Module):
         Raises:
             ConfigError: an argument does not fit the layer.
         """
-        of_tokens = (token_mask, token_index, routing, shared_tokens)
-        rare = (*of_tokens, top_k, capacity_factor, route_degree)
-        if self.may_be_short and all(a is None for a in rare) and short_call.serves(self, x):
-            short = short_call.forward(self, x)
-            if short is not None:
-                return short
         call = self._call_inputs(
             x, token_mask, token_ids, token_index, routing, top_k, capacity_factor
         )
@@ -553,7 +546,7 @@ class MoELayer(nn.Module):
 
     def _mixture(self, coefficient: nn.Linear, x_TD: Tensor) -> Tensor:
         """(T, 2) shares of the experts and of the residual MLP, FP32 or FP64."""
-        exact = full_precision(x_TD.dtype)
+        exact = accumulate_dtype(x_TD.dtype)
         if self.training or not self.batch_invariant:
             return coefficient(x_TD).to(exact).softmax(-1)
         backend = self.routing_options.selection.backend

@@ -15,7 +15,7 @@ from expertmesh.moe.assignment import (
 )
 from expertmesh.moe.types import RouterOutput
 from expertmesh.moe.whole_call import WholeCall
-from expertmesh.ops.autocast import without_autocast
+from expertmesh.ops.dtypes import without_autocast
 
 SumOverProcesses = Callable[[Tensor], Tensor]
 """Sums a tensor over the processes that share a batch, differentiably."""

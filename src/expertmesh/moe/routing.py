@@ -16,7 +16,6 @@ from expertmesh.moe.random import (
     random_bits,
     uniform,
 )
-from expertmesh.moe.router import full_precision
 from expertmesh.moe.selection import (
     SelectionOptions,
     balance_scores,
@@ -28,7 +27,7 @@ from expertmesh.moe.selection import (
     weights_at,
 )
 from expertmesh.moe.types import RouterOutput, Routing
-from expertmesh.ops.autocast import without_autocast
+from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 
 _MODULE_ARGUMENTS = ("token_mask_T", "token_ids_T", "token_index_T", "top_k")
 
@@ -138,7 +137,7 @@ def _run_router(
         raise ConfigError(
             f"the router returned {found}; it must return logits of shape ({T}, {E}) or a RouterOutput; fix its forward"
         )
-    return given.to(full_precision(given.dtype))
+    return given.to(accumulate_dtype(given.dtype))
 
 
 def _check_output(output: RouterOutput, num_tokens: int, num_experts: int) -> None:
@@ -165,7 +164,7 @@ def _perturb(call: CallInputs, options: RoutingOptions) -> Tensor:
     x_TD = call.x_TD
     if not call.training:
         return x_TD
-    exact = full_precision(x_TD.dtype)
+    exact = accumulate_dtype(x_TD.dtype)
     D = x_TD.shape[1]
     if options.input_jitter:
         u_TD = uniform(call.bits(D, STREAM_INPUT_JITTER), exact)
@@ -228,7 +227,7 @@ def _hash(router: nn.Module, call: CallInputs, options: RoutingOptions) -> Route
         router.hash_key,
         call.top_k,
         options=options.selection,
-        dtype=full_precision(call.x_TD.dtype),
+        dtype=accumulate_dtype(call.x_TD.dtype),
     )
 
 

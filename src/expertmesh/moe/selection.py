@@ -12,8 +12,6 @@ from expertmesh.moe.types import RouterOutput
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.topk import choose_experts, runs_fused
 
-_FEW_CHOICES = 3
-
 
 @dataclass(frozen=True)
 class SelectionOptions:
@@ -147,23 +145,6 @@ def selection_scores(
     return _limit_groups(chosen_by, options) if options.num_expert_groups > 1 else chosen_by
 
 
-def best_columns(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Columns of the K largest numbers of every row, in descending order.
-
-    `topk` on a CPU costs the same for any K, and about seven times as much as a maximum, so few are taken one by one.
-    """
-    is_cpu = scores_TE.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not is_cpu or top_k > _FEW_CHOICES or scores_TE.numel() == 0:
-        return scores_TE.topk(top_k, dim=-1).indices
-    # above -inf, which marks what is taken, so that no column comes twice
-    rest_TE = scores_TE.clamp(min=torch.finfo(scores_TE.dtype).min)
-    found = [rest_TE.max(dim=-1, keepdim=True).indices]  # 0.7 times the time of argmax
-    while len(found) < top_k:
-        rest_TE.scatter_(-1, found[-1], -math.inf)
-        found.append(rest_TE.max(dim=-1, keepdim=True).indices)
-    return torch.cat(found, dim=-1)
-
-
 def choose_by_token(
     logits_TE: Tensor,
     top_k: int,
@@ -205,7 +186,7 @@ def choose_by_token(
         )
     else:
         raw_TE = scores_of(logits_TE, options)
-        ids_TK = best_columns(selection_scores(logits_TE, noise_TE, bias_E, options), top_k)
+        ids_TK = selection_scores(logits_TE, noise_TE, bias_E, options).topk(top_k, dim=-1).indices
         weights_TK = weights_at(
             logits_TE, raw_TE, ids_TK, normalize=normalize, options=options, all_live=True
         )

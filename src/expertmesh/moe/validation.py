@@ -21,7 +21,7 @@ from expertmesh.config.model import (
 )
 from expertmesh.errors import ConfigError
 from expertmesh.moe.types import Routing
-from expertmesh.ops.autocast import autocast_dtype
+from expertmesh.ops.dtypes import autocast_dtype
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "router": get_args(RouterKind),

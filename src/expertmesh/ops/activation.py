@@ -18,6 +18,9 @@ _INNER = {
     "relu2": "relu2",
     "silu": "silu",
 }
+ACTIVATIONS = tuple(_INNER)
+"""Names of all activations."""
+
 _GATED = frozenset({"swiglu", "geglu", "reglu"})
 
 

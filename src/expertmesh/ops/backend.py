@@ -4,12 +4,10 @@ import importlib.metadata
 import importlib.util
 import re
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from expertmesh.errors import ConfigError
-from expertmesh.ops.cpu.products import goes_to_onednn
 
 BACKENDS = ("auto", "triton", "torch", "reference")
 OLDEST_TRITON = (3, 6)
@@ -95,45 +93,6 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
     if backend == "auto":
         return "triton" if _runs_triton(device) else "torch"
     return backend
-
-
-def gemm_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Give the type in which products of matrices of this type are fast on this device.
-
-    A CPU without FP16 (or BF16) instructions multiplies such matrices 4 to 100 times slower than FP32 ones.
-    """
-    if device.type != "cpu":
-        return dtype
-    return dtype if has_products_of(dtype) else torch.float32
-
-
-@cache
-def has_products_of(dtype: torch.dtype) -> bool:
-    """Whether this machine's CPU has instructions for products of this type."""
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def gemm_rows(
-    num_rows: int, device: torch.device, dtype: torch.dtype, *, is_narrow: bool = False
-) -> int:
-    """Give the number of rows to multiply where there are num_rows: up to 1/32 more, so that few counts occur.
-
-    PyTorch's CPU products of BF16 and FP16 matrices, and of FP32 ones where oneDNN makes them, generate code for every new
-    shape, which takes as long as the product of some hundred rows, and row counts differ in every step of a training run.
-
-    Args:
-        num_rows: rows of one expert.
-        device: of the product.
-        dtype: of the product.
-        is_narrow: the weights are so small that generating code takes as long as ten products: up to 1/8 more.
-    """
-    is_half = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
-    if not is_half and not goes_to_onednn(dtype, device):
-        return num_rows
-    step = max(1, (1 << max(num_rows, 1).bit_length() - 1) // (8 if is_narrow else 32))
-    return -(-num_rows // step) * step
 
 
 def explain_backends() -> list[BackendReport]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
-from expertmesh.ops.reference import accumulate_dtype
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.route_metadata import RouteMetadata
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.activation import activate
+from expertmesh.ops.dtypes import accumulate_dtype
 
 
 def route_metadata(
@@ -98,11 +99,6 @@ def weigh_experts(
         weights_TK = _normalized(weights_TK) if normalize else weights_TK
     scores_TE = _normalized(scores_TE) if score_function == "sigmoid" else scores_TE
     return weights_TK * weight_scale, scores_TE
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Give the type sums are taken in: FP64 for FP64, FP32 for the rest."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def moe_mlp(

@@ -21,10 +21,10 @@ from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
-from expertmesh.parallel.expert import ExpertDispatcher, spread_experts
-from expertmesh.parallel.expert_storage import Keep
-from expertmesh.parallel.plan import Plan, make_plan
-from expertmesh.parallel.prefetch import Prefetcher
+from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
+from expertmesh.parallel.experts.plan import Plan, make_plan
+from expertmesh.parallel.experts.prefetch import Prefetcher
+from expertmesh.parallel.experts.storage import Keep
 from expertmesh.parallel.tensor import TensorPlan, apply_plan, tensor_group
 
 _KEEP: dict[int, Keep] = {1: "until_step", 2: "until_step", 3: "regather"}

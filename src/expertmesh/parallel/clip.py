@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from expertmesh.parallel.owned import OwnedParameter
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.parallel.experts.modules import OwnedParameter
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tens
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         groups = _cut_along(parameter, gradient)
         local.append(part)
-        exact = torch.promote_types(part.dtype, torch.float32)
+        exact = accumulate_dtype(part.dtype)
         square = torch.linalg.vector_norm(part, dtype=exact).square()
         squares.setdefault((part.device, groups), []).append(square)
     if not local:

@@ -26,7 +26,7 @@ from expertmesh.comm.group import RankGroup
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
-from expertmesh.ops.autocast import autocast_dtype
+from expertmesh.ops.dtypes import autocast_dtype
 
 TensorPlan = Mapping[str, ParallelStyle]
 """Styles by name of module, `layers.*.attention`; * stands for anything between two dots."""

@@ -7,8 +7,9 @@ import torch
 
 from expertmesh.config.run import TrainConfig
 from expertmesh.errors import ConfigError
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
-from expertmesh.parallel.team import Team
 
 _DTYPES = {
     "float32": torch.float32,
@@ -48,13 +49,13 @@ class Precision:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
 
-    def scaler(self, team: Team | None = None) -> LossScaler:
+    def scaler(self, ranks: Ranks | None = None) -> LossScaler:
         """Loss scaler; switched off unless the compute dtype is FP16.
 
         Args:
-            team: ranks among which gradients are spread; None: this process alone.
+            ranks: ranks among which gradients are spread; None: this process alone.
         """
-        return LossScaler(self.device.type, enabled=self.uses_scaler, team=team)
+        return LossScaler(self.device.type, enabled=self.uses_scaler, ranks=ranks)
 
 
 def resolve_precision(config: TrainConfig) -> Precision:
@@ -65,7 +66,7 @@ def resolve_precision(config: TrainConfig) -> Precision:
     """
     device = _resolve_device(config.device)
     dtype = fast_dtype(device) if config.dtype == "auto" else _DTYPES[config.dtype]
-    master = torch.float64 if dtype == torch.float64 else torch.float32
+    master = accumulate_dtype(dtype)
     return Precision(device, dtype, master)
 
 

@@ -20,6 +20,7 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.moe.whole_call import SharedTokens
 from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.invariant.attention import first_token
 
@@ -351,7 +352,7 @@ class GPT(nn.Module):
             positions_S,
             head_dim=self.config.head_size,
             base=self.config.rope_base,
-            dtype=torch.promote_types(self.embedding.weight.dtype, torch.float32),
+            dtype=accumulate_dtype(self.embedding.weight.dtype),
             batch_invariant=invariant_now,
         )
         context: dict[str, Any] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from expertmesh.ops.activation import inner_name, num_branches
 from expertmesh.ops.cpu import compiled_passes
 from expertmesh.ops.cpu.compiled_passes import CompiledPasses
-from expertmesh.ops.reference import accumulate_dtype
+from expertmesh.ops.dtypes import accumulate_dtype
 
 BLOCK_ELEMENTS = 262144
 """Elements of one buffer per thread (1 MiB in FP32): smaller blocks lose more to calls than the L2 cache gives."""

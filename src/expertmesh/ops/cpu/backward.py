@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.ops.backend import gemm_dtype
 from expertmesh.ops.cpu.activation_passes import Passes, passes_for
 from expertmesh.ops.cpu.compiled_passes import CompiledPasses
-from expertmesh.ops.cpu.forward import Experts, HiddenGradients, Maps, Needs, row_weights
+from expertmesh.ops.cpu.forward import hidden, row_weights
 from expertmesh.ops.cpu.padded_runs import PaddedRun, padded_runs
 from expertmesh.ops.cpu.products import product_into
+from expertmesh.ops.dtypes import gemm_dtype
+from expertmesh.ops.expert_types import Experts, HiddenGradients, Needs
 from expertmesh.ops.permute import sum_rows
+from expertmesh.ops.route_metadata import RouteMetadata
 
 RUN_ELEMENTS = 1 << 18
 """Up to this many elements of H, the rows of several experts go through each step of the backward together."""
@@ -28,7 +30,7 @@ def backward(
     h_RH: Tensor,
     experts: Experts,
     weights_TK: Tensor,
-    maps: Maps,
+    maps: RouteMetadata,
     needs: Needs,
     *,
     into: Experts | None = None,
@@ -67,7 +69,7 @@ def data_grads(
     h_RH: Tensor,
     experts: Experts,
     weights_TK: Tensor,
-    maps: Maps,
+    maps: RouteMetadata,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, HiddenGradients]:
     """Give the gradients of x and of the routing weights, and what the weights' gradients need later.
@@ -92,7 +94,7 @@ def weight_grads(
     hidden: HiddenGradients,
     experts: Experts,
     weights_TK: Tensor,
-    maps: Maps,
+    maps: RouteMetadata,
     needs: Needs,
     *,
     into: Experts | None = None,
@@ -175,7 +177,7 @@ class _Steps:
     x_TD: Tensor
     experts: Experts
     weights_TK: Tensor
-    maps: Maps
+    maps: RouteMetadata
     needs: Needs
     bounds: list[int]
     dtype: torch.dtype
@@ -190,7 +192,7 @@ class _Steps:
         x_TD: Tensor,
         experts: Experts,
         weights_TK: Tensor,
-        maps: Maps,
+        maps: RouteMetadata,
         needs: Needs,
     ) -> "_Steps":
         bounds = maps.offsets_E.tolist()
@@ -249,7 +251,7 @@ class _Steps:
             x, h = self.gather(self.x_TD, run), data.h_again[: run.num_places]
             columns = (self.experts.w_ins(run.experts, self.dtype), run.experts)
             for w, e, x_e, h_e in zip(*columns, run.split(x), run.split(h), strict=True):
-                self.experts.hidden(e, x_e, h_e, w)
+                hidden(self.experts, e, x_e, h_e, w)
             return h.to(self.x_TD.dtype).to(self.dtype), None
         if rows is None:
             return h[run.rows].to(self.dtype), None

@@ -15,16 +15,11 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, grouped_mm
 
 from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_
-from expertmesh.ops.backend import has_products_of
 from expertmesh.ops.cpu import compiled_products
-from expertmesh.ops.cpu.forward import (
-    grouped_mm_serves,
-    rows_times_weight,
-    selected,
-    weight_goes_first,
-)
+from expertmesh.ops.cpu.forward import grouped_mm_serves, rows_times_weight, weight_goes_first
+from expertmesh.ops.dtypes import accumulate_dtype, has_products_of
+from expertmesh.ops.expert_types import selected
 from expertmesh.ops.plain_call import runs_plainly
-from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.ops.route_metadata import check_range
 
 MOST_SLOTS = 512
@@ -69,7 +64,6 @@ def moe_mlp_of_few(
     weights_TK: Tensor,
     *,
     activation: str,
-    ids: list[int] | None = None,
 ) -> Tensor | None:
     """`moe_mlp` without biases and gradients, from the ids themselves; only where `serves` says so.
 
@@ -80,7 +74,6 @@ def moe_mlp_of_few(
         ids_TK: (T, K) in [0, E]; E is skipped.
         weights_TK: (T, K).
         activation: its name.
-        ids: `ids_TK.flatten().tolist()`, for a caller who has it.
 
     Returns:
         y (T, D), or None where an expert has so many rows that the general way is better.
@@ -89,7 +82,7 @@ def moe_mlp_of_few(
         ConfigError: an id is out of range.
     """
     T, K = ids_TK.shape
-    order = _Order.of(ids_TK.flatten().tolist() if ids is None else ids, K, w_in_EGFD.shape[0])
+    order = _Order.of(ids_TK.flatten().tolist(), K, w_in_EGFD.shape[0])
     if max(order.sizes, default=0) > MOST_ROWS:
         return None
     w_in_EHD = w_in_EGFD.flatten(1, 2)

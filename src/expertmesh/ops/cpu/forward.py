@@ -5,116 +5,27 @@ Buffers are reused from expert to expert so that they stay in the cache, results
 `expert_loop_backward.py`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from expertmesh.ops.backend import gemm_dtype, gemm_rows
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.cpu.activation_passes import passes_for
+from expertmesh.ops.cpu.products import gemm_rows
+from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
+from expertmesh.ops.expert_types import Experts
 from expertmesh.ops.permute import sum_rows
-from expertmesh.ops.reference import accumulate_dtype
+from expertmesh.ops.route_metadata import RouteMetadata
 
 FEW_ELEMENTS = 1 << 20
 """Up to this many elements of H, the rows of several experts go through each step together."""
 
 
-@dataclass(frozen=True)
-class Experts:
-    """The weights of all experts and their activation, as `moe_mlp` takes them."""
-
-    w_in_EGFD: Tensor
-    w_out_EDF: Tensor
-    b_in_EGF: Tensor | None
-    b_out_ED: Tensor | None
-    activation: str
-
-    def w_in(self, e: int, dtype: torch.dtype) -> Tensor:
-        """First weight of one expert as (G * F, D)."""
-        w = self.w_in_EGFD[e].flatten(0, 1)
-        return w if w.dtype == dtype else w.to(dtype)
-
-    def w_out(self, e: int, dtype: torch.dtype) -> Tensor:
-        """Second weight of one expert, (D, F)."""
-        w = self.w_out_EDF[e]
-        return w if w.dtype == dtype else w.to(dtype)
-
-    def w_ins(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-        """First weights of some experts, with as few calls as can be, and copies (if any) one at a time."""
-        if self.w_in_EGFD.dtype != dtype or not self.w_in_EGFD.is_contiguous():
-            return (self.w_in(e, dtype) for e in experts)
-        return selected(self.w_in_EGFD.flatten(1, 2), experts)
-
-    def w_outs(self, experts: Sequence[int], dtype: torch.dtype) -> Iterator[Tensor]:
-        """Second weights of some experts, as `w_ins`."""
-        if self.w_out_EDF.dtype != dtype:
-            return (self.w_out(e, dtype) for e in experts)
-        return selected(self.w_out_EDF, experts)
-
-    @property
-    def are_narrow(self) -> bool:
-        """Whether a weight is so small that the CPU library's code for a new shape costs more than its products."""
-        _, G, F, D = self.w_in_EGFD.shape
-        return G * F * D <= 1 << 16
-
-    def hidden(self, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Tensor) -> None:
-        """Write the pre-activations of rows of one expert with its `w_in`, all in the type of the products."""
-        if self.b_in_EGF is None:
-            rows_times_weight(x_RD, w_in, out_RH)
-        else:
-            # inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
-            bias = self.b_in_EGF[e].flatten().to(x_RD.dtype)
-            cpu_products.linear_into(x_RD, w_in, out_RH, bias_N=bias)
-
-
-def selected(values: Tensor, indices: Sequence[int]) -> Iterator[Tensor]:
-    """Entries of the first dimension; a view of all of them is one call, but costs the host half of a call per entry."""
-    if 2 * len(indices) > values.shape[0]:
-        return map(values.unbind().__getitem__, indices)
-    return (values.select(0, i) for i in indices)
-
-
-@dataclass(frozen=True)
-class Maps:
-    """The tensors of `RouteMetadata`."""
-
-    offsets_E: Tensor
-    token_of_row_N: Tensor
-    slot_of_row_N: Tensor
-    row_of_slot_N: Tensor
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Which gradients are asked for."""
-
-    x: bool
-    w_in: bool
-    w_out: bool
-    weights: bool
-    b_in: bool
-    b_out: bool
-
-
-@dataclass(frozen=True)
-class HiddenGradients:
-    """What `weight_grads` needs of `data_grads`; its layout is the backend's own.
-
-    Attributes:
-        a_RF: s * act(H), or None where no gradient of w_out is wanted.
-        d_h_RH: gradient of H, or None where nothing before H has a gradient.
-    """
-
-    a_RF: Tensor | None
-    d_h_RH: Tensor | None
-
-
 def forward(
-    x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps, *, save_h: bool
+    x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: RouteMetadata, *, save_h: bool
 ) -> tuple[Tensor, Tensor]:
     """Give (y (T, D), H (R, G * F)); H is empty unless save_h. Synchronises with a GPU to read the offsets."""
     _, G, F, D = experts.w_in_EGFD.shape
@@ -152,7 +63,7 @@ def forward(
                 _views(h, run, sizes),
                 strict=True,
             ):
-                experts.hidden(block.expert, x_nD, h_nH, w_in)
+                hidden(experts, block.expert, x_nD, h_nH, w_in)
         else:
             h = grouped_mm(x, experts.w_in_EGFD.flatten(1, 2).mT, offs=offsets_E)
         if save_h and not direct:
@@ -171,6 +82,16 @@ def forward(
                 y_RD[start:stop].add_(s_R[start:stop, None] * experts.b_out_ED[e])
     y_TD = sum_rows(y_RD, maps.offsets_E, maps.row_of_slot_N, weights_TK.shape[1])
     return y_TD.to(x_TD.dtype), h_all
+
+
+def hidden(experts: Experts, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Tensor) -> None:
+    """Write the pre-activations of rows of one expert with its `w_in`, all in the type of the products."""
+    if experts.b_in_EGF is None:
+        rows_times_weight(x_RD, w_in, out_RH)
+    else:
+        # inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
+        bias = experts.b_in_EGF[e].flatten().to(x_RD.dtype)
+        cpu_products.linear_into(x_RD, w_in, out_RH, bias_N=bias)
 
 
 class Block(NamedTuple):
@@ -225,7 +146,7 @@ def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
 
 
 def _grouped_offsets(
-    run: list[Block], experts: Experts, maps: Maps, dtype: torch.dtype
+    run: list[Block], experts: Experts, maps: RouteMetadata, dtype: torch.dtype
 ) -> Tensor | None:
     """Ends of all experts' rows for PyTorch's grouped product, where it serves best; None: a loop does.
 
@@ -287,7 +208,9 @@ def _gather_tokens(
     return out_RD.to(dtype)
 
 
-def row_weights(weights_TK: Tensor, maps: Maps, num_live: int, dtype: torch.dtype) -> Tensor:
+def row_weights(
+    weights_TK: Tensor, maps: RouteMetadata, num_live: int, dtype: torch.dtype
+) -> Tensor:
     """Routing weights of the live rows (R,), FP32 or FP64."""
     rows = weights_TK.reshape(-1).index_select(0, maps.slot_of_row_N[:num_live])
     return rows.to(accumulate_dtype(dtype))

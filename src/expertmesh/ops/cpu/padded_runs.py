@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.ops.backend import gemm_rows
+from expertmesh.ops.cpu.products import gemm_rows
 
 
 @dataclass(frozen=True)

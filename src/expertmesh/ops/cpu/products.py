@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from expertmesh.ops.autocast import autocast_dtype
+from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.plain_call import is_plain, runs_plainly
 
 _SMALLEST = 1 << 20
@@ -43,6 +43,27 @@ def goes_to_onednn(dtype: torch.dtype, device: torch.device) -> bool:
         and mkl_holds_back()
         and torch._C._get_mkldnn_enabled()
     )
+
+
+def gemm_rows(
+    num_rows: int, device: torch.device, dtype: torch.dtype, *, is_narrow: bool = False
+) -> int:
+    """Give the number of rows to multiply where there are num_rows: up to 1/32 more, so that few counts occur.
+
+    PyTorch's CPU products of BF16 and FP16 matrices, and of FP32 ones where oneDNN makes them, generate code for every new
+    shape, which takes as long as the product of some hundred rows, and row counts differ in every step of a training run.
+
+    Args:
+        num_rows: rows of one expert.
+        device: of the product.
+        dtype: of the product.
+        is_narrow: the weights are so small that generating code takes as long as ten products: up to 1/8 more.
+    """
+    is_half = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
+    if not is_half and not goes_to_onednn(dtype, device):
+        return num_rows
+    step = max(1, (1 << max(num_rows, 1).bit_length() - 1) // (8 if is_narrow else 32))
+    return -(-num_rows // step) * step
 
 
 def product_into(a_MK: Tensor, b_KN: Tensor, out_MN: Tensor, *, add: bool = False) -> None:

@@ -1,6 +1,5 @@
 """Arguments of `moe_mlp` and of its parts: checked, cast for autocast, with the backend resolved."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,32 +7,11 @@ from torch import Tensor
 
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import num_branches
-from expertmesh.ops.autocast import autocast_dtype
 from expertmesh.ops.backend import resolve_backend
-from expertmesh.ops.cpu.forward import Experts, Maps
+from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
+from expertmesh.ops.expert_types import Experts, WeightGradients, Weights
 from expertmesh.ops.experts.slices import ExpertsCall, make_slices
-from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.ops.route_metadata import RouteMetadata
-
-Weights = Tensor | Sequence[Tensor]
-"""A tensor, or its slices along F."""
-
-
-@dataclass(frozen=True)
-class WeightGradients:
-    """Gradients of the experts' weights, or buffers that they are added to (main gradients).
-
-    Attributes:
-        w_in: (E, G, F, D), or a tuple of slices as the weights were given; None: not wanted.
-        w_out: (E, D, F), or a tuple of slices; None: not wanted.
-        b_in: (E, G, F), or a tuple of slices; None: no bias, or not wanted.
-        b_out: (E, D); None: no bias, or not wanted.
-    """
-
-    w_in: Tensor | tuple[Tensor, ...] | None
-    w_out: Tensor | tuple[Tensor, ...] | None
-    b_in: Tensor | tuple[Tensor, ...] | None = None
-    b_out: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +37,7 @@ class Inputs:
     weights_TK: Tensor
     b_in: tuple[Tensor, ...]
     b_out_ED: Tensor | None
-    maps: Maps
+    maps: RouteMetadata
     activation: str
     backend: str
     sliced: bool
@@ -94,10 +72,8 @@ class Inputs:
             )
         if resolved == "triton" and x_TD.dtype == torch.float64:
             resolved = "torch"
-        m = metadata
-        maps = Maps(m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N)
         inputs = Inputs(
-            x_TD, *given, weights_TK, biases, b_out_ED, maps, activation, resolved, sliced
+            x_TD, *given, weights_TK, biases, b_out_ED, metadata, activation, resolved, sliced
         )
         inputs._check()
         return inputs

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops import reference
-from expertmesh.ops.cpu.forward import Experts
+from expertmesh.ops.expert_types import Experts, WeightGradients, Weights
 from expertmesh.ops.experts import operator as moe_mlp_operator
 from expertmesh.ops.experts import sliced as moe_mlp_sliced
-from expertmesh.ops.experts.inputs import Inputs, WeightGradients, Weights
+from expertmesh.ops.experts.inputs import Inputs
 from expertmesh.ops.route_metadata import RouteMetadata
 
 

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.ops.autocast import without_autocast
-from expertmesh.ops.cpu.forward import Experts, Maps
-from expertmesh.ops.experts.slices import ExpertsCall, SliceNeeds
+from expertmesh.ops.dtypes import without_autocast
+from expertmesh.ops.expert_types import Experts, SliceNeeds
+from expertmesh.ops.experts.slices import ExpertsCall
 from expertmesh.ops.plain_call import runs_plainly
+from expertmesh.ops.route_metadata import RouteMetadata
 
 
 def moe_mlp(call: ExpertsCall, *, save_h: bool) -> Tensor:
@@ -52,7 +53,7 @@ def _moe_mlp(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
-    maps = Maps(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
+    maps = RouteMetadata(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
     with without_autocast(x_TD.device):
         call = ExpertsCall(x_TD, (experts,), weights_TK, maps, backend)
         y_TD, (h_RH,) = call.forward(save_h=save_h)
@@ -97,7 +98,7 @@ def _moe_mlp_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
-    maps = Maps(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
+    maps = RouteMetadata(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
     need_x, need_w_in, need_w_out, need_weights, need_b_in, need_b_out = needs
     wanted = SliceNeeds(need_x, need_weights, need_b_out, (need_w_in,), (need_w_out,), (need_b_in,))
     with without_autocast(x_TD.device):

@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
-from expertmesh.ops.autocast import without_autocast
-from expertmesh.ops.cpu.forward import Experts, HiddenGradients
-from expertmesh.ops.experts.inputs import Inputs, WeightGradients, Weights
-from expertmesh.ops.experts.slices import SliceNeeds
+from expertmesh.ops.dtypes import without_autocast
+from expertmesh.ops.expert_types import (
+    Experts,
+    HiddenGradients,
+    SliceNeeds,
+    WeightGradients,
+    Weights,
+)
+from expertmesh.ops.experts.inputs import Inputs
 from expertmesh.ops.route_metadata import RouteMetadata
 
 

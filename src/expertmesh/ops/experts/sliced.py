@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.ops.autocast import without_autocast
-from expertmesh.ops.cpu.forward import Experts, Maps
+from expertmesh.ops.dtypes import without_autocast
+from expertmesh.ops.expert_types import Experts, SliceNeeds
 from expertmesh.ops.experts.operator import double_backward, fake_grad, fake_h, fake_w_in_grad
-from expertmesh.ops.experts.slices import ExpertsCall, SliceNeeds, make_slices
+from expertmesh.ops.experts.slices import ExpertsCall, make_slices
+from expertmesh.ops.route_metadata import RouteMetadata
 
 
 def moe_mlp(call: ExpertsCall, main: Sequence[Experts] | None, *, save_h: bool) -> Tensor:
@@ -72,7 +73,7 @@ def _moe_mlp(
     backend: str,
 ) -> list[Tensor]:
     slices = make_slices(w_in, w_out, b_in, b_out_ED, activation)
-    maps = Maps(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
+    maps = RouteMetadata(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
     with without_autocast(x_TD.device):
         call = ExpertsCall(x_TD, slices, weights_TK, maps, backend)
         y_TD, hidden = call.forward(save_h=save_h)
@@ -112,7 +113,7 @@ def _call_of(
     backend: str,
 ) -> ExpertsCall:
     slices = make_slices(w_in, w_out, b_in, b_out_ED, activation)
-    return ExpertsCall(x_TD, slices, weights_TK, Maps(*maps), backend)
+    return ExpertsCall(x_TD, slices, weights_TK, RouteMetadata(*maps), backend)
 
 
 def _needs_of(needs: list[bool], num_slices: int) -> SliceNeeds:

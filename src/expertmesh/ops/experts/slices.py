@@ -13,27 +13,10 @@ from torch import Tensor
 
 from expertmesh.ops.cpu import backward as expert_loop_backward
 from expertmesh.ops.cpu import forward as expert_loop
-from expertmesh.ops.cpu.forward import Experts, HiddenGradients, Maps, Needs
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.expert_types import Experts, HiddenGradients, SliceNeeds
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
-from expertmesh.ops.reference import accumulate_dtype
-
-
-@dataclass(frozen=True)
-class SliceNeeds:
-    """Which gradients are asked for; tuples have an entry per slice, and those of b_in none without biases."""
-
-    x: bool
-    weights: bool
-    b_out: bool
-    w_in: tuple[bool, ...]
-    w_out: tuple[bool, ...]
-    b_in: tuple[bool, ...]
-
-    def of(self, index: int) -> Needs:
-        """What is asked of one slice; b_out belongs to the first."""
-        b_in = bool(self.b_in) and self.b_in[index]
-        b_out = self.b_out and index == 0
-        return Needs(self.x, self.w_in[index], self.w_out[index], self.weights, b_in, b_out)
+from expertmesh.ops.route_metadata import RouteMetadata
 
 
 @dataclass(frozen=True)
@@ -51,7 +34,7 @@ class ExpertsCall:
     x_TD: Tensor
     slices: tuple[Experts, ...]
     weights_TK: Tensor
-    maps: Maps
+    maps: RouteMetadata
     backend: str
 
     def _module(self, *, backward: bool) -> ModuleType:

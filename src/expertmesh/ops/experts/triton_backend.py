@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.ops.cpu.forward import Experts, HiddenGradients, Maps, Needs
+from expertmesh.ops.expert_types import Experts, HiddenGradients, Needs
+from expertmesh.ops.route_metadata import RouteMetadata
 
 
 def forward(
     x_TD: Tensor,
     experts: Experts,
     weights_TK: Tensor,
-    maps: Maps,
+    maps: RouteMetadata,
     *,
     save_h: bool,
     batch_invariant: bool = False,
@@ -62,7 +63,7 @@ def data_grads(
     h_RH: Tensor,
     experts: Experts,
     weights_TK: Tensor,
-    maps: Maps,
+    maps: RouteMetadata,
     needs: Needs,
 ) -> tuple[Tensor | None, Tensor | None, HiddenGradients]:
     """Give the gradients of x and of the routing weights, and what the weights' gradients need later.
@@ -133,7 +134,7 @@ def weight_grads(
     hidden: HiddenGradients,
     experts: Experts,
     weights_TK: Tensor,
-    maps: Maps,
+    maps: RouteMetadata,
     needs: Needs,
     *,
     into: Experts | None = None,
@@ -213,7 +214,7 @@ def backward(
     h_RH: Tensor,
     experts: Experts,
     weights_TK: Tensor,
-    maps: Maps,
+    maps: RouteMetadata,
     needs: Needs,
     *,
     into: Experts | None = None,
@@ -242,7 +243,7 @@ class _Call:
         x_TD: Tensor,
         experts: Experts,
         weights_TK: Tensor,
-        maps: Maps,
+        maps: RouteMetadata,
         *,
         cut: bool = True,
         batch_invariant: bool = False,

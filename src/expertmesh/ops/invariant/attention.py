@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.ops.autocast import without_autocast
+from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.invariant.operators import BlockProduct
 
@@ -68,7 +68,7 @@ def _attention(
     B, H, S, d = q_BHSd.shape
     heads, L = k_BHLd.shape[1:3]
     group = H // heads
-    dtype = torch.promote_types(q_BHSd.dtype, torch.float32)
+    dtype = accumulate_dtype(q_BHSd.dtype)
     y_BHSd = torch.empty_like(q_BHSd, memory_format=torch.contiguous_format)
     if q_BHSd.numel() == 0:
         return y_BHSd

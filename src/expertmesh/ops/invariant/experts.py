@@ -7,15 +7,15 @@ from torch import Tensor
 
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import inner_name
-from expertmesh.ops.autocast import autocast_dtype, without_autocast
-from expertmesh.ops.backend import gemm_dtype, resolve_backend
-from expertmesh.ops.cpu.forward import Experts, Maps, row_weights
+from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.cpu.forward import row_weights
+from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
+from expertmesh.ops.expert_types import Experts
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.invariant.operators import BlockProduct
 from expertmesh.ops.permute import sum_rows
-from expertmesh.ops.reference import accumulate_dtype
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 
 _CHUNK_ROWS = 1024
@@ -105,7 +105,7 @@ def _moe_mlp(
     backend: str,
 ) -> Tensor:
     experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
-    maps = Maps(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
+    maps = RouteMetadata(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
     with without_autocast(x_TD.device):
         resolved = resolve_backend(backend, x_TD.device, x_TD.dtype)
         if resolved == "triton" and x_TD.dtype != torch.float64:
@@ -134,7 +134,7 @@ def _(
     return x_TD.new_empty(x_TD.shape)
 
 
-def _in_blocks(x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: Maps) -> Tensor:
+def _in_blocks(x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: RouteMetadata) -> Tensor:
     """One expert after the other, its rows in blocks of one shape."""
     D = x_TD.shape[1]
     bounds = maps.offsets_E.tolist()

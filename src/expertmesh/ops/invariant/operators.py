@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.ops.autocast import autocast_dtype, without_autocast
-from expertmesh.ops.backend import gemm_dtype, resolve_backend
+from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
 
 BLOCK_ROWS = 16
 """Rows of every product: more waste time where few tokens come together, fewer do not fill the vector units."""
@@ -258,7 +258,7 @@ def unit_rows(x: Tensor, *, eps: float) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis, in FP32 (FP64 for FP64), rounded to x's type once."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = accumulate_dtype(x.dtype)
     wide = x.to(dtype)
     mean = row_sum(wide * wide) / x.shape[-1]
     return (wide / (mean + eps).sqrt() * weight.to(dtype)).to(x.dtype)

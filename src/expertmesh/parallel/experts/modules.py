@@ -14,10 +14,9 @@ from expertmesh.comm.mesh import ExpertDegrees
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertList, ExpertParameters
-from expertmesh.parallel.expert_home import ExpertHome
-from expertmesh.parallel.owned import OwnedParameter
-from expertmesh.parallel.plan import Plan
-from expertmesh.parallel.weights_in_use import WeightsInUse
+from expertmesh.parallel.experts.gather import GatheredWeights
+from expertmesh.parallel.experts.plan import Plan
+from expertmesh.parallel.experts.storage import ExpertHolder
 
 
 def module_degrees(
@@ -53,6 +52,36 @@ def module_degrees(
                 f"{name}={given} with experts that are modules of your own: {why}; use {name}={only} or leave it out"
             )
     return ExpertDegrees(num_ranks, 1)
+
+
+class OwnedParameter(nn.Parameter):
+    """A whole parameter of which the other ranks of a group have none; each has some of its own.
+
+    So the norm of a model's gradient is a sum over the group, while for a plain parameter every rank has all of it.
+
+    Attributes:
+        owners: the group.
+    """
+
+    owners: RankGroup
+
+    def __new__(cls, parameter: nn.Parameter, owners: RankGroup) -> "OwnedParameter":
+        """The same memory as another parameter."""
+        own: OwnedParameter = torch.Tensor._make_subclass(
+            cls, parameter.detach(), parameter.requires_grad
+        )
+        own.owners = owners
+        return own
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "OwnedParameter":
+        """A copy of the values, of the same owners."""
+        if id(self) not in memo:
+            values: Tensor = self.detach().clone(memory_format=torch.preserve_format)
+            copy = OwnedParameter(nn.Parameter(values, self.requires_grad), self.owners)
+            memo[id(self)] = copy
+        found = memo[id(self)]
+        assert isinstance(found, OwnedParameter)
+        return found
 
 
 class SpreadExpertList(ExpertList):
@@ -170,7 +199,7 @@ class _SumOverCopies(torch.autograd.Function):
         return None, None, d_x_TD, *summed
 
 
-class ExpertModules(ExpertHome):
+class ExpertModules(ExpertHolder):
     """Holds modules of the user's; nothing is gathered.
 
     Args:
@@ -212,6 +241,6 @@ class ExpertModules(ExpertHome):
                 f"must travel; use route_degree={W} or leave it out"
             )
 
-    def finish_gather(self, use: WeightsInUse) -> ExpertParameters:
+    def finish_gather(self, use: GatheredWeights) -> ExpertParameters:
         """Not asked for: nothing is gathered."""
         raise AssertionError("nothing is gathered")

@@ -5,27 +5,74 @@ optimisers, checkpoints and norms know how they are laid out. `start_gather` and
 one plan needs; the gradient goes back by a reduce-scatter to the shards and a sum over the copies.
 """
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from expertmesh.comm.group import RankGroup
 from expertmesh.comm.mesh import ExpertDegrees, expert_mesh
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts
-from expertmesh.parallel.expert_home import ExpertHome
-from expertmesh.parallel.gathering import SLICED_AXIS, Fetch, GradientBuffers, Layout
+from expertmesh.parallel.experts.gather import (
+    SLICED_AXIS,
+    Gather,
+    GatheredWeights,
+    GradientBuffers,
+    Layout,
+)
+from expertmesh.parallel.experts.plan import Plan, make_plan
+from expertmesh.parallel.experts.prefetch import Fetch, Key, Prefetcher, Whole, in_backward
 from expertmesh.parallel.offload import HostMemory, host_mesh
-from expertmesh.parallel.plan import Plan, make_plan
-from expertmesh.parallel.prefetch import Key, Prefetcher, in_backward
-from expertmesh.parallel.weights_in_use import WeightsInUse, Whole
 
 Keep = Literal["until_step", "until_backward", "regather"]
 
 
-class ExpertStorage(ExpertHome):
+class ExpertHolder(ABC):
+    """The ranks that hold the experts of one layer.
+
+    Args:
+        world: all ranks; every one must construct it.
+        degrees: how the W ranks of one copy hold the experts; world.size / W copies are kept equal.
+        layer: name for errors and the byte counter.
+    """
+
+    casts_tokens: bool
+    """Whether the experts compute in autocast's type whatever comes, so that tokens may travel in it."""
+
+    def __init__(self, world: World, degrees: ExpertDegrees, *, layer: str) -> None:
+        self.world, self.degrees, self.layer = world, degrees, layer
+        W = degrees.num_ranks
+        self.rank = world.position % W
+        self.num_replicas = world.size // W
+        cells = [[r + W * copy for copy in range(self.num_replicas)] for r in range(W)]
+        self.replicas: RankGroup = world.group(cells, name="copies of the experts")
+
+    def group(self, cells: list[list[int]], name: str) -> RankGroup:
+        """This rank's cell of a partition of the ranks of one copy, alike in all copies; every rank must ask."""
+        W = self.degrees.num_ranks
+        all_cells = [
+            [W * copy + r for r in cell] for copy in range(self.num_replicas) for cell in cells
+        ]
+        return self.world.group(all_cells, name=name)
+
+    @abstractmethod
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Know of each step of an optimiser."""
+
+    @abstractmethod
+    def start_gather(self, plan: Plan, dtype: torch.dtype | None) -> GatheredWeights | None:
+        """Begin to gather what this rank computes under a plan, in a type (None: the parameters' own); None: nothing."""
+
+    @abstractmethod
+    def finish_gather(self, use: GatheredWeights) -> ExpertParameters:
+        """Wait for it; gives the parameters of the experts that this rank computes, differentiable."""
+
+
+class ExpertStorage(ExpertHolder):
     """Shards the parameters of grouped experts, and gathers them as a plan asks.
 
     A loss is the sum of the losses of all ranks: gradients are sums over ranks, not means.
@@ -131,7 +178,7 @@ class ExpertStorage(ExpertHome):
         group = self.group(cells, "the ranks that share weights")
         return Layout(group, order, first_f, self.degrees.f)
 
-    def start_gather(self, plan: Plan, dtype: torch.dtype | None = None) -> WeightsInUse:
+    def start_gather(self, plan: Plan, dtype: torch.dtype | None = None) -> GatheredWeights:
         """Begin to gather what this rank computes under a plan.
 
         Args:
@@ -140,7 +187,7 @@ class ExpertStorage(ExpertHome):
         """
         dtype = dtype or self.shards()[0].dtype
         key, layout = (plan, dtype), self.layout(plan)
-        use = WeightsInUse(
+        use = GatheredWeights(
             self,
             layout,
             dtype,
@@ -161,7 +208,7 @@ class ExpertStorage(ExpertHome):
         """Begin to gather for a plan, in a type."""
         plan, dtype = key
         self._pin()
-        return Fetch(self, self.layout(plan), dtype)
+        return Gather(self, self.layout(plan), dtype)
 
     def _pin(self) -> None:
         """Pin what was given its memory after construction, which no copy beside the computation can be made of."""
@@ -202,7 +249,7 @@ class ExpertStorage(ExpertHome):
         self._kept.pop(key, None)
         return None
 
-    def finish_gather(self, use: WeightsInUse) -> ExpertParameters:
+    def finish_gather(self, use: GatheredWeights) -> ExpertParameters:
         """Wait for a gather; returns the parameters of the experts that this rank computes, differentiable."""
         whole = self._kept_weights(use.key)
         if whole is None:

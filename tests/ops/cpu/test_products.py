@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from expertmesh.ops.cpu import products as cpu_products
-from expertmesh.testing.numerics import assert_two_times
+from expertmesh.testing.numerics import assert_two_times, sums_of_product
 
 
 @pytest.fixture(params=[False, True], ids=["mkl", "onednn"])
@@ -34,7 +34,8 @@ def test_products_of_all_layouts(library, form, add):
     cpu_products.product_into(a, b, out, add=add)
     base = start if add else torch.zeros(M, N)
     exact = base.double() + a.double() @ b.double()
-    assert_two_times(out, base + a @ b, exact, what="product", dtype=torch.float32)
+    sums = sums_of_product(a, b, plus=base)
+    assert_two_times(out, base + a @ b, exact, what="product", sums=sums)
 
 
 def test_product_with_bias(library):
@@ -43,7 +44,7 @@ def test_product_with_bias(library):
     cpu_products.linear_into(x, w, out, bias_N=bias)
     exact = torch.nn.functional.linear(x.double(), w.double(), bias.double())
     plain = torch.nn.functional.linear(x, w, bias)
-    assert_two_times(out, plain, exact, what="product", dtype=torch.float32)
+    assert_two_times(out, plain, exact, what="product", sums=sums_of_product(x, w.T, plus=bias))
 
 
 @pytest.mark.parametrize("shape", [(96,), (4, 24)])
@@ -102,3 +103,18 @@ def test_mkl_holds_back_on_processors_of_others(vendor, capability, expected, tm
         patch.object(torch.backends.mkldnn, "is_available", return_value=True),
     ):
         assert cpu_products.mkl_holds_back.__wrapped__() == expected
+
+
+@pytest.mark.parametrize(("is_narrow", "parts"), [(False, 32), (True, 8)])
+def test_row_counts_of_bf16_products_are_few(is_narrow, parts):
+    cpu = torch.device("cpu")
+    rows = {
+        n: cpu_products.gemm_rows(n, cpu, torch.bfloat16, is_narrow=is_narrow) for n in range(2048)
+    }
+    assert all(n <= m <= n + n // parts for n, m in rows.items())
+    assert len({rows[n] for n in range(1024, 2048)}) <= parts + 1
+    assert cpu_products.gemm_rows(1025, cpu, torch.float64, is_narrow=is_narrow) == 1025
+    for generates_code in (False, True):
+        with patch.object(cpu_products, "goes_to_onednn", return_value=generates_code):
+            found = cpu_products.gemm_rows(1025, cpu, torch.float32, is_narrow=is_narrow)
+        assert found == (rows[1025] if generates_code else 1025)

@@ -13,12 +13,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from expertmesh.parallel.gathering import Fetch
-from expertmesh.parallel.plan import Plan
+from expertmesh.parallel.experts.plan import Plan
+
+Whole = list[tuple[Tensor, ...]]
+"""The slices of every parameter, in the order of a storage's names."""
 
 Key = tuple[Plan, torch.dtype]
 """What tells gathers of one layer apart."""
+
+
+class Fetch(Protocol):
+    """The weights of one layer on their way."""
+
+    def wait(self) -> Whole:
+        """Wait for them."""
+        ...
 
 
 class FetchedLayer(Protocol):

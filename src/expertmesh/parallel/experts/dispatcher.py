@@ -20,16 +20,15 @@ from expertmesh.moe.assignment import count_all_choices
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
-from expertmesh.ops.autocast import autocast_dtype
+from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
-from expertmesh.parallel.expert_home import ExpertHome
-from expertmesh.parallel.expert_modules import ExpertModules, module_degrees
-from expertmesh.parallel.expert_storage import ExpertStorage, Keep
+from expertmesh.parallel.experts.gather import GatheredWeights
+from expertmesh.parallel.experts.modules import ExpertModules, module_degrees
+from expertmesh.parallel.experts.plan import Plan, make_plan
+from expertmesh.parallel.experts.prefetch import Prefetcher
+from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Keep
 from expertmesh.parallel.offload import compute_device
-from expertmesh.parallel.plan import Plan, make_plan
-from expertmesh.parallel.prefetch import Prefetcher
-from expertmesh.parallel.weights_in_use import WeightsInUse
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class _WayBack:
     metadata: RouteMetadata | None = None
     counts: Counts | None = None
     slots: int = 1
-    use: WeightsInUse | None = None
+    use: GatheredWeights | None = None
 
 
 class ExpertDispatcher:
@@ -79,7 +78,7 @@ class ExpertDispatcher:
 
     def __init__(
         self,
-        storage: ExpertHome,
+        storage: ExpertHolder,
         *,
         num_experts: int,
         route_degree: int | None = None,
@@ -259,7 +258,7 @@ class ExpertDispatcher:
         if back.metadata is None or back.counts is None:
             home_RD = all_to_all(y_TD, None, back.route.group, where=where)
             parts_PTD = home_RD.unflatten(0, (back.route.group.size, -1))[:, : back.num_tokens]
-            exact = torch.promote_types(y_TD.dtype, torch.float32)
+            exact = accumulate_dtype(y_TD.dtype)
             return parts_PTD.to(exact).sum(0).to(y_TD.dtype)
         home_RD = all_to_all(y_TD, back.counts.mirrored(), back.route.group, where=where)
         return combine(home_RD, back.metadata, back.slots)
@@ -333,7 +332,7 @@ def spread_experts(
             f"num_replicas={num_replicas}: must divide the {world.size} ranks; choose a divisor"
         )
     num_ranks, name = world.size // num_replicas, f"layer {layer.layer_index}"
-    storage: ExpertHome
+    storage: ExpertHolder
     if isinstance(experts, GroupedExperts):
         degrees = expert_degrees(
             num_ranks,

@@ -1,0 +1,299 @@
+"""Sparse upcycling: the feed-forward blocks of a trained dense model become mixture-of-experts layers with their weights.
+
+Komatsuzaki et al., arXiv 2212.05055 (copies of the block as experts), and He et al., arXiv 2410.07524 (fine-grained experts
+that are slices of it, chosen in virtual groups).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.errors import ConfigError
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.recognize import RecognizedMLP, recognize_mlp
+from expertmesh.moe.types import RoutingStats
+
+_OWN = (
+    "dim",
+    "hidden_dim",
+    "activation",
+    "bias",
+    "normalize_weights",
+    "weight_scale",
+    "layer_index",
+)
+_collected: ContextVar["CollectedStats | None"] = ContextVar("collected", default=None)
+
+
+@dataclass
+class CollectedStats:
+    """The routing statistics of the forward passes inside one `collect_stats`.
+
+    Attributes:
+        layers: one entry per call of a mixture-of-experts block, in order.
+    """
+
+    layers: list[RoutingStats] = field(default_factory=list)
+
+    def loss(self) -> Tensor:
+        """Sum of the weighted balance and z-losses of all calls; add it to the training loss.
+
+        Raises:
+            ConfigError: no block ran inside the context.
+        """
+        if not self.layers:
+            raise ConfigError(
+                "no mixture-of-experts block ran inside collect_stats; call the upcycled model in it"
+            )
+        return torch.stack([s.aux_loss + s.z_loss for s in self.layers]).sum()
+
+
+@contextmanager
+def collect_stats() -> Iterator[CollectedStats]:
+    """Collect what the mixture-of-experts blocks of an upcycled model tell while it runs.
+
+    A recomputation by activation checkpointing happens outside and is not counted twice.
+
+    Example:
+        >>> with collect_stats() as stats:
+        ...     loss = model(**batch).loss
+        >>> (loss + stats.loss()).backward()
+    """
+    stats = CollectedStats()
+    token = _collected.set(stats)
+    try:
+        yield stats
+    finally:
+        _collected.reset(token)
+
+
+class MoEBlock(nn.Module):
+    """A mixture-of-experts layer in the place of a feed-forward block: tensor in, tensor out.
+
+    Its routing statistics go to `collect_stats`, if that is open.
+
+    Args:
+        layer: the layer.
+    """
+
+    def __init__(self, layer: MoELayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D), of the same dtype."""
+        y, stats = self.layer(x)
+        collected = _collected.get()
+        if collected is not None:
+            collected.layers.append(stats)
+        return y
+
+
+def upcycle(
+    model: nn.Module,
+    *,
+    every: int = 2,
+    num_experts: int = 8,
+    top_k: int = 2,
+    granularity: int = 1,
+    noise_std: float = 0.0,
+    seed: int = 0,
+    **options: Any,
+) -> list[str]:
+    """Turn every n-th feed-forward block of a dense model into a mixture-of-experts layer, in place.
+
+    Blocks are found by structure and numbers (`recognize_mlp`), whatever the model's classes are called: transformers'
+    Llama, Qwen, Mistral, GPT-NeoX and the like, or a model of your own. Experts are copies of the block and the routing
+    weights of a token sum to one, so that the model computes what it did before, to rounding. With `granularity` g every copy
+    is cut into g experts along its hidden size; the router begins with equal rows for the g parts of a copy (a virtual
+    group), so that tokens take whole copies at first.
+
+    Args:
+        model: the dense model; its blocks are on any device, but not on the meta device.
+        every: blocks number every - 1, 2 every - 1, ... are replaced; 1: all.
+        num_experts: copies of the block (E / granularity).
+        top_k: copies that a token uses (K / granularity).
+        granularity: experts that a copy is cut into (g); it must divide the hidden size.
+        noise_std: standard deviation of Gaussian noise on the copied weights, relative to that of each weight; 0: none.
+        seed: of routers and noise.
+        options: further keywords of `MoELayer`, such as capacity_factor, aux_loss_weight or num_shared_experts.
+
+    Returns:
+        The names of the replaced modules.
+
+    Raises:
+        ConfigError: the model has no such block, or an option breaks a rule.
+
+    Example:
+        >>> names = upcycle(model, every=2, num_experts=8)
+    """
+    if every < 1:
+        raise ConfigError(f"every={every}: must be at least 1; use 2 for every other block")
+    names = [name for name, _ in _find_blocks(model)][every - 1 :: every]
+    if not names:
+        raise ConfigError(
+            f"{type(model).__name__} has no feed-forward block to replace with every={every}: none of two or three "
+            "nn.Linear (without dropout) that is recognised; name the blocks with moeify(model, names=[...])"
+        )
+    return moeify(
+        model,
+        names=names,
+        num_experts=num_experts,
+        top_k=top_k,
+        granularity=granularity,
+        noise_std=noise_std,
+        seed=seed,
+        **options,
+    )
+
+
+def moeify(
+    model: nn.Module,
+    *,
+    names: list[str],
+    num_experts: int = 8,
+    top_k: int = 2,
+    granularity: int = 1,
+    noise_std: float = 0.0,
+    seed: int = 0,
+    **options: Any,
+) -> list[str]:
+    """Turn the named feed-forward blocks of a model into mixture-of-experts layers, in place; see `upcycle`.
+
+    Args:
+        model: the model.
+        names: names of its modules, as `model.named_modules()` gives them.
+        num_experts: see `upcycle`, and so are all arguments that follow.
+        top_k: see there.
+        granularity: see there.
+        noise_std: see there.
+        seed: see there.
+        options: see there.
+
+    Returns:
+        The names.
+
+    Raises:
+        ConfigError: a module is not there or is no feed-forward block, or an option breaks a rule; nothing is changed then.
+
+    Example:
+        >>> moeify(model, names=["blocks.1.mlp", "blocks.3.mlp"], num_experts=4)
+    """
+    if taken := [name for name in _OWN if name in options]:
+        raise ConfigError(
+            f"{taken[0]}={options[taken[0]]!r}: upcycling sets it from the block that it copies; leave it out"
+        )
+    found = [(name, _named(model, name)) for name in names]
+    made = [
+        _upcycled(
+            module,
+            mlp,
+            num_copies=num_experts,
+            top_k=top_k,
+            granularity=granularity,
+            noise_std=noise_std,
+            seed=seed,
+            layer_index=index,
+            options=options,
+        )
+        for index, (_, (module, mlp)) in enumerate(found)
+    ]
+    for (name, (module, _)), block in zip(found, made, strict=True):
+        block.train(module.training)
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, block)
+    return names
+
+
+def _find_blocks(model: nn.Module) -> Iterator[tuple[str, RecognizedMLP]]:
+    """Recognised blocks that give back the width they take, outermost first, in the order of the model's modules."""
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if not name or any(name.startswith(f"{outer}.") for outer in inside):
+            continue
+        mlp = recognize_mlp(module)
+        if mlp is not None:
+            inside.append(name)
+            yield name, mlp
+
+
+def _named(model: nn.Module, name: str) -> tuple[nn.Module, RecognizedMLP]:
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise ConfigError(
+            f"names: {type(model).__name__} has no module {name!r}; see model.named_modules()"
+        ) from None
+    mlp = recognize_mlp(module)
+    if mlp is None or not name:
+        raise ConfigError(
+            f"names: {name or 'the model itself'!r} ({type(module).__name__}) is not recognised as a feed-forward block of two "
+            "nn.Linear, or of three with a gate, without dropout; name another, or build a MoELayer(experts=...) of it"
+        )
+    return module, mlp
+
+
+def _upcycled(
+    module: nn.Module,
+    mlp: RecognizedMLP,
+    *,
+    num_copies: int,
+    top_k: int,
+    granularity: int,
+    noise_std: float,
+    seed: int,
+    layer_index: int,
+    options: dict[str, Any],
+) -> MoEBlock:
+    if granularity < 1 or mlp.hidden_dim % granularity:
+        raise ConfigError(
+            f"granularity={granularity}: must divide the hidden size {mlp.hidden_dim}; choose a divisor"
+        )
+    if noise_std < 0:
+        raise ConfigError(f"noise_std={noise_std}: must not be negative; use 0 for none")
+    w_in_GFD, w_out_DF, b_in_GF, b_out_D = mlp.weights(module)
+    layer = MoELayer(
+        dim=mlp.dim,
+        hidden_dim=mlp.hidden_dim // granularity,
+        num_experts=num_copies * granularity,
+        top_k=top_k * granularity,
+        activation=mlp.activation,
+        bias=mlp.bias,
+        normalize_weights="topk",
+        weight_scale=float(granularity),
+        seed=seed,
+        layer_index=layer_index,
+        device=w_out_DF.device,
+        dtype=w_out_DF.dtype,
+        **options,
+    )
+    generator = torch.Generator().manual_seed(seed + layer_index)
+    g = granularity
+
+    def fill(parameter: Tensor, part_g: Tensor) -> None:
+        """Every copy gets the g parts in their order."""
+        parameter.copy_(part_g.repeat(num_copies, *[1] * (part_g.dim() - 1)))
+        if noise_std > 0:
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(noise, alpha=noise_std * float(part_g.float().std()))
+
+    of = dict(layer.named_parameters())
+    with torch.no_grad():
+        fill(of["experts.w_in"], w_in_GFD.unflatten(1, (g, -1)).transpose(0, 1))
+        fill(of["experts.w_out"], w_out_DF.unflatten(1, (g, -1)).transpose(0, 1))
+        if mlp.bias:
+            assert b_in_GF is not None and b_out_D is not None
+            of["experts.b_in"].copy_(
+                b_in_GF.unflatten(1, (g, -1)).transpose(0, 1).repeat(num_copies, 1, 1)
+            )
+            # the g parts of a copy add up to one bias
+            of["experts.b_out"].copy_((b_out_D / g).expand_as(of["experts.b_out"]))
+        if g > 1:
+            rows = of["router.proj.weight"][::g].clone()
+            of["router.proj.weight"].copy_(rows.repeat_interleave(g, 0))
+    return MoEBlock(layer)

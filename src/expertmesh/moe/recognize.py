@@ -1,0 +1,176 @@
+"""Sees in somebody else's module a feed-forward block that grouped experts can compute: by structure, and then by numbers."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.ops.activation import ACTIVATIONS, inner_name, num_branches, pointwise
+
+_PLAIN = tuple(name for name in ACTIVATIONS if num_branches(name) == 1)
+_NUM_PROBES = 64
+_ROUNDING = 1e-9
+"""Relative difference in FP64 below which two functions are the same; other activations differ by 1e-5 and more."""
+
+
+@dataclass(frozen=True)
+class RecognizedMLP:
+    """A feed-forward block act(x W_in^T + b_in) W_out^T + b_out, or its gated form, as it was found in a module.
+
+    Attributes:
+        activation: name of the activation, as `MoELayer` takes it.
+        in_names: names of the linear maps D -> F inside the module: (gate, up) of a gated block, else one.
+        out_name: name of the linear map F -> D.
+        dim: D.
+        hidden_dim: F.
+        bias: whether any of the linear maps has a bias.
+    """
+
+    activation: str
+    in_names: tuple[str, ...]
+    out_name: str
+    dim: int
+    hidden_dim: int
+    bias: bool
+
+    def weights(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Collect the weights of a module of this form.
+
+        Args:
+            module: the module that was recognised, or one with the same names and shapes.
+
+        Returns:
+            w_in (G, F, D), w_out (D, F), b_in (G, F) and b_out (D,), detached; biases that the module lacks are zero, and
+            None if it has none at all.
+        """
+        into = [module.get_submodule(name) for name in self.in_names]
+        out = module.get_submodule(self.out_name)
+        w_in = torch.stack([_weight(linear) for linear in into])
+        if not self.bias:
+            return w_in, _weight(out), None, None
+        return w_in, _weight(out), torch.stack([_bias(linear) for linear in into]), _bias(out)
+
+
+def _weight(linear: nn.Module) -> Tensor:
+    assert isinstance(linear, nn.Linear)
+    return linear.weight.detach()
+
+
+def _bias(linear: nn.Module) -> Tensor:
+    assert isinstance(linear, nn.Linear)
+    if linear.bias is None:
+        return linear.weight.new_zeros(linear.out_features)
+    return linear.bias.detach()
+
+
+def recognize_activation(function: Callable[[Tensor], Tensor]) -> str | None:
+    """Name a point-wise function by its values on a grid.
+
+    Args:
+        function: takes and returns a tensor; an nn.Module or any callable.
+
+    Returns:
+        "silu", "gelu" (the exact one), "relu" or "relu2"; None: it is none of these, or it fails on FP64.
+
+    Example:
+        >>> recognize_activation(torch.nn.functional.silu)
+        'silu'
+    """
+    grid = torch.cat([torch.linspace(-8, 8, 257, dtype=torch.float64), torch.zeros(1).double()])
+    try:
+        found = function(grid.clone())
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+    if not isinstance(found, Tensor) or found.shape != grid.shape:
+        return None
+    return next((n for n in _PLAIN if _equal(found, pointwise(grid, inner_name(n)))), None)
+
+
+def recognize_mlp(module: nn.Module) -> RecognizedMLP | None:
+    """Recognise a feed-forward block of two linear maps, or of three with a gate.
+
+    The module's structure gives candidates; a candidate counts if the module, copied to the CPU in FP64, gives its results for
+    random rows. Modules that hold anything else that learns or changes, dropout that is switched on included, are not
+    recognised.
+
+    Args:
+        module: any module that maps (n, D) to (n, D).
+
+    Returns:
+        What it is, or None.
+
+    Example:
+        >>> block = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        >>> recognize_mlp(block).activation
+        'relu'
+    """
+    linears = {name: m for name, m in module.named_modules() if type(m) is nn.Linear}
+    if len(linears) not in (2, 3) or _holds_more(module, linears):
+        return None
+    probe = copy.deepcopy(module).to(device="cpu", dtype=torch.float64).eval()
+    for candidate in _candidates(linears):
+        if _computes(probe, candidate):
+            return candidate
+    return None
+
+
+def _holds_more(module: nn.Module, linears: dict[str, nn.Linear]) -> bool:
+    """Whether there are other parameters, buffers, dropout, hooks, or nothing to copy."""
+    owned = sum(1 for linear in linears.values() for _ in linear.parameters())
+    if len(list(module.parameters())) != owned or any(True for _ in module.buffers()):
+        return True
+    if any(p.is_meta for p in module.parameters()):
+        return True
+    return any(
+        (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0) or m._forward_hooks
+        for m in module.modules()
+    )
+
+
+def _candidates(linears: dict[str, nn.Linear]) -> list[RecognizedMLP]:
+    """Every reading of two or three linear maps whose shapes fit."""
+    found = []
+    bias = any(linear.bias is not None for linear in linears.values())
+    for names in permutations(linears):
+        *into, out = names
+        w_out = linears[out]
+        shape = (w_out.out_features, w_out.in_features)
+        if any((linears[n].in_features, linears[n].out_features) != shape for n in into):
+            continue
+        branches = len(into)
+        found += [
+            RecognizedMLP(name, tuple(into), out, *shape, bias)
+            for name in ACTIVATIONS
+            if num_branches(name) == branches
+        ]
+    return found
+
+
+def _computes(probe: nn.Module, candidate: RecognizedMLP) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    x_TD = torch.randn(_NUM_PROBES, candidate.dim, generator=generator, dtype=torch.float64)
+    w_in, w_out, b_in, b_out = candidate.weights(probe)
+    h_TGF = torch.einsum("td,gfd->tgf", x_TD, w_in)
+    if b_in is not None:
+        h_TGF = h_TGF + b_in
+    act_TF = pointwise(h_TGF[:, 0], inner_name(candidate.activation))
+    if len(candidate.in_names) == 2:
+        act_TF = act_TF * h_TGF[:, 1]
+    expected_TD = act_TF @ w_out.T
+    if b_out is not None:
+        expected_TD = expected_TD + b_out
+    try:
+        with torch.no_grad():
+            found = probe(x_TD)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return False
+    return isinstance(found, Tensor) and _equal(found, expected_TD)
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape or not bool(found.isfinite().all()):
+        return False
+    return float((found - expected).norm()) <= _ROUNDING * float(expected.norm())

@@ -1,0 +1,153 @@
+"""An upcycled model computes what the dense one did, learns, and refuses what it cannot do by name."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from expertmesh.errors import ConfigError
+from expertmesh.models.upcycle import MoEBlock, collect_stats, moeify, upcycle
+from expertmesh.testing.numerics import assert_close_fp64, assert_differs
+
+
+class Layer(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+        self.mlp = nn.Sequential(
+            nn.Linear(6, 12, bias=bias), nn.GELU(), nn.Linear(12, 6, bias=bias)
+        )
+
+    def forward(self, x):
+        x = x + self.mix(x)
+        return x + self.mlp(x)
+
+
+def dense(num_layers=4, bias=True):
+    torch.manual_seed(1)
+    return nn.Sequential(*[Layer(bias) for _ in range(num_layers)]).double()
+
+
+def tokens():
+    return torch.randn(3, 7, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("granularity", [1, 3])
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_first_step_is_exact(granularity, top_k, bias):
+    model, x = dense(bias=bias), tokens()
+    expected = model(x).detach()
+    names = upcycle(model, every=2, num_experts=4, top_k=top_k, granularity=granularity)
+    assert names == ["1.mlp", "3.mlp"]
+    assert_close_fp64(model(x).detach(), expected, what="upcycled model")
+
+
+def test_all_blocks_of_a_transformers_model():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=32,
+    )
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    ids = torch.arange(20).view(2, 10)
+    expected = model(ids, labels=ids)
+    names = upcycle(model, every=1, num_experts=3)
+    assert names == [f"model.layers.{i}.mlp" for i in range(3)]
+    found = model(ids, labels=ids)
+    assert_close_fp64(found.logits.detach(), expected.logits.detach(), what="logits")
+    with collect_stats() as stats:
+        loss = model(ids, labels=ids).loss
+    (loss + stats.loss()).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_experts_part_ways_and_the_loss_falls():
+    model, x = dense(), tokens()
+    upcycle(model, every=2, num_experts=4, aux_loss_weight=0.1)
+    target = torch.randn_like(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(6):
+        with collect_stats() as stats:
+            loss = (model(x) - target).square().mean()
+        (loss + stats.loss()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    w_in = model[1].mlp.layer.experts.w_in
+    assert_differs(w_in[0].detach(), w_in[1].detach(), what="two experts")
+
+
+def test_noise_tells_experts_apart_from_the_start():
+    model = dense()
+    upcycle(model, every=2, num_experts=2, noise_std=0.5)
+    w_in = model[1].mlp.layer.experts.w_in.detach()
+    assert_differs(w_in[0], w_in[1], what="two experts")
+    again = dense()
+    upcycle(again, every=2, num_experts=2, noise_std=0.5)
+    assert torch.equal(again[1].mlp.layer.experts.w_in.detach(), w_in)
+
+
+def test_statistics_are_collected_once_and_only_inside():
+    model, x = dense(2), tokens()
+    upcycle(model, every=2, num_experts=2)
+    model(x)
+    with collect_stats() as stats:
+        y = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+    y.sum().backward()
+    assert len(stats.layers) == 1
+    assert stats.layers[0].num_tokens_per_expert_E.sum() == 2 * 21
+    with collect_stats() as nothing:
+        pass
+    with pytest.raises(ConfigError, match="collect_stats"):
+        nothing.loss()
+
+
+def test_moeify_by_name_keeps_mode_and_type():
+    model = dense().to(torch.float32).eval()
+    assert moeify(model, names=["0.mlp"], num_experts=2, capacity_factor=2.0) == ["0.mlp"]
+    block = model[0].mlp
+    assert isinstance(block, MoEBlock)
+    assert not block.training
+    assert block.layer.experts.w_in.dtype == torch.float32
+    assert block.layer.capacity_factor == 2.0
+    assert isinstance(model[1].mlp, nn.Sequential)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"every": 5}, "every=5"),
+        ({"granularity": 5}, "granularity=5.*12"),
+        ({"granularity": 0}, "granularity=0"),
+        ({"noise_std": -1.0}, "noise_std=-1.0"),
+        ({"hidden_dim": 8}, "hidden_dim=8"),
+        ({"activation": "relu"}, "activation"),
+        ({"top_k": 9}, "top_k"),
+        ({"num_experts": 0}, "num_experts"),
+        ({"drop_policy": "never"}, "drop_policy"),
+    ],
+)
+def test_mistakes(change, words):
+    model = dense()
+    before = copy.deepcopy(model).state_dict()
+    with pytest.raises(ConfigError, match=words):
+        upcycle(model, **change)
+    assert list(model.state_dict()) == list(before)
+
+
+@pytest.mark.parametrize("names", [["9.mlp"], ["0.mix"], [""], ["0.mlp", "1.mix"]])
+def test_names_that_are_no_blocks(names):
+    model = dense()
+    before = list(model.state_dict())
+    with pytest.raises(ConfigError, match="names"):
+        moeify(model, names=names)
+    assert list(model.state_dict()) == before
