@@ -64,7 +64,7 @@ def tokens_return_over(choose):
         wrong = choose(group)
         counts = torch.zeros(wrong.size, 1, dtype=torch.int64)
         counts[: len(send), 0] = torch.tensor(send)
-        real = flat.exchange_counts(counts, wrong, where=where)
+        (real,) = flat.CountsInFlight(counts, wrong, where=where).finish()
         out, pending = start(x_RD, real.send, real.receive, wrong, where=where)
         if pending is not None:
             pending.wait()
@@ -191,7 +191,7 @@ def statistics_are_those_of_the_world():
 @mutant("copies")
 def statistics_are_those_of_one_copy():
     def mistaken(self, value):
-        return collectives.all_reduce(value, self.route().group, where="statistics")
+        return collectives.all_reduce(value, self.exchange().route.group, where="statistics")
 
     return [(dispatcher.ExpertDispatcher, "sum_over_processes", mistaken)]
 

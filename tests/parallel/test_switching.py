@@ -110,7 +110,7 @@ def degrees_by_layer():
     p = world.position
     expected = backward(whole, ids, slice(0, B), 0)[p : p + 1]
     error = relative_error(backward(spread, ids, slice(p, p + 1), 0), expected)
-    sizes = [block.moe.dispatcher.route().group.size for block in spread.layers]
+    sizes = [block.moe.dispatcher.exchange().route.group.size for block in spread.layers]
     world.close()
     return sizes, error
 

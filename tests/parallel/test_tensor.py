@@ -214,7 +214,7 @@ def moved(layout):
         stats = model(ids_BS[rows]).stats[0]
     ids_TK = stats.topk_expert_ids_TK
     dispatcher = model.layers[1].moe.dispatcher
-    route = dispatcher.route()
+    route = dispatcher.exchange().route
     mine = route.plan.block(world().position)[0]
     copies = sum(len({e // route.num_local for e in row} - {mine}) for row in ids_TK.tolist())
     expected = 8 * copies * (config.model.dim + 2 * ids_TK.shape[1])

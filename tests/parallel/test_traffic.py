@@ -52,7 +52,7 @@ def token_traffic(spread, call):
     rows = slice(first, first + case.tokens[world.position])
     _, stats = layer(x[rows], token_index=torch.arange(rows.start, rows.stop), **call)
     dispatcher = spread_experts(build(case, torch.float64), world, **spread)
-    route = dispatcher.route()
+    route = dispatcher.exchange().route
     K = stats.topk_expert_ids_TK.shape[1]
     block_TK = stats.topk_expert_ids_TK // route.num_local
     own = route.plan.block(world.position)

@@ -56,6 +56,7 @@ def test_a_run_writes_what_it_promises(tiny, run_quietly):
     assert result.initial_evaluation["bits_per_byte"] > result.evaluation["bits_per_byte"]
     names = {p.name for p in RunDir(config.train.run_dir).path.iterdir()}
     assert {"config.json", "versions.json", "metrics.jsonl", "tokenizer.json", "lock"} <= names
+    assert "arithmetic.json" in names
     run = load_run(config.train.run_dir)
     assert run.config == config and run.checkpoint == result.checkpoint
     versions = json.loads(RunDir(config.train.run_dir).versions.read_text())
@@ -181,7 +182,7 @@ def test_one_process_per_run_directory_and_a_dead_one_does_not_count(tmp_path):
     ready, go_on = context.Event(), context.Event()
     holder = context.Process(target=hold_lock, args=(tmp_path / "run", ready, go_on))
     holder.start()
-    assert ready.wait(60)
+    assert ready.wait(600)
     with (
         pytest.raises(ConfigError, match=f"is in use by process {holder.pid}"),
         RunDir(tmp_path / "run").locked(),
