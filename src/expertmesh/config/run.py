@@ -63,7 +63,7 @@ class TrainConfig(Config):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: Dtype = "auto"
-    """Compute precision; auto: bfloat16 where the hardware does it fast, else float32."""
+    """Compute precision; auto: bfloat16 or float32, what is faster here for this model, measured once and kept with the run."""
     resume: Resume = "never"
     """auto: from the newest good checkpoint if there is one; never: the run directory must be new; required."""
     checkpoint_every: int = Field(default=200, gt=0)
