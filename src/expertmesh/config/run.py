@@ -1,6 +1,7 @@
 """The complete configuration of a training run, in sections that are also the command line's."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -76,6 +77,18 @@ class OptimConfig(Config):
     """Decay of matrices; norms, biases and embeddings are not decayed."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        usual = type(self).model_fields["decay_fraction"].default
+        if self.schedule == "cosine" and self.decay_fraction != usual:
+            raise FieldError(
+                "decay_fraction",
+                self.decay_fraction,
+                "has no effect with schedule=cosine",
+                f"leave it at {usual}, or use schedule=wsd",
+            )
+        return self
 
 
 class TrainConfig(Config):
@@ -207,6 +220,19 @@ class RunConfig(Config):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    def updated(self, changes: Mapping[str, Any]) -> Self:
+        """A validated copy with some values replaced; with the experts goes what a recipe said of them.
+
+        Args:
+            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`.
+
+        Raises:
+            ConfigError: A name is unknown or a value breaks a rule.
+        """
+        if changes.get("model.moe.num_experts", None) == ():
+            changes = {"model.moe": {}, **changes}
+        return super().updated(changes)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
