@@ -8,11 +8,12 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast kernels-all gpu check format bench bench-distributed clean
+.PHONY: help install demo test test-fast test-machines kernels-all gpu check format bench bench-distributed clean
 
 help:
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
 	@echo "make test    run every test"
+	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make gpu     on a machine with a GPU: the kernels' GPU tests, then the first table of the race against the peers"
 	@echo "make check   run the linters, the type checker and the design rules"
@@ -38,6 +39,10 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	@$(PYTEST) -m "not slow and not exhaustive" $(PYTEST_ARGS)
+
+# AVX2, AVX-512 without BF16, all instructions; one, two and four threads: one after the other, a table at the end.
+test-machines: $(STAMP)
+	@$(BIN)/python tools/test_machines.py --workers $(PYTEST_WORKERS) -- $(PYTEST_ARGS)
 
 # Everything under tests/kernels, the slow part too: sweeps in the interpreter, builds for sm_80, sm_90, sm_100, gfx942.
 kernels-all: $(STAMP)

@@ -15,20 +15,17 @@ from typing import Any
 import torch
 import tyro
 
-from expertmesh.config.run import RunConfig
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.parameters import count_parameters
-from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.task import GPTTask
 from expertmesh.recipes import RECIPES
 from expertmesh.training.evaluate import Evaluation, evaluate
-from expertmesh.training.loader import Windows
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.precision import resolve_precision
 from expertmesh.training.run_dir import RunDir, load_run
-from expertmesh.training.shards import prepare_data
 from expertmesh.training.state import load_weights
-from expertmesh.training.tokenizer import load_tokenizer, token_num_bytes
 
 KINDS = {"moe": "gpt-moe-demo", "dense": "gpt-dense-demo"}
 COLORS = {"moe": "#0b6e99", "dense": "#c4632c"}
@@ -61,7 +58,7 @@ def main(
         print(line)
 
 
-def configuration(recipe: str, *, seed: int, steps: int | None, run_dir: Path) -> RunConfig:
+def configuration(recipe: str, *, seed: int, steps: int | None, run_dir: Path) -> GPTRunConfig:
     """The recipe with this seed, evaluated often enough for a curve."""
     config = RECIPES[recipe]()
     steps = steps or config.train.steps
@@ -79,7 +76,7 @@ def configuration(recipe: str, *, seed: int, steps: int | None, run_dir: Path) -
     )
 
 
-def measure(config: RunConfig) -> dict[str, Any]:
+def measure(config: GPTRunConfig) -> dict[str, Any]:
     """Curve of a finished run, and its loss on all of the validation split."""
     metrics = read_metrics(RunDir(config.train.run_dir).metrics)
     tokens = config.train.batch_size * config.data.seq_len
@@ -90,8 +87,8 @@ def measure(config: RunConfig) -> dict[str, Any]:
     return {
         "curve": curve,
         "tokens": metrics[-1]["step"] * tokens,
-        "loss": final.loss,
-        "bits_per_byte": final.bits_per_byte,
+        "loss": final["loss"],
+        "bits_per_byte": final["bits_per_byte"],
         "parameters": parameters.total,
         "active_parameters": parameters.active,
         "forward_flops_per_token": forward_flops(
@@ -101,17 +98,16 @@ def measure(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def final_evaluation(config: RunConfig) -> Evaluation:
+def final_evaluation(config: GPTRunConfig) -> Evaluation:
     """The last checkpoint on all of the validation split."""
     run, precision = load_run(config.train.run_dir), resolve_precision(config.train)
-    data = prepare_data(config.data, vocab_size=config.model.vocab_size)
-    sizes = token_num_bytes(load_tokenizer(run.tokenizer), config.model.vocab_size)
-    model = GPT(config.model, device=precision.device, dtype=precision.master_dtype, seed=0)
+    task = GPTTask(config)
+    model = task.build(device=precision.device, dtype=precision.master_dtype)
     load_weights(run.checkpoint, model)
     return evaluate(
+        task,
         model,
-        Windows(data.validation.tokens_N, config.data.seq_len, 0),
-        torch.from_numpy(sizes),
+        task.prepare(),
         batch_size=config.train.batch_size,
         max_samples=None,
         precision=precision,

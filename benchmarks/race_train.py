@@ -33,20 +33,18 @@ from benchmarks.race_corpus import gather
 from benchmarks.trainer import NEAR_UNIFORM, Batch, describe, first_loss, make_mixtral
 from torch import nn
 
-from expertmesh.config.run import RunConfig
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.memory import estimate_memory
 from expertmesh.costs.parameters import count_parameters
-from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.task import GPTTask
 from expertmesh.recipes import RECIPES
 from expertmesh.recipes.dense_twin import dense_twin
-from expertmesh.training.loader import Windows
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.precision import resolve_precision
 from expertmesh.training.run_dir import RunDir
-from expertmesh.training.shards import prepare_data
 from expertmesh.training.step import training_step
 
 Part = Literal["speed", "moe", "dense"]
@@ -63,11 +61,11 @@ EAGER = "transformers eager"
 _WARMUP_STEPS = 3
 
 
-def ours(config: RunConfig, *, compiled: bool) -> Callable[[Batch], float]:
+def ours(config: GPTRunConfig, *, compiled: bool) -> Callable[[Batch], float]:
     """The trainer's own step with its model and optimiser."""
     precision = resolve_precision(config.train)
-    model = GPT(config.model, device=precision.device, dtype=precision.master_dtype, seed=0)
-    model.set_activation_checkpointing(config.train.activation_checkpointing)
+    task = GPTTask(config)
+    model = task.build(device=precision.device, dtype=precision.master_dtype)
     optimizer, scaler = build_optimizer(model, config.optim), precision.scaler()
     backend = (
         "inductor" if precision.device.type == "cuda" else "eager"
@@ -77,16 +75,14 @@ def ours(config: RunConfig, *, compiled: bool) -> Callable[[Batch], float]:
 
     def step(batch: Batch) -> float:
         nonlocal count
-        result = training_step(
-            run, optimizer, scaler, batch, step=count, config=config, precision=precision
-        )
+        result = training_step(task, run, optimizer, scaler, batch, step=count, precision=precision)
         count += 1
         return result.loss
 
     return step
 
 
-def twin(config: RunConfig, implementation: str) -> Callable[[Batch], float]:
+def twin(config: GPTRunConfig, implementation: str) -> Callable[[Batch], float]:
     """The plain loop over transformers' model: autocast, micro-batches, clipping, AdamW (fused)."""
     precision = resolve_precision(config.train)
     device, size = precision.device, config.train.micro_batch_size or config.train.batch_size
@@ -148,13 +144,12 @@ def timed_steps(step: Callable[[Batch], float], batches: list[Batch]) -> tuple[f
 
 
 def speed(
-    config: RunConfig, *, steps: int, budget: Budget, longest_s: float
+    config: GPTRunConfig, *, steps: int, budget: Budget, longest_s: float
 ) -> list[dict[str, Any]]:
     """Tokens/s of all trainees, one after another; a model of a billion parameters leaves no room for two."""
-    data = prepare_data(config.data, vocab_size=config.model.vocab_size)
-    windows = Windows(data.training.tokens_N, config.data.seq_len, config.train.seed)
+    data = GPTTask(config).prepare()
     size = config.train.batch_size
-    batches = [windows.batch(i * size, size) for i in range(_WARMUP_STEPS + steps)]
+    batches = [data.batch(i * size, size) for i in range(_WARMUP_STEPS + steps)]
     flops = forward_flops(config.model, seq_len=config.data.seq_len).training_flops()
     trainees: list[tuple[str, Callable[[], Callable[[Batch], float]]]] = [
         (OURS, lambda: ours(config, compiled=False)),
@@ -195,7 +190,7 @@ def speed(
     return rows
 
 
-def run_for(config: RunConfig, *, kind: str, steps: int, run_dir: Path) -> dict[str, Any]:
+def run_for(config: GPTRunConfig, *, kind: str, steps: int, run_dir: Path) -> dict[str, Any]:
     """Train and give the curve."""
     evaluations = min(steps, 12)
     config = config.updated(
@@ -220,10 +215,10 @@ def run_for(config: RunConfig, *, kind: str, steps: int, run_dir: Path) -> dict[
     return {
         "kind": kind,
         "steps": steps,
-        "tokens": result.tokens,
+        "tokens": result.items,
         "seconds": result.seconds,
         "loss": curve[-1][1],
-        "bits_per_byte": result.bits_per_byte,
+        "bits_per_byte": result.evaluation["bits_per_byte"],
         "parameters": parameters.total,
         "active_parameters": parameters.active,
         "forward_flops_per_token": forward_flops(
@@ -290,7 +285,7 @@ def write(path: Path, record: dict[str, Any], *, command: str) -> None:
 
 def configuration(
     *, device: str, tiny: bool, batch_size: int, micro_batch_size: int, corpus: Path, max_bytes: int
-) -> RunConfig:
+) -> GPTRunConfig:
     """The recipe at this batch size, without recomputation, on the gathered source."""
     changes: dict[str, Any] = {"train.device": device, "train.dtype": "bfloat16"}
     if tiny:

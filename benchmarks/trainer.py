@@ -35,14 +35,12 @@ from benchmarks.harness import (
 )
 from torch import Tensor, nn
 
-from expertmesh.config.run import RunConfig
-from expertmesh.models.gpt.model import GPT
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.models.gpt.task import GPTTask
 from expertmesh.recipes import RECIPES
 from expertmesh.training.heap import keep_freed_memory
-from expertmesh.training.loader import Windows
 from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
 from expertmesh.training.precision import resolve_precision
-from expertmesh.training.shards import prepare_data
 from expertmesh.training.step import training_step
 
 Batch = tuple[Tensor, Tensor]
@@ -92,13 +90,14 @@ class Trainee:
         self.losses.append(self._step(batch))
 
 
-def ours(config: RunConfig, dtype: str) -> Trainee:
+def ours(config: GPTRunConfig, dtype: str) -> Trainee:
     """The trainer's own step with the trainer's own model, optimiser, precision and schedule."""
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"dtype": dtype, "device": "cpu"})}
     )
     precision = resolve_precision(config.train)
-    model = GPT(config.model, dtype=precision.master_dtype, seed=0)
+    task = GPTTask(config)
+    model = task.build(device="cpu", dtype=precision.master_dtype)
     optimizer, scaler = build_optimizer(model, config.optim), precision.scaler()
     norms = sum(
         p.numel()
@@ -112,7 +111,7 @@ def ours(config: RunConfig, dtype: str) -> Trainee:
         lr = learning_rate(number, total_steps=config.train.steps, config=config.optim)
         set_learning_rate(optimizer, lr)
         return training_step(
-            model, optimizer, scaler, batch, step=number, config=config, precision=precision
+            task, model, optimizer, scaler, batch, step=number, precision=precision
         ).loss
 
     total = (
@@ -122,7 +121,7 @@ def ours(config: RunConfig, dtype: str) -> Trainee:
     return trainee
 
 
-def make_mixtral(config: RunConfig, implementation: str) -> nn.Module:
+def make_mixtral(config: GPTRunConfig, implementation: str) -> nn.Module:
     """Give transformers' model of the recipe's shape, freshly initialised in FP32.
 
     Raises:
@@ -166,7 +165,7 @@ def make_mixtral(config: RunConfig, implementation: str) -> nn.Module:
     return MixtralForCausalLM(mixtral).train()
 
 
-def peer(config: RunConfig, implementation: str, dtype: str, mode: str) -> Trainee:
+def peer(config: GPTRunConfig, implementation: str, dtype: str, mode: str) -> Trainee:
     """The plain loop over transformers' model."""
     model = make_mixtral(config, implementation)
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -220,7 +219,9 @@ def peer(config: RunConfig, implementation: str, dtype: str, mode: str) -> Train
     return Trainee(how, dtype, num_parameters, step, keeps_fp32=mode != "pure")
 
 
-def make_trainees(config: RunConfig, dtype: str, implementations: tuple[str, ...]) -> list[Trainee]:
+def make_trainees(
+    config: GPTRunConfig, dtype: str, implementations: tuple[str, ...]
+) -> list[Trainee]:
     """All that train in this precision: ours first."""
     modes = ("plain",) if dtype == "float32" else ("autocast", "FP32 copy", "pure")
     peers = [
@@ -233,7 +234,7 @@ def make_trainees(config: RunConfig, dtype: str, implementations: tuple[str, ...
     return [ours(config, dtype), *peers]
 
 
-def first_loss(config: RunConfig) -> float:
+def first_loss(config: GPTRunConfig) -> float:
     """Expected loss of a fresh model: logits are about N(0, init_std^2 D), so ln V + init_std^2 D / 2."""
     return math.log(config.model.vocab_size) + config.model.init_std**2 * config.model.dim / 2
 
@@ -319,7 +320,7 @@ def rows_of(
     ]
 
 
-def describe(config: RunConfig) -> str:
+def describe(config: GPTRunConfig) -> str:
     """The shape of model and batch, in words."""
     model, moe = config.model, config.model.moe
     return (
@@ -359,10 +360,9 @@ def main(
         torch.set_num_threads(threads)
     keep_freed_memory()  # as the trainer does; it serves all contenders
     config = RECIPES[recipe]()
-    data = prepare_data(config.data, vocab_size=config.model.vocab_size)
-    windows = Windows(data.training.tokens_N, config.data.seq_len, config.train.seed)
+    data = GPTTask(config).prepare()
     size = config.train.batch_size
-    batches = [windows.batch(i * size, size) for i in range(check_steps + rounds + 1)]
+    batches = [data.batch(i * size, size) for i in range(check_steps + rounds + 1)]
     around = circumstances(clock=clock, peers={"transformers": transformers.__version__})
     notes = [
         f"`{recipe}`: {describe(config)}. Medians over interleaved steps on the same batches. {NOTE}"

@@ -1,6 +1,7 @@
 """Seeds, threads, hypothesis and the skip rule: more skips than tests/allowed_skips.txt lists is a failure."""
 
 import fnmatch
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -63,8 +64,8 @@ def skips_over_the_list(skipped: set[str], rules: list[tuple[int, str]]) -> list
 
 def pytest_configure(config):
     config.stash[SKIPS] = set()
-    # One thread per test process: repeatable sums, and no fight between the workers of xdist.
-    torch.set_num_threads(1)
+    # One thread per test process unless asked for more: repeatable sums, and no fight between the workers of xdist.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def pytest_collection_modifyitems(items):

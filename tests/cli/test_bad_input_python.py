@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from expertmesh import ConfigError, MoELayer, Routing
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig, MoEConfig
-from expertmesh.config.run import RunConfig
 from expertmesh.infer.engine import generate
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.model import GPT
@@ -165,7 +165,7 @@ MODEL = {
         lambda: ModelConfig(dim=10, num_heads=4), ["num_heads=4", "divide dim, 10", "divisor"]
     ),
     "unknown name in an update": Mistake(
-        lambda: RunConfig().updated({"train.stepz": 3}),
+        lambda: GPTRunConfig().updated({"train.stepz": 3}),
         ["train.stepz=3", "unknown option", "did you mean steps?"],
     ),
     "sequence longer than the model": Mistake(
@@ -183,7 +183,7 @@ MODEL = {
     ),
     "missing corpus": Mistake(
         lambda: train(
-            RunConfig().updated({"data.path": "no/such.txt", "train.device": "cpu"}), recipe="x"
+            GPTRunConfig().updated({"data.path": "no/such.txt", "train.device": "cpu"}), recipe="x"
         ),
         ["data.path=no/such.txt", "does not exist", "give"],
     ),

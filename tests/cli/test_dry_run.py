@@ -5,6 +5,7 @@ import re
 import pytest
 
 from expertmesh.cli.train import describe, run
+from expertmesh.config.family import GPT
 from expertmesh.costs.memory import rank_memory
 from expertmesh.errors import ConfigError
 from expertmesh.recipes import RECIPES
@@ -46,4 +47,4 @@ def test_only_the_first_rank_prints(capsys, monkeypatch):
 def test_degrees_that_do_not_fit():
     config = RECIPES["gpt-moe-test"]().updated({"parallel.route_degree": 3})
     with pytest.raises(ConfigError, match="route_degree=3: must divide the 4 ranks"):
-        describe(config, recipe="test", num_ranks=4)
+        describe(config, GPT, recipe="test", num_ranks=4)

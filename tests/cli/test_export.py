@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from expertmesh.cli.main import main
-from expertmesh.config.run import RunConfig
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
 from expertmesh.training.checkpoint import list_checkpoints
@@ -58,7 +58,7 @@ def test_the_file_gives_the_model_of_the_checkpoint(runs, tmp_path, capsys, name
     with safe_open(output, "pt") as file:
         texts = file.metadata()
     assert (texts["step"], texts["recipe"]) == ("2", "gpt-moe-test")
-    config = RunConfig.model_validate_json(texts["config"])
+    config = GPTRunConfig.model_validate_json(texts["config"])
     model, expected = GPT(config.model, seed=1), GPT(config.model, seed=2)
     model.load_state_dict(load_file(output), strict=True)
     load_weights(list_checkpoints(runs / name / "checkpoints")[-1], expected)

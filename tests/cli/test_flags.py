@@ -10,7 +10,8 @@ from expertmesh.cli.flags import (
     spell_options,
 )
 from expertmesh.config.base import option_names
-from expertmesh.config.run import RunConfig
+from expertmesh.config.family import GPT
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.errors import ConfigError
 
 RECIPE = "gpt-moe-demo"
@@ -24,20 +25,20 @@ def test_recipe_alone_is_the_recipe():
     from expertmesh.recipes import RECIPES
 
     for name, recipe in RECIPES.items():
-        assert parse_run_config([name]) == (name, recipe(), False)
+        assert parse_run_config([name]) == (name, recipe(), False, GPT)
 
 
 def test_every_option_can_be_given():
     """Each option, set to its own default in the command line's spelling, is understood."""
-    config = RunConfig()
+    config = GPTRunConfig()
     words = []
-    for name in option_names(RunConfig):
+    for name in option_names(GPTRunConfig):
         value = config
         for part in name.split("."):
             value = getattr(value, part)
         texts = [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
         words += [flag_name(name), *texts]
-    assert parse_run_config(["base", *words], recipes={"base": RunConfig}).config == config
+    assert parse_run_config(["base", *words], recipes={"base": GPTRunConfig}).config == config
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_help_lists_recipes_and_every_option(capsys):
     text = capsys.readouterr().out
     for name in RECIPES:
         assert f"  {name} " in text
-    for name in option_names(RunConfig):
+    for name in option_names(GPTRunConfig):
         assert flag_name(name) in text
 
 

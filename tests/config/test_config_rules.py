@@ -5,8 +5,8 @@ import pickle
 import pytest
 
 from expertmesh.config.base import Config, FieldError, dotted, nearest_name, option_names, shown
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig, MoEConfig
-from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 
 # Changes to the default configuration, the field the message must name, and a word of the rule.
@@ -114,7 +114,7 @@ BROKEN = [
 @pytest.mark.parametrize(("changes", "named", "rule"), BROKEN, ids=lambda value: str(value)[:50])
 def test_broken_rule(changes, named, rule):
     with pytest.raises(ConfigError) as caught:
-        RunConfig().updated(changes)
+        GPTRunConfig().updated(changes)
     text = str(caught.value)
     assert text.startswith(f"{named}: ")
     assert rule in text
@@ -141,7 +141,7 @@ def test_broken_rule(changes, named, rule):
     ids=str,
 )
 def test_edge_of_a_rule_is_allowed(changes):
-    config = RunConfig().updated(changes)
+    config = GPTRunConfig().updated(changes)
     for name, value in changes.items():
         found = config
         for part in name.split("."):
@@ -219,10 +219,10 @@ def test_the_dense_form_of_a_recipe_forgets_what_it_says_of_experts():
 
 def test_the_same_error_from_every_door():
     doors = [
-        lambda: RunConfig(model={"moe": {"top_k": 9}}),
-        lambda: RunConfig(model=ModelConfig.model_validate({"moe": {"top_k": 9}})),
-        lambda: RunConfig.model_validate({"model": {"moe": {"top_k": 9}}}),
-        lambda: RunConfig.model_validate_json('{"model": {"moe": {"top_k": 9}}}'),
+        lambda: GPTRunConfig(model={"moe": {"top_k": 9}}),
+        lambda: GPTRunConfig(model=ModelConfig.model_validate({"moe": {"top_k": 9}})),
+        lambda: GPTRunConfig.model_validate({"model": {"moe": {"top_k": 9}}}),
+        lambda: GPTRunConfig.model_validate_json('{"model": {"moe": {"top_k": 9}}}'),
         lambda: MoEConfig(top_k=9),
     ]
     for door in doors:
@@ -235,21 +235,21 @@ def test_the_same_error_from_every_door():
 
 def test_broken_json_is_one_line():
     with pytest.raises(ConfigError, match="Invalid JSON") as caught:
-        RunConfig.model_validate_json('{"model": {"dim":')
+        GPTRunConfig.model_validate_json('{"model": {"dim":')
     assert "\n" not in str(caught.value)
 
 
 def test_configurations_are_frozen_and_survive_json():
-    config = RunConfig().updated({"model.moe.num_experts": (4,), "train.steps": 77})
-    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    config = GPTRunConfig().updated({"model.moe.num_experts": (4,), "train.steps": 77})
+    assert GPTRunConfig.model_validate_json(config.model_dump_json()) == config
     with pytest.raises(ValueError, match="frozen"):
         config.train.steps = 3
 
 
 def test_updated_leaves_the_original():
-    config = RunConfig()
+    config = GPTRunConfig()
     assert config.updated({"train.steps": 60}).train.steps == 60
-    assert config == RunConfig()
+    assert config == GPTRunConfig()
 
 
 def test_every_option_has_a_help_text():
@@ -260,7 +260,7 @@ def test_every_option_has_a_help_text():
             elif not (field.description or "").strip().endswith("."):
                 yield f"{config_type.__name__}.{name}"
 
-    assert list(missing(RunConfig)) == []
+    assert list(missing(GPTRunConfig)) == []
 
 
 def test_field_error_pickles():
@@ -273,7 +273,7 @@ def test_names_and_values_for_messages():
     assert dotted(("model", "moe", "num_experts", 1)) == "model.moe.num_experts[1]"
     assert shown("a\nb") == "a b"
     assert len(shown("x" * 500)) == 60
-    names = option_names(RunConfig)
+    names = option_names(GPTRunConfig)
     assert nearest_name("train.stepz", names) == "train.steps"
     assert nearest_name("learning_rate", names) is None
     assert nearest_name("train.top_k", names) == "model.moe.top_k"

@@ -13,7 +13,7 @@ from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.memory import estimate_memory
 from expertmesh.costs.parameters import count_parameters, parameter_shapes
 from expertmesh.models.gpt.model import GPT
-from expertmesh.training.objective import token_losses
+from expertmesh.models.token_losses import token_losses
 
 BATCH, SEQ = 3, 37
 # How far the activation estimate may be from what autograd saves; it is printed as an estimate.

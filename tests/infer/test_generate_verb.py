@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from expertmesh.cli.main import main
+from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.infer.engine import generate_text
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
 from expertmesh.training.checkpoint import CheckpointStore
 from expertmesh.training.run_dir import RunDir
-from expertmesh.training.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 TEXTS = ["def main():\n    return 'é'\n", "import os\n"] * 30
 PROMPT = "def main("
@@ -26,7 +26,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = RECIPES["gpt-moe-test"]().updated({"train.dtype": "float32", "model.init_std": 0.3})
     tokenizer = folder / "trained.json"
     train_tokenizer(TEXTS, vocab_size=config.model.vocab_size).save(str(tokenizer))
-    RunDir(folder).write_description(config, recipe="gpt-moe-test", tokenizer=tokenizer)
+    files = {"tokenizer.json": tokenizer}
+    RunDir(folder).write_description(config, recipe="gpt-moe-test", files=files)
     model = GPT(config.model, dtype=torch.float32, seed=1)
     store = CheckpointStore(RunDir(folder).checkpoints, keep_last=1)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}

@@ -6,7 +6,7 @@ import torch
 from expertmesh import MoELayer
 from expertmesh.kernels import tiles
 from expertmesh.ops.invariant import operators as invariant
-from expertmesh.testing.numerics import assert_two_times
+from expertmesh.testing.numerics import assert_two_times, sums_of_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's products are NumPy's, whose rows may differ by their place in a tile, so there a row keeps its place.
@@ -43,7 +43,8 @@ def test_linear(dtype, bias):
     assert invariant.linear(x[:0], w, b, backend="triton").shape == (0, 21)
     exact = [None if t is None else t.double() for t in (x, w, b)]
     plain = torch.nn.functional.linear(x, w, b)
-    assert_two_times(whole, plain, torch.nn.functional.linear(*exact), what="linear")
+    sums = sums_of_product(x, w.T, plus=0.0 if b is None else b)
+    assert_two_times(whole, plain, torch.nn.functional.linear(*exact), what="linear", sums=sums)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A covering set of builds: every kernel, target, type and kind of tile in at most 60 builds, without a GPU.
+"""A covering set of builds: every kernel, target, type and kind of tile in at most 72 builds, without a GPU.
 
 Every launched kernel is built for an NVIDIA target, the GEMMs for all four targets, and the variants where code generation
 differs most for Hopper. The full tables are in test_compile_moe.py and test_compile_routing.py.
@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.aot import TARGETS
-from tests.support.build_rules import BULK_COPY, check_experts, check_routing
-from tests.support.experts_builds import GEMMS, step_launches
+from tests.support.build_rules import BULK_COPY, check_experts, check_router, check_routing
+from tests.support.experts_builds import GEMMS, router_launches, step_launches
 from tests.support.routing_builds import main_cases
 
 import expertmesh.kernels
 
-MOST_BUILDS = 60
+MOST_BUILDS = 72
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # names of launches in the order of a training step; "rows" and "rows_transposed" are launched twice
 UP, DOWN, INPUT, HIDDEN = ("up", 0), ("rows", 0), ("rows", 1), ("hidden_grad", 0)
@@ -55,6 +55,18 @@ ROUTING = {
 @cache
 def recorded(target, dtype, options):
     return step_launches(target, dtype, **dict(options))
+
+
+ROUTER = (
+    ("sm_80", 1),
+    ("sm_90", 0),
+    ("sm_90", 1),
+    ("sm_90", 3),
+    ("sm_90", 4),
+    ("sm_100", 4),
+    ("gfx942", 3),
+)
+"""Of a router step's launches: weight in parts, logits, weight and gradient in parts, both gradients."""
 
 
 def launch_of(target, dtype, options, name, number):
@@ -97,17 +109,25 @@ def test_routing_builds(target, name):
     check_routing(case, case.build(target))
 
 
+@pytest.mark.parametrize(("target", "number"), ROUTER)
+def test_router_builds(target, number):
+    launch = router_launches(target)[number]
+    check_router(launch, launch.build(target))
+
+
 def test_the_set_is_small_and_covers_everything():
     experts = list(expert_builds())
     routing = [(target, name) for target, names in ROUTING.items() for name in names]
-    keys = {(build[0], launch_of(*build).key) for build in experts} | set(routing)
-    assert len(keys) == len(experts) + len(routing), "a build is listed twice"
+    router = {(target, router_launches(target)[number].key) for target, number in ROUTER}
+    keys = {(build[0], launch_of(*build).key) for build in experts} | set(routing) | router
+    assert len(keys) == len(experts) + len(routing) + len(ROUTER), "a build is listed twice"
     assert len(keys) <= MOST_BUILDS
     gemms = {(target, name) for target, _, _, name, _ in experts if name in GEMMS}
     assert gemms == {(target, name) for target in TARGETS for name in GEMMS}
     assert {target for target, _ in routing} == set(TARGETS)
     built = {launch_of(*build).kernel.__name__ for build in experts if build[0] != "gfx942"}
     built |= {main_cases()[name].kernel.__name__ for target, name in routing if target != "gfx942"}
+    built |= {router_launches(target)[number].kernel.__name__ for target, number in ROUTER}
     folder = Path(expertmesh.kernels.__file__).parent
     launched = set()
     for file in folder.glob("*.py"):

@@ -6,8 +6,8 @@ What is built by default is part of the covering set of test_compile_cover.py.
 import pytest
 import torch
 from tests.support.aot import TARGETS
-from tests.support.build_rules import check_experts
-from tests.support.experts_builds import step_launches
+from tests.support.build_rules import check_experts, check_router
+from tests.support.experts_builds import router_launches, step_launches
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DECODE = (4, 2048, 768, 64, 8)
@@ -61,3 +61,13 @@ def new_launches(target, kind, variant):
 def test_every_variant_builds(target, kind, variant):
     for launch in new_launches(target, kind, variant):
         check_experts(launch, launch.build(target), matrix=TYPES[kind][0] != FP32)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize(
+    "shape", [(8192, 2048, 128), (32_768, 4096, 8), (512, 1001, 61), (65_536, 7168, 256)]
+)
+def test_the_router_builds(target, shape):
+    for launch in router_launches(target, shape):
+        check_router(launch, launch.build(target))

@@ -203,9 +203,9 @@ def test_only_what_is_needed_is_computed():
 @pytest.mark.parametrize("save_h", [False, True])
 def test_opcheck(interleaved, save_h):
     case = ExpertsCase.draw((6, 8, 16, 3, 2), bias=True, interleaved=interleaved)
-    m = case.metadata
-    maps = (m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N)
-    args = (*case.leaves(), *maps, "swiglu", save_h, "triton")
+    x, w_in, w_out, weights, b_in, b_out = case.leaves()
+    maps = list(vars(case.metadata).values())
+    args = (x, weights, [w_in], [w_out], [b_in], [b_out], maps, "swiglu", "triton", [], save_h)
     torch.library.opcheck(torch.ops.expertmesh.moe_mlp.default, args)
 
 

@@ -8,7 +8,7 @@ from expertmesh.kernels import capacity as capacity_kernels
 from expertmesh.kernels import combine as combine_kernels
 from expertmesh.kernels import permute as permute_kernels
 from expertmesh.ops import reference
-from expertmesh.testing.numerics import assert_two_times
+from expertmesh.testing.numerics import assert_two_times, sums_of_terms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [
@@ -122,13 +122,14 @@ def test_weighted_sum_and_its_gradients(shape, dtype):
     grad = torch.randn(num_tokens, dim).to(DEVICE, dtype)
 
     def plain(number):
-        """The same in torch, computed in a type; weights and gradients too."""
+        """What is summed, the same sum in torch, computed in a type; weights and gradients too."""
         y = rows.clone()
         y[live:] = 0
         y, s = y.to(number).requires_grad_(), weights.to(number).requires_grad_()
         slots = reference.rows_to_slots(y, row_of_slot, live).view(num_tokens, top_k, dim)
         out = (slots * s[..., None]).sum(1)
-        return (out.detach(), *torch.autograd.grad(out, (y, s), grad.to(number)))
+        grads = torch.autograd.grad(out, (y, s), grad.to(number))
+        return slots.detach(), out.detach(), *grads
 
     bound = offsets[-1:]
     with poisoned_empty():
@@ -137,10 +138,12 @@ def test_weighted_sum_and_its_gradients(shape, dtype):
         d_weights = combine_kernels.dot_rows(
             grad, rows, bound, row_of_slot, top_k, dtype=weights.dtype
         )
-    same, oracle = plain(wide(dtype)), plain(torch.float64)
-    assert_two_times(y, same[0].to(dtype), oracle[0], what="weighted sum")
+    (_, *same), (slots, *oracle) = plain(wide(dtype)), plain(torch.float64)
+    of_y = sums_of_terms(slots * weights[..., None], 1, dtype=wide(dtype))
+    of_weights = sums_of_terms(slots * grad[:, None], 2, dtype=wide(dtype))
+    assert_two_times(y, same[0].to(dtype), oracle[0], what="weighted sum", sums=of_y)
     assert_two_times(d_rows, same[1].to(dtype), oracle[1], what="gradient of the rows")
-    assert_two_times(d_weights, same[2], oracle[2], what="gradient of the weights")
+    assert_two_times(d_weights, same[2], oracle[2], what="gradient of the weights", sums=of_weights)
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 4, 700), (1, 8, 16, 256)])
@@ -224,9 +227,9 @@ def test_addresses_beyond_2_31_elements():
     assert torch.equal(y, values.view(2, 2, dim).float().sum(1).to(torch.bfloat16))
     grad = torch.randn(2, dim, device=DEVICE).to(torch.bfloat16)
     dots = combine_kernels.dot_rows(grad, rows, num_rows, index, 2, dtype=torch.float32)
-    exact = (grad[:, None].double() * values.view(2, 2, dim).double()).sum(-1)
+    terms = grad[:, None].double() * values.view(2, 2, dim).double()
     same = (grad[:, None].float() * values.view(2, 2, dim).float()).sum(-1)
-    assert_two_times(dots, same, exact, what="dots")
+    assert_two_times(dots, same, terms.sum(-1), what="dots", sums=sums_of_terms(terms, -1))
     offsets = torch.tensor([0, num_rows], dtype=torch.int32, device=DEVICE)
     spread = permute_kernels.tokens_to_rows(grad, offsets, index, num_rows)
     assert torch.equal(spread[index.long()], grad.repeat_interleave(2, 0))

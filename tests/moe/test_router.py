@@ -17,6 +17,7 @@ from expertmesh.testing.numerics import (
     assert_differs,
     assert_two_times,
     assert_weights,
+    sums_of_product,
 )
 
 D, F_, E, T = 6, 4, 8, 40
@@ -370,10 +371,13 @@ def test_router_linear_saves_x_in_its_own_dtype_and_is_exact(dtype):
     with torch.autocast("cpu", torch.bfloat16):  # a backward under autocast stays exact as well
         logits.backward(grad)
     x64, w64 = x.detach().double(), w.detach().double()
-    x32, w32 = x.detach().float(), w.detach()
-    assert_two_times(logits.detach(), x32 @ w32.t(), x64 @ w64.t(), what="logits")
-    assert_two_times(w.grad, grad.t() @ x32, grad.double().t() @ x64, what="dw")
-    assert_two_times(x.grad, (grad @ w32).to(dtype), grad.double() @ w64, what="dx")
+    for what, ours, a, b in (
+        ("logits", logits.detach(), x64, w64.t()),
+        ("dw", w.grad, grad.double().t(), x64),
+        ("dx", x.grad, grad.double(), w64),
+    ):
+        plain, sums = (a.float() @ b.float()).to(ours.dtype), sums_of_product(a.float(), b.float())
+        assert_two_times(ours, plain, a @ b, what=what, sums=sums)
 
 
 def test_router_linear_gradcheck_twice():

@@ -5,8 +5,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from expertmesh.moe import assignment, router, selection
+from expertmesh.moe import assignment, selection
 from expertmesh.moe.selection import SelectionOptions, scores_of, weights_at
+from expertmesh.ops import route_metadata, router_linear
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -44,19 +45,24 @@ def test_a_choice_by_token_needs_no_masks():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_router_without_gradients_skips_the_operator(dtype):
     x_TD, w_ED = torch.randn(5, 16).to(dtype), torch.randn(8, 16, requires_grad=True)
-    seen = router.router_linear(x_TD, w_ED)
-    with torch.no_grad(), patch.object(router, "_router_linear") as operator:
-        plain = router.router_linear(x_TD, w_ED)
+    seen = router_linear.router_linear(x_TD, w_ED)
+    with torch.no_grad(), patch.object(router_linear, "_router_linear") as operator:
+        plain = router_linear.router_linear(x_TD, w_ED)
     assert not operator.called
     assert torch.equal(seen, plain)
     assert seen.requires_grad
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("group_size", [None, 4])
-def test_choices_are_counted_alike(group_size):
+def test_choices_are_counted_alike(group_size, backend):
     ids_TK = torch.randint(0, 6, (11, 2))
     plain = assignment.count_choices(ids_TK, 5, group_size)
-    with patch.object(assignment, "runs_plainly", return_value=False):
+    with (
+        patch.object(assignment, "runs_plainly", return_value=False),
+        patch.object(assignment, "resolve_backend", return_value=backend),
+        patch.object(route_metadata, "resolve_backend", return_value=backend),
+    ):
         general = assignment.count_choices(ids_TK, 5, group_size)
     assert torch.equal(plain, general)
     assert plain.sum() == (ids_TK < 5).sum()

@@ -236,14 +236,11 @@ def test_interleaved_weights(backend):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_opcheck_of_the_operator_that_adds(backend):
     case = ExpertsCase.draw((6, 8, 16, 3, 2), bias=True)
-    m = case.metadata
-    maps = [m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N]
+    maps = list(vars(case.metadata).values())
     weights = [case.w_in_EGFD, case.w_out_EDF, case.b_in_EGF, case.b_out_ED]
-    needs = [True] * 6
-    args = (
-        case.grad_TD, case.x_TD, [case.x_TD.new_empty(0, 32)], weights[:1], weights[1:2], case.weights_TK,
-        weights[2:3], weights[3], maps, "swiglu", needs, backend, [torch.zeros_like(w) for w in weights],
-    )  # fmt: skip
+    call = (case.x_TD, case.weights_TK, *([w] for w in weights), maps, "swiglu", backend)
+    hidden, main = [case.x_TD.new_empty(0, 32)], [torch.zeros_like(w) for w in weights]
+    args = (*call, case.grad_TD, hidden, [True] * 6, main)
     torch.library.opcheck(torch.ops.expertmesh.moe_mlp_backward_into.default, args)
 
 

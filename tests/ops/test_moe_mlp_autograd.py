@@ -125,16 +125,6 @@ def test_compile_fullgraph_and_no_recompile_per_batch(autocast):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("grad", [True, False])
-def test_opcheck(dtype, grad):
-    m = _metadata()
-    maps = (m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N)
-    b_in = torch.randn(E, 2, F, dtype=dtype, requires_grad=grad)
-    args = (*_inputs(dtype, grad=grad), b_in, None, *maps, "swiglu", grad, "torch")
-    torch.library.opcheck(torch.ops.expertmesh.moe_mlp.default, args)
-
-
 def test_non_contiguous_inputs():
     inputs, metadata = _inputs(), _metadata()
     strided = [

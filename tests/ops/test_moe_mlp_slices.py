@@ -1,5 +1,7 @@
 """`moe_mlp` on weights in slices along F: the result of their concatenation, without concatenating."""
 
+from itertools import chain
+
 import pytest
 import torch
 from tests.support.experts_case import NAMES, ExpertsCase
@@ -151,15 +153,18 @@ def test_compile_fullgraph():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_opcheck(bias):
-    case = ExpertsCase.draw((6, 8, 16, 3, 2), bias=bias)
+@pytest.mark.parametrize("sizes", [[16], [8, 8]], ids=str)
+@pytest.mark.parametrize(("dtype", "grad"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_opcheck(bias, sizes, dtype, grad):
+    case = ExpertsCase.draw((6, 8, 16, 3, 2), bias=bias, dtype=dtype)
     x, w_in, w_out, weights, b_in, b_out = case.leaves()
-    m = case.metadata
-    maps = (m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N)
-    ins, outs = cut(w_in, [8, 8], 2), cut(w_out, [8, 8], 2)
-    biases = cut(b_in, [8, 8], 2) if bias else []
-    args = (x, ins, outs, weights, biases, b_out, [], *maps, "swiglu", True, "torch")
-    torch.library.opcheck(torch.ops.expertmesh.moe_mlp_sliced.default, args)
+    lists = [cut(t, sizes, 2) for t in (w_in, w_out, *([b_in] if bias else []))]
+    lists += [[b_out]] if bias else [[], []]
+    maps = list(vars(case.metadata).values())
+    args = [x, weights, *lists, maps, "swiglu", "torch", [], grad]
+    for tensor in (x, weights, *chain(*lists)):
+        tensor.requires_grad_(grad)
+    torch.library.opcheck(torch.ops.expertmesh.moe_mlp.default, args)
 
 
 def test_second_derivative_is_an_error():

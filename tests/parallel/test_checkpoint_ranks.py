@@ -17,7 +17,7 @@ from expertmesh.comm.world import World
 from expertmesh.errors import CheckpointError, PeerError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
-from expertmesh.parallel.team import Team
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error
 from expertmesh.training import checkpoint
@@ -162,7 +162,7 @@ def state_on_ranks(layout):
         | {f"parallel.{name}": value for name, value in layout.items()}
     )
     world = World()
-    team = Team(world, tp_degree=config.parallel.tp_degree)
+    ranks = Ranks(world, tp_degree=config.parallel.tp_degree)
     model = GPT(config.model, seed=1)
     whole = sum(t.nbytes for t in model.state_dict().values())
     parallelize_gpt(model, config.parallel, world=world)
@@ -170,14 +170,14 @@ def state_on_ranks(layout):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu"), RunProgress(), team)
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cpu"), RunProgress(), ranks)
     return state, 3 * whole  # weights and two moments
 
 
 def bytes_of_ranks(folder, layout):
     """Bytes that a rank stages, and its peaks while it stages and while it reads, beside all bytes there are."""
     state, everything = state_on_ranks(layout)
-    store = CheckpointStore(folder, keep_last=1, team=state.team)
+    store = CheckpointStore(folder, keep_last=1, ranks=state.ranks)
     tensors = state.tensors()
     staging = peak_bytes(lambda: store.stager.stage(tensors))
     staged = store.stager.stage(tensors)
@@ -192,7 +192,7 @@ def bytes_of_ranks(folder, layout):
     same = all(torch.equal(local(t), before[name]) for name, t in tensors.items())
     largest = max(t.nbytes for t in staged.pieces.values())
     exact = sum(t.numel() * t.element_size() for t in tensors.values())
-    state.team.world.close()
+    state.ranks.world.close()
     return staged.num_bytes, staging, reading, largest, exact, everything, same
 
 
@@ -220,7 +220,7 @@ def test_no_rank_has_the_whole(four_ranks, tmp_path, layout):
 def spoiled_write(folder, odd):
     """One good save; one in which rank `odd` finds the disk full; the errors of this rank."""
     world = World()
-    store = CheckpointStore(folder, keep_last=3, team=Team(world))
+    store = CheckpointStore(folder, keep_last=3, ranks=Ranks(world))
     tensors = {"a": torch.arange(4.0), "b": torch.ones(3)}
     store.save(1, tensors, {}, eval_loss=None)
     store.wait()
@@ -261,7 +261,7 @@ def test_a_full_disk_of_one_rank_is_told_to_all(two_ranks, tmp_path, odd):
 def delayed_write(folder):
     """Rank 1 writes only after training has changed the tensors; what `check` and the folder say until then."""
     world = World()
-    store = CheckpointStore(folder, keep_last=3, team=Team(world))
+    store = CheckpointStore(folder, keep_last=3, ranks=Ranks(world))
     write, gate = checkpoint.write_tensors, threading.Event()
 
     def slow(partial, staged):
@@ -306,7 +306,7 @@ def choice_of_newest(folder):
     logger.addHandler(handler)
     world = World()
     try:
-        return newest_good(folder, Team(world)).name, messages
+        return newest_good(folder, Ranks(world)).name, messages
     finally:
         logger.removeHandler(handler)
         world.close()
@@ -333,11 +333,11 @@ def test_a_damaged_file_of_one_rank(folder, saved, four_ranks, damage, words):
 def other_model(folder):
     state, _ = state_on_ranks({})
     try:
-        state.team.each(lambda: state.load(folder))
+        state.ranks.each(lambda: state.load(folder))
     except (CheckpointError, PeerError) as error:
         return type(error).__name__, str(error)
     finally:
-        state.team.world.close()
+        state.ranks.world.close()
     return None
 
 

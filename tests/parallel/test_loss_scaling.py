@@ -10,9 +10,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from expertmesh.comm.world import World
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.apply import follow_optimizer
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
-from expertmesh.parallel.team import Team
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import assert_two_times
 from expertmesh.training.optim import build_optimizer
@@ -43,8 +44,8 @@ def world():
 
 def team_of(parallel):
     if parallel is None:
-        return Team()
-    return Team(world(), tp_degree=parallel.get("tp_degree", 1))
+        return Ranks()
+    return Ranks(world(), tp_degree=parallel.get("tp_degree", 1))
 
 
 def training(dtype, parallel, model_changes, *, steps, spoil=False):
@@ -55,28 +56,28 @@ def training(dtype, parallel, model_changes, *, steps, spoil=False):
         | {"train.dtype": dtype}
         | {f"parallel.{name}": value for name, value in (parallel or {}).items()}
     )
-    precision, team = resolve_precision(config.train), team_of(parallel)
+    precision, ranks = resolve_precision(config.train), team_of(parallel)
     model = GPT(config.model, dtype=precision.master_dtype, seed=1)
-    if team.world is not None:
-        parallelize_gpt(model, config.parallel, world=team.world)
+    if ranks.world is not None:
+        parallelize_gpt(model, config.parallel, world=ranks.world)
     optimizer = build_optimizer(model, config.optim)
     follow_optimizer(model, optimizer)
-    scaler = precision.scaler(team)
+    scaler = precision.scaler(ranks)
     generator = torch.Generator().manual_seed(3)
     for step in range(steps):
         ids = torch.randint(0, config.model.vocab_size, (B, S + 1), generator=generator)
-        if spoil and team.position == 1:
+        if spoil and ranks.position == 1:
             stock = scaler.scale
             scaler.scale = lambda loss, stock=stock: stock(loss) * torch.inf
         result = training_step(
+            GPTTask(config),
             model,
             optimizer,
             scaler,
             (ids[:, :-1], ids[:, 1:]),
             step=step,
-            config=config,
             precision=precision,
-            team=team,
+            ranks=ranks,
         )
         yield model, scaler, result
 
@@ -124,7 +125,7 @@ def overflow_on_one_rank():
         nn.Parameter(DTensor.from_local(torch.ones(2), copied, [Replicate(), Shard(0)])),
     ]
     optimizer = torch.optim.SGD(parameters, lr=1.0, foreach=False)
-    scaler = LossScaler("cpu", enabled=True, team=Team(ranks))
+    scaler = LossScaler("cpu", enabled=True, ranks=Ranks(ranks))
     found = []
     for spoiled in (True, False):
         scaler.scale(torch.ones(()))

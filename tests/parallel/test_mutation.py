@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from expertmesh.comm import collectives
 from expertmesh.comm.all_to_all import flat
 from expertmesh.comm.world import World
-from expertmesh.parallel import clip, team, tensor
+from expertmesh.parallel import clip, ranks, tensor
 from expertmesh.parallel.experts import dispatcher, storage
 from expertmesh.testing.numerics import FP64_RELATIVE
 
@@ -220,7 +220,7 @@ def dense_gradients_are_never_summed():
     def mistaken(self, model, *, is_last):
         model.set_requires_gradient_sync(False)
 
-    return [(team.Team, "announce_micro_batch", mistaken)]
+    return [(ranks.Ranks, "announce_micro_batch", mistaken)]
 
 
 @mutant("kept")

@@ -23,7 +23,7 @@ from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.launched import leave
 from expertmesh.comm.start import start_group
-from expertmesh.config.run import RunConfig
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error
 from expertmesh.training.loop import train
@@ -138,7 +138,7 @@ def torchrun(restarts, *words):
 
 
 def train_quietly(config_file):
-    config = RunConfig.model_validate_json(Path(config_file).read_text())
+    config = GPTRunConfig.model_validate_json(Path(config_file).read_text())
     train(config, recipe="gpt-moe-test", console=Console(file=io.StringIO()))
 
 

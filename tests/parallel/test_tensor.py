@@ -13,14 +13,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from expertmesh import MoELayer
 from expertmesh.comm.world import World
-from expertmesh.config.run import ParallelConfig, RunConfig
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
+from expertmesh.models.gpt.task import GPTTask
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.apply import follow_optimizer, parallelize
 from expertmesh.parallel.clip import clip_grad_norm_
-from expertmesh.parallel.team import Team
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.tensor import Sliced, Whole, tensor_group
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
@@ -66,7 +68,7 @@ class Case:
     layout: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
 
-    def config(self) -> RunConfig:
+    def config(self) -> GPTRunConfig:
         """Of all ranks."""
         layout = {f"parallel.{name}": value for name, value in self.layout.items()}
         return RECIPES["gpt-moe-test"]().updated(MODEL | self.model | layout)
@@ -102,24 +104,24 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train_steps(config, team, steps=STEPS):
+def train_steps(config, ranks, steps=STEPS):
     """What the trainer's steps give, by name; every tensor whole."""
     model, precision = build(config), resolve_precision(config.train)
-    if team.world is not None:
-        parallelize_gpt(model, config.parallel, world=team.world)
+    if ranks.world is not None:
+        parallelize_gpt(model, config.parallel, world=ranks.world)
     optimizer = build_optimizer(model, config.optim)
     follow_optimizer(model, optimizer)
     found = {}
     for step, batch in enumerate(batches(config, steps)):
         result = training_step(
+            GPTTask(config),
             model,
             optimizer,
             precision.scaler(),
             batch,
             step=step,
-            config=config,
             precision=precision,
-            team=team,
+            ranks=ranks,
         )
         numbers = (result.loss, result.aux_loss, result.z_loss, result.grad_norm)
         found[f"losses of step {step}"] = torch.tensor(numbers, dtype=torch.float64)
@@ -133,14 +135,14 @@ def train_steps(config, team, steps=STEPS):
 
 def team_of(config):
     stage = config.parallel.zero_stage
-    return Team(world(), tp_degree=config.parallel.tp_degree, reduces_once=stage == 1)
+    return Ranks(world(), tp_degree=config.parallel.tp_degree, reduces_once=stage == 1)
 
 
 def errors_of(case):
     """Relative errors of this rank against one process."""
     ours = train_steps(case.config(), team_of(case.config()))
     one_rank = Case({}, case.model).config()
-    theirs = train_steps(one_rank, Team())
+    theirs = train_steps(one_rank, Ranks())
     assert ours.keys() == theirs.keys()
     dropped = theirs["load of step 0"][1]
     assert (dropped > 0) == (one_rank.model.moe.capacity_factor is not None)
@@ -239,22 +241,24 @@ def precision_of(dtype, layout):
     # Logits so large that the faster products of matrices are worth their way in.
     dense |= {"model.vocab_size": 8192}
     found = []
-    for kind, team in (
+    for kind, ranks in (
         (dtype, team_of(Case(layout).config())),
-        (dtype, Team()),
-        ("float64", Team()),
+        (dtype, Ranks()),
+        ("float64", Ranks()),
     ):
         config = Case(layout, dense | {"train.dtype": kind}).config()
         model, precision = build(config), resolve_precision(config.train)
-        if team.world is not None:
+        if ranks.world is not None:
             parallelize_gpt(model, config.parallel, world=world())
         sums, _ = accumulate_gradients(
+            GPTTask(config),
             model,
-            *next(batches(config, 1)),
+            next(batches(config, 1)),
+            step=0,
             micro_batch_size=B,
             scaler=precision.scaler(),
             precision=precision,
-            team=team,
+            ranks=ranks,
         )
         gradients = {n: whole(p.grad) for n, p in model.named_parameters()}
         found.append({"loss": sums[0]} | gradients)

@@ -59,6 +59,22 @@ def check_experts(launch: Launch, build: Build, *, matrix: bool = True) -> None:
         assert MATRIX_INSTRUCTION[build.target] in build.assembly, f"{name}: no matrix unit"
 
 
+def check_router(launch: Launch, build: Build) -> None:
+    """Assert the rules of the router's product: tensor cores, operands copied asynchronously on NVIDIA's, no spills.
+
+    Raises:
+        AssertionError: one of them is broken.
+    """
+    name = f"{launch.name} for {build.target}"
+    assert build.spill_bytes == 0, f"{name}: {build.spill_bytes} bytes spilled"
+    assert build.shared_bytes <= SHARED_BYTES[build.target], f"{name}: {build.shared_bytes} bytes"
+    if launch.name == "split_product":
+        assert MATRIX_INSTRUCTION[build.target] in build.assembly, f"{name}: no matrix unit"
+        strides = [value for key, value in launch.values.items() if "_stride_" in key]
+        if build.target.startswith("sm") and all(n == 1 or n % 8 == 0 for n in strides):
+            assert "cp.async.cg" in build.assembly, f"{name}: copies wait"
+
+
 def check_routing(case: RoutingCase, build: Build) -> None:
     """Assert the rules of the routing kernels: no spills at all, few registers, 16-byte accesses, no atomics.
 

@@ -12,6 +12,7 @@ from expertmesh.kernels import (
     moe_wgrad,
     pieces,
     route_metadata,
+    split_product,
     tiles,
 )
 from expertmesh.ops.activation import num_branches
@@ -97,3 +98,20 @@ def _fp32(experts: Experts) -> Experts:
         wide(experts.b_out_ED),
         experts.activation,
     )
+
+
+def router_launches(
+    target: str, shape: tuple[int, int, int] = (8192, 2048, 128), *, num_programs: int = 132
+) -> list[Launch]:
+    """List what the router's product by BF16 parts launches, forward and backward, for a shape (T, D, E)."""
+    T, D, E = shape
+    x = torch.empty(T, D, dtype=torch.bfloat16, device="meta")
+    w, grad = torch.empty(E, D, device="meta"), torch.empty(T, E, device="meta")
+    with (
+        mock.patch.object(split_product, "multiprocessors", lambda device: num_programs),
+        mock.patch.object(tiles, "architecture", lambda device: target),
+        recorded_launches(split_product) as launches,
+    ):
+        split_product.logits(x, w)
+        split_product.gradients(grad, x, w, need_x=True, need_w=True)
+    return launches

@@ -21,7 +21,7 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.apply import follow_optimizer
-from expertmesh.parallel.team import Team
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.testing.numerics import assert_two_times, relative_error
 from expertmesh.training.optim import build_optimizer
 
@@ -207,7 +207,7 @@ def build(case: FormCase) -> GPT:
 def run_whole(case: FormCase, *, steps: int, half: int = 0) -> Trained:
     """All sequences of all ranks of one world in one process; with subgroups each half has its own sequences."""
     rows = slice(0, sum(case.num_rows()))
-    return _train(build(case), case, Team(), rows, steps=steps, half=half)
+    return _train(build(case), case, Ranks(), rows, steps=steps, half=half)
 
 
 def run_form(case: FormCase, *, steps: int) -> Trained:
@@ -217,14 +217,14 @@ def run_form(case: FormCase, *, steps: int) -> Trained:
     parallelize_gpt(model, case.parallel(), world=world)
     sizes, place = case.num_rows(), world.position // case.tp_degree
     first = sum(sizes[:place])
-    team = Team(world, tp_degree=case.tp_degree, reduces_once=case.parallel().zero_stage == 1)
+    ranks = Ranks(world, tp_degree=case.tp_degree, reduces_once=case.parallel().zero_stage == 1)
     rows = slice(first, first + sizes[place])
     half = dist.get_rank() % 2 if case.subgroup else 0
-    return _train(model, case, team, rows, steps=steps, half=half)
+    return _train(model, case, ranks, rows, steps=steps, half=half)
 
 
 def _train(
-    model: GPT, case: FormCase, team: Team, rows: slice, *, steps: int, half: int
+    model: GPT, case: FormCase, ranks: Ranks, rows: slice, *, steps: int, half: int
 ) -> Trained:
     optimizer = build_optimizer(model, OptimConfig(lr=1e-2))
     follow_optimizer(model, optimizer)
@@ -239,17 +239,17 @@ def _train(
         for part in range(parts):
             total = (sum(case.num_rows()), S + 1)
             batch_BS = torch.randint(0, V, total, generator=generator)[rows]
-            team.announce_micro_batch(model, is_last=part == parts - 1)
-            part_loss, logits_BSV = _backward(model, case, team, batch_BS, rows, parts)
+            ranks.announce_micro_batch(model, is_last=part == parts - 1)
+            part_loss, logits_BSV = _backward(model, case, ranks, batch_BS, rows, parts)
             loss += part_loss
             if step == part == 0:
                 trained.logits_BSV = logits_BSV
-        norm = team.clip_grad_norm_(model.parameters(), 0.1)
+        norm = ranks.clip_grad_norm_(model.parameters(), 0.1)
         if step == 0:
             trained.gradients = {n: _whole(p.grad) for n, p in _parameters(model)}
         optimizer.step()
         trained.norms.append(float(norm))
-        trained.losses.append(float(team.sum_(loss, what="the loss")))
+        trained.losses.append(float(ranks.sum_(loss, what="the loss")))
     trained.parameters = {n: _whole(p) for n, p in _parameters(model)}
     return trained
 
@@ -265,14 +265,14 @@ def _whole(tensor: Tensor | None) -> Tensor:
 
 
 def _backward(
-    model: GPT, case: FormCase, team: Team, batch_BS: Tensor, rows: slice, num_parts: int
+    model: GPT, case: FormCase, ranks: Ranks, batch_BS: Tensor, rows: slice, num_parts: int
 ) -> tuple[Tensor, Tensor]:
     """One micro-batch: this process's part of the step's loss, and logits."""
     total, half = sum(case.num_rows()), case.dtype == "bfloat16"
     index = torch.arange(rows.start * S, rows.stop * S)
     with torch.autocast("cpu", torch.bfloat16) if half else nullcontext():
         output = model(batch_BS[:, :-1], token_index=index)
-    targets_BS = team.positions(batch_BS[:, 1:])
+    targets_BS = ranks.positions(batch_BS[:, 1:])
     exact = torch.promote_types(output.logits_BSV.dtype, torch.float32)
     loss = nn.functional.cross_entropy(
         output.logits_BSV.to(exact).flatten(0, 1), targets_BS.flatten(), reduction="sum"

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from expertmesh.config.run import DataConfig
+from expertmesh.config.text import TextConfig
+from expertmesh.data import corpus as corpus_module
+from expertmesh.data.corpus import load_corpus, texts
 from expertmesh.errors import ConfigError
-from expertmesh.training import corpus as corpus_module
-from expertmesh.training.corpus import load_corpus, texts
 
 
 def write(folder, files):
@@ -27,7 +27,7 @@ def many(count, seed=0):
 def test_no_text_is_on_both_sides_even_if_files_are_copies(tmp_path):
     files = many(60)
     files |= {f"copy/{name}": text for name, text in files.items()}
-    corpus = load_corpus(DataConfig(path=str(write(tmp_path, files)), validation_fraction=0.3))
+    corpus = load_corpus(TextConfig(path=str(write(tmp_path, files)), validation_fraction=0.3))
     training, validation = set(texts(corpus.training)), set(texts(corpus.validation))
     assert training and validation and not training & validation
     assert len(corpus.training) + len(corpus.validation) == 120
@@ -40,7 +40,7 @@ def test_a_file_stays_on_its_side_when_others_come(tmp_path):
     more = write(tmp_path / "more", files)
     side = {}
     for folder in (some, more):
-        corpus = load_corpus(DataConfig(path=str(folder), validation_fraction=0.2))
+        corpus = load_corpus(TextConfig(path=str(folder), validation_fraction=0.2))
         sides = {d.name: "training" for d in corpus.training}
         sides |= {d.name: "validation" for d in corpus.validation}
         side[folder] = sides
@@ -49,9 +49,9 @@ def test_a_file_stays_on_its_side_when_others_come(tmp_path):
 
 def test_max_bytes_takes_a_subset_that_does_not_depend_on_the_folder_order(tmp_path):
     folder = write(tmp_path, many(60))
-    everything = load_corpus(DataConfig(path=str(folder)))
+    everything = load_corpus(TextConfig(path=str(folder)))
     total = sum(d.num_bytes for d in everything.training + everything.validation)
-    part = load_corpus(DataConfig(path=str(folder), max_bytes=total // 3))
+    part = load_corpus(TextConfig(path=str(folder), max_bytes=total // 3))
     size = sum(d.num_bytes for d in part.training + part.validation)
     longest = max(d.num_bytes for d in everything.training)
     assert total // 3 <= size <= total // 3 + longest
@@ -61,7 +61,7 @@ def test_max_bytes_takes_a_subset_that_does_not_depend_on_the_folder_order(tmp_p
 
 
 def test_the_default_is_the_standard_library_without_installed_packages():
-    corpus = load_corpus(DataConfig(max_bytes=300_000))
+    corpus = load_corpus(TextConfig(max_bytes=300_000))
     names = [d.name for d in corpus.training + corpus.validation]
     assert all(name.endswith(".py") and "site-packages" not in name for name in names)
     everything = {p.as_posix() for p in corpus_module._files(_stdlib())}
@@ -79,7 +79,7 @@ def test_one_file_is_cut_into_documents_at_line_ends(tmp_path):
     text = "".join(f"line {i} of a long text\n" for i in range(4000))
     path = tmp_path / "book.txt"
     path.write_text(text)
-    corpus = load_corpus(DataConfig(path=str(path)))
+    corpus = load_corpus(TextConfig(path=str(path)))
     documents = sorted(corpus.training + corpus.validation, key=lambda d: d.name)
     assert "".join(texts(documents)) == text
     assert all(t.endswith("\n") for t in texts(documents))
@@ -89,13 +89,13 @@ def test_one_file_is_cut_into_documents_at_line_ends(tmp_path):
 def test_one_file_with_one_endless_line_is_cut_too(tmp_path):
     path = tmp_path / "line.txt"
     path.write_text("".join(chr(97 + i * i % 23) for i in range(50_000)))
-    corpus = load_corpus(DataConfig(path=str(path)))
+    corpus = load_corpus(TextConfig(path=str(path)))
     assert len(corpus.training) > 10 and corpus.validation
 
 
 def test_files_that_are_not_text_are_left_out_and_counted(tmp_path):
     files = many(10) | {"a.bin": b"\x00\x01", "latin.txt": b"caf\xe9", ".git/x": "hidden"}
-    corpus = load_corpus(DataConfig(path=str(write(tmp_path, files))))
+    corpus = load_corpus(TextConfig(path=str(write(tmp_path, files))))
     assert corpus.num_skipped == 2
     assert len(corpus.training) + len(corpus.validation) == 10
 
@@ -115,7 +115,7 @@ def test_files_that_are_not_text_are_left_out_and_counted(tmp_path):
 def test_what_cannot_be_used_is_one_line_with_value_and_fix(tmp_path, files, path, words):
     write(tmp_path, files)
     with pytest.raises(ConfigError) as info:
-        load_corpus(DataConfig(path=str(tmp_path / path)))
+        load_corpus(TextConfig(path=str(tmp_path / path)))
     message = str(info.value)
     assert "\n" not in message and path in message
     assert all(word in message for word in words), message
@@ -124,7 +124,7 @@ def test_what_cannot_be_used_is_one_line_with_value_and_fix(tmp_path, files, pat
 def test_a_dataset_without_the_package_names_the_extra(monkeypatch):
     monkeypatch.setattr(corpus_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"expertmesh\[train\]"):
-        load_corpus(DataConfig(dataset="some/name"))
+        load_corpus(TextConfig(dataset="some/name"))
 
 
 def test_a_dataset_by_name_gives_one_document_per_row(monkeypatch):
@@ -138,9 +138,9 @@ def test_a_dataset_by_name_gives_one_document_per_row(monkeypatch):
     fake.load_dataset = lambda name, split: Rows({"text": f"{name} row {i}"} for i in range(50))
     monkeypatch.setitem(sys.modules, "datasets", fake)
     monkeypatch.setattr(corpus_module.importlib.util, "find_spec", lambda name: object())
-    corpus = load_corpus(DataConfig(dataset="some/name", validation_fraction=0.2))
+    corpus = load_corpus(TextConfig(dataset="some/name", validation_fraction=0.2))
     found = sorted(texts(corpus.training)) + sorted(texts(corpus.validation))
     assert sorted(found) == sorted(f"some/name row {i}" for i in range(50))
     Rows.column_names = ["body"]
     with pytest.raises(ConfigError, match="needs a 'text' column, has body"):
-        load_corpus(DataConfig(dataset="some/name"))
+        load_corpus(TextConfig(dataset="some/name"))

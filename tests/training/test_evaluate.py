@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import nn
 
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.config.run import TrainConfig
+from expertmesh.data.ngram import ByteTrigram
+from expertmesh.data.windows import Windows
+from expertmesh.models.gpt.task import GPTTask, bits_per_byte
 from expertmesh.testing.numerics import assert_close_fp64
-from expertmesh.training.evaluate import bits_per_byte, evaluate
-from expertmesh.training.loader import Windows
-from expertmesh.training.ngram import ByteTrigram
-from expertmesh.training.precision import Precision
+from expertmesh.training.evaluate import evaluate
+from expertmesh.training.precision import resolve_precision
 
-PRECISION = Precision(torch.device("cpu"), torch.float64, torch.float64)
+PRECISION = resolve_precision(TrainConfig(device="cpu", dtype="float64"))
 
 
 class Uniform(nn.Module):
@@ -26,17 +29,31 @@ class Uniform(nn.Module):
         return types.SimpleNamespace(logits_BSV=logits)
 
 
+def measured(model, tokens, seq_len, sizes, *, batch_size=1):
+    """The evaluation of a model on all windows of some tokens."""
+    windows = Windows(tokens, seq_len, 0)
+    data = types.SimpleNamespace(
+        validation=lambda *most_and_size: (
+            (ids, targets, sizes[targets]) for ids, targets in windows.batches(*most_and_size)
+        )
+    )
+    return evaluate(
+        GPTTask(GPTRunConfig()),
+        model,
+        data,
+        batch_size=batch_size,
+        max_samples=None,
+        precision=PRECISION,
+    )
+
+
 def test_a_uniform_model_needs_log2_of_the_vocabulary_per_token():
     tokens = np.array([1, 2, 3, 0, 1, 2, 3], dtype=np.uint16)
-    sizes = torch.tensor([0, 1, 2, 5, 0, 0, 0, 0])
     model = Uniform()
-    result = evaluate(
-        model, Windows(tokens, 3, 0), sizes, batch_size=1, max_samples=None, precision=PRECISION
-    )
+    found = measured(model, tokens, 3, torch.tensor([0, 1, 2, 5, 0, 0, 0, 0]))
     # Targets: 2 3 0 | 1 2 3, of 2 + 5 + 0 + 1 + 2 + 5 = 15 bytes.
-    assert (result.num_tokens, result.num_bytes) == (6, 15)
-    assert math.isclose(result.loss, math.log(8))
-    assert math.isclose(result.bits_per_byte, 6 * 3 / 15)
+    assert math.isclose(found["loss"], math.log(8))
+    assert math.isclose(found["bits_per_byte"], 6 * 3 / 15)
     assert model.modes == (False, False) and model.training
 
 
@@ -50,17 +67,11 @@ def test_the_batch_size_of_an_evaluation_does_not_matter(batch_size):
             return types.SimpleNamespace(logits_BSV=table[ids_BS])
 
     tokens = np.arange(64, dtype=np.uint16) % 7
-    result = evaluate(
-        Bigram(),
-        Windows(tokens, 9, 0),
-        torch.ones(8, dtype=torch.int64),
-        batch_size=batch_size,
-        max_samples=None,
-        precision=PRECISION,
-    )
+    sizes = torch.ones(8, dtype=torch.int64)
+    found = measured(Bigram(), tokens, 9, sizes, batch_size=batch_size)
     ids = torch.from_numpy(tokens.astype(np.int64))
     nats = -table.log_softmax(-1)[ids[:-1], ids[1:]].sum()
-    assert_close_fp64(result.bits_per_byte, float(nats) / math.log(2) / 63, what="bits per byte")
+    assert_close_fp64(found["bits_per_byte"], float(nats) / math.log(2) / 63, what="bits per byte")
 
 
 def test_bits_per_byte_of_no_bytes_is_nan():

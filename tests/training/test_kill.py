@@ -60,13 +60,13 @@ def live(config_file, stage, call):
     """Child: train; die at the n-th call of a stage, if one is given."""
     from rich.console import Console
 
-    from expertmesh.config.run import RunConfig
+    from expertmesh.config.gpt import GPTRunConfig
     from expertmesh.training import checkpoint
     from expertmesh.training.loop import train
 
     if stage is not None:
         _die_at(checkpoint, stage, call)
-    config = RunConfig.model_validate_json(Path(config_file).read_text())
+    config = GPTRunConfig.model_validate_json(Path(config_file).read_text())
     train(config, recipe="gpt-moe-test", console=Console(quiet=True))
 
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from expertmesh.models.gpt.model import GPT
+from expertmesh.models import token_losses as objective
+from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
-from expertmesh.training import objective
-from expertmesh.training.objective import token_losses
 from expertmesh.training.optim import build_optimizer
-from expertmesh.training.precision import fast_dtype, resolve_precision
+from expertmesh.training.precision import resolve_precision
 from expertmesh.training.step import accumulate_gradients, training_step
 
 CPU = torch.device("cpu")
@@ -19,8 +19,7 @@ CPU = torch.device("cpu")
 
 def build(config):
     precision = resolve_precision(config.train)
-    model = GPT(config.model, dtype=precision.master_dtype, seed=config.train.seed)
-    return model, precision
+    return GPTTask(config).build(device="cpu", dtype=precision.master_dtype), precision
 
 
 def batch(config, seed=0):
@@ -35,8 +34,10 @@ def gradients(config, micro_batch_size, *, noise_step=3, checkpointing=False):
     model.set_activation_checkpointing(checkpointing)
     key_noise(model, seed=config.train.seed, step=noise_step)
     sums, counter = accumulate_gradients(
+        GPTTask(config),
         model,
-        *batch(config),
+        batch(config),
+        step=noise_step,
         micro_batch_size=micro_batch_size,
         scaler=precision.scaler(),
         precision=precision,
@@ -90,12 +91,12 @@ def run_steps(config, count, *, model=None, spoil=None):
             spoil(step, model, scaler)
         results.append(
             training_step(
+                GPTTask(config),
                 model,
                 optimizer,
                 scaler,
                 batch(config),
                 step=step,
-                config=config,
                 precision=precision,
             )
         )
@@ -234,13 +235,3 @@ def test_token_losses_in_fp64(monkeypatch):
     assert torch.autograd.gradcheck(lambda z: token_losses(z, targets), (logits,))
     huge = torch.full((1, 1, 4), 1e5)
     assert math.isclose(token_losses(huge, targets[:1, :1] % 4).item(), math.log(4), rel_tol=0.01)
-
-
-def test_auto_is_bfloat16_where_the_processor_multiplies_it(monkeypatch):
-    for amx, avx, expected in ((True, False, torch.bfloat16), (False, True, torch.bfloat16)):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
-        assert fast_dtype(CPU) == expected
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert fast_dtype(CPU) == torch.float32

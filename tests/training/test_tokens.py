@@ -6,18 +6,18 @@ import threading
 import numpy as np
 import pytest
 
-from expertmesh.config.run import DataConfig
-from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.training import shards
-from expertmesh.training.corpus import load_corpus, texts
-from expertmesh.training.shards import prepare_data
-from expertmesh.training.tokenizer import (
+from expertmesh.config.text import TextConfig
+from expertmesh.data import shards
+from expertmesh.data.corpus import load_corpus, texts
+from expertmesh.data.shards import prepare_tokens
+from expertmesh.data.tokenizer import (
     END_OF_TEXT,
     END_OF_TEXT_ID,
     load_tokenizer,
     token_num_bytes,
     train_tokenizer,
 )
+from expertmesh.errors import CheckpointError, ConfigError
 
 ODD_TEXT = f"tabs\t\r\n  caf\u00e9 \U0001f600 {END_OF_TEXT} quoted\n\n\n    x = 'y'\n"
 
@@ -47,8 +47,8 @@ def test_a_damaged_tokenizer_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("vocab_size, dtype", [(300, np.uint16), (70_000, np.uint32)])
 def test_documents_are_packed_with_an_end_each(corpus_folder, tmp_path, vocab_size, dtype):
-    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
-    data = prepare_data(config, vocab_size=vocab_size)
+    config = TextConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
+    data = prepare_tokens(config, vocab_size=vocab_size)
     tokenizer = load_tokenizer(data.tokenizer_path)
     corpus = load_corpus(config)
     for shard, documents in (
@@ -75,26 +75,26 @@ def test_the_tokenizer_learns_from_the_training_split_only(corpus_folder, tmp_pa
         return train_tokenizer(seen, vocab_size=vocab_size)
 
     monkeypatch.setattr(shards, "train_tokenizer", spy)
-    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
-    data = prepare_data(config, vocab_size=300)
+    config = TextConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
+    data = prepare_tokens(config, vocab_size=300)
     assert seen == list(texts(data.corpus.training))
     assert not set(seen) & set(texts(data.corpus.validation))
 
 
 def test_the_cache_is_used_and_depends_on_text_and_vocabulary(make_corpus, tmp_path, monkeypatch):
     folder = make_corpus(tmp_path / "texts", documents=20)
-    config = DataConfig(path=str(folder), cache_dir=str(tmp_path / "cache"), seq_len=16)
+    config = TextConfig(path=str(folder), cache_dir=str(tmp_path / "cache"), seq_len=16)
     built = []
     build = shards._build
     monkeypatch.setattr(shards, "_build", lambda *a, **k: (built.append(1), build(*a, **k)))
-    first = prepare_data(config, vocab_size=300)
-    again = prepare_data(config, vocab_size=300)
+    first = prepare_tokens(config, vocab_size=300)
+    again = prepare_tokens(config, vocab_size=300)
     assert len(built) == 1 and first.key == again.key
-    prepare_data(config, vocab_size=310)
+    prepare_tokens(config, vocab_size=310)
     assert len(built) == 2
     with (folder / "file003.txt").open("a") as file:
         file.write("more")
-    changed = prepare_data(config, vocab_size=300)
+    changed = prepare_tokens(config, vocab_size=300)
     assert len(built) == 3 and changed.key != first.key
 
 
@@ -102,10 +102,10 @@ def test_many_threads_share_the_cache_and_build_once(corpus_folder, tmp_path, mo
     built = []
     build = shards._build
     monkeypatch.setattr(shards, "_build", lambda *a, **k: (built.append(1), build(*a, **k)))
-    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
+    config = TextConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
     results = []
     threads = [
-        threading.Thread(target=lambda: results.append(prepare_data(config, vocab_size=300)))
+        threading.Thread(target=lambda: results.append(prepare_tokens(config, vocab_size=300)))
         for _ in range(4)
     ]
     for thread in threads:
@@ -121,23 +121,23 @@ def test_a_failed_preparation_leaves_nothing_behind(corpus_folder, tmp_path, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shards, "_write_tokens", fail)
-    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
+    config = TextConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
     with pytest.raises(OSError, match="No space left"):
-        prepare_data(config, vocab_size=300)
+        prepare_tokens(config, vocab_size=300)
     assert not [p for p in tmp_path.iterdir() if p.is_dir()]
     monkeypatch.undo()
-    assert len(prepare_data(config, vocab_size=300).training.tokens_N) > 16
+    assert len(prepare_tokens(config, vocab_size=300).training.tokens_N) > 16
 
 
 def test_too_little_text_for_one_sequence_is_one_line(corpus_folder, tmp_path):
-    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=10**6)
+    config = TextConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=10**6)
     with pytest.raises(ConfigError, match=r"data\.seq_len=1000000: the training split has only"):
-        prepare_data(config, vocab_size=300)
+        prepare_tokens(config, vocab_size=300)
 
 
 def test_the_index_says_what_is_there(corpus_folder, tmp_path):
-    config = DataConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
-    data = prepare_data(config, vocab_size=300)
+    config = TextConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
+    data = prepare_tokens(config, vocab_size=300)
     index = json.loads((data.folder / "index.json").read_text())
     size = (data.folder / "training.bin").stat().st_size
     assert index["training"]["num_tokens"] * 2 == size

@@ -1,6 +1,6 @@
 """From command-line words to a validated configuration: `expertmesh train RECIPE --section.field value ...`.
 
-The names, defaults and help texts of the options are those of `RunConfig`; tyro renders the help. Values are checked by
+The names, defaults and help texts of the options are those of the family's `RunConfig`; tyro renders the help. Values are checked by
 the configuration itself, so that the command line and Python give the same one-line errors
 (docs/decisions/002-command-line-flags.md says why tyro does not parse them).
 """
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from pydantic import BaseModel
 
 from expertmesh.config.base import FieldError, Location, nearest_name, option_names, shown
+from expertmesh.config.family import FAMILIES, GPT, Family, Recipes, find_family
 from expertmesh.config.run import ParallelConfig, RunConfig
 from expertmesh.errors import ConfigError
 
@@ -27,6 +28,7 @@ class ParsedRun(NamedTuple):
     recipe: str
     config: RunConfig
     dry_run: bool
+    family: Family
 
 
 @dataclass(frozen=True)
@@ -51,29 +53,33 @@ class OptionParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def parse_run_config(
-    argv: Sequence[str], *, recipes: Mapping[str, Callable[[], RunConfig]] | None = None
-) -> ParsedRun:
+def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> ParsedRun:
     """Reads the words after `expertmesh train`.
 
     A recipe whose warm-up does not fit into a shorter `--train.steps` (or `--optim.schedule-steps`) keeps the warm-up's
     share of the steps, unless `--optim.warmup-steps` is given too.
 
     Args:
-        argv: RECIPE, `--section.field value` in any order, `--dry-run`.
-        recipes: Functions by name; None: those of `expertmesh.recipes`.
+        argv: RECIPE, `--section.field value` in any order, `--dry-run`, `--family module:name`. The recipe may be left out where
+            a family of the user's own has one only.
+        recipes: Functions by name; None: those of the family, or of all families of this package.
 
     Raises:
         ConfigError: Something cannot be understood or breaks a rule; one line that names it and the fix.
         SystemExit: With code 0 after `--help`.
     """
+    given, argv = _family(argv)
+    families = FAMILIES.values() if given is None else [given]
     if recipes is None:
-        from expertmesh.recipes import RECIPES
-
-        recipes = RECIPES
-    words, flags, switches = _split(argv)
+        recipes = {n: f for family in families for n, f in family.find_recipes().items()}
+    named = next((word for word in argv if word in recipes), None)
+    if named is None and given is not None and len(recipes) == 1:
+        (named,) = recipes
+        argv = [named, *argv]
+    default = (given or GPT).config() if named is None else recipes[named]()
+    words, flags, switches = _split(argv, type(default))
     if "help" in switches:
-        print_train_help(words[0] if words else None, recipes)
+        print_train_help(words[0] if words else None, recipes, type(default))
         raise SystemExit(0)
     if not words:
         raise ConfigError(f"no recipe given; say one after 'train': {', '.join(recipes)}")
@@ -89,9 +95,28 @@ def parse_run_config(
     if steps is not None and "optim.warmup_steps" not in values:
         values["optim.warmup_steps"] = _fitting_warmup(default, steps)
     try:
-        return ParsedRun(words[0], default.updated(values), "dry-run" in switches)
+        family = FAMILIES[default.family] if given is None else given
+        config = default.updated(values).model_copy(update={"family": family.name})
+        return ParsedRun(words[0], config, "dry-run" in switches, family)
     except FieldError as error:
         raise as_flag_error(error) from None
+
+
+def _family(argv: Sequence[str]) -> tuple[Family | None, list[str]]:
+    """The family that the words name, if they do, and the other words."""
+    others, found, words = [], None, iter(argv)
+    for word in words:
+        spelled, equals, text = word.partition("=")
+        if spelled != "--family":
+            others.append(word)
+            continue
+        name = text if equals else next(words, "")
+        if not name:
+            raise ConfigError("--family needs a value; write it after the option")
+        if found is not None:
+            raise ConfigError("--family is given twice; give it once")
+        found = find_family(name)
+    return found, others
 
 
 def as_flag_error(error: FieldError) -> ConfigError:
@@ -123,20 +148,23 @@ def spell_options(text: str) -> str:
     """
     degrees = "|".join(name for name in ParallelConfig.model_fields if name.endswith("_degree"))
     text = re.sub(rf"(?<![\w./-])({degrees})(?==\S)", r"parallel.\1", text)
-    names = sorted(map(re.escape, option_names(RunConfig)), key=len, reverse=True)
+    known = {name for family in FAMILIES.values() for name in option_names(family.config)}
+    names = sorted(map(re.escape, known), key=len, reverse=True)
     pattern = rf"(?<![\w./-])({'|'.join(names)})(=(?=\S)|(?![\w./-]))"
     return re.sub(pattern, lambda found: flag_name(found[1]) + (" " if found[2] else ""), text)
 
 
-def print_train_help(recipe: str | None, recipes: Mapping[str, Callable[[], RunConfig]]) -> None:
-    """Prints the options with the defaults of a recipe (None: of the library)."""
+def print_train_help(
+    recipe: str | None, recipes: Recipes, without: Callable[[], RunConfig] = GPT.config
+) -> None:
+    """Prints the options with the defaults of a recipe (None: with those of `without`)."""
     import tyro
 
-    default = RunConfig() if recipe is None else _recipe(recipe, recipes)()
+    default = without() if recipe is None else _recipe(recipe, recipes)()
     print(_train_help_head(recipe, recipes))
     try:
         tyro.cli(
-            RunConfig,
+            type(default),
             default=default,
             args=["--help"],
             prog=f"expertmesh train {recipe or 'RECIPE'}",
@@ -145,7 +173,7 @@ def print_train_help(recipe: str | None, recipes: Mapping[str, Callable[[], RunC
         return
 
 
-def _train_help_head(recipe: str | None, recipes: Mapping[str, Callable[[], RunConfig]]) -> str:
+def _train_help_head(recipe: str | None, recipes: Recipes) -> str:
     lines = [
         "Trains a model from a recipe; every value of the recipe can be changed by an option.",
         "",
@@ -154,6 +182,7 @@ def _train_help_head(recipe: str | None, recipes: Mapping[str, Callable[[], RunC
         "  expertmesh train gpt-moe-demo --model.moe.num-experts 16 --model.moe.top-k 4 --dry-run",
         "",
         "  --dry-run        print the resolved configuration, parameter counts and memory, and stop",
+        "  --family NAME    a model family of your own, as module:name (docs/extending.md)",
     ]
     if recipe is None:
         width = max(map(len, recipes), default=0)
@@ -170,7 +199,7 @@ def _first_line(function: Callable[[], RunConfig]) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def _recipe(name: str, recipes: Mapping[str, Callable[[], RunConfig]]) -> Callable[[], RunConfig]:
+def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:
     if name in recipes:
         return recipes[name]
     near = difflib.get_close_matches(name, recipes, n=1)
@@ -190,9 +219,11 @@ def _fitting_warmup(default: RunConfig, steps: object) -> int:
     return warmup if wanted <= 0 or warmup <= wanted else warmup * wanted // usual_steps
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, tuple[_Option, list[str]]], set[str]]:
+def _split(
+    argv: Sequence[str], config_type: type[RunConfig]
+) -> tuple[list[str], dict[str, tuple[_Option, list[str]]], set[str]]:
     """Bare words, texts by option, and the switches `help` and `dry-run`."""
-    options = _options(RunConfig)
+    options = _options(config_type)
     words: list[str] = []
     flags: dict[str, tuple[_Option, list[str]]] = {}
     switches: set[str] = set()
@@ -253,7 +284,7 @@ def _find(spelled: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
         raise ConfigError(
             f"{spelled} is a section; name a field of it, for example {flag_name(inside[0])}"
         )
-    near = nearest_name(name, ["dry_run", "help", *option_names(RunConfig)])
+    near = nearest_name(name, ["dry_run", "help", "family", *options])
     hint = f"did you mean {flag_name(near)}?" if near else "see expertmesh train --help"
     raise ConfigError(f"unknown option {spelled}; {hint}")
 

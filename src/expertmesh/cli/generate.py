@@ -29,9 +29,9 @@ def run(argv: list[str]) -> int:
     model, tokenizer, precision = _load(options)
     import torch
 
+    from expertmesh.data.tokenizer import END_OF_TEXT_ID
     from expertmesh.infer.engine import generate_text
     from expertmesh.infer.sampling import Sampling
-    from expertmesh.training.tokenizer import END_OF_TEXT_ID
 
     sampling = Sampling(
         greedy=options.greedy,
@@ -116,19 +116,19 @@ def _load(options: Any) -> tuple[Any, Any, Any]:
     from expertmesh.training.run_dir import load_run
 
     found = load_run(options.run)
-    from expertmesh.models.gpt.model import GPT
+    from expertmesh.data.tokenizer import load_tokenizer
     from expertmesh.training import state
     from expertmesh.training.precision import resolve_precision
-    from expertmesh.training.tokenizer import load_tokenizer
 
     train = found.config.train
     if options.device is not None:
         train = found.config.updated({"train.device": options.device}).train
-    tokenizer = load_tokenizer(found.tokenizer)
-    precision = resolve_precision(train)
-    model = GPT(found.config.model, device=precision.device, dtype=precision.master_dtype, seed=0)
+    tokenizer = load_tokenizer(found.path / "tokenizer.json")
+    precision = resolve_precision(train, record=found.arithmetic)
+    task = found.family.open_task(found.config)
+    model = task.build(device=precision.device, dtype=precision.master_dtype)
     state.load_weights(found.checkpoint, model)
-    return model.eval(), tokenizer, precision
+    return task.decoder(model.eval()), tokenizer, precision
 
 
 def _write(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`expertmesh report --run DIR`: what a run learned, against a trigram model, with samples.
+"""`expertmesh report --run DIR`: what a run learned, against a baseline, and samples of models that generate text.
 
 The share of sampled lines that tokenise follows one rule: every line of a continuation is stripped and given on its own
 to Python's `tokenize`; it counts if that neither raises nor finds an error token. Empty lines do not count, nor does the
@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser
+from expertmesh.config.family import GPT, Family
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
-    from expertmesh.models.gpt.model import GPT
+    from torch import nn
+
+    from expertmesh.models.family import Baseline, Task
     from expertmesh.training.run_dir import Run
 
 _PROMPTS = (
@@ -52,7 +55,7 @@ def run(argv: list[str]) -> int:
         argv: words after `report`.
 
     Returns:
-        0 if the model needs fewer bits per byte than the trigram model, else 1.
+        0 if the model is better than its family's baseline, or there is none, else 1.
 
     Raises:
         ConfigError: a value breaks a rule, or the run's data are not there any more.
@@ -60,6 +63,7 @@ def run(argv: list[str]) -> int:
     """
     parser = OptionParser(prog="expertmesh report", description="Summarises a run.")
     parser.add_argument("--run", required=True, help="run directory")
+    parser.add_argument("--family", help="of a run of your own family: module:name")
     parser.add_argument("--samples", type=int, default=8, help="continuations to sample (8)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens for each (100)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy (0.7)")
@@ -74,83 +78,75 @@ def run(argv: list[str]) -> int:
 
 
 def _report(options: Any) -> int:
-    from expertmesh.training.metrics import read_metrics
+    from expertmesh.config.family import find_family
+    from expertmesh.training.metrics import evaluations, read_metrics
     from expertmesh.training.run_dir import RunDir, load_run
 
-    found = load_run(options.run)
-    folder = RunDir(options.run)
-    metrics = read_metrics(folder.metrics)
-    model = _load_model(found)
-    print(curve_table(metrics))
-    before = next(
-        (m["initial_eval_bits_per_byte"] for m in metrics if "initial_eval_loss" in m), None
-    )
-    after, baseline = _bits_per_byte(found, model)
+    found = load_run(options.run, None if options.family is None else find_family(options.family))
+    family, metric = found.family, found.family.metric
+    metrics = read_metrics(RunDir(options.run).metrics)
+    task: Task = family.open_task(found.config)
+    model = _load_model(found, task)
+    print(curve_table(metrics, family))
+    before = evaluations(metrics, "initial_eval_")
+    after, baseline = _judge(found, task, model)
     steps = f"after step {metrics[-1]['step']:,}" if metrics else "now"
     print()
-    if before is not None:
-        print(f"validation bits per byte, before training    {before:.4f}")
-    print(f"validation bits per byte, {steps:<18} {after:.4f}")
-    print(f"byte trigram with back-off (Witten-Bell)     {baseline:.4f}")
-    samples = sample(
-        model,
-        found,
-        count=options.samples,
-        num_tokens=options.tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-    )
-    _print_samples(samples)
-    if after < baseline:
-        print("the model is better than the trigram model")
+    if before:
+        print(f"validation {metric.text}, before training    {before[0][metric.key]:.4f}")
+    print(f"validation {metric.text}, {steps:<18} {after:.4f}")
+    if baseline is not None:
+        print(f"{baseline.name:<44} {baseline.value:.4f}")
+    if family.generates_text:
+        samples = sample(
+            task.decoder(model),
+            found,
+            count=options.samples,
+            num_tokens=options.tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+        _print_samples(samples)
+    if baseline is None:
         return 0
-    print("the model is NOT better than the trigram model")
-    return 1
+    is_better = after > baseline.value if metric.higher_is_better else after < baseline.value
+    print(f"the model is {'' if is_better else 'NOT '}better than the {baseline.short}")
+    return 0 if is_better else 1
 
 
-def _load_model(found: "Run") -> "GPT":
-    from expertmesh.models.gpt.model import GPT
+def _load_model(found: "Run", task: "Task") -> "nn.Module":
     from expertmesh.training.precision import resolve_precision
     from expertmesh.training.state import load_weights
 
-    precision = resolve_precision(found.config.train)
-    model = GPT(found.config.model, device=precision.device, dtype=precision.master_dtype, seed=0)
+    precision = resolve_precision(found.config.train, record=found.arithmetic)
+    model = task.build(device=precision.device, dtype=precision.master_dtype)
     load_weights(found.checkpoint, model)
     return model
 
 
-def _bits_per_byte(found: "Run", model: "GPT") -> tuple[float, float]:
-    """Bits per byte of the model and of the trigram model, on all of the validation split."""
-    import torch
-
+def _judge(found: "Run", task: "Task", model: "nn.Module") -> tuple[float, "Baseline | None"]:
+    """The family's metric of the model, and the baseline, on all of the validation data."""
     from expertmesh.training.checkpoint import read_state
-    from expertmesh.training.corpus import texts
     from expertmesh.training.evaluate import evaluate
-    from expertmesh.training.loader import Windows
-    from expertmesh.training.ngram import ByteTrigram
     from expertmesh.training.precision import resolve_precision
-    from expertmesh.training.shards import prepare_data
     from expertmesh.training.state import check_same_data
-    from expertmesh.training.tokenizer import load_tokenizer, token_num_bytes
 
     config = found.config
-    data = prepare_data(config.data, vocab_size=config.model.vocab_size)
+    data = task.prepare()
     check_same_data(read_state(found.checkpoint)["data_key"], data, where=found.checkpoint)
-    sizes = token_num_bytes(load_tokenizer(found.tokenizer), config.model.vocab_size)
     result = evaluate(
+        task,
         model,
-        Windows(data.validation.tokens_N, config.data.seq_len, config.train.seed),
-        torch.from_numpy(sizes),
+        data,
         batch_size=config.train.micro_batch_size or config.train.batch_size,
         max_samples=None,
-        precision=resolve_precision(config.train),
+        precision=resolve_precision(config.train, record=found.arithmetic),
     )
-    baseline = ByteTrigram.fit(texts(data.corpus.training))
-    return result.bits_per_byte, baseline.bits_per_byte(texts(data.corpus.validation))
+    return result[found.family.metric.key], task.baseline(data)
 
 
 def sample(
-    model: "GPT", found: "Run", *, count: int, num_tokens: int, temperature: float, seed: int
+    model: Any, found: "Run", *, count: int, num_tokens: int, temperature: float, seed: int
 ) -> list[Sample]:
     """Continuations of fixed prompts, each from the beginning of a text.
 
@@ -162,13 +158,13 @@ def sample(
         temperature: 0: the most likely token always.
         seed: of the random numbers.
     """
+    from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
     from expertmesh.infer.engine import generate_batch
     from expertmesh.infer.sampling import Sampling
-    from expertmesh.training.tokenizer import END_OF_TEXT_ID, load_tokenizer
 
     if count == 0:
         return []
-    tokenizer = load_tokenizer(found.tokenizer)
+    tokenizer = load_tokenizer(found.path / "tokenizer.json")
     sampling = Sampling(
         greedy=temperature == 0, temperature=temperature or 1.0, top_p=0.95, seed=seed
     )
@@ -214,7 +210,7 @@ def tokenises(line: str) -> bool:
     return all(token.type != tokenize.ERRORTOKEN for token in tokens)
 
 
-def curve_table(metrics: list[dict[str, Any]]) -> str:
+def curve_table(metrics: list[dict[str, Any]], family: Family = GPT) -> str:
     """Some steps of the learning curve as a table; the rows with an evaluation first of all."""
     if not metrics:
         return "no metrics"
@@ -224,14 +220,15 @@ def curve_table(metrics: list[dict[str, Any]]) -> str:
     chosen = [m for i, m in enumerate(rows) if (len(rows) - 1 - i) % stride == 0]
     if chosen[0] is not metrics[0]:
         chosen.insert(0, metrics[0])
+    items, metric = family.items, family.metric
     head = (
-        f"{'step':>8} {'tokens':>12} {'loss':>8} {'bits/byte':>10} {'tokens/s':>9} {'imbalance':>9}"
+        f"{'step':>8} {items:>12} {'loss':>8} {metric.short:>10} {items + '/s':>9} {'imbalance':>9}"
     )
     lines = [head]
     for m in chosen:
-        bits = f"{m['eval_bits_per_byte']:.4f}" if "eval_bits_per_byte" in m else ""
+        value = f"{m[f'eval_{metric.key}']:.4f}" if f"eval_{metric.key}" in m else ""
         lines.append(
-            f"{m['step']:>8,} {m['tokens']:>12,} {m['loss']:>8.4f} {bits:>10} {m['tokens_per_second']:>9,.0f}"
+            f"{m['step']:>8,} {m[items]:>12,} {m['loss']:>8.4f} {value:>10} {m[f'{items}_per_second']:>9,.0f}"
             f" {m['load_imbalance']:>9.2f}"
         )
     return "\n".join(lines)

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.launched import said_once
 from expertmesh.config.base import launched_rank
+from expertmesh.config.family import Family
 from expertmesh.config.run import ParallelConfig, RunConfig
 
 if TYPE_CHECKING:
+    from expertmesh.costs.run import RunCosts
     from expertmesh.training.loop import TrainResult
 
 
@@ -30,16 +32,17 @@ def run(argv: list[str]) -> int:
         rank, num_ranks = launched_rank()
         num_ranks = max(num_ranks, fewest_ranks(parsed.config.parallel) if num_ranks == 1 else 1)
         if rank == 0:
-            print(describe(parsed.config, recipe=parsed.recipe, num_ranks=num_ranks))
+            family = parsed.family
+            print(describe(parsed.config, family, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
     from expertmesh.training.loop import train
-    from expertmesh.training.precision import resolve_precision
+    from expertmesh.training.precision import resolve_device
 
     with said_once():
-        resolve_precision(parsed.config.train)
-    result = train(parsed.config, recipe=parsed.recipe)
+        resolve_device(parsed.config.train.device)
+    result = train(parsed.config, recipe=parsed.recipe, family=parsed.family)
     if result.is_leader:
-        print(summary(result))
+        print(summary(result, parsed.family))
     return 0 if result.stopped_by is None else 128 + int(result.stopped_by)
 
 
@@ -50,57 +53,46 @@ def fewest_ranks(parallel: ParallelConfig) -> int:
     return parallel.dp_replicate_degree * max(holding, wanted, parallel.route_degree or 1)
 
 
-def describe(config: RunConfig, *, recipe: str, num_ranks: int = 1) -> str:
-    """What a run would be: resolved configuration, parameters, operations, and memory of each rank.
+def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int = 1) -> str:
+    """What a run would be: resolved configuration, and parameters, operations and memory of each rank where they are known.
 
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
     """
-    from expertmesh.costs.flops import forward_flops
-    from expertmesh.costs.parameters import count_parameters
-    from expertmesh.models.gpt.parallelize import check_degrees
     from expertmesh.training.precision import resolve_precision
+    from expertmesh.training.run_dir import RunDir
 
-    seq_len = config.data.seq_len
-    check_degrees(config.model, config.parallel, num_ranks=num_ranks, seq_len=seq_len)
-    precision = resolve_precision(config.train)
+    family.open_task(config).check(num_ranks)
+    precision = resolve_precision(
+        config.train,
+        products=family.products_of(config, num_parts=num_ranks),
+        record=RunDir(config.train.run_dir).arithmetic,
+    )
     dtype = str(precision.compute_dtype).removeprefix("torch.")
-    parameters = count_parameters(config.model)
-    tokens = config.train.steps * config.train.batch_size * seq_len
-    flops = forward_flops(config.model, seq_len=seq_len).training_flops(
-        activation_checkpointing=config.train.activation_checkpointing
+    lines = [f"recipe      {recipe}", f"device      {precision.device}, computing in {dtype}"]
+    costs = family.costs_of(config, num_ranks=num_ranks, dtype=dtype)
+    if costs is not None:
+        item = family.items.removesuffix("s")
+        lines += [
+            f"parameters  {costs.parameters:,} in all, {costs.active:,} active per {item}",
+            f"training    {costs.num_items:,} {family.items}, {costs.flops_per_item / 1e9:,.3f} GFLOP per {item}",
+            f"memory      {_memory(costs, num_ranks)}",
+        ]
+    return "\n".join(
+        [*lines, "configuration", json.dumps(config.model_dump(mode="json"), indent=2)]
     )
-    lines = [
-        f"recipe      {recipe}",
-        f"device      {precision.device}, computing in {dtype}",
-        f"parameters  {parameters.total:,} in all, {parameters.active:,} active per token",
-        f"training    {tokens:,} tokens, {flops / 1e9:,.3f} GFLOP per token",
-        f"memory      {_memory(config, dtype=dtype, num_ranks=num_ranks)}",
-        "configuration",
-        json.dumps(config.model_dump(mode="json"), indent=2),
-    ]
-    return "\n".join(lines)
 
 
-def _memory(config: RunConfig, *, dtype: str, num_ranks: int) -> str:
+def _memory(costs: "RunCosts", num_ranks: int) -> str:
     """Memory of one process, or of each of several: those have gathered weights in the place of compute copies."""
-    from expertmesh.costs.memory import estimate_memory, rank_memory
-
-    alone = estimate_memory(
-        config.model,
-        micro_batch_size=config.train.micro_batch_size or config.train.batch_size,
-        seq_len=config.data.seq_len,
-        dtype=dtype,
-        activation_checkpointing=config.train.activation_checkpointing,
-    )
-    if num_ranks == 1:
+    alone, each = costs.alone, costs.each
+    if each is None:
         return (
             f"{_bytes(alone.total_bytes)}: weights {_bytes(alone.weights_bytes)}, "
             f"compute copies {_bytes(alone.compute_copy_bytes)}, gradients {_bytes(alone.gradients_bytes)}, "
             f"optimiser {_bytes(alone.optimizer_bytes)}, activations {_bytes(alone.activations_bytes)} (estimate)"
         )
-    each = rank_memory(config.model, config.parallel, num_ranks=num_ranks, dtype=dtype)
-    # Activations of the tokens that a rank has; experts may get more or fewer.
+    # Activations of the items that a rank has; experts may get more or fewer.
     activations = alone.activations_bytes // num_ranks
     return (
         f"of each of {num_ranks} ranks {_bytes(each.peak_bytes + activations)}: weights {_bytes(each.parameters_bytes)}, "
@@ -110,19 +102,20 @@ def _memory(config: RunConfig, *, dtype: str, num_ranks: int) -> str:
     )
 
 
-def summary(result: "TrainResult") -> str:
+def summary(result: "TrainResult", family: Family) -> str:
     """How a run ended, in a few lines."""
-    rate = result.tokens / result.seconds if result.seconds else 0.0
+    rate = result.items / result.seconds if result.seconds else 0.0
     done = (
-        f"{result.step:,} steps, {result.tokens:,} tokens in {result.seconds:,.1f} s of training"
-        f" ({rate:,.0f} tokens/s)"
+        f"{result.step:,} steps, {result.items:,} {family.items} in {result.seconds:,.1f} s of training"
+        f" ({rate:,.0f} {family.items}/s)"
     )
     lines = [done + ("; nothing was left to do" if result.resumed_from == result.step else "")]
-    if result.bits_per_byte is not None:
-        before = result.initial_bits_per_byte
+    metric = family.metric
+    if result.evaluation is not None:
+        before = result.initial_evaluation
         lines.append(
-            f"validation: {result.bits_per_byte:.4f} bits per byte"
-            + ("" if before is None else f", {before:.4f} before training")
+            f"validation: {result.evaluation[metric.key]:.4f} {metric.text}"
+            + ("" if before is None else f", {before[metric.key]:.4f} before training")
         )
     if result.skipped_steps:
         lines.append(f"{result.skipped_steps} steps were skipped (not finite)")

@@ -1,4 +1,4 @@
-"""The complete configuration of a training run, in sections that are also the command line's."""
+"""The configuration of a training run of any model, in sections that are also the command line's."""
 
 import re
 from collections.abc import Mapping
@@ -7,49 +7,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from expertmesh.config.base import Config, FieldError
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
 
-MIN_VOCAB_SIZE = 257
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Schedule = Literal["cosine", "wsd"]
 Resume = Literal["auto", "never", "required"]
 ExpertOrder = Literal["slices_inner", "experts_inner"]
 
 
-def _check_not_empty(name: str, value: str | None) -> None:
+def check_not_empty(name: str, value: str | None) -> None:
+    """Refuses a name that is empty or blank."""
     if value is not None and not value.strip():
         raise FieldError(name, value, "must not be empty", "give a name, or leave the option out")
-
-
-class DataConfig(Config):
-    """Where the text comes from and how it becomes token sequences."""
-
-    path: str | None = None
-    """Text file or folder; none: the source of the running Python's standard library."""
-    dataset: str | None = None
-    """Name of a Hugging Face dataset (needs the 'train' extra); its 'text' column is used."""
-    validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """Share of the documents kept for validation; a document is on one side only."""
-    max_bytes: int | None = Field(default=None, gt=0)
-    """Use only about this many bytes of the corpus, chosen by a hash of the document's name; none: all."""
-    seq_len: int = Field(default=256, gt=0)
-    """Tokens per training sequence; at most model.max_seq_len."""
-    cache_dir: str | None = None
-    """Folder for tokenizers and token shards; none: the user's cache folder."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name in ("path", "dataset", "cache_dir"):
-            _check_not_empty(name, getattr(self, name))
-        if self.path is not None and self.dataset is not None:
-            raise FieldError(
-                "dataset",
-                self.dataset,
-                f"conflicts with path={self.path}",
-                "give only one of the two",
-            )
-        return self
 
 
 class OptimConfig(Config):
@@ -97,9 +66,9 @@ class TrainConfig(Config):
     steps: int = Field(default=1000, gt=0)
     """Optimiser steps."""
     batch_size: int = Field(default=16, gt=0)
-    """Sequences per optimiser step."""
+    """Sequences (or other samples) per optimiser step."""
     micro_batch_size: int | None = Field(default=None, gt=0)
-    """Sequences per forward pass (gradient accumulation); none: batch_size."""
+    """Samples per forward pass (gradient accumulation); none: batch_size."""
     seed: int = Field(default=0, ge=0)
     """Seed of initialisation, data order and router noise."""
     run_dir: str = "runs/default"
@@ -107,7 +76,7 @@ class TrainConfig(Config):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: Dtype = "auto"
-    """Compute precision; auto: bfloat16 where the hardware does it fast, else float32."""
+    """Compute precision; auto: bfloat16 or float32, what is faster here for this model, measured once and kept with the run."""
     resume: Resume = "never"
     """auto: from the newest good checkpoint if there is one; never: the run directory must be new; required."""
     checkpoint_every: int = Field(default=200, gt=0)
@@ -127,7 +96,7 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_not_empty("run_dir", self.run_dir)
+        check_not_empty("run_dir", self.run_dir)
         if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device) is None:
             raise FieldError(
                 "device", self.device, "must be auto, cpu, cuda or cuda:N", "for example cpu"
@@ -213,10 +182,14 @@ class ParallelConfig(Config):
 
 
 class RunConfig(Config):
-    """Everything that defines a training run."""
+    """Everything that defines a training run. A family of models has a subclass with a model and data of its own."""
 
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
+    family: str = ""
+    """Family of the model: gpt, or module:name of your own."""
+    model: Config = Config()
+    """Options of the model."""
+    data: Config = Config()
+    """Options of the data."""
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -235,29 +208,7 @@ class RunConfig(Config):
         return super().updated(changes)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.data.seq_len > self.model.max_seq_len:
-            raise FieldError(
-                ("data", "seq_len"),
-                self.data.seq_len,
-                f"must be at most model.max_seq_len, {self.model.max_seq_len}",
-                "lower it or raise model.max_seq_len",
-            )
-        if self.model.vocab_size < MIN_VOCAB_SIZE:
-            raise FieldError(
-                ("model", "vocab_size"),
-                self.model.vocab_size,
-                f"must be at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document",
-                "raise it",
-            )
-        layers, given = self.model.num_moe_layers, self.parallel.ep_degree
-        if len(given) > 1 and len(given) != layers:
-            raise FieldError(
-                ("parallel", "ep_degree"),
-                given,
-                f"must have one entry, or one per MoE layer ({layers}), has {len(given)}",
-                "give one number for all layers",
-            )
+    def _check_schedule(self) -> Self:
         schedule_steps = self.optim.schedule_steps or self.train.steps
         if self.optim.warmup_steps > schedule_steps:
             raise FieldError(

@@ -144,7 +144,6 @@ def choose_plan(
         what sets it too (`allow_tf32 = True`, `torch.set_float32_matmul_precision("high")`); else IEEE.
     """
     arch = architecture(device)
-    interpreted = arch == "interpreter"
     # the newest of three switches: it follows the older two, which raise once it was set
     allow_tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return plan_for(
@@ -155,7 +154,7 @@ def choose_plan(
         hidden_dim=hidden_dim,
         num_branches=num_branches,
         precision="tf32" if allow_tf32 and dtype == torch.float32 else "ieee",
-        num_programs=3 if interpreted else _multiprocessors(device),
+        num_programs=multiprocessors(device),
     )
 
 
@@ -310,5 +309,33 @@ def _fit_stages(tile: Tile, arch: str, itemsize: int, branches: int, indirect: b
     return _fit_stages(smaller, arch, itemsize, branches, indirect)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """How many programs run at once; 3 in the interpreter."""
+    if device.type == "cpu":
+        return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class SplitTile:
+    """How a product by BF16 parts is cut; attributes as those of `Tile`."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def split_tile(device: torch.device, *, num_rows: int, num_programs: int) -> SplitTile:
+    """Tiles of `split_product`, a step of which holds up to four blocks of operands."""
+    arch = architecture(device)
+    if arch == "interpreter":
+        return SplitTile(64, 64, 64, 4, 1)
+    if arch.startswith("gfx"):
+        return SplitTile(64, 64, 32, 4, 2)
+    if arch not in _LARGE:
+        return SplitTile(64, 128, 32, 4, 3)
+    if num_rows <= 64 * num_programs:
+        return SplitTile(64, 128, 64, 4, 3)
+    return SplitTile(128, 128, 64, 8, 3)

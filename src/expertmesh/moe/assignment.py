@@ -9,7 +9,9 @@ from torch import Tensor
 
 from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.random import STREAM_RANDOM_DROP, random_bits
+from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.plain_call import runs_plainly
+from expertmesh.ops.route_metadata import MOST_TRITON_EXPERTS, route_metadata
 
 IntOrTensor = TypeVar("IntOrTensor", int, Tensor)
 
@@ -196,6 +198,10 @@ def _count(values_N: Tensor, end: int) -> Tensor:
     """(end,) int64, how often each number from 0 to end - 1 occurs."""
     if runs_plainly(values_N):  # one call instead of three; on a GPU it would synchronise
         return torch.bincount(values_N, minlength=end)
+    backend = resolve_backend("auto", values_N.device, torch.float32)
+    if backend == "triton" and end <= MOST_TRITON_EXPERTS:
+        # adding ones to few addresses would wait for one another
+        return route_metadata(values_N[:, None], end).offsets_E.diff().to(torch.int64)
     counts = values_N.new_zeros(end)
     return counts.scatter_add(0, values_N, torch.ones_like(values_N))
 

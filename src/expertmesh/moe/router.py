@@ -12,57 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.ops.cpu.products import product
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.invariant import operators as invariant
-from expertmesh.ops.plain_call import runs_plainly
+from expertmesh.ops.router_linear import router_linear
 
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
-
-
-def _linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    dtype = accumulate_dtype(x_TD.dtype)
-    with without_autocast(x_TD.device):
-        return product(x_TD.to(dtype), w_ED.to(dtype).t())
-
-
-# A custom operator, not an autograd.Function: torch.compile makes an instance of the latter, which torch warns about.
-_router_linear = torch.library.custom_op("expertmesh::router_linear", _linear, mutates_args=())
-
-
-@_router_linear.register_fake
-def _(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    return x_TD.new_empty(x_TD.shape[0], w_ED.shape[0], dtype=accumulate_dtype(x_TD.dtype))
-
-
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _router_linear_backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Cast the saved x again, in differentiable operations."""
-    x_TD, w_ED = ctx.saved_tensors
-    with without_autocast(x_TD.device):
-        dtype, (need_x, need_w) = grad_TE.dtype, ctx.needs_input_grad
-        dx = product(grad_TE, w_ED.to(dtype)).to(x_TD.dtype) if need_x else None
-        dw = product(grad_TE.t(), x_TD.to(dtype)).to(w_ED.dtype).contiguous() if need_w else None
-    return dx, dw
-
-
-_router_linear.register_autograd(_router_linear_backward, setup_context=_save_inputs)
-
-
-def router_linear(x_TD: Tensor, w_ED: Tensor) -> Tensor:
-    """Linear map in FP32 (FP64 for FP64 input), whatever the autocast state.
-
-    Args:
-        x_TD: (T, D), any float dtype; saved for the backward as it is, without an FP32 copy.
-        w_ED: (E, D), any float dtype.
-
-    Returns:
-        (T, E) in FP32 or FP64. Differentiable, also twice. Does not synchronise.
-    """
-    return (_linear if runs_plainly(x_TD, w_ED) else _router_linear)(x_TD, w_ED)
 
 
 class _FullPrecisionModule(nn.Module):
@@ -74,7 +28,7 @@ class _FullPrecisionModule(nn.Module):
     def _linear(self, x_TD: Tensor, w_ED: Tensor) -> Tensor:
         """`router_linear`, or what gives the same bits in every batch where that is asked for."""
         if self.training or not self.batch_invariant:
-            return router_linear(x_TD, w_ED)
+            return router_linear(x_TD, w_ED, backend=self.backend)
         dtype = accumulate_dtype(x_TD.dtype)
         with without_autocast(x_TD.device):
             return invariant.linear(x_TD.to(dtype), w_ED.to(dtype), backend=self.backend)

@@ -86,24 +86,6 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class SliceNeeds:
-    """Which gradients are asked for; tuples have an entry per slice, and those of b_in none without biases."""
-
-    x: bool
-    weights: bool
-    b_out: bool
-    w_in: tuple[bool, ...]
-    w_out: tuple[bool, ...]
-    b_in: tuple[bool, ...]
-
-    def of(self, index: int) -> Needs:
-        """What is asked of one slice; b_out belongs to the first."""
-        b_in = bool(self.b_in) and self.b_in[index]
-        b_out = self.b_out and index == 0
-        return Needs(self.x, self.w_in[index], self.w_out[index], self.weights, b_in, b_out)
-
-
-@dataclass(frozen=True)
 class HiddenGradients:
     """What `weight_grads` needs of `data_grads`; its layout is the backend's own.
 

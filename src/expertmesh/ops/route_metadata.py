@@ -10,9 +10,8 @@ from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.plain_call import runs_plainly
 
-_MOST_TRITON_EXPERTS = (
-    2047  # what one program of its kernels holds; kernels.route_metadata.MAX_EXPERTS
-)
+MOST_TRITON_EXPERTS = 2047
+"""What one program of its kernels holds; `kernels.route_metadata.MAX_EXPERTS`."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,10 @@ def route_metadata(
     name = resolve_backend(backend, ids.device, torch.float32)
     if name == "reference":
         return RouteMetadata(*reference.route_metadata(ids, num_experts, max_rows))
-    if name == "triton" and num_experts > _MOST_TRITON_EXPERTS:
+    if name == "triton" and num_experts > MOST_TRITON_EXPERTS:
         if backend == "triton":
             raise ConfigError(
-                f"num_experts is {num_experts}; backend='triton' takes up to {_MOST_TRITON_EXPERTS}; use backend='torch'"
+                f"num_experts is {num_experts}; backend='triton' takes up to {MOST_TRITON_EXPERTS}; use backend='torch'"
             )
         name = "torch"
     run = _sorted if name == "torch" and runs_plainly(ids) else _route_metadata

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from expertmesh.parallel.team import Team
+from expertmesh.parallel.ranks import Ranks
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -15,12 +15,12 @@ class LossScaler(torch.amp.GradScaler):
     Args:
         device_type: where losses are.
         enabled: whether it does anything.
-        team: the ranks; None: this process alone.
+        ranks: the ranks; None: this process alone.
     """
 
-    def __init__(self, device_type: str, *, enabled: bool, team: Team | None = None) -> None:
+    def __init__(self, device_type: str, *, enabled: bool, ranks: Ranks | None = None) -> None:
         super().__init__(device_type, enabled=enabled)
-        self._team = Team() if team is None else team
+        self._ranks = Ranks() if ranks is None else ranks
 
     @torch.no_grad()
     def _unscale_grads_(
@@ -42,5 +42,5 @@ class LossScaler(torch.amp.GradScaler):
             found = found_inf.to(device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale.to(device))
             found_inf.copy_(found)
-        self._team.sum_(found_inf, what="overflows")
+        self._ranks.sum_(found_inf, what="overflows")
         return {found_inf.device: found_inf}

@@ -1,12 +1,12 @@
-"""Recipes: functions that return a complete RunConfig. Importing them does not import torch."""
+"""Recipes: functions that return a complete GPTRunConfig. Importing them does not import torch."""
 
 from collections.abc import Callable
 
-from expertmesh.config.run import RunConfig
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.recipes.gpt_demo import gpt_dense_demo, gpt_moe_demo, gpt_moe_test
 from expertmesh.recipes.gpt_published import PUBLISHED, gpt_moe_1b
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {
+RECIPES: dict[str, Callable[[], GPTRunConfig]] = {
     "gpt-moe-test": gpt_moe_test,
     "gpt-moe-demo": gpt_moe_demo,
     "gpt-dense-demo": gpt_dense_demo,

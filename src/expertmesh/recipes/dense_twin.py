@@ -2,13 +2,13 @@
 
 import math
 
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import MoEConfig
-from expertmesh.config.run import RunConfig
 
 _MULTIPLE = 16
 
 
-def dense_twin(config: RunConfig) -> RunConfig:
+def dense_twin(config: GPTRunConfig) -> GPTRunConfig:
     """The same run with one feed-forward layer in place of the experts.
 
     A token passes K experts of hidden size F there, 3 * D * K * F multiplications, and a router, D * E; here one

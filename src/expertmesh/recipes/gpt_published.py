@@ -9,8 +9,10 @@ and biases; together under 0.6% of the base models' parameters.
 
 from dataclasses import dataclass
 
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig, MoEConfig
-from expertmesh.config.run import DataConfig, OptimConfig, RunConfig, TrainConfig
+from expertmesh.config.run import OptimConfig, TrainConfig
+from expertmesh.config.text import TextConfig
 
 SEQ_LEN = 2048
 WARMUP_TOKENS = 375_000_000
@@ -56,7 +58,7 @@ class PublishedGPT:
         experts = f"{fewest} and {most}" if most > fewest else f"{most}"
         return f"{kind} of the published GPT family: {experts} experts in every other layer, top-1."
 
-    def __call__(self) -> RunConfig:
+    def __call__(self) -> GPTRunConfig:
         """The complete configuration."""
         moe = MoEConfig(num_experts=())
         if self.num_experts:
@@ -86,9 +88,9 @@ class PublishedGPT:
             moe=moe,
         )
         tokens_per_step = self.batch_size * SEQ_LEN
-        return RunConfig(
+        return GPTRunConfig(
             model=model,
-            data=DataConfig(seq_len=SEQ_LEN),
+            data=TextConfig(seq_len=SEQ_LEN),
             optim=OptimConfig(
                 lr=self.lr,
                 min_lr_ratio=self.min_lr / self.lr,
@@ -118,9 +120,9 @@ PUBLISHED = (
 )
 
 
-def gpt_moe_1b() -> RunConfig:
+def gpt_moe_1b() -> GPTRunConfig:
     """About 1.0 billion parameters, of which a token uses 0.2: 18 layers, 16 SwiGLU experts, top-2, dropless."""
-    return RunConfig(
+    return GPTRunConfig(
         model=ModelConfig(
             vocab_size=32000,
             max_seq_len=SEQ_LEN,
@@ -132,7 +134,7 @@ def gpt_moe_1b() -> RunConfig:
             qk_norm=True,
             moe=MoEConfig(num_experts=(16,), top_k=2, hidden_dim=1024, z_loss_weight=1e-3),
         ),
-        data=DataConfig(seq_len=SEQ_LEN),
+        data=TextConfig(seq_len=SEQ_LEN),
         optim=OptimConfig(lr=4e-4, warmup_steps=2000),
         train=TrainConfig(
             steps=40_000,

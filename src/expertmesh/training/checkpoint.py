@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.errors import CheckpointError, PeerError
-from expertmesh.parallel.team import Team
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint_tensors import Staged, Stager, write_index, write_tensors
 
 FORMAT_VERSION = 1
@@ -54,14 +54,14 @@ class CheckpointStore:
     Args:
         folder: holds the checkpoints; made when the first is saved. The same for all ranks.
         keep_last: the newest so many are kept, and the one with the lowest evaluation loss.
-        team: the ranks; None: this process alone.
+        ranks: the ranks; None: this process alone.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int, team: Team | None = None) -> None:
+    def __init__(self, folder: Path, *, keep_last: int, ranks: Ranks | None = None) -> None:
         self.folder = folder
         self.keep_last = keep_last
-        self.team = Team() if team is None else team
-        self.stager = Stager(self.team)
+        self.ranks = Ranks() if ranks is None else ranks
+        self.stager = Stager(self.ranks)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._is_abandoned, self._is_closing = threading.Event(), threading.Event()
@@ -103,7 +103,7 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-        self.team.first(make_folder)
+        self.ranks.first(make_folder)
         staged = self.stager.stage(tensors)
         header = {"format_version": FORMAT_VERSION, "step": step, "eval_loss": eval_loss}
         text = json.dumps({**header, **state}, indent=1)
@@ -119,7 +119,7 @@ class CheckpointStore:
         while self._pending is not None and not self._is_done():
             # Rank 0's ends last: it waits for all others.
             concurrent.futures.wait(
-                [self._pending], timeout=_POLL_S if self.team.size > 1 else None
+                [self._pending], timeout=_POLL_S if self.ranks.size > 1 else None
             )
 
     def _is_done(self) -> bool:
@@ -128,8 +128,8 @@ class CheckpointStore:
         mine = self._pending
         error = mine.exception() if mine.done() else None
         votes = torch.tensor([error is not None, not mine.done()], dtype=torch.int64)
-        votes = votes.to(self.team.device)
-        failed, unfinished = self.team.sum_(votes, what="a checkpoint's end").tolist()
+        votes = votes.to(self.ranks.device)
+        failed, unfinished = self.ranks.sum_(votes, what="a checkpoint's end").tolist()
         if failed:
             self._pending = None
             self._fail(mine, error)
@@ -142,11 +142,11 @@ class CheckpointStore:
         self._is_abandoned.set()
         mine.exception()
         self._is_abandoned.clear()
-        errors = self.team.gather(_described(error))
+        errors = self.ranks.gather(_described(error))
         rank, kind, *words = next(
             (r, *found) for r, found in enumerate(errors) if found is not None
         )
-        if not self.team.is_leader:
+        if not self.ranks.is_leader:
             raise PeerError(f"rank {rank} could not write its part of a checkpoint") from error
         if error is not None:
             raise error
@@ -168,7 +168,7 @@ class CheckpointStore:
 
     def _write(self, partial: Path, staged: Staged, state: str) -> None:
         """In the background: this rank's file; on rank 0 all that is left to do."""
-        if self.team.is_leader:
+        if self.ranks.is_leader:
             try:
                 self._write_rest(partial, staged, state)
             except BaseException:
@@ -176,7 +176,7 @@ class CheckpointStore:
                 raise
             self._prune()
         else:
-            record = partial / f"{_RECORD}{self.team.position}"
+            record = partial / f"{_RECORD}{self.ranks.position}"
             unfinished = record.with_suffix(".partial")
             unfinished.write_bytes(pickle.dumps(self._write_part(partial, staged)))
             unfinished.rename(record)
@@ -188,7 +188,7 @@ class CheckpointStore:
 
     def _write_rest(self, partial: Path, staged: Staged, state: str) -> None:
         parts = [self._write_part(partial, staged)]
-        parts += [self._record(partial / f"{_RECORD}{rank}") for rank in range(1, self.team.size)]
+        parts += [self._record(partial / f"{_RECORD}{rank}") for rank in range(1, self.ranks.size)]
         write_index(partial, staged.metadata, [results for results, _ in parts])
         (partial / "state.json").write_text(state)
         files = {name: found for _, part in parts for name, found in part.items()}
@@ -237,12 +237,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.name.startswith(_PREFIX) and p.is_dir())
 
 
-def newest_good(folder: Path, team: Team | None = None) -> Path | None:
+def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
     """The newest checkpoint that is not damaged; warns of each damaged one that is newer.
 
     Args:
         folder: holds the checkpoints.
-        team: ranks that share the reading; every one must call, and rank 0 warns. None: this process alone.
+        ranks: ranks that share the reading; every one must call, and rank 0 warns. None: this process alone.
 
     Returns:
         Its path; None if there is no checkpoint at all.
@@ -250,17 +250,17 @@ def newest_good(folder: Path, team: Team | None = None) -> Path | None:
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    team = Team() if team is None else team
-    paths = team.first(lambda: list_checkpoints(folder))
+    ranks = Ranks() if ranks is None else ranks
+    paths = ranks.first(lambda: list_checkpoints(folder))
     for path in reversed(paths):
-        problems = team.gather(find_damage(path, share=(team.position, team.size)))
+        problems = ranks.gather(find_damage(path, share=(ranks.position, ranks.size)))
         problem = next(filter(None, problems), None)
         if problem is None:
             return path
-        if not team.is_leader:
+        if not ranks.is_leader:
             continue
         _log.warning("checkpoint %s is damaged (%s); using the one before", path, problem)
-    if paths and not team.is_leader:
+    if paths and not ranks.is_leader:
         raise PeerError("all checkpoints are damaged")
     if paths:
         raise CheckpointError(

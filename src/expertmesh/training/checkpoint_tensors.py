@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from expertmesh.errors import CheckpointError
-from expertmesh.parallel.team import Team
+from expertmesh.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Stager:
     once and kept until names, shapes or layout change; so are the copies.
 
     Args:
-        team: the ranks.
+        ranks: the ranks.
     """
 
-    def __init__(self, team: Team) -> None:
-        self.team = team
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self._local: SavePlan | None = None
         self._plan, self._metadata = SavePlan([]), Metadata({})
         self._pieces: dict[MetadataIndex, Tensor] = {}
@@ -66,7 +66,7 @@ class Stager:
             tensors: by name, on any device: DTensors, and plain ones that are equal on all ranks.
         """
         local = _local_plan(tensors)
-        if self.team.any(local != self._local):
+        if self.ranks.any(local != self._local):
             self._settle(local)
         pieces = {}
         for item in self._plan.items:
@@ -77,11 +77,11 @@ class Stager:
         return Staged(self._plan, pieces, self._metadata)
 
     def _settle(self, local: SavePlan) -> None:
-        plans, metadata = DefaultSavePlanner().create_global_plan(self.team.gather(local))
+        plans, metadata = DefaultSavePlanner().create_global_plan(self.ranks.gather(local))
         self._local, self._metadata = local, metadata
         # The writer names a rank's file by the place of its plan.
         named = FileSystemWriter("").prepare_global_plan(plans)
-        self._plan = named[self.team.position]
+        self._plan = named[self.ranks.position]
 
 
 def _local_plan(tensors: Mapping[str, Tensor]) -> SavePlan:

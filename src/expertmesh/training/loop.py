@@ -1,4 +1,4 @@
-"""The training loop: data, model, steps, evaluations, checkpoints, and a clean stop."""
+"""The training loop of any model: data, steps, evaluations, checkpoints, and a clean stop."""
 
 import signal
 import time
@@ -11,13 +11,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, TrainingDivergedError
-from expertmesh.models.gpt.model import GPT
-from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
+from expertmesh.models.family import Data, Task
 from expertmesh.parallel.apply import follow_optimizer
-from expertmesh.parallel.construct import give_memory
-from expertmesh.parallel.team import Team, open_team
+from expertmesh.parallel.ranks import Ranks, open_ranks
 from expertmesh.training.checkpoint import (
     CheckpointStore,
     list_checkpoints,
@@ -26,24 +25,22 @@ from expertmesh.training.checkpoint import (
 )
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.heap import keep_freed_memory
-from expertmesh.training.loader import Windows
 from expertmesh.training.metrics import (
     EventWriter,
     MetricsFile,
     StepMetrics,
+    evaluations,
     open_tensorboard,
     read_metrics,
     write_events,
 )
 from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
-from expertmesh.training.precision import Precision, resolve_precision
+from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.run_dir import RunDir
-from expertmesh.training.shards import TokenData, prepare_data
 from expertmesh.training.state import RunProgress, TrainState, check_same_data, check_same_run
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
-from expertmesh.training.tokenizer import load_tokenizer, token_num_bytes
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,11 @@ class TrainResult:
     Attributes:
         run_dir: of the run.
         step: optimiser steps done in all.
-        tokens: tokens trained on in all.
+        items: tokens, or whatever the family counts, trained on in all.
         seconds: wall time of all steps, evaluations and saves not counted.
         resumed_from: steps that were done before this call.
-        initial_bits_per_byte: validation before the first step; None if metrics.jsonl has lost it.
-        bits_per_byte: last validation; None if there was none yet.
+        initial_evaluation: before the first step; None if metrics.jsonl has lost it.
+        evaluation: the last one; None if there was none yet.
         skipped_steps: steps whose update was skipped.
         stopped_by: the signal that ended the call early, or None.
         checkpoint: newest checkpoint, or None.
@@ -66,18 +63,24 @@ class TrainResult:
 
     run_dir: Path
     step: int
-    tokens: int
+    items: int
     seconds: float
     resumed_from: int
-    initial_bits_per_byte: float | None
-    bits_per_byte: float | None
+    initial_evaluation: Evaluation | None
+    evaluation: Evaluation | None
     skipped_steps: int
     stopped_by: signal.Signals | None
     checkpoint: Path | None
     is_leader: bool = True
 
 
-def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> TrainResult:
+def train(
+    config: RunConfig,
+    *,
+    recipe: str = "none",
+    family: Family | None = None,
+    console: Console | None = None,
+) -> TrainResult:
     """Train, or go on training, in `config.train.run_dir`.
 
     SIGTERM or Ctrl-C end the current step, save a checkpoint and return. On CPU the losses depend on the
@@ -86,6 +89,7 @@ def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> 
     Args:
         config: the run.
         recipe: name of the recipe, kept with the run.
+        family: what is trained; None: the family that the configuration names.
         console: where progress goes; None: standard output.
 
     Returns:
@@ -97,45 +101,52 @@ def train(config: RunConfig, *, recipe: str, console: Console | None = None) -> 
         TrainingDivergedError: too many steps in a row were not finite.
         OSError: the disk is full, or cannot be written. Earlier checkpoints stay as they are.
     """
-    precision = resolve_precision(config.train)
+    family = find_family(config.family) if family is None else family
+    config = config.model_copy(update={"family": family.name})
+    task: Task = family.open_task(config)
+    device = resolve_device(config.train.device)
     run_dir = RunDir(config.train.run_dir)
     with ExitStack() as stack:
-        team = stack.enter_context(
-            open_team(
-                device_type=precision.device.type,
+        ranks = stack.enter_context(
+            open_ranks(
+                device_type=device.type,
                 timeout_s=config.parallel.timeout_s,
                 tp_degree=config.parallel.tp_degree,
                 reduces_once=config.parallel.zero_stage == 1,
                 offload=config.parallel.offload,
             )
         )
-        team.agree(config.model_dump_json(), what="the configuration")
-        team.first(lambda: check_ranks(config, team))
+        ranks.agree(config.model_dump_json(), what="the configuration")
+        ranks.first(lambda: check_ranks(task, ranks))
 
         def open_run() -> None:
             stack.enter_context(run_dir.locked())
             run_dir.check_resume(config.train.resume)
             if run_dir.config.exists():
-                saved, _ = run_dir.read_config()
-                check_same_run(saved.model_dump(mode="json"), config, where=run_dir.path)
+                saved, _ = run_dir.read_values()
+                check_same_run(saved, config, family=family, where=run_dir.path)
 
-        team.first(open_run)
+        ranks.first(open_run)
         stack.enter_context(_threads(config.parallel.num_threads))
+        products = family.products_of(config, num_parts=ranks.num_row_parts)
+        settle = partial(settle_precision, products=products, record=run_dir.arithmetic)
+        precision = ranks.first(lambda: settle(config.train))
+        stack.enter_context(precision.products())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(config.train.seed)
-        if precision.device.type == "cpu":
+        if device.type == "cpu":
             keep_freed_memory()
-        prepare = partial(prepare_data, config.data, vocab_size=config.model.vocab_size)
-        team.first(lambda: prepare() is None)  # the leader fills the cache
-        data = team.each(prepare)
-        team.agree(data.key, what="the data")
-        trainer = team.each(partial(_Trainer, config, recipe, run_dir, data, precision, team))
+        if ranks.size > 1:
+            ranks.first(lambda: task.prepare() is None)  # the leader fills the cache
+        data = ranks.each(task.prepare)
+        ranks.agree(data.key, what="the data")
+        trainer = ranks.each(
+            partial(_Trainer, family, task, recipe, run_dir, data, precision, ranks)
+        )
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
         resumed_from = trainer.resume()
-        team.first(
-            lambda: run_dir.write_description(config, recipe=recipe, tokenizer=data.tokenizer_path)
-        )
+        ranks.first(lambda: run_dir.write_description(config, recipe=recipe, files=data.files))
         trainer.run(stop, console, stack)
         return trainer.result(resumed_from, stop)
 
@@ -145,43 +156,41 @@ class _Trainer:
 
     def __init__(
         self,
-        config: RunConfig,
+        family: Family,
+        task: Task,
         recipe: str,
         run_dir: RunDir,
-        data: TokenData,
+        data: Data,
         precision: Precision,
-        team: Team,
+        ranks: Ranks,
     ) -> None:
-        self.team = team
+        config: RunConfig = task.config
+        self.family, self.task, self.ranks = family, task, ranks
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
         self.data, self.precision = data, precision
-        seq_len, seed, vocab_size = config.data.seq_len, config.train.seed, config.model.vocab_size
-        self.training = Windows(data.training.tokens_N, seq_len, seed)
-        self.validation = Windows(data.validation.tokens_N, seq_len, seed)
-        tokenizer = load_tokenizer(data.tokenizer_path)
-        self.token_num_bytes_V = torch.from_numpy(token_num_bytes(tokenizer, vocab_size))
-        model = _build_model(config, precision, team)
-        model.set_activation_checkpointing(config.train.activation_checkpointing)
+        model = task.place(device=precision.device, dtype=precision.master_dtype, ranks=ranks)
         optimizer = build_optimizer(model, config.optim)
         follow_optimizer(model, optimizer)
-        self.state = TrainState(model, optimizer, precision.scaler(team), RunProgress(), team)
+        self.state = TrainState(model, optimizer, precision.scaler(ranks), RunProgress(), ranks)
         self.store = CheckpointStore(
-            run_dir.checkpoints, keep_last=config.train.keep_last, team=team
+            run_dir.checkpoints, keep_last=config.train.keep_last, ranks=ranks
         )
         self.saved_step: int | None = None
         self.total_schedule_steps = config.optim.schedule_steps or config.train.steps
 
     def resume(self) -> int:
         """Load the newest good checkpoint, if there is one; returns the steps done."""
-        if self.team.is_leader:
+        if self.ranks.is_leader:
             self.store.remove_leftovers()
-        path = newest_good(self.run_dir.checkpoints, self.team)
+        path = newest_good(self.run_dir.checkpoints, self.ranks)
         if path is None:
             return 0
         values = read_state(path)
-        self.team.first(lambda: check_same_run(values["config"], self.config, where=path))
-        self.team.first(lambda: check_same_data(values["data_key"], self.data, where=path))
-        self.team.each(lambda: self.state.load(path))
+        self.ranks.first(
+            lambda: check_same_run(values["config"], self.config, family=self.family, where=path)
+        )
+        self.ranks.first(lambda: check_same_data(values["data_key"], self.data, where=path))
+        self.ranks.each(lambda: self.state.load(path))
         self.saved_step = self.state.progress.step
         return self.state.progress.step
 
@@ -190,7 +199,7 @@ class _Trainer:
         config, progress = self.config, self.state.progress
         first = progress.step
         metrics = None
-        if self.team.is_leader:
+        if self.ranks.is_leader:
             metrics = MetricsFile(self.run_dir.metrics, last_step=first)
             stack.callback(metrics.close)
         else:
@@ -198,23 +207,22 @@ class _Trainer:
         if first >= config.train.steps:
             return
         events = None
-        if config.train.tensorboard and self.team.is_leader:
+        if config.train.tensorboard and self.ranks.is_leader:
             events = open_tensorboard(self.run_dir.tensorboard, last_step=first)
         if events is not None:
             stack.callback(events.close)
         report = stack.enter_context(
-            ProgressReport(console, total_steps=config.train.steps, first_step=first)
+            ProgressReport(
+                console, family=self.family, total_steps=config.train.steps, first_step=first
+            )
         )
         report.message(self._description(first))
         extra: dict[str, float] = {}
         if first == 0:
             before = self._evaluate()
             report.evaluation(0, before)
-            extra = {
-                "initial_eval_loss": before.loss,
-                "initial_eval_bits_per_byte": before.bits_per_byte,
-            }
-        while progress.step < config.train.steps and not self.team.any(stop.signal is not None):
+            extra = {f"initial_eval_{name}": value for name, value in before.items()}
+        while progress.step < config.train.steps and not self.ranks.any(stop.signal is not None):
             self._one_step(metrics, events, report, extra)
             extra = {}
         if progress.step < config.train.steps and stop.signal is None:
@@ -241,7 +249,7 @@ class _Trainer:
         lr = learning_rate(
             progress.step, total_steps=self.total_schedule_steps, config=self.config.optim
         )
-        result, num_tokens = self._update(lr)
+        result, num_items = self._update(lr)
         seconds = time.perf_counter() - began
         progress.seconds += seconds
         line = StepMetrics(
@@ -251,27 +259,24 @@ class _Trainer:
             z_loss=result.z_loss,
             grad_norm=result.grad_norm,
             lr=lr,
-            tokens_per_second=num_tokens / seconds,
+            items_per_second=num_items / seconds,
             load_imbalance=result.load.load_imbalance,
             dropped_fraction=result.load.dropped_fraction,
             dead_experts=result.load.dead_experts,
             skipped_steps=progress.skipped_steps,
-            tokens=progress.tokens,
+            items=progress.items,
         )
         report.step(line)
         evaluation = None
         if progress.step % config.eval_every == 0 or progress.step == config.steps:
             evaluation = self._evaluate()
             report.evaluation(progress.step, evaluation)
-            extra = {
-                **extra,
-                "eval_loss": evaluation.loss,
-                "eval_bits_per_byte": evaluation.bits_per_byte,
-            }
+            extra |= {f"eval_{name}": value for name, value in evaluation.items()}
+        values = {**line.named(self.family.items), **extra}
         if metrics is not None:
-            metrics.write(line, extra)
+            metrics.write(values)
         if events is not None:
-            write_events(events, line, extra)
+            write_events(events, values)
         self._check_divergence()
         self.store.check()
         due = progress.step % config.checkpoint_every == 0 or progress.step == config.steps
@@ -282,23 +287,24 @@ class _Trainer:
         state, progress = self.state, self.state.progress
         batch_size = self.config.train.batch_size
         set_learning_rate(state.optimizer, lr)
-        batch = self.training.batch(progress.samples, batch_size)
+        batch = self.data.batch(progress.samples, batch_size)
+        num_items = self.task.num_items(batch)
         result = training_step(
+            self.task,
             state.model,
             state.optimizer,
             state.scaler,
             batch,
             step=progress.step,
-            config=self.config,
             precision=self.precision,
-            team=self.team,
+            ranks=self.ranks,
         )
         progress.step += 1
         progress.samples += batch_size
-        progress.tokens += batch[0].numel()
+        progress.items += num_items
         progress.bad_steps_in_row = 0 if result.is_finite else progress.bad_steps_in_row + 1
         progress.skipped_steps += not result.is_finite
-        return result, batch[0].numel()
+        return result, num_items
 
     def _check_divergence(self) -> None:
         progress = self.state.progress
@@ -316,13 +322,13 @@ class _Trainer:
         config = self.config.train
         size = config.micro_batch_size or config.batch_size
         return evaluate(
+            self.task,
             self.state.model,
-            self.validation,
-            self.token_num_bytes_V,
+            self.data,
             batch_size=size,
             max_samples=config.eval_batches * config.batch_size,
             precision=self.precision,
-            team=self.team,
+            ranks=self.ranks,
         )
 
     def _save(self, evaluation: Evaluation | None) -> None:
@@ -331,7 +337,7 @@ class _Trainer:
             progress.step,
             self.state.tensors(),
             self.state.values(self.config, recipe=self.recipe, data_key=self.data.key),
-            eval_loss=None if evaluation is None else evaluation.loss,
+            eval_loss=None if evaluation is None else evaluation["loss"],
         )
         self.saved_step = progress.step
 
@@ -339,58 +345,44 @@ class _Trainer:
         parameters = sum(p.numel() for p in self.state.model.parameters())
         start = f"resuming after step {first}" if first else "starting"
         return (
-            f"{start}: {self.recipe}, {parameters:,} parameters, {self.precision.compute_dtype} on "
-            f"{self.precision.device}{self._ranks()}; {self.data.source}: {len(self.data.training.tokens_N):,} training and "
-            f"{len(self.data.validation.tokens_N):,} validation tokens; run directory {self.run_dir.path}"
+            f"{start}: {self.recipe}, {parameters:,} parameters, {self.precision.description}"
+            f"{self._ranks()}; {self.data.description}; run directory {self.run_dir.path}"
         )
 
     def _ranks(self) -> str:
-        if self.team.size == 1:
+        if self.ranks.size == 1:
             return ""
         threads = torch.get_num_threads()
-        return f", {self.team.size} ranks of {threads} thread{'s' if threads > 1 else ''}"
+        return f", {self.ranks.size} ranks of {threads} thread{'s' if threads > 1 else ''}"
 
     def result(self, resumed_from: int, stop: StopRequest) -> TrainResult:
         """How it ended."""
         progress = self.state.progress
         lines = read_metrics(self.run_dir.metrics)
-        initial = [x["initial_eval_bits_per_byte"] for x in lines if "initial_eval_loss" in x]
-        evaluated = [x["eval_bits_per_byte"] for x in lines if "eval_loss" in x]
+        initial, evaluated = evaluations(lines, "initial_eval_"), evaluations(lines, "eval_")
         paths = list_checkpoints(self.run_dir.checkpoints)
         return TrainResult(
             run_dir=self.run_dir.path,
             step=progress.step,
-            tokens=progress.tokens,
+            items=progress.items,
             seconds=progress.seconds,
             resumed_from=resumed_from,
-            initial_bits_per_byte=initial[0] if initial else None,
-            bits_per_byte=evaluated[-1] if evaluated else None,
+            initial_evaluation=initial[0] if initial else None,
+            evaluation=evaluated[-1] if evaluated else None,
             skipped_steps=progress.skipped_steps,
             stopped_by=stop.signal,
             checkpoint=paths[-1] if paths else None,
-            is_leader=self.team.is_leader,
+            is_leader=self.ranks.is_leader,
         )
 
 
-def _build_model(config: RunConfig, precision: Precision, team: Team) -> GPT:
-    """The model with its initial weights; spread over ranks before it has memory, so that no rank ever has all of it."""
-    device, dtype, seed = precision.device, precision.master_dtype, config.train.seed
-    if team.world is None:
-        return GPT(config.model, device=device, dtype=dtype, seed=seed)
-    model = GPT(config.model, device="meta", dtype=dtype)
-    parallelize_gpt(model, config.parallel, world=team.world)
-    give_memory(model, device=device, offload=config.parallel.offload)
-    model.init_weights(seed)
-    return model
-
-
-def check_ranks(config: RunConfig, team: Team) -> None:
+def check_ranks(task: Task, ranks: Ranks) -> None:
     """Whether a run fits its ranks.
 
     Raises:
         ConfigError: batches do not divide over them, or degrees for several and there is one.
     """
-    parallel, train_config = config.parallel, config.train
+    parallel, train_config = task.config.parallel, task.config.train
     for name, degree in (
         ("dp_replicate_degree", parallel.dp_replicate_degree),
         ("dp_shard_degree", parallel.dp_shard_degree),
@@ -399,16 +391,16 @@ def check_ranks(config: RunConfig, team: Team) -> None:
         ("es_degree", parallel.es_degree),
         ("route_degree", parallel.route_degree),
     ):
-        if team.size == 1 and (degree or 1) > 1:
+        if ranks.size == 1 and (degree or 1) > 1:
             raise ConfigError(
                 f"parallel.{name}={degree}: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh"
                 " train ..."
             )
-    check_degrees(config.model, parallel, num_ranks=team.size, seq_len=config.data.seq_len)
+    task.check(ranks.size)
     size = train_config.micro_batch_size or train_config.batch_size
-    if size % (parts := team.num_row_parts):
+    if size % (parts := ranks.num_row_parts):
         name = "micro_batch_size" if train_config.micro_batch_size else "batch_size"
-        among = f"the {team.size} ranks"
+        among = f"the {ranks.size} ranks"
         if parallel.tp_degree > 1:
             among = f"{parts} groups of {parallel.tp_degree} ranks"
         near = max(size // parts, 1) * parts

@@ -31,17 +31,17 @@ class StepMetrics:
 
     Attributes:
         step: optimiser steps done, this one included.
-        loss: mean cross-entropy of the batch in nats, before the update.
+        loss: mean over the items of the batch, before the update.
         aux_loss: weighted balance loss.
         z_loss: weighted router z-loss.
         grad_norm: global gradient norm before clipping.
         lr: learning rate of this step.
-        tokens_per_second: tokens of the batch over the wall time of the step.
+        items_per_second: items (tokens, or what the family counts) of the batch over the wall time of the step.
         load_imbalance: see `Load`.
         dropped_fraction: see `Load`.
         dead_experts: see `Load`.
         skipped_steps: steps so far whose update was skipped because the loss or a gradient was not finite.
-        tokens: tokens trained on so far.
+        items: items trained on so far.
     """
 
     step: int
@@ -50,12 +50,17 @@ class StepMetrics:
     z_loss: float
     grad_norm: float
     lr: float
-    tokens_per_second: float
+    items_per_second: float
     load_imbalance: float
     dropped_fraction: float
     dead_experts: int
     skipped_steps: int
-    tokens: int
+    items: int
+
+    def named(self, items: str) -> dict[str, float]:
+        """The same with the name of the items, as in "tokens" and "tokens_per_second"."""
+        names = {"items": items, "items_per_second": f"{items}_per_second"}
+        return {names.get(key, key): value for key, value in asdict(self).items()}
 
 
 def measure_load(counts: list[list[int]], num_dropped: int) -> Load:
@@ -96,12 +101,11 @@ class MetricsFile:
         self._file = path.open("ab")
         self._file.truncate(end)
 
-    def write(self, metrics: StepMetrics, extra: dict[str, float]) -> None:
-        """Append one line: the metrics, then what only some steps have (evaluations).
+    def write(self, values: dict[str, float]) -> None:
+        """Append one line: the metrics of a step, then what only some steps have (evaluations).
 
         JSON has no NaN and no infinity; a number that is not finite is written as null.
         """
-        values = {**asdict(metrics), **extra}
         line = {key: value if math.isfinite(value) else None for key, value in values.items()}
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
@@ -117,6 +121,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_bytes().splitlines(keepends=True)
     return [json.loads(line) for line in lines if _step_of(line) is not None]
+
+
+def evaluations(lines: list[dict[str, Any]], prefix: str = "eval_") -> list[dict[str, float]]:
+    """The evaluations among the lines of a metrics file, in order; those before the first step have the prefix "initial_eval_"."""
+    found = (
+        {key.removeprefix(prefix): line[key] for key in line if key.startswith(prefix)}
+        for line in lines
+    )
+    return [evaluation for evaluation in found if evaluation]
 
 
 def _step_of(line: bytes) -> int | None:
@@ -151,11 +164,12 @@ def open_tensorboard(folder: Path, *, last_step: int) -> EventWriter | None:
     return writer
 
 
-def write_events(events: EventWriter, metrics: StepMetrics, extra: dict[str, float]) -> None:
+def write_events(events: EventWriter, values: dict[str, float]) -> None:
     """The numbers of a step as TensorBoard events."""
-    values = {**asdict(metrics), **extra}
-    step = values.pop("step")
+    step = int(values["step"])
     for name, value in values.items():
+        if name == "step":
+            continue
         group = "evaluation" if "eval" in name else "training"
         events.add_scalar(f"{group}/{name}", value, step)
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from expertmesh.config.run import OptimConfig
+from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
 
 _BIASES = frozenset({"bias", "b_in", "b_out"})
@@ -85,7 +86,15 @@ def balance_experts(model: nn.Module, num_tokens_per_expert: list[torch.Tensor])
     Args:
         model: holds the layers.
         num_tokens_per_expert: (E,) counts over the whole batch per MoE layer, in layer order.
+
+    Raises:
+        ConfigError: there are more or fewer of them than MoE layers.
     """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    if len(layers) != len(num_tokens_per_expert):
+        raise ConfigError(
+            f"Loss.stats: has {len(num_tokens_per_expert)} entries and the model has {len(layers)} MoE layers; return the "
+            "RoutingStats of each, in their order"
+        )
     for layer, counts_E in zip(layers, num_tokens_per_expert, strict=True):
         layer.update_expert_bias(counts_E)

@@ -14,6 +14,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from expertmesh.config.family import Family
 from expertmesh.training.evaluate import Evaluation
 from expertmesh.training.metrics import StepMetrics
 
@@ -31,11 +32,15 @@ class ProgressReport:
 
     Args:
         console: where to write; None: standard output.
+        family: what is trained; names the items and the metric.
         total_steps: of the run.
         first_step: steps done before.
     """
 
-    def __init__(self, console: Console | None, *, total_steps: int, first_step: int) -> None:
+    def __init__(
+        self, console: Console | None, *, family: Family, total_steps: int, first_step: int
+    ) -> None:
+        self._family = family
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._total, self._first = total_steps, first_step
         self._every = max(1, (total_steps - first_step) // _PLAIN_LINES)
@@ -72,13 +77,13 @@ class ProgressReport:
     def evaluation(self, step: int, result: Evaluation) -> None:
         """An evaluation after `step` steps."""
         self._evaluation = result
-        self.message(
-            f"step {step}: validation loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte"
-        )
+        metric = self._family.metric
+        judged = f", {result[metric.key]:.4f} {metric.text}" if metric.key != "loss" else ""
+        self.message(f"step {step}: validation loss {result['loss']:.4f}{judged}")
 
     def step(self, metrics: StepMetrics) -> None:
         """A step is done."""
-        rate = metrics.tokens_per_second
+        rate = metrics.items_per_second
         self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
         if self._live is not None:
             self._bar.update(self._task, completed=metrics.step)
@@ -90,7 +95,7 @@ class ProgressReport:
     def _cells(self, metrics: StepMetrics) -> list[_Cell]:
         cells = [
             _Cell("loss", f"{metrics.loss:.4f}"),
-            _Cell("tokens/s", f"{self._rate or 0.0:,.0f}"),
+            _Cell(f"{self._family.items}/s", f"{self._rate or 0.0:,.0f}"),
             _Cell("grad norm", f"{metrics.grad_norm:.3f}"),
             _Cell("lr", f"{metrics.lr:.2e}"),
             _Cell("expert load max/mean", f"{metrics.load_imbalance:.2f}"),
@@ -105,13 +110,14 @@ class ProgressReport:
         table = Table(box=None, pad_edge=False)
         cells = self._cells(metrics)
         if self._evaluation is not None:
-            cells.insert(1, _Cell("bits/byte", f"{self._evaluation.bits_per_byte:.4f}"))
+            metric = self._family.metric
+            cells.insert(1, _Cell(metric.short, f"{self._evaluation[metric.key]:.4f}"))
         for cell in cells:
             table.add_column(cell.name, justify="right")
         table.add_row(*(cell.text for cell in cells))
         return table
 
     def _eta(self, metrics: StepMetrics) -> str:
-        tokens_per_step = metrics.tokens / metrics.step
-        left = (self._total - metrics.step) * tokens_per_step / max(self._rate or 0.0, 1e-9)
+        items_per_step = metrics.items / metrics.step
+        left = (self._total - metrics.step) * items_per_step / max(self._rate or 0.0, 1e-9)
         return f"{int(left) // 60}:{int(left) % 60:02d}"

@@ -5,12 +5,13 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from expertmesh.config.family import FAMILIES, GPT, Family
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.training.checkpoint import newest_good
@@ -28,9 +29,9 @@ class RunDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         self.config = self.path / "config.json"
+        self.arithmetic = self.path / "arithmetic.json"
         self.versions = self.path / "versions.json"
         self.metrics = self.path / "metrics.jsonl"
-        self.tokenizer = self.path / "tokenizer.json"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.lock = self.path / "lock"
@@ -85,17 +86,21 @@ class RunDir:
                 " train.resume=auto"
             )
 
-    def write_description(self, config: RunConfig, *, recipe: str, tokenizer: Path) -> None:
-        """Write config.json, versions.json and tokenizer.json, each by one rename."""
+    def write_description(
+        self, config: RunConfig, *, recipe: str, files: Mapping[str, Path]
+    ) -> None:
+        """Write config.json, versions.json and copies of the data's files, each by one rename."""
         values = {"recipe": recipe, **config.model_dump(mode="json")}
         _write_json(self.config, values)
         _write_json(self.versions, versions())
-        partial = self.tokenizer.with_suffix(".partial")
-        shutil.copyfile(tokenizer, partial)
-        partial.rename(self.tokenizer)
+        for name, source in files.items():
+            target = self.path / name
+            partial = target.with_suffix(".partial")
+            shutil.copyfile(source, partial)
+            partial.rename(target)
 
-    def read_config(self) -> tuple[RunConfig, str]:
-        """The resolved configuration and the recipe's name.
+    def read_values(self) -> tuple[dict[str, Any], str]:
+        """The resolved configuration as plain values, and the recipe's name.
 
         Raises:
             ConfigError: there is none, or it is unreadable.
@@ -111,40 +116,74 @@ class RunDir:
             raise ConfigError(
                 f"run {self.path}: config.json is unreadable; restore it from a copy"
             ) from None
-        return RunConfig.model_validate(values), str(recipe)
+        return values, str(recipe)
+
+    def read_config(self, family: Family | None = None) -> tuple[RunConfig, Family]:
+        """The resolved configuration and its family.
+
+        Args:
+            family: if it is none of this package: a run's own word is no reason to import a module.
+
+        Raises:
+            ConfigError: there is none, it is unreadable, or of another family.
+        """
+        values, _ = self.read_values()
+        name = values.get("family", GPT.name)
+        family = FAMILIES.get(name) if family is None else family
+        if family is None:
+            raise ConfigError(
+                f"run {self.path}: is of family {name}, which is not of this package; name the family as module:name"
+            )
+        if family.name != name:
+            raise ConfigError(
+                f"family={family.name}: the run {self.path} is of family {name}; name that one"
+            )
+        return family.config.model_validate(values), family
 
 
 class Run(NamedTuple):
     """A run on disk.
 
     Attributes:
+        path: of the run directory.
         config: resolved configuration.
-        tokenizer: its tokenizer file.
+        family: of the model.
         checkpoint: its newest checkpoint that is not damaged.
     """
 
+    path: Path
     config: RunConfig
-    tokenizer: Path
+    family: Family
     checkpoint: Path
 
+    @property
+    def arithmetic(self) -> Path:
+        """File of what it computes in; see `training.arithmetic`."""
+        return RunDir(self.path).arithmetic
 
-def load_run(run_dir: str | Path) -> Run:
+
+def load_run(run_dir: str | Path, family: Family | None = None) -> Run:
     """Open a finished or stopped run; does not lock it.
 
+    Args:
+        run_dir: the run directory.
+        family: of the model, if it is none of this package.
+
     Raises:
-        ConfigError: this is no run directory.
-        CheckpointError: it has no usable checkpoint or no tokenizer.
+        ConfigError: this is no run directory, or the run is of another family.
+        CheckpointError: it has no usable checkpoint, or a file is missing.
     """
     folder = RunDir(run_dir)
     if not folder.path.is_dir():
         raise ConfigError(f"run {run_dir}: does not exist; train one with: expertmesh train")
-    config, _ = folder.read_config()
+    config, family = folder.read_config(family)
     checkpoint = newest_good(folder.checkpoints)
     if checkpoint is None:
         raise CheckpointError(f"run {run_dir}: has no checkpoint yet; train it first")
-    if not folder.tokenizer.is_file():
-        raise CheckpointError(f"run {run_dir}: has no tokenizer.json; restore it from a copy")
-    return Run(config, folder.tokenizer, checkpoint)
+    for name in family.files:
+        if not (folder.path / name).is_file():
+            raise CheckpointError(f"run {run_dir}: has no {name}; restore it from a copy")
+    return Run(folder.path, config, family, checkpoint)
 
 
 def versions() -> dict[str, Any]:

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.config.family import GPT, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.parallel.team import Team
+from expertmesh.models.family import Data
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint import find_damage, read_state
 from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
-from expertmesh.training.shards import TokenData
 
-# May differ between a checkpoint and the run that goes on from it: it changes the speed only.
-_FREE_MODEL_FIELDS = frozenset({"model.moe.backend"})
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -26,8 +25,8 @@ class RunProgress:
 
     Attributes:
         step: optimiser steps done, skipped ones included.
-        samples: sequences used, the position in the data.
-        tokens: tokens used.
+        samples: samples used, the position in the data.
+        items: tokens, images or whatever the family counts, used.
         skipped_steps: steps without an update because something was not finite.
         bad_steps_in_row: the last so many steps were skipped.
         seconds: wall time of all steps, without evaluation.
@@ -35,7 +34,7 @@ class RunProgress:
 
     step: int = 0
     samples: int = 0
-    tokens: int = 0
+    items: int = 0
     skipped_steps: int = 0
     bad_steps_in_row: int = 0
     seconds: float = 0.0
@@ -50,14 +49,14 @@ class TrainState:
         optimizer: AdamW over its parameters.
         scaler: loss scaler; may be switched off.
         progress: how far the run is.
-        team: the ranks over which model and optimiser are spread.
+        ranks: the ranks over which model and optimiser are spread.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     progress: RunProgress
-    team: Team = field(default_factory=Team)
+    ranks: Ranks = field(default_factory=Ranks)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint by name: the model's, `optimizer.NAME.exp_avg` ..., random number states.
@@ -107,7 +106,9 @@ class TrainState:
         if self.scaler.is_enabled() and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
         known = {f.name for f in fields(RunProgress)}
-        self.progress = RunProgress(**{k: v for k, v in values["progress"].items() if k in known})
+        progress = values["progress"]
+        progress.setdefault("items", progress.get("tokens", 0))  # its name of old
+        self.progress = RunProgress(**{k: v for k, v in progress.items() if k in known})
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
@@ -131,7 +132,9 @@ def load_weights(path: Path, model: nn.Module) -> None:
     read_tensors(path, {f"model.{name}": t for name, t in model.state_dict().items()})
 
 
-def check_same_run(saved: Mapping[str, Any], config: RunConfig, *, where: Path) -> None:
+def check_same_run(
+    saved: Mapping[str, Any], config: RunConfig, *, family: Family, where: Path
+) -> None:
     """Refuse to go on from another model.
 
     Steps, batch size, learning rate, schedule, device and (but for float64) dtype may change.
@@ -139,20 +142,19 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, *, where: Path) 
     Args:
         saved: a RunConfig as plain values.
         config: of the run that wants to go on.
+        family: of the run that wants to go on.
         where: named in the message.
 
     Raises:
-        ConfigError: names the first field that differs.
+        ConfigError: names the first option that differs.
     """
-    now = config.model_dump(mode="json")
-    old_fields, new_fields = _flat(saved.get("model"), "model"), _flat(now["model"], "model")
-    for section, names in (("data", ("seq_len",)), ("train", ("seed",))):
-        old_section = saved.get(section) or {}
-        for name in names:
-            old_fields[f"{section}.{name}"] = old_section.get(name)
-            new_fields[f"{section}.{name}"] = now[section][name]
+    old_fields, new_fields = (
+        _flat({"family": GPT.name, **saved}),
+        _flat(config.model_dump(mode="json")),
+    )
     for name, value in new_fields.items():
-        if name not in _FREE_MODEL_FIELDS and old_fields.get(name) != value:
+        is_fixed = name.startswith("model.") or name in ("family", "train.seed", *family.fixed)
+        if is_fixed and name not in family.free and old_fields.get(name) != value:
             raise ConfigError(
                 f"{name}={value}: the run in {where} has {old_fields.get(name)}; use that value, or another"
                 " train.run_dir"
@@ -168,25 +170,25 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, *, where: Path) 
         )
 
 
-def check_same_data(saved_key: str, data: TokenData, *, where: Path) -> None:
-    """Refuse to go on with other data: the saved position would mean other text.
+def check_same_data(saved_key: str, data: Data, *, where: Path) -> None:
+    """Refuse to go on with other data: the saved position would mean other samples.
 
     Raises:
-        ConfigError: the corpus or the tokenizer differs.
+        ConfigError: the data differ.
     """
     if saved_key != data.key:
         raise ConfigError(
-            f"data: {data.source} gives other tokens than the run in {where} was trained on; use the same data options"
-            " and files, or another train.run_dir"
+            f"data: {data.description}, are not what the run in {where} was trained on; use the same data options and"
+            " files, or another train.run_dir"
         )
 
 
-def _flat(values: Any, prefix: str) -> dict[str, Any]:
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(values, Mapping):
         return {prefix: values}
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= _flat(value, f"{prefix}.{name}")
+        found |= _flat(value, f"{prefix}.{name}" if prefix else name)
     return found
 
 

@@ -1,15 +1,13 @@
 """The experts of a mixture-of-experts layer as one autograd operator."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from expertmesh.ops import reference
-from expertmesh.ops.expert_types import Experts, WeightGradients, Weights
-from expertmesh.ops.experts import operator as moe_mlp_operator
-from expertmesh.ops.experts import sliced as moe_mlp_sliced
-from expertmesh.ops.experts.inputs import Inputs
+from expertmesh.ops.expert_types import WeightGradients, Weights
+from expertmesh.ops.experts import operator
+from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.inputs import make_buffers, make_call
 from expertmesh.ops.route_metadata import RouteMetadata
 
 
@@ -63,7 +61,7 @@ def moe_mlp(
     Raises:
         ConfigError: shapes or types do not fit one another.
     """
-    inputs = Inputs.of(
+    call = make_call(
         x_TD,
         w_in_EGFD,
         w_out_EDF,
@@ -74,44 +72,27 @@ def moe_mlp(
         b_out_ED=b_out_ED,
         backend=backend,
     )
-    buffers = None if main_grads is None else inputs.buffers(main_grads)
-    if inputs.backend == "reference":
-        return _reference(inputs, buffers)
-    save_h = torch.is_grad_enabled() and any(t.requires_grad for t in inputs.differentiable)
-    save_h = save_h and not recompute_h
-    if buffers is not None or len(inputs.w_in) > 1:
-        return moe_mlp_sliced.moe_mlp(inputs.call(), buffers, save_h=save_h)
-    return moe_mlp_operator.moe_mlp(inputs.call(), save_h=save_h)
+    buffers = make_buffers(call, main_grads)
+    if call.backend == "reference":
+        return _reference(call, buffers)
+    save_h = torch.is_grad_enabled() and any(t.requires_grad for t in call.differentiable)
+    return operator.run(call, buffers, save_h=save_h and not recompute_h)
 
 
-def _reference(inputs: Inputs, buffers: Sequence[Experts] | None) -> Tensor:
+def _reference(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
     """The oracle, on the concatenation of the slices."""
-    slices = inputs.call().slices
-    if buffers is not None:
-        pairs = zip(slices, buffers, strict=True)
-        slices = tuple(_deposited(experts, into) for experts, into in pairs)
+    parameters: list[Tensor | None] = list(call.parameters)
+    if buffers:
+        parameters = [reference.deposit(*pair) for pair in zip(parameters, buffers, strict=True)]
+    slices = call.slices(parameters)
     biases = [s.b_in_EGF for s in slices if s.b_in_EGF is not None]
-    m = inputs.maps
     return reference.moe_mlp(
-        inputs.x_TD,
+        call.x_TD,
         torch.cat([s.w_in_EGFD for s in slices], 2),
         torch.cat([s.w_out_EDF for s in slices], 2),
-        inputs.weights_TK,
-        m.offsets_E,
-        m.token_of_row_N,
-        m.slot_of_row_N,
-        m.row_of_slot_N,
-        activation=inputs.activation,
+        call.weights_TK,
+        *call.maps,
+        activation=call.activation,
         b_in_EGF=torch.cat(biases, 2) if biases else None,
         b_out_ED=slices[0].b_out_ED,
-    )
-
-
-def _deposited(experts: Experts, into: Experts) -> Experts:
-    w_in = reference.deposit(experts.w_in_EGFD, into.w_in_EGFD)
-    w_out = reference.deposit(experts.w_out_EDF, into.w_out_EDF)
-    assert w_in is not None and w_out is not None
-    b_in = reference.deposit(experts.b_in_EGF, into.b_in_EGF)
-    return Experts(
-        w_in, w_out, b_in, reference.deposit(experts.b_out_ED, into.b_out_ED), experts.activation
     )

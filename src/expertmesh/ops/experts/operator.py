@@ -1,193 +1,142 @@
-"""`moe_mlp` as `torch.library` operators, for weights in one piece: what autograd and torch.compile see."""
+"""`moe_mlp` as a pair of `torch.library` operators: what autograd and torch.compile see.
 
+Both take the fields of an `ExpertsCall`. A list of one slice costs the host no more than a tensor (docs/log.md), so whole
+weights have no operators of their own.
+"""
+
+from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from expertmesh.ops.dtypes import without_autocast
-from expertmesh.ops.expert_types import Experts, SliceNeeds
-from expertmesh.ops.experts.slices import ExpertsCall
-from expertmesh.ops.plain_call import runs_plainly
-from expertmesh.ops.route_metadata import RouteMetadata
+from expertmesh.ops.experts.call import ExpertsCall
+
+_CALL = (
+    "Tensor x_TD, Tensor weights_TK, Tensor[] w_in, Tensor[] w_out, Tensor[] b_in, Tensor[] b_out, Tensor[] maps, "
+    "str activation, str backend"
+)
+_GRADIENTS = "Tensor grad_TD, Tensor[] hidden, bool[] needs"
 
 
-def moe_mlp(call: ExpertsCall, *, save_h: bool) -> Tensor:
-    """Run the operator for a call of one slice; without save_h autograd saves x only."""
-    (experts,), m = call.slices, call.maps
-    weights = (experts.w_in_EGFD, experts.w_out_EDF, experts.b_in_EGF, experts.b_out_ED)
-    if runs_plainly(call.x_TD, call.weights_TK, *weights):
-        with without_autocast(call.x_TD.device):
-            return call.forward(save_h=False)[0]
-    return _moe_mlp(
-        call.x_TD,
-        experts.w_in_EGFD,
-        experts.w_out_EDF,
-        call.weights_TK,
-        experts.b_in_EGF,
-        experts.b_out_ED,
-        m.offsets_E,
-        m.token_of_row_N,
-        m.slot_of_row_N,
-        m.row_of_slot_N,
-        experts.activation,
-        save_h,
-        call.backend,
-    )[0]
+def run(call: ExpertsCall, main: Sequence[Tensor], *, save_h: bool) -> Tensor:
+    """Run the operator; without save_h autograd saves x only, with `main` the backward adds to these buffers."""
+    return _moe_mlp(*call, list(main), save_h)[0]
 
 
-@torch.library.custom_op("expertmesh::moe_mlp", mutates_args=())
-def _moe_mlp(
-    x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    activation: str,
-    save_h: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
-    maps = RouteMetadata(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
-    with without_autocast(x_TD.device):
-        call = ExpertsCall(x_TD, (experts,), weights_TK, maps, backend)
-        y_TD, (h_RH,) = call.forward(save_h=save_h)
-    return y_TD, h_RH
+@torch.library.custom_op(
+    "expertmesh::moe_mlp",
+    mutates_args=(),
+    schema=f"({_CALL}, Tensor[] main, bool save_h) -> Tensor[]",
+)
+def _moe_mlp(*args: Any) -> list[Tensor]:
+    *fields, _, save_h = args
+    call = ExpertsCall(*fields)
+    with without_autocast(call.x_TD.device):
+        y_TD, hidden = call.forward(save_h=save_h)
+    return [y_TD, *hidden]
 
 
 @_moe_mlp.register_fake
-def _(
-    x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    activation: str,
-    save_h: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    return x_TD.new_empty(x_TD.shape), fake_h(x_TD, w_in_EGFD, token_of_row_N, save_h)
+def _(*args: Any) -> list[Tensor]:
+    *fields, _, save_h = args
+    call = ExpertsCall(*fields)
+    x, num_rows = call.x_TD, call.maps[1].shape[0] if save_h else 0
+    hidden = [x.new_empty(num_rows, w.shape[1] * w.shape[2]) for w in call.w_in]
+    return [x.new_empty(x.shape), *hidden]
 
 
-@torch.library.custom_op("expertmesh::moe_mlp_backward", mutates_args=())
-def _moe_mlp_backward(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    h_RH: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    activation: str,
-    needs: list[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
-    maps = RouteMetadata(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
-    need_x, need_w_in, need_w_out, need_weights, need_b_in, need_b_out = needs
-    wanted = SliceNeeds(need_x, need_weights, need_b_out, (need_w_in,), (need_w_out,), (need_b_in,))
-    with without_autocast(x_TD.device):
-        call = ExpertsCall(x_TD, (experts,), weights_TK, maps, backend)
-        d_x, d_weights, (grads,) = call.backward(grad_TD.contiguous(), [h_RH], wanted)
-
-    def given(grad: Tensor | None) -> Tensor:
-        # a fresh tensor even when empty: outputs of one operator may not be the same tensor
-        return x_TD.new_empty(0) if grad is None else grad
-
-    return (
-        given(d_x),
-        grads.w_in_EGFD,
-        grads.w_out_EDF,
-        given(d_weights),
-        given(grads.b_in_EGF).contiguous(),
-        given(grads.b_out_ED),
-    )
+@torch.library.custom_op(
+    "expertmesh::moe_mlp_backward",
+    mutates_args=(),
+    schema=f"({_CALL}, {_GRADIENTS}) -> Tensor[]",
+)
+def _moe_mlp_backward(*args: Any) -> list[Tensor]:
+    """The gradients of `differentiable`; those not wanted are empty."""
+    *fields, grad_TD, hidden, needs = args
+    call = ExpertsCall(*fields)
+    with without_autocast(call.x_TD.device):
+        grads = call.backward(grad_TD.contiguous(), hidden, needs)
+    # fresh tensors even when empty: outputs of one operator may not be the same tensor
+    return [call.x_TD.new_empty(0) if grad is None else grad for grad in grads]
 
 
 @_moe_mlp_backward.register_fake
-def _(
-    grad_TD: Tensor,
-    x_TD: Tensor,
-    h_RH: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    activation: str,
-    needs: list[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    need_x, need_w_in, need_w_out, need_weights, need_b_in, need_b_out = needs
+def _(*args: Any) -> list[Tensor]:
+    *fields, _, _, needs = args
+    call, first_w_out = ExpertsCall(*fields), 2 + len(fields[2])
+    grads = []
+    for i, (tensor, needed) in enumerate(zip(call.differentiable, needs, strict=True)):
+        grad = tensor.new_empty(tensor.shape) if needed else call.x_TD.new_empty(0)
+        if needed and call.backend == "triton" and 2 <= i < first_w_out:
+            from expertmesh.kernels.tiles import is_interleaved
+
+            # the gradient is interleaved like the weight
+            grad = torch.empty_like(tensor) if is_interleaved(tensor) else grad
+        grads.append(grad)
+    return grads
+
+
+@torch.library.custom_op(
+    "expertmesh::moe_mlp_backward_into",
+    mutates_args=("main",),
+    schema=f"({_CALL}, {_GRADIENTS}, Tensor(a!)[] main) -> (Tensor, Tensor)",
+)
+def _moe_mlp_backward_into(*args: Any) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of the routing weights; those of the parameters are added to `main`."""
+    *fields, grad_TD, hidden, needs, main = args
+    call = ExpertsCall(*fields)
+    with without_autocast(call.x_TD.device):
+        d_x, d_weights, *_ = call.backward(grad_TD.contiguous(), hidden, needs, main)
+    empty = call.x_TD.new_empty
+    return empty(0) if d_x is None else d_x, empty(0) if d_weights is None else d_weights
+
+
+@_moe_mlp_backward_into.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    x, weights, needs = args[0], args[1], args[-2]
     return (
-        fake_grad(x_TD, x_TD, need_x),
-        fake_w_in_grad(x_TD, w_in_EGFD, need_w_in, backend),
-        fake_grad(x_TD, w_out_EDF, need_w_out),
-        fake_grad(x_TD, weights_TK, need_weights),
-        fake_grad(x_TD, b_in_EGF, need_b_in),
-        fake_grad(x_TD, b_out_ED, need_b_out),
+        x.new_empty(x.shape if needs[0] else 0),
+        weights.new_empty(weights.shape if needs[1] else 0),
     )
 
 
-def fake_h(x_TD: Tensor, w_in_EGFD: Tensor, token_of_row_N: Tensor, save_h: bool) -> Tensor:
-    """H as the forward returns it, without its values."""
-    num_rows = token_of_row_N.shape[0] if save_h else 0
-    return x_TD.new_empty(num_rows, w_in_EGFD.shape[1] * w_in_EGFD.shape[2])
-
-
-def fake_grad(x_TD: Tensor, tensor: Tensor | None, needed: bool) -> Tensor:
-    """A gradient without its values: contiguous, and empty where it is not wanted."""
-    if tensor is None or not needed:
-        return x_TD.new_empty(0)
-    return tensor.new_empty(tensor.shape)
-
-
-def fake_w_in_grad(x_TD: Tensor, w_in_EGFD: Tensor, needed: bool, backend: str) -> Tensor:
-    """The same for w_in, whose gradient from Triton is interleaved like the weight."""
-    if needed and backend == "triton":
-        from expertmesh.kernels.tiles import is_interleaved
-
-        if is_interleaved(w_in_EGFD):
-            return torch.empty_like(w_in_EGFD)
-    return fake_grad(x_TD, w_in_EGFD, needed)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w_in, w_out, weights, b_in, b_out, *maps, activation, _, backend = inputs
-    ctx.save_for_backward(x, output[1], w_in, w_out, weights, b_in, b_out, *maps)
-    ctx.activation, ctx.backend = activation, backend
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    *fields, main, _ = inputs
+    x, weights, *lists, ctx.activation, ctx.backend = fields
+    lists.append(output[1:])
+    ctx.lengths = [len(several) for several in lists]
+    ctx.save_for_backward(x, weights, *chain(*lists))
+    # not saved: micro-batches change them between this forward and its backward, which is what they are for
+    ctx.main = list(main)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_TD: Tensor | None, grad_h: Tensor | None) -> tuple[Tensor | None, ...]:
-    needs = list(ctx.needs_input_grad[:6])
-    rest = (None,) * 7
-    if grad_TD is None:
-        return (None,) * 6 + rest
-    grads = _moe_mlp_backward(grad_TD, *ctx.saved_tensors, ctx.activation, needs, ctx.backend)
-    return tuple(g if needed else None for g, needed in zip(grads, needs, strict=True)) + rest
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    saved = iter(
+        ctx.saved_tensors
+    )  # read once: activation checkpointing lets nobody read them again
+    x, weights = next(saved), next(saved)
+    *lists, hidden = [list(islice(saved, length)) for length in ctx.lengths]
+    fields: list[Any] = [x, weights, *lists, ctx.activation, ctx.backend]
+    call = ExpertsCall(*fields)
+    need_x, need_weights, *need_lists = ctx.needs_input_grad[:6]
+    needs = [need_x, need_weights, *chain(*need_lists)]
+    found: list[Tensor | None] = [None] * len(needs)
+    if grads[0] is not None and ctx.main:
+        found[:2] = _moe_mlp_backward_into(*call, grads[0], hidden, needs, ctx.main)
+        needs[2:] = [False] * len(call.parameters)
+    elif grads[0] is not None:
+        found = list(_moe_mlp_backward(*call, grads[0], hidden, needs))
+    given = iter([g if needed else None for g, needed in zip(found, needs, strict=True)])
+    first = next(given), next(given)
+    several = [list(islice(given, length)) for length in ctx.lengths[:4]]
+    return *first, *several, [None] * len(call.maps), None, None, [None] * len(ctx.main), None
 
 
-def double_backward(ctx: Any, *grads: Any) -> None:
+def _double_backward(ctx: Any, *grads: Any) -> None:
     """Refuse the second derivative.
 
     Raises:
@@ -199,4 +148,4 @@ def double_backward(ctx: Any, *grads: Any) -> None:
 
 
 _moe_mlp.register_autograd(_backward, setup_context=_setup_context)
-_moe_mlp_backward.register_autograd(double_backward)
+_moe_mlp_backward.register_autograd(_double_backward)

@@ -5,22 +5,19 @@ it would otherwise wait (zero-bubble schedules: Qi et al., arXiv 2401.10241). Au
 `torch.compile` does not look into them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
 from expertmesh.ops.dtypes import without_autocast
-from expertmesh.ops.expert_types import (
-    Experts,
-    HiddenGradients,
-    SliceNeeds,
-    WeightGradients,
-    Weights,
-)
-from expertmesh.ops.experts.inputs import Inputs
+from expertmesh.ops.expert_types import HiddenGradients, WeightGradients, Weights
+from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.inputs import make_buffers, make_call
 from expertmesh.ops.route_metadata import RouteMetadata
 
 
@@ -69,11 +66,11 @@ def moe_mlp_forward(
     Raises:
         ConfigError: shapes or types do not fit one another, or the backend is "reference".
     """
-    inputs = _inputs(
-        x_TD, w_in_EGFD, w_out_EDF, weights_TK, metadata, activation, b_in_EGF, b_out_ED, backend
-    )
-    with torch.no_grad(), without_autocast(x_TD.device):
-        y_TD, hidden = inputs.call().forward(save_h=save_h)
+    shared = (w_in_EGFD, w_out_EDF, weights_TK, metadata, activation, b_in_EGF, b_out_ED, backend)
+    with torch.no_grad():
+        call = _call(x_TD, *shared)
+        with without_autocast(x_TD.device):
+            y_TD, hidden = call.forward(save_h=save_h)
     return y_TD, tuple(hidden)
 
 
@@ -113,15 +110,13 @@ def moe_mlp_data_grads(
     Raises:
         ConfigError: as `moe_mlp_forward`.
     """
-    inputs = _inputs(
-        x_TD, w_in_EGFD, w_out_EDF, weights_TK, metadata, activation, b_in_EGF, b_out_ED, backend
-    )
-    with torch.no_grad(), without_autocast(x_TD.device):
-        d_x, d_weights, kept = inputs.call().data_grads(
-            grad_TD.contiguous(), h_RH, _all_needs(inputs)
-        )
+    shared = (w_in_EGFD, w_out_EDF, weights_TK, metadata, activation, b_in_EGF, b_out_ED, backend)
+    with torch.no_grad():
+        call = _call(x_TD, *shared)
+        with without_autocast(x_TD.device):
+            d_x, d_weights, kept = call.data_grads(grad_TD.contiguous(), h_RH)
     assert d_x is not None and d_weights is not None
-    return d_x, d_weights, HiddenRows(tuple(kept))
+    return d_x, d_weights, HiddenRows(kept)
 
 
 def moe_mlp_weight_grads(
@@ -162,57 +157,48 @@ def moe_mlp_weight_grads(
     Raises:
         ConfigError: as `moe_mlp_forward`, or a buffer does not fit its weight.
     """
-    inputs = _inputs(
-        x_TD, w_in_EGFD, w_out_EDF, weights_TK, metadata, activation, b_in_EGF, b_out_ED, backend
+    shared = (w_in_EGFD, w_out_EDF, weights_TK, metadata, activation, b_in_EGF, b_out_ED, backend)
+    with torch.no_grad():
+        call = _call(x_TD, *shared)
+        buffers = make_buffers(call, main_grads)
+        with without_autocast(x_TD.device):
+            found: Iterator[Any] = iter(
+                call.weight_grads(grad_TD.contiguous(), hidden.slices, buffers)
+            )
+    if main_grads is not None:
+        return main_grads
+    w_in, w_out, b_in, b_out = (
+        tuple(islice(found, len(several)))
+        for several in (call.w_in, call.w_out, call.b_in, call.b_out)
     )
-    into = None if main_grads is None else inputs.buffers(main_grads)
-    with torch.no_grad(), without_autocast(x_TD.device):
-        grads = inputs.call().weight_grads(
-            grad_TD.contiguous(), hidden.slices, _all_needs(inputs), into=into
-        )
-    return _as_given(grads, sliced=inputs.sliced) if main_grads is None else main_grads
+    if isinstance(w_in_EGFD, Tensor):
+        return WeightGradients(w_in[0], w_out[0], *(b[0] if b else None for b in (b_in, b_out)))
+    return WeightGradients(w_in, w_out, b_in or None, b_out[0] if b_out else None)
 
 
-def _inputs(
-    x: Tensor,
+def _call(
+    x_TD: Tensor,
     w_in: Weights,
     w_out: Weights,
-    weights: Tensor,
+    weights_TK: Tensor,
     metadata: RouteMetadata,
     activation: str,
     b_in: Weights | None,
-    b_out: Tensor | None,
+    b_out_ED: Tensor | None,
     backend: str,
-) -> Inputs:
+) -> ExpertsCall:
     if backend == "reference":
         raise ConfigError(
             "backend is 'reference', which is plain autograd and has no parts; use 'auto', 'torch' or 'triton'"
         )
-    with torch.no_grad():
-        return Inputs.of(
-            x,
-            w_in,
-            w_out,
-            weights,
-            metadata,
-            activation=activation,
-            b_in=b_in,
-            b_out_ED=b_out,
-            backend=backend,
-        )
-
-
-def _all_needs(inputs: Inputs) -> SliceNeeds:
-    S = len(inputs.w_in)
-    has_bias = (True,) * S if inputs.b_in else ()
-    every = (True,) * S
-    return SliceNeeds(True, True, inputs.b_out_ED is not None, every, every, has_bias)
-
-
-def _as_given(grads: Sequence[Experts], *, sliced: bool) -> WeightGradients:
-    biases = tuple(g.b_in_EGF for g in grads if g.b_in_EGF is not None)
-    w_in, w_out = tuple(g.w_in_EGFD for g in grads), tuple(g.w_out_EDF for g in grads)
-    b_out = grads[0].b_out_ED
-    if sliced:
-        return WeightGradients(w_in, w_out, biases or None, b_out)
-    return WeightGradients(w_in[0], w_out[0], biases[0] if biases else None, b_out)
+    return make_call(
+        x_TD,
+        w_in,
+        w_out,
+        weights_TK,
+        metadata,
+        activation=activation,
+        b_in=b_in,
+        b_out_ED=b_out_ED,
+        backend=backend,
+    )

@@ -20,7 +20,7 @@ from expertmesh.parallel.clip import clip_grad_norm_
 T = TypeVar("T")
 
 
-class Team:
+class Ranks:
     """The ranks of one training run, all of which work on the same batches.
 
     Args:
@@ -173,14 +173,14 @@ class Team:
 
 
 @contextmanager
-def open_team(
+def open_ranks(
     *,
     device_type: str,
     timeout_s: float,
     tp_degree: int = 1,
     reduces_once: bool = False,
     offload: bool = False,
-) -> Iterator[Team]:
+) -> Iterator[Ranks]:
     """The ranks that torchrun started, or this process alone.
 
     A process group that exists already is used and left open.
@@ -188,8 +188,8 @@ def open_team(
     Args:
         device_type: "cpu" (gloo) or "cuda" (NCCL).
         timeout_s: of every collective.
-        tp_degree: see `Team`.
-        reduces_once: see `Team`.
+        tp_degree: see `Ranks`.
+        reduces_once: see `Ranks`.
         offload: whether parameters rest in host memory. Groups then have a backend for the CPU, too, and a process alone
             is a world of one rank.
     """
@@ -206,7 +206,7 @@ def open_team(
     if dist.is_initialized() and (offload or dist.get_world_size() > 1):
         world = World(device_type=device_type, timeout_s=timeout_s)
     try:
-        yield Team(world, tp_degree=tp_degree, reduces_once=reduces_once)
+        yield Ranks(world, tp_degree=tp_degree, reduces_once=reduces_once)
     except RuntimeError as error:
         # FSDP2's collectives and torch's object collectives are not ours to name.
         if world is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):

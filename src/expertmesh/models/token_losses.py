@@ -1,46 +1,17 @@
-"""The training loss: mean cross-entropy of the next token, plus the routers' losses."""
+"""Cross-entropy of the next token for language models."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype
 
 # FP32 rows of 1 MiB fit into the second-level cache of a core; on a GPU larger blocks save launches.
 _BLOCK_ELEMENTS_CPU = 1 << 18
 _BLOCK_ELEMENTS_GPU = 1 << 28
-
-
-@dataclass
-class LoadCounter:
-    """Routing statistics summed over the micro-batches of a step; no synchronisation.
-
-    Attributes:
-        counts: (E,) int64 rows chosen per expert, one tensor per MoE layer.
-        num_dropped: scalar int64, rows dropped in all layers.
-    """
-
-    counts: list[Tensor]
-    num_dropped: Tensor | None
-
-    @classmethod
-    def empty(cls) -> "LoadCounter":
-        """Nothing counted."""
-        return cls([], None)
-
-    def add(self, stats: Sequence[RoutingStats]) -> None:
-        """Count one forward pass."""
-        if not stats:
-            return
-        new = [s.num_tokens_per_expert_E for s in stats]
-        self.counts = [a + b for a, b in zip(self.counts, new, strict=True)] if self.counts else new
-        dropped = torch.stack([s.num_dropped for s in stats]).sum()
-        self.num_dropped = dropped if self.num_dropped is None else self.num_dropped + dropped
 
 
 def token_losses(
@@ -98,14 +69,3 @@ def _row_blocks(logits_TV: Tensor) -> Iterator[slice]:
     T, V = logits_TV.shape
     size = max(1, elements // V)
     return (slice(start, min(start + size, T)) for start in range(0, T, size))
-
-
-def routing_losses(stats: Sequence[RoutingStats], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Balance loss and z-loss summed over the layers, already weighted; zeros like `like` for a dense model."""
-    if not stats:
-        zero = torch.zeros((), device=like.device, dtype=like.dtype)
-        return zero, zero
-    return (
-        torch.stack([s.aux_loss for s in stats]).sum(),
-        torch.stack([s.z_loss for s in stats]).sum(),
-    )

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertmesh.training.loader import Windows
+from expertmesh.data.order import permutation, spread
+from expertmesh.data.windows import Windows
 
 
 def windows(num_tokens=101, seq_len=10, seed=0):
@@ -41,20 +42,18 @@ def test_samples_do_not_depend_on_the_batch_size(sizes, start, seed):
 
 
 def test_epochs_and_seeds_have_their_own_order():
-    data = windows(1001)
-    orders = [tuple(data.permutation(epoch)) for epoch in range(3)]
-    orders += [tuple(windows(1001, seed=seed).permutation(0)) for seed in (1, 2**40)]
+    orders = [tuple(permutation(100, 0, epoch)) for epoch in range(3)]
+    orders += [tuple(permutation(100, seed, 0)) for seed in (1, 2**40)]
     assert len(set(orders)) == 5
     assert all(sorted(order) == list(range(100)) for order in orders)
 
 
 def test_the_order_is_the_same_for_ever():
     # Written down once: a run must resume on another version of NumPy.
-    assert windows(111).permutation(0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 10, 6, 7]
-    assert windows(111, seed=5).permutation(2).tolist() == [3, 5, 9, 2, 7, 10, 1, 8, 0, 6, 4]
+    assert permutation(11, 0, 0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 10, 6, 7]
+    assert permutation(11, 5, 2).tolist() == [3, 5, 9, 2, 7, 10, 1, 8, 0, 6, 4]
 
 
-def test_evaluation_windows_are_spread_evenly():
-    data = windows(1001)
-    assert data.spread(4) == [0, 25, 50, 75]
-    assert data.spread(1000) == list(range(100))
+def test_evaluation_samples_are_spread_evenly():
+    assert spread(100, 4) == [0, 25, 50, 75]
+    assert spread(100, 1000) == spread(100, None) == list(range(100))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from expertmesh.config.run import DataConfig
+from expertmesh.config.text import TextConfig
 from expertmesh.errors import ConfigError
 
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -57,7 +57,7 @@ class Corpus:
     digest: str
 
 
-def load_corpus(config: DataConfig) -> Corpus:
+def load_corpus(config: TextConfig) -> Corpus:
     """Find, select and split the documents. Reads every selected document once.
 
     Documents are ordered by a hash of their names. With `max_bytes`, the first of them are used until their texts have
@@ -143,7 +143,7 @@ def texts(documents: Sequence[Document]) -> Iterator[str]:
 Candidate = tuple[str, Callable[[], str | None]]
 
 
-def _candidates(config: DataConfig) -> tuple[str, list[Candidate]]:
+def _candidates(config: TextConfig) -> tuple[str, list[Candidate]]:
     if config.dataset is not None:
         return f"dataset {config.dataset}", _dataset(config.dataset)
     if config.path is None:
@@ -276,7 +276,7 @@ def _hash(purpose: str, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{purpose}:{name}".encode()).digest()[:8], "big")
 
 
-def _option(config: DataConfig) -> str:
+def _option(config: TextConfig) -> str:
     if config.dataset is not None:
         return f"data.dataset={config.dataset}"
     return f"data.path={config.path if config.path is not None else 'none'}"

@@ -15,10 +15,10 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from expertmesh.config.base import user_cache_dir
-from expertmesh.config.run import DataConfig
+from expertmesh.config.text import TextConfig
+from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
+from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.errors import ConfigError
-from expertmesh.training.corpus import Corpus, Document, load_corpus, texts
-from expertmesh.training.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 FORMAT_VERSION = 1
 _BATCH_DOCUMENTS = 256
@@ -62,7 +62,7 @@ class TokenData:
     corpus: Corpus
 
 
-def prepare_data(config: DataConfig, *, vocab_size: int) -> TokenData:
+def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
     """Find the corpus, and train the tokenizer and encode the documents unless the cache has them.
 
     Any number of processes may call this at once: one prepares, the others wait for it. The cache entry appears by one

@@ -1,0 +1,156 @@
+"""Model families, the half without torch: options, recipes, costs and words of each, and where its other half is.
+
+The half with torch is an `expertmesh.models.family.Task`. Parts of a family that lie above this layer are named by
+"module:name" and imported when they are first used.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from expertmesh.config.base import nearest_name
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
+
+Recipes = Mapping[str, Callable[[], RunConfig]]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The one number by which evaluations of a family are judged.
+
+    Attributes:
+        key: its name in `Task.evaluation` and, after "eval_", in metrics.jsonl.
+        text: its name for people.
+        short: the same for the head of a column.
+        higher_is_better: whether more of it is better.
+    """
+
+    key: str = "loss"
+    text: str = "loss"
+    short: str = "loss"
+    higher_is_better: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the command line, a run directory and a report need to know of a model family before torch is imported.
+
+    Attributes:
+        name: kept with every run; a run goes on with the family of that name only.
+        task: a class of `expertmesh.models.family.Task`, or "module:name" of one.
+        config: class of its configurations.
+        recipes: functions by name that return configurations, or "module:name" of such a mapping; None: one, "default", with
+            the defaults of `config`.
+        costs: a function of (configuration, number of ranks, compute dtype) that returns `expertmesh.costs.run.RunCosts`,
+            or "module:name" of one; None: unknown.
+        products: a function of (configuration, parts of a batch's rows) that returns the step's dominant
+            `expertmesh.costs.products.Product`s, or "module:name" of one; None: usual ones. What train.dtype=auto measures.
+        items: what losses are means over, and rates count, in the plural.
+        metric: of its evaluations.
+        fixed: options besides the model's and train.seed that a run must go on with, by dotted name.
+        free: options of the model that it need not, because they change the speed only.
+        generates_text: whether its tasks have a `decoder`, and its runs a tokenizer.json.
+        files: names of the files in a run directory without which its models cannot be used.
+    """
+
+    name: str
+    task: str | Callable[[Any], Any]
+    config: type[RunConfig] = RunConfig
+    recipes: str | Recipes | None = None
+    costs: str | Callable[..., Any] | None = None
+    products: str | Callable[..., Any] | None = None
+    items: str = "samples"
+    metric: Metric = Metric()
+    fixed: tuple[str, ...] = ()
+    free: tuple[str, ...] = ()
+    generates_text: bool = False
+    files: tuple[str, ...] = ()
+
+    def open_task(self, config: RunConfig) -> Any:
+        """The half with torch, for one run.
+
+        Raises:
+            ConfigError: the configuration is of another family.
+        """
+        if not isinstance(config, self.config):
+            raise ConfigError(
+                f"family={self.name}: needs a {self.config.__name__}, got a {type(config).__name__}; "
+                f"use the family of that configuration, or a {self.config.__name__}"
+            )
+        return _resolved(self.task)(config)
+
+    def find_recipes(self) -> Recipes:
+        """Functions by name that return configurations."""
+        found: Recipes | None = _resolved(self.recipes)
+        return {"default": self.config} if found is None else found
+
+    def costs_of(self, config: RunConfig, *, num_ranks: int, dtype: str) -> Any:
+        """What a run would cost, an `expertmesh.costs.run.RunCosts`; None where the family cannot tell."""
+        count = _resolved(self.costs)
+        return None if count is None else count(config, num_ranks=num_ranks, dtype=dtype)
+
+    def products_of(self, config: RunConfig, *, num_parts: int = 1) -> Any:
+        """The products that dominate a step, a sequence of `expertmesh.costs.products.Product`; empty where the family names none."""
+        find = _resolved(self.products)
+        return () if find is None else find(config, num_parts=num_parts)
+
+
+GPT = Family(
+    name="gpt",
+    task="expertmesh.models.gpt.task:GPTTask",
+    config=GPTRunConfig,
+    recipes="expertmesh.recipes:RECIPES",
+    costs="expertmesh.costs.run:gpt_costs",
+    products="expertmesh.costs.products:dominant_products",
+    items="tokens",
+    metric=Metric("bits_per_byte", "bits per byte", "bits/byte"),
+    fixed=("data.seq_len",),
+    free=("model.moe.backend",),
+    generates_text=True,
+    files=("tokenizer.json",),
+)
+
+FAMILIES = {family.name: family for family in (GPT,)}
+"""The families of this package by name."""
+
+
+def find_family(name: str) -> Family:
+    """A family of this package by its name, or any by "module:name"; modules are looked for in the working directory, too.
+
+    Raises:
+        ConfigError: there is none; says what is wrong.
+    """
+    if name in FAMILIES:
+        return FAMILIES[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        near = nearest_name(name, list(FAMILIES))
+        hint = f"did you mean {near}?" if near else "name your own as module:name"
+        raise ConfigError(f"family={name}: unknown, known here: {', '.join(FAMILIES)}; {hint}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"family={name}: importing {module!r} failed: {error}; check the name, and start where the module is"
+        ) from error
+    if not isinstance(found, Family):
+        raise ConfigError(
+            f"family={name}: {module} has no expertmesh Family of the name {attribute!r}; define it there"
+        )
+    return found
+
+
+def _resolved(part: Any) -> Any:
+    """What a "module:name" stands for; anything else is itself."""
+    if not isinstance(part, str):
+        return part
+    module, _, name = part.partition(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,47 @@
+"""The complete configuration of a training run of a GPT on text."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from expertmesh.config.base import FieldError
+from expertmesh.config.model import ModelConfig
+from expertmesh.config.run import RunConfig
+from expertmesh.config.text import TextConfig
+
+MIN_VOCAB_SIZE = 257
+
+
+class GPTRunConfig(RunConfig):
+    """Everything that defines a training run of a GPT."""
+
+    family: str = "gpt"
+    """Family of the model: gpt, or module:name of your own."""
+    model: ModelConfig = ModelConfig()
+    data: TextConfig = TextConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.data.seq_len > self.model.max_seq_len:
+            raise FieldError(
+                ("data", "seq_len"),
+                self.data.seq_len,
+                f"must be at most model.max_seq_len, {self.model.max_seq_len}",
+                "lower it or raise model.max_seq_len",
+            )
+        if self.model.vocab_size < MIN_VOCAB_SIZE:
+            raise FieldError(
+                ("model", "vocab_size"),
+                self.model.vocab_size,
+                f"must be at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document",
+                "raise it",
+            )
+        layers, given = self.model.num_moe_layers, self.parallel.ep_degree
+        if len(given) > 1 and len(given) != layers:
+            raise FieldError(
+                ("parallel", "ep_degree"),
+                given,
+                f"must have one entry, or one per MoE layer ({layers}), has {len(given)}",
+                "give one number for all layers",
+            )
+        return self

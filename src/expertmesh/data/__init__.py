@@ -1,0 +1,1 @@
+"""What models learn from: documents, tokenizers, token files, and samples in a fixed order."""

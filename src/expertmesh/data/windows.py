@@ -1,0 +1,53 @@
+"""Batches by a global sample cursor: sample i is the same window of tokens for any batch size."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertmesh.data.order import shuffled, spread
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A token array as windows of S tokens and their successors, in a random order per epoch (`data/order.py`).
+
+    Attributes:
+        tokens_N: (N,) integer tokens.
+        seq_len: S.
+        seed: of the order.
+    """
+
+    tokens_N: np.ndarray
+    seq_len: int
+    seed: int
+
+    @property
+    def num_windows(self) -> int:
+        """Windows per epoch; neighbours share one token, and a rest shorter than a window is left out."""
+        return (len(self.tokens_N) - 1) // self.seq_len
+
+    def batch(self, first_sample: int, num_samples: int) -> tuple[Tensor, Tensor]:
+        """Samples first_sample ... first_sample + num_samples - 1.
+
+        Returns:
+            Inputs and targets, each (num_samples, S) int64 on the CPU; targets are inputs shifted by one token.
+        """
+        return self.windows(
+            shuffled(first_sample, num_samples, total=self.num_windows, seed=self.seed)
+        )
+
+    def batches(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of at most so many windows (None: all), evenly spread over the array."""
+        chosen = spread(self.num_windows, max_samples)
+        for start in range(0, len(chosen), batch_size):
+            yield self.windows(chosen[start : start + batch_size])
+
+    def windows(self, which: list[int]) -> tuple[Tensor, Tensor]:
+        """Given windows in their natural order; the same shapes as `batch`."""
+        S = self.seq_len
+        rows = [self.tokens_N[w * S : w * S + S + 1].astype(np.int64) for w in which]
+        ids_BS = torch.from_numpy(np.stack(rows))
+        return ids_BS[:, :-1].contiguous(), ids_BS[:, 1:].contiguous()

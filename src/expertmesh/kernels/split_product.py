@@ -1,0 +1,157 @@
+"""Products to FP32 accuracy on tensor cores: FP32 factors are split into two or three BF16 numbers.
+
+Three BF16 numbers hold the 24 bits of an FP32 number and a product of two BF16 numbers is exact in FP32, so only sums round.
+Tensor cores cut what they add to a large sum off; hence each step's sum begins at zero and is added to the total outside.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from expertmesh.kernels.launch import launch, next_power_of_2
+from expertmesh.kernels.tiles import multiprocessors, split_tile
+
+_SPLIT_BLOCK = 1024
+_NEVER_SPECIALIZED = ["M", "K", "steps_of_piece"]
+
+
+@triton.jit
+def _split(source_ptr, out_ptr, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """out[i] = the i-th BF16 part of every number: each is the rounded rest of those before."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    rest = tl.load(source_ptr + place, mask=inside, other=0.0)
+    for i in tl.static_range(PARTS):
+        part = rest.to(tl.bfloat16)
+        tl.store(out_ptr + i * size + place, part, mask=inside)
+        rest -= part.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=_NEVER_SPECIALIZED)
+def _split_product(
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    steps_of_piece,
+    a_stride_part,
+    a_stride_m,
+    a_stride_k,
+    b_stride_part,
+    b_stride_k,
+    b_stride_n,
+    A_PARTS: tl.constexpr,
+    B_PARTS: tl.constexpr,
+    EVEN_M: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[piece] (M, N) = A B over a piece of K; either factor is the sum of its parts."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    piece = tl.program_id(2)
+    # counted in steps, so that the compiler sees aligned addresses and copies asynchronously
+    num_steps = tl.minimum(steps_of_piece, tl.cdiv(K, BLOCK_K) - piece * steps_of_piece)
+    # of M the compiler knows nothing: its mask would forbid wide copies where A is contiguous along M
+    m_inside = ((m < M) | EVEN_M)[:, None]
+    n_inside = (n < N)[None, :]
+    a_rows = a_ptr + m.to(tl.int64)[:, None] * a_stride_m
+    b_columns = b_ptr + n.to(tl.int64)[None, :] * b_stride_n
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in tl.range(0, num_steps):
+        k = (piece * steps_of_piece + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        a_block = a_rows + k.to(tl.int64)[None, :] * a_stride_k
+        b_block = b_columns + k.to(tl.int64)[:, None] * b_stride_k
+        a_inside = m_inside if EVEN_K else m_inside & (k < K)[None, :]
+        b_inside = n_inside if EVEN_K else n_inside & (k < K)[:, None]
+        fresh = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for i in tl.static_range(A_PARTS):
+            a = tl.load(a_block + i * a_stride_part, mask=a_inside, other=0.0)
+            # with two parts each the product of the smaller ones is below the last bit that counts
+            for j in tl.static_range(B_PARTS - i if A_PARTS == B_PARTS else B_PARTS):
+                b = tl.load(b_block + j * b_stride_part, mask=b_inside, other=0.0)
+                fresh = tl.dot(a, b, fresh)
+        total += fresh
+    out = out_ptr + (piece.to(tl.int64) * M + m.to(tl.int64)[:, None]) * N + n[None, :]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=m_inside & n_inside)
+
+
+def split(tensor: Tensor, num_parts: int) -> Tensor:
+    """(parts, ...) BF16 numbers whose sum is the FP32 tensor: exactly with three, to 16 bits with two. One launch."""
+    tensor = tensor.contiguous()
+    parts = torch.empty(num_parts, *tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+    size = tensor.numel()
+    grid = (triton.cdiv(size, _SPLIT_BLOCK),)
+    launch(_split, grid, tensor, parts, size, PARTS=num_parts, BLOCK=_SPLIT_BLOCK, num_warps=4)
+    return parts
+
+
+def _product(a_PMK: Tensor, b_PKN: Tensor, *, dtype: torch.dtype, long_sum: bool) -> Tensor:
+    """The product of two sums of parts; long_sum shares K, too, out among programs."""
+    (_, M, K), N = a_PMK.shape, b_PKN.shape[2]
+    cores = multiprocessors(a_PMK.device)
+    tile = split_tile(a_PMK.device, num_rows=M, num_programs=cores)
+    block_n = min(tile.block_n, max(16, next_power_of_2(N)))
+    grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, block_n))
+    num_steps = triton.cdiv(K, tile.block_k)
+    steps_of_piece = num_steps
+    if long_sum:
+        steps_of_piece = triton.cdiv(num_steps, max(1, cores // (grid[0] * grid[1])))
+    pieces = triton.cdiv(num_steps, steps_of_piece)
+    out = torch.empty(pieces, M, N, dtype=dtype, device=a_PMK.device)
+    launch(
+        _split_product,
+        (*grid, pieces),
+        a_PMK,
+        b_PKN,
+        out,
+        M,
+        N,
+        K,
+        steps_of_piece,
+        *a_PMK.stride(),
+        *b_PKN.stride(),
+        A_PARTS=a_PMK.shape[0],
+        B_PARTS=b_PKN.shape[0],
+        EVEN_M=long_sum and M % tile.block_m == 0,
+        EVEN_K=K % tile.block_k == 0 and not long_sum,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=tile.block_k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out[0] if pieces == 1 else out.sum(0)
+
+
+def logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    """x W^T in FP32 (T, E): BF16 tokens times the three parts of FP32 weights, D > 0. Does not synchronise."""
+    parts_PDE = split(w_ED, 3).transpose(1, 2)
+    return _product(x_TD.contiguous()[None], parts_PDE, dtype=torch.float32, long_sum=False)
+
+
+def gradients(
+    grad_TE: Tensor, x_TD: Tensor, w_ED: Tensor, *, need_x: bool, need_w: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of tokens and weights from that of the logits; what is not needed is empty.
+
+    Args:
+        grad_TE: (T, E) FP32.
+        x_TD: (T, D) BF16.
+        w_ED: (E, D) FP32.
+        need_x: whether grad W, rounded to BF16 (T, D), is wanted: two parts of either factor, 16 bits, are enough for it.
+        need_w: whether grad^T x in FP32 (E, D) is wanted: three parts of grad; sums over pieces of T are added in order.
+    """
+    d_x, d_w = x_TD.new_empty(0), w_ED.new_empty(0)
+    parts_PTE = split(grad_TE, 3)
+    if need_x:
+        d_x = _product(parts_PTE[:2], split(w_ED, 2), dtype=x_TD.dtype, long_sum=False)
+    if need_w:
+        x_PTD = x_TD.contiguous()[None]
+        d_w = _product(parts_PTE.transpose(1, 2), x_PTD, dtype=torch.float32, long_sum=True)
+    return d_x, d_w

@@ -1,0 +1,214 @@
+"""Model families, the half with torch: what trainer, report and inference need of a model, its data and its loss.
+
+A family of one's own is a `Task` with four methods (`prepare`, `build`, `loss`, `measure`), named by an
+`expertmesh.config.family.Family`. docs/extending.md writes one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
+from expertmesh.moe.types import RoutingStats
+from expertmesh.parallel.apply import degrees_of, parallelize
+from expertmesh.parallel.ranks import Ranks
+
+Batch = Any
+"""Tensors in tuples, lists or dictionaries; the first axis of each is the sample."""
+
+
+class Data(Protocol):
+    """What a run learns from. Sample i is the same for any batch size and any number of ranks."""
+
+    @property
+    def key(self) -> str:
+        """Digest of all that the samples depend on; a run goes on with the same key only."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """Where the samples are from and how many there are, in words."""
+        ...
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """Files to keep with the run, by the name that they get there."""
+        ...
+
+    def batch(self, first_sample: int, num_samples: int) -> Batch:
+        """Training samples first_sample ... first_sample + num_samples - 1, on the CPU."""
+        ...
+
+    def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Batch]:
+        """At most so many validation samples (None: all) in batches of this size; the last may be smaller."""
+        ...
+
+
+class Loss(NamedTuple):
+    """The loss of some samples.
+
+    Attributes:
+        total: scalar, **summed** over the items of these samples; the trainer divides by the items of the whole batch.
+        stats: routing statistics of every MoE layer, in layer order; their losses are added by the trainer.
+    """
+
+    total: Tensor
+    stats: Sequence[RoutingStats] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a run's batch a call of `Task.loss` or `Task.measure` is about.
+
+    Attributes:
+        step: of the run, from 0.
+        rows: its samples in the whole batch.
+        ranks: that work on the batch.
+    """
+
+    step: int
+    rows: slice
+    ranks: Ranks
+
+    def token_index(self, tokens_per_sample: int, device: torch.device) -> Tensor:
+        """(T,) int64 indices of its tokens in the whole batch, which key the noise of routers."""
+        start, stop = self.rows.start, self.rows.stop
+        return torch.arange(start * tokens_per_sample, stop * tokens_per_sample, device=device)
+
+    def positions(self, x_BS: Tensor) -> Tensor:
+        """This rank's positions of its samples, where ranks share sequences."""
+        return self.ranks.positions(x_BS)
+
+
+class Baseline(NamedTuple):
+    """Something simple that a trained model should beat.
+
+    Attributes:
+        name: in words.
+        short: in fewer words.
+        value: of the family's metric, on all of the validation data.
+    """
+
+    name: str
+    short: str
+    value: float
+
+
+class Task(ABC):
+    """A model, its data, its loss and its measure, for one run.
+
+    Args:
+        config: the run's configuration.
+    """
+
+    config: Any
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def prepare(self) -> Data:
+        """Find the data. Every rank calls, rank 0 first, so that it can fill a cache.
+
+        Raises:
+            ConfigError: there is something wrong with them.
+        """
+
+    @abstractmethod
+    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The whole model with its initial weights, which depend on the run's seed only: torch's default generator is seeded.
+
+        Args:
+            device: of the parameters.
+            dtype: of the parameters.
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
+        """The loss of some samples in training mode, under autocast.
+
+        Args:
+            model: as `place` returned it.
+            batch: samples on the model's device.
+            part: which they are.
+        """
+
+    @abstractmethod
+    def measure(self, model: nn.Module, batch: Batch, part: Part) -> Mapping[str, Tensor | float]:
+        """Sums over some validation samples in evaluation mode, under autocast; by name, the same names in every call."""
+
+    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """What an evaluation says, "loss" and the family's metric among it: here, each sum over the one named "items".
+
+        Args:
+            sums: those of `measure` over all validation samples.
+        """
+        return {
+            name: value / sums["items"] if sums["items"] else float("nan")
+            for name, value in sums.items()
+            if name != "items"
+        }
+
+    def num_items(self, batch: Batch) -> int:
+        """Items in a batch on the CPU, over which the loss is a mean; here, its samples."""
+        return num_samples(batch)
+
+    def check(self, num_ranks: int) -> None:
+        """Whether the run fits so many ranks, before anything is built.
+
+        Raises:
+            ConfigError: it does not, or asks for something that this family cannot do.
+        """
+        degrees_of(self.config.parallel, num_ranks=num_ranks)
+        for name, value in (
+            ("parallel.tp_degree", self.config.parallel.tp_degree),
+            ("train.activation_checkpointing", self.config.train.activation_checkpointing),
+        ):
+            if value > 1 or value is True:
+                raise ConfigError(
+                    f"{name}={value}: family {self.config.family} has no such thing; leave it out"
+                )
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """Modules whose dense parameters are gathered together, one after the other; here, none but the whole model."""
+        return ()
+
+    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
+        """The model with its initial weights; spread over the ranks if there are several. Here every rank builds all of it first."""
+        parallel = self.config.parallel
+        home = "cpu" if parallel.offload else device
+        model = self.build(device=home, dtype=dtype)
+        if ranks.world is not None:
+            parallelize(model, parallel, world=ranks.world, blocks=self.blocks(model))
+        return model
+
+    def baseline(self, data: Data) -> Baseline | None:
+        """What a report compares the model with; here, nothing."""
+        return None
+
+    def decoder(self, model: nn.Module) -> Any:
+        """The model as the decoding engine wants it.
+
+        Raises:
+            ConfigError: models of this family generate nothing; so here.
+        """
+        raise ConfigError(
+            f"family {self.config.family}: its models generate no text; use one that does, for example gpt"
+        )
+
+
+def num_samples(batch: Batch) -> int:
+    """Samples of a batch."""
+    return len(pytree.tree_leaves(batch)[0])
+
+
+def each_tensor(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
+    """The batch with a function applied to every tensor."""
+    return pytree.tree_map(function, batch)

@@ -1,0 +1,100 @@
+"""GPT as a family: what the trainer, a report and the decoding engine need of it."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.data.corpus import texts
+from expertmesh.data.ngram import ByteTrigram
+from expertmesh.data.text import TextData
+from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
+from expertmesh.models.token_losses import token_losses
+from expertmesh.parallel.construct import give_memory
+from expertmesh.parallel.ranks import Ranks
+
+
+class GPTTask(Task):
+    """A GPT that learns the next token of a text; judged by bits per byte."""
+
+    config: GPTRunConfig
+
+    def prepare(self) -> TextData:
+        """The corpus as tokens; see `TextData`."""
+        config = self.config
+        return TextData(config.data, vocab_size=config.model.vocab_size, seed=config.train.seed)
+
+    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> GPT:
+        """The whole model on one device, weights drawn by the run's seed."""
+        model = GPT(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
+        model.set_activation_checkpointing(self.config.train.activation_checkpointing)
+        return model
+
+    def check(self, num_ranks: int) -> None:
+        """See `check_degrees`."""
+        config = self.config
+        check_degrees(
+            config.model, config.parallel, num_ranks=num_ranks, seq_len=config.data.seq_len
+        )
+
+    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
+        """Spread over ranks before it has memory, so that no rank ever has all of it."""
+        if ranks.world is None:
+            return self.build(device=device, dtype=dtype)
+        model = self.build(device="meta", dtype=dtype)
+        parallelize_gpt(model, self.config.parallel, world=ranks.world)
+        give_memory(model, device=device, offload=self.config.parallel.offload)
+        model.init_weights(self.config.train.seed)
+        return model
+
+    def num_items(self, batch: Batch) -> int:
+        """Tokens that are predicted."""
+        return int(batch[1].numel())
+
+    def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
+        """Cross-entropy of the next tokens in nats."""
+        ids_BS, targets_BS = batch
+        token_index = part.token_index(ids_BS.shape[1], ids_BS.device)
+        output = model(ids_BS, token_index=token_index)
+        losses = token_losses(output.logits_BSV, part.positions(targets_BS), overwrite_logits=True)
+        return Loss(losses.sum(), output.stats)
+
+    def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
+        """Nats, tokens, and the bytes that they stand for."""
+        ids_BS, targets_BS, num_bytes_BS = batch
+        losses = token_losses(model(ids_BS).logits_BSV, part.positions(targets_BS))
+        return {
+            "nats": losses.sum(),
+            "items": losses.numel(),
+            "bytes": part.positions(num_bytes_BS).sum(),
+        }
+
+    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Mean cross-entropy per token in nats, and total cross-entropy in bits over the bytes of the predicted text.
+
+        The end-of-text token costs bits and has no bytes, so bits per byte are an upper bound on that of the text alone.
+        """
+        return {
+            "loss": sums["nats"] / sums["items"],
+            "bits_per_byte": bits_per_byte(sums["nats"], sums["bytes"]),
+        }
+
+    def baseline(self, data: Data) -> Baseline:
+        """A byte trigram model of the same corpus."""
+        assert isinstance(data, TextData)
+        trigram = ByteTrigram.fit(texts(data.corpus.training))
+        value = trigram.bits_per_byte(texts(data.corpus.validation))
+        return Baseline("byte trigram with back-off (Witten-Bell)", "trigram model", value)
+
+    def decoder(self, model: nn.Module) -> nn.Module:
+        """The model itself."""
+        return model
+
+
+def bits_per_byte(nats: float, num_bytes: float) -> float:
+    """nats / ln 2 / bytes; NaN for no bytes."""
+    return nats / math.log(2) / num_bytes if num_bytes else math.nan
