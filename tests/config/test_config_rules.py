@@ -205,13 +205,15 @@ def test_an_option_without_effect_is_refused(where, name):
 
 
 def test_decay_fraction_needs_wsd():
-    assert RunConfig(optim={"schedule": "wsd", "decay_fraction": 0.5}).optim.decay_fraction == 0.5
+    assert (
+        GPTRunConfig(optim={"schedule": "wsd", "decay_fraction": 0.5}).optim.decay_fraction == 0.5
+    )
     with pytest.raises(ConfigError, match="decay_fraction=0.5: has no effect with schedule=cosine"):
-        RunConfig(optim={"decay_fraction": 0.5})
+        GPTRunConfig(optim={"decay_fraction": 0.5})
 
 
 def test_the_dense_form_of_a_recipe_forgets_what_it_says_of_experts():
-    recipe = RunConfig(model={"moe": {"top_k": 3, "hidden_dim": 64}})
+    recipe = GPTRunConfig(model={"moe": {"top_k": 3, "hidden_dim": 64}})
     assert recipe.updated({"model.moe.num_experts": ()}).model.moe == MoEConfig(num_experts=())
     with pytest.raises(ConfigError, match=r"model\.moe\.top_k=3: has no effect in a dense model"):
         recipe.updated({"model.moe.num_experts": (), "model.moe.top_k": 3})

@@ -20,6 +20,19 @@ class MoEConfig(LayerChoices):
         """Experts of each MoE layer, or one number for all; none: a dense model."""
         return self.num_experts
 
+    @model_validator(mode="after")
+    def _check_bound(self) -> Self:
+        """A layer's caller may give a factor per call, for which the bound counts; a run's cannot."""
+        bound, factor = self.max_capacity_factor, self.capacity_factor
+        if bound is not None and factor is not None and bound < factor:
+            raise FieldError(
+                "max_capacity_factor",
+                bound,
+                f"must be at least capacity_factor, {factor}",
+                "raise it or lower capacity_factor",
+            )
+        return self
+
 
 class ModelConfig(Config):
     """A GPT: RMSNorm, RoPE, grouped-query attention, and MoE in every n-th layer."""

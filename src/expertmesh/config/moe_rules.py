@@ -122,14 +122,6 @@ class LayerChoices(Config):
                 "needs tokens that choose, and with router=expert_choice experts choose",
                 "use softmax or sigmoid",
             )
-        bound, factor = self.max_capacity_factor, self.capacity_factor
-        if bound is not None and factor is not None and bound < factor:
-            raise FieldError(
-                "max_capacity_factor",
-                bound,
-                f"must be at least capacity_factor, {factor}",
-                "raise it or lower capacity_factor",
-            )
         if self.batch_invariant:
             self.check_invariant()
         self._check_effects()

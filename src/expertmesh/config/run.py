@@ -1,7 +1,6 @@
 """The configuration of a training run of any model, in sections that are also the command line's."""
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -193,19 +192,6 @@ class RunConfig(Config):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
-
-    def updated(self, changes: Mapping[str, Any]) -> Self:
-        """A validated copy with some values replaced; with the experts goes what a recipe said of them.
-
-        Args:
-            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`.
-
-        Raises:
-            ConfigError: A name is unknown or a value breaks a rule.
-        """
-        if changes.get("model.moe.num_experts", None) == ():
-            changes = {"model.moe": {}, **changes}
-        return super().updated(changes)
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
