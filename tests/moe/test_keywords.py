@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Literal, get_args, get_origin
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from expertmesh import MoELayer, Routing
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.moe_rules import LayerOptions
-from expertmesh.moe.dispatch import LocalDispatcher
+from expertmesh.moe.dispatch import LocalDispatcher, LocalJourney
 from expertmesh.moe.random import key_noise
 from expertmesh.testing import numerics
 from expertmesh.testing.numerics import as_fp64
@@ -39,19 +39,24 @@ def tokens(**kwargs):
     return x.to(kwargs.get("dtype", torch.float64))
 
 
+@dataclass(frozen=True)
+class ScalingJourney(LocalJourney):
+    factor: int
+
+    def finish(self, experts):
+        return self.factor * super().finish(experts)
+
+
 class DoublingDispatcher(LocalDispatcher):
-    def combine(self, y_TD, dispatched):
-        return 2 * y_TD
+    def start(self, tokens, **options):
+        return ScalingJourney(tokens, 2)
 
 
 class DegreeDispatcher(LocalDispatcher):
     """Scales by the degree that it is told, so that it shows whether and for which call it is."""
 
-    def dispatch(self, *args, route_degree=None, **kwargs):
-        return replace(super().dispatch(*args, **kwargs), handle=route_degree or 1)
-
-    def combine(self, y_TD, dispatched):
-        return dispatched.handle * y_TD
+    def start(self, tokens, *, route_degree=None):
+        return ScalingJourney(tokens, route_degree or 1)
 
 
 class EarlierTwin:

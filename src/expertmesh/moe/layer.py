@@ -24,7 +24,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import Assignment, CapacityRule, all_kept, assign
 from expertmesh.moe.build import make_experts, make_residual, make_router, make_shared_experts
 from expertmesh.moe.call import CallInputs, call_of
-from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher
+from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher, Tokens
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.losses import LossOptions, weighted_losses
 from expertmesh.moe.phases import phase
@@ -376,34 +376,25 @@ class MoELayer(nn.Module):
         )
         with phase("route"):
             routed = route(self.router, call, self.routing_options)
-            aux_loss, z_loss, counts_E = weighted_losses(
-                routed,
-                call.token_mask_T,
-                self.num_experts,
-                self.loss_options,
-                sum_over_processes=self.dispatcher.sum_over_processes,
-                groups=call.groups,
-            )
             assigned = self._assign(routed, call)
         with phase("dispatch"):
-            sent = self.dispatcher.dispatch(
-                call.x_TD,
-                assigned.expert_ids_TK,
-                assigned.weights_TK,
-                max_rows=assigned.max_rows,
-                route_degree=route_degree,
+            tokens = Tokens(
+                call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, assigned.max_rows
             )
-        with phase("experts"):
-            partial_TD = self.experts(
-                sent.x_TD,
-                sent.expert_ids_TK,
-                sent.weights_TK,
-                max_rows=sent.max_rows,
-                parameters=sent.parameters,
-            )
+            journey = self.dispatcher.start(tokens, route_degree=route_degree)
+        aux_loss, z_loss, counts_E = weighted_losses(
+            routed,
+            call.token_mask_T,
+            self.num_experts,
+            self.loss_options,
+            sum_over_processes=self.dispatcher.sum_over_processes,
+            groups=call.groups,
+        )
+        journey.advance()
+        dense = self._dense(call.x_TD)  # while tokens travel
+        combined_TD = journey.finish(self.experts)
         with phase("combine"):
-            combined_TD = self.dispatcher.combine(partial_TD, sent)
-        y_TD = self._add_dense(call, combined_TD)
+            y_TD = self._add_dense(call, combined_TD, *dense)
         num_dropped = assigned.num_dropped
         if call.capacity is not None:
             num_dropped = self.dispatcher.sum_over_processes(num_dropped)
@@ -433,15 +424,29 @@ class MoELayer(nn.Module):
             layer_index=self.layer_index,
         )
 
-    def _add_dense(self, call: CallInputs, y_TD: Tensor) -> Tensor:
-        """Mix in the residual MLP, add the shared experts, and hide masked tokens."""
-        x_TD = call.x_TD
+    def _dense(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What does not depend on the experts: shares (T, 2), residual MLP and shared experts, as far as there are."""
+        mix_T2 = residual_TD = None
         if self.residual_mlp is not None:
             assert self.residual_coefficient is not None
             mix_T2 = self._mixture(self.residual_coefficient, x_TD)
-            y_TD = mix_T2[:, :1] * y_TD + mix_T2[:, 1:] * self.residual_mlp(x_TD)
-        if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
+            residual_TD = self.residual_mlp(x_TD)
+        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
+        return mix_T2, residual_TD, shared_TD
+
+    def _add_dense(
+        self,
+        call: CallInputs,
+        y_TD: Tensor,
+        mix_T2: Tensor | None,
+        residual_TD: Tensor | None,
+        shared_TD: Tensor | None,
+    ) -> Tensor:
+        """Mix in the residual MLP, add the shared experts, and hide masked tokens."""
+        if mix_T2 is not None and residual_TD is not None:
+            y_TD = mix_T2[:, :1] * y_TD + mix_T2[:, 1:] * residual_TD
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
         if call.token_mask_T is not None:
             y_TD = y_TD.masked_fill(~call.token_mask_T[:, None], 0)
         return y_TD
