@@ -55,8 +55,8 @@ class DoublingDispatcher(LocalDispatcher):
 class DegreeDispatcher(LocalDispatcher):
     """Scales by the degree that it is told, so that it shows whether and for which call it is."""
 
-    def start(self, tokens, *, route_degree=None):
-        return ScalingJourney(tokens, route_degree or 1)
+    def start(self, tokens, *, route_degree=None, overlap_degree=None):
+        return ScalingJourney(tokens, (route_degree or 1) * (overlap_degree or 1))
 
 
 class EarlierTwin:
@@ -322,6 +322,7 @@ CALLS = {
     "top_k": ({}, {"top_k": 3}, "y"),
     "capacity_factor": ({"min_capacity": 1}, {"capacity_factor": 0.5}, "y"),
     "route_degree": ({"dispatcher": DegreeDispatcher()}, {"route_degree": 2}, "y"),
+    "overlap_degree": ({"dispatcher": DegreeDispatcher()}, {"overlap_degree": 2}, "y"),
     "shared_tokens": (
         {"capacity_factor": 0.5, "min_capacity": 1, "drop_policy": "first"},
         {"shared_tokens": EarlierTwin(), "token_index": torch.arange(T) + T},

@@ -339,6 +339,7 @@ class MoELayer(nn.Module):
         top_k: int | None = None,
         capacity_factor: float | None = None,
         route_degree: int | None = None,
+        overlap_degree: int | None = None,
         shared_tokens: SharedTokens | None = None,
     ) -> tuple[Tensor, RoutingStats]:
         """Route every token through its experts.
@@ -354,6 +355,7 @@ class MoELayer(nn.Module):
             top_k: for this call only.
             capacity_factor: for this call only; inf: dropless.
             route_degree: for this call only, processes that a token may travel over, of a layer spread over several.
+            overlap_degree: for this call only, parts in which tokens travel, of such a layer.
             shared_tokens: processes that have the other tokens of this call, whose order token_index says; routing
                 groups are then those of all their tokens. Expert-choice routing and the z-loss are of this process's tokens.
 
@@ -381,7 +383,9 @@ class MoELayer(nn.Module):
             tokens = Tokens(
                 call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, assigned.max_rows
             )
-            journey = self.dispatcher.start(tokens, route_degree=route_degree)
+            journey = self.dispatcher.start(
+                tokens, route_degree=route_degree, overlap_degree=overlap_degree
+            )
         aux_loss, z_loss, counts_E = weighted_losses(
             routed,
             call.token_mask_T,
