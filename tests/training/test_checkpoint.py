@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import threading
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from expertmesh.training.checkpoint import (
     newest_good,
     read_state,
 )
-from expertmesh.training.checkpoint_tensors import read_tensors
+from expertmesh.training.checkpoint_tensors import read_tensors, write_tensors
 
 
 def tensors(value=1.0):
@@ -29,10 +30,21 @@ def tensors(value=1.0):
 
 
 @pytest.fixture
-def store(tmp_path):
-    made = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
-    yield made
-    made.close()
+def make_store(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(CheckpointStore(tmp_path / "checkpoints", keep_last=2, **options))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def store(make_store):
+    return make_store()
 
 
 def save(store, step, *, eval_loss=None):
@@ -66,17 +78,14 @@ def test_torch_itself_can_read_it(store):
     assert torch.equal(found["a"], torch.full((3, 5), 3.0))
 
 
-def test_training_may_change_the_tensors_while_they_are_written(store, monkeypatch):
-    import threading
-
+def test_training_may_change_the_tensors_while_they_are_written(make_store):
     gate = threading.Event()
-    write = checkpoint.write_tensors
 
     def slow(folder, given):
         assert gate.wait(10)
-        return write(folder, given)
+        return write_tensors(folder, given)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", slow)
+    store = make_store(write=slow)
     live = tensors(1.0)
     store.save(1, live, {}, eval_loss=None)
     live["a"].fill_(99.0)
@@ -177,38 +186,37 @@ def test_only_damaged_checkpoints_are_an_error_and_none_is_none(store, tmp_path)
         newest_good(store.folder)
 
 
-def fail_with(error):
-    def fail(*args, **kwargs):
-        raise error
+def test_a_full_disk_surfaces_and_leaves_the_checkpoints_before(make_store):
+    is_full = False
 
-    return fail
+    def write(folder, given):
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_tensors(folder, given)
 
-
-def test_a_full_disk_surfaces_and_leaves_the_checkpoints_before(store, monkeypatch):
+    store = make_store(write=write)
     save(store, 1)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(checkpoint, "write_tensors", fail_with(full))
+    is_full = True
     store.save(2, tensors(), {}, eval_loss=None)
     with pytest.raises(OSError, match="No space left") as info:
         store.wait()
     assert info.value.errno == errno.ENOSPC
     assert steps(store) == [1] and find_damage(store.paths()[0]) is None
     assert not [p for p in store.folder.iterdir() if p.name.startswith(".")]
-    monkeypatch.undo()
+    is_full = False
     save(store, 3)
     assert steps(store) == [1, 3]
 
 
-def test_a_really_full_disk(store, monkeypatch):
+def test_a_really_full_disk(make_store, store):
     """/dev/full: the operating system's own ENOSPC, through torch's writer."""
     save(store, 1)
-    write = checkpoint.write_tensors
 
     def write_to_full(folder, given):
         (folder / "__0_0.distcp").symlink_to("/dev/full")
-        return write(folder, given)
+        return write_tensors(folder, given)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", write_to_full)
+    store = make_store(write=write_to_full)
     store.save(2, tensors(), {}, eval_loss=None)
     with pytest.raises(OSError) as info:
         store.wait()
@@ -216,11 +224,9 @@ def test_a_really_full_disk(store, monkeypatch):
     assert steps(store) == [1]
 
 
-def test_check_raises_without_waiting_for_a_save_that_runs(store, monkeypatch):
-    import threading
-
+def test_check_raises_without_waiting_for_a_save_that_runs(make_store):
     gate = threading.Event()
-    monkeypatch.setattr(checkpoint, "write_tensors", lambda *a: gate.wait(10) and 1 / 0)
+    store = make_store(write=lambda *a: gate.wait(10) and 1 / 0)
     store.save(1, tensors(), {}, eval_loss=None)
     store.check()
     gate.set()

@@ -23,7 +23,7 @@ import pickle
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -55,13 +55,22 @@ class CheckpointStore:
         folder: holds the checkpoints; made when the first is saved. The same for all ranks.
         keep_last: the newest so many are kept, and the one with the lowest evaluation loss.
         ranks: the ranks; None: this process alone.
+        write: writes a rank's tensors into a folder; None: `write_tensors`.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        ranks: Ranks | None = None,
+        write: Callable[[Path, Staged], list[Any]] | None = None,
+    ) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.ranks = Ranks() if ranks is None else ranks
         self.stager = Stager(self.ranks)
+        self._write_tensors = write
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._is_abandoned, self._is_closing = threading.Event(), threading.Event()
@@ -182,7 +191,7 @@ class CheckpointStore:
             unfinished.rename(record)
 
     def _write_part(self, partial: Path, staged: Staged) -> tuple[list[Any], dict[str, Any]]:
-        results = write_tensors(partial, staged)
+        results = (self._write_tensors or write_tensors)(partial, staged)
         files = [partial / name for name in sorted({r.storage_data.relative_path for r in results})]
         return results, {path.name: _flushed(path) for path in files}
 
