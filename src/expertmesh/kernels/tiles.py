@@ -6,6 +6,7 @@ chosen by hand from the padding waste, the accumulator's registers and the share
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -215,7 +216,8 @@ def plan_for(
     )
     if found is None:
         return plan
-    return replace(plan, **{name: Tile(**tile) for name, tile in found.tiles.items()})
+    cut: dict[str, Any] = {name: Tile(**tile) for name, tile in found.tiles.items()}
+    return replace(plan, **cut)
 
 
 def described(plan: Plan, *tensors: Tensor) -> Plan:
