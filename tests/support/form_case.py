@@ -56,6 +56,7 @@ class FormCase:
         drops: drop policy of a layer with capacity, or "none": dropless.
         rows: of `ROWS`.
         route: route_degree: "one", "middle" or "all".
+        overlap: overlap_degree.
         es_degree: slices of each expert; None: the default.
         order: of the ranks that hold the experts.
         subgroup: the world is every other rank of twice as many, and the others are a world too.
@@ -75,6 +76,7 @@ class FormCase:
     drops: str = "none"
     rows: str = "equal"
     route: str = "all"
+    overlap: int = 1
     es_degree: int | None = None
     order: str = "slices_inner"
     subgroup: bool = False
@@ -115,6 +117,7 @@ class FormCase:
         """The configuration that a user would give."""
         return ParallelConfig(
             route_degree=self.route_degree,
+            overlap_degree=self.overlap,
             es_degree=self.es_degree,
             expert_order=self.order,  # type: ignore[arg-type]
             **FORMS[self.form],
@@ -316,6 +319,7 @@ def covering_factors() -> dict[str, Sequence[Any]]:
         "drops": ("none", "first", "random", "priority"),
         "rows": tuple(ROWS),
         "route": ("one", "middle", "all"),
+        "overlap": (1, 2, 4, 8),
         "es_degree": (None, 2),
         "order": ("slices_inner", "experts_inner"),
         "subgroup": (False, True),
