@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expertmesh.comm.world import World
+from expertmesh.config.moe_rules import DropPolicy, RouterNoise
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, to_foreign
@@ -236,13 +237,13 @@ def _check(
         )
 
 
-def _drop_policy(k: int, use_rts: bool) -> str:
+def _drop_policy(k: int, use_rts: bool) -> DropPolicy:
     if k == 1:
         return "random" if use_rts else "first"
     return "first" if k == 2 else "weight"
 
 
-def _noise(k: int, noisy_gate_policy: str | None, samples_second: bool) -> str:
+def _noise(k: int, noisy_gate_policy: str | None, samples_second: bool) -> RouterNoise:
     if noisy_gate_policy == "RSample":
         return "gumbel"
     return "gumbel_after_first" if k == 2 and samples_second else "none"

@@ -239,7 +239,7 @@ class MOELayer(nn.Module):
             input, top_k=top_k, capacity_factor=factor, route_degree=self._route_degree(adaptive_r)
         )
         self._l_aux, self._dispatch_count = stats.aux_loss, stats.num_tokens_per_expert_E
-        y.l_aux = stats.aux_loss  # type: ignore[attr-defined]
+        y.l_aux = stats.aux_loss
         if self.result_func is not None:
             y = self.result_func(y)
             y.l_aux = stats.aux_loss  # type: ignore[attr-defined]

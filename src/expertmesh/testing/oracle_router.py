@@ -98,7 +98,7 @@ def route(inputs: OracleInputs, options: OracleOptions) -> Routed:
         ids_TK = np.zeros((len(x_TD), options.top_k), dtype=np.int64)
         for t in range(len(x_TD)):
             is_real = inputs.token_mask_T is None or inputs.token_mask_T[t]
-            noise = 0.0 if inputs.noise_TE is None else inputs.noise_TE[t]
+            noise = np.zeros_like(logits_TE[t]) if inputs.noise_TE is None else inputs.noise_TE[t]
             if options.router_noise == "gumbel_after_first" and inputs.noise_TE is not None:
                 first, *rest = np.argsort(-logits_TE[t], kind="stable")
                 if is_real and rest:
