@@ -57,6 +57,7 @@ class FormCase:
         rows: of `ROWS`.
         route: route_degree: "one", "middle" or "all".
         overlap: overlap_degree.
+        ranks_per_node: of the hierarchical all-to-all; None: the flat one.
         es_degree: slices of each expert; None: the default.
         order: of the ranks that hold the experts.
         subgroup: the world is every other rank of twice as many, and the others are a world too.
@@ -77,6 +78,7 @@ class FormCase:
     rows: str = "equal"
     route: str = "all"
     overlap: int = 1
+    ranks_per_node: int | None = None
     es_degree: int | None = None
     order: str = "slices_inner"
     subgroup: bool = False
@@ -118,6 +120,8 @@ class FormCase:
         return ParallelConfig(
             route_degree=self.route_degree,
             overlap_degree=self.overlap,
+            all_to_all="flat" if self.ranks_per_node is None else "hierarchical",
+            ranks_per_node=self.ranks_per_node,
             es_degree=self.es_degree,
             expert_order=self.order,  # type: ignore[arg-type]
             **FORMS[self.form],
@@ -320,6 +324,7 @@ def covering_factors() -> dict[str, Sequence[Any]]:
         "rows": tuple(ROWS),
         "route": ("one", "middle", "all"),
         "overlap": (1, 2, 4, 8),
+        "ranks_per_node": (None, 2, 3),
         "es_degree": (None, 2),
         "order": ("slices_inner", "experts_inner"),
         "subgroup": (False, True),
