@@ -47,6 +47,18 @@ class OptimConfig(Config):
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        usual = type(self).model_fields["decay_fraction"].default
+        if self.schedule == "cosine" and self.decay_fraction != usual:
+            raise FieldError(
+                "decay_fraction",
+                self.decay_fraction,
+                "has no effect with schedule=cosine",
+                f"leave it at {usual}, or use schedule=wsd",
+            )
+        return self
+
 
 class TrainConfig(Config):
     """The training loop."""
