@@ -200,10 +200,12 @@ def gradients_of_whole_parameters_are_local():
 
 @mutant("spread")
 def statistics_have_a_local_gradient():
-    def mistaken(ctx, grad):
-        return grad, None, None
+    start = collectives.start_all_reduce
 
-    return [(collectives._AllReduce, "backward", staticmethod(mistaken))]
+    def mistaken(x, group, *, where):
+        return None if where.endswith("statistics, backward") else start(x, group, where=where)
+
+    return [(collectives, "start_all_reduce", mistaken)]
 
 
 @mutant("halves")
