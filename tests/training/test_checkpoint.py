@@ -3,10 +3,13 @@
 import errno
 import json
 import logging
+import pathlib
+import pickle
 import threading
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from expertmesh.errors import CheckpointError
 from expertmesh.training import checkpoint
@@ -264,3 +267,103 @@ def test_a_newer_format_is_refused(store):
     file.write_text(json.dumps(state | {"format_version": 99}))
     with pytest.raises(CheckpointError, match="format version 99"):
         read_state(store.paths()[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step_00000002_mine",
+        "step_abc",
+        "step_2",
+        "step_000000030",
+        "best",
+        ".partial-mine",
+        ".deleted-mine",
+    ],
+)
+def test_folders_of_other_names_are_the_users(store, name):
+    copy = store.folder / name
+    save(store, 1)
+    copy.mkdir()
+    (copy / "note").write_text("mine")
+    for step in (2, 3, 4):
+        save(store, step)
+    store.remove_leftovers()
+    assert (copy / "note").read_text() == "mine"
+    assert steps(store) == [3, 4]
+    assert newest_good(store.folder).name == "step_00000004"
+
+
+class Command:
+    """What unpickles by running something."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (pathlib.Path.touch, (self.path,))
+
+
+def with_a_command(index, mark):
+    index.planner_data = {"a": Command(mark)}
+
+
+def with_a_command_in_torch(index, mark):
+    class Sneaky:
+        def __reduce__(self):
+            return (torch.serialization.os.makedirs, (str(mark),))
+
+    index.storage_meta = Sneaky()
+
+
+def outside_the_folder(index, mark):
+    for place in index.storage_data.values():
+        place.relative_path = f"../step_00000001/{place.relative_path}"
+
+
+def with_an_extension(index, mark):
+    for place in index.storage_data.values():
+        place.transform_descriptors = ["zstd"]
+
+
+def with_a_pickle_in_place_of_a_tensor(index, mark):
+    index.state_dict_metadata["a"] = BytesStorageMetadata()
+
+
+def of_another_kind(index, mark):
+    index.storage_data = {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_a_command,
+        with_a_command_in_torch,
+        outside_the_folder,
+        with_an_extension,
+        with_a_pickle_in_place_of_a_tensor,
+        of_another_kind,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_nothing_in_a_checkpoint_runs(store, tmp_path, change):
+    save(store, 1)
+    path, mark = store.paths()[0], tmp_path / "ran"
+    index = pickle.loads((path / ".metadata").read_bytes())
+    change(index, mark)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][".metadata"] = checkpoint._flushed(path / ".metadata")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert newest_good(store.folder) == path, "its checksums are right"
+    with pytest.raises(CheckpointError, match="is unreadable|has no tensor a"):
+        read_tensors(path, {"a": torch.zeros(3, 5)})
+    assert not mark.exists()
+
+
+def test_a_record_between_ranks_runs_nothing(store, tmp_path):
+    record, mark = tmp_path / ".written-1", tmp_path / "ran"
+    record.write_bytes(pickle.dumps(Command(mark)))
+    with pytest.raises(CheckpointError, match="is unreadable"):
+        store._record(record)
+    assert not mark.exists()

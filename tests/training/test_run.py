@@ -396,10 +396,16 @@ def test_load_by_hand():
     assert measure_load([[0, 0]], 0).dead_experts == 2
 
 
-def test_a_metrics_file_ends_at_the_first_broken_line(tmp_path):
+@pytest.mark.parametrize(
+    "broken", ["nonsense\n", "\n", '{"loss": 1}\n', '"step"\n', '{"step": 2, "lo']
+)
+def test_a_broken_line_of_metrics_takes_no_other_with_it(tmp_path, broken):
     path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\nnonsense\n{"step": 3}\n')
+    if broken.endswith("\n"):
+        path.write_text('{"step": 1}\n' + broken + '{"step": 2}\n{"step": 3}\n')
+    else:
+        path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n' + broken)
     MetricsFile(path, last_step=9).close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    MetricsFile(path, last_step=2).close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
-    MetricsFile(path, last_step=1).close()
-    assert path.read_text() == '{"step": 1}\n'

@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import pickle
+import re
 import shutil
 import threading
 import time
@@ -33,10 +34,12 @@ from torch import Tensor
 
 from expertmesh.errors import CheckpointError, PeerError
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.training.checkpoint_index import read_plain
 from expertmesh.training.checkpoint_tensors import Staged, Stager, write_index, write_tensors
 
 FORMAT_VERSION = 1
 _PREFIX = "step_"
+_NAME = re.compile(rf"{_PREFIX}\d{{8}}")
 _PARTIAL = ".partial-"
 _DELETED = ".deleted-"
 _RECORD = ".written-"
@@ -79,7 +82,8 @@ class CheckpointStore:
         """Delete what a killed run left half-written or half-deleted; for one rank."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
-                if path.name.startswith((_PARTIAL, _DELETED)):
+                hidden = path.name.removeprefix(_PARTIAL).removeprefix(_DELETED)
+                if hidden != path.name and _NAME.fullmatch(hidden):
                     shutil.rmtree(path, ignore_errors=True)
 
     def save(
@@ -219,7 +223,7 @@ class CheckpointStore:
                     f"{path.name}: another rank did not write its part of a checkpoint"
                 )
             time.sleep(_POLL_S)
-        return cast("tuple[list[Any], dict[str, Any]]", pickle.loads(path.read_bytes()))
+        return cast("tuple[list[Any], dict[str, Any]]", read_plain(path))
 
     def _prune(self) -> None:
         paths = self.paths()
@@ -240,10 +244,10 @@ class CheckpointStore:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Visible checkpoints in a folder, oldest first, damaged ones included."""
+    """Visible checkpoints in a folder, oldest first, damaged ones included; what has another name is not ours."""
     if not folder.is_dir():
         return []
-    return sorted(p for p in folder.iterdir() if p.name.startswith(_PREFIX) and p.is_dir())
+    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir())
 
 
 def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
