@@ -87,7 +87,7 @@ def feasible_pairs():
             free = [(n, v) for n in FACTORS if n not in CONSTRAINED for v in FACTORS[n]]
             pairs |= set(combinations(sorted(row.items()), 2))
             pairs |= {tuple(sorted(pair)) for pair in product(row.items(), free)}
-            pairs |= {p for p in combinations(sorted(free), 2) if p[0][0] != p[1][0]}
+            pairs |= {p for p in combinations(sorted(free, key=str), 2) if p[0][0] != p[1][0]}
     return pairs
 
 

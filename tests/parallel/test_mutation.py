@@ -18,7 +18,7 @@ from expertmesh.comm import collectives
 from expertmesh.comm.all_to_all import flat
 from expertmesh.comm.world import World
 from expertmesh.parallel import clip, ranks, tensor
-from expertmesh.parallel.experts import dispatcher, storage
+from expertmesh.parallel.experts import dispatcher, exchange, hierarchical, storage
 from expertmesh.testing.numerics import FP64_RELATIVE
 
 STEPS = 2
@@ -29,7 +29,15 @@ COPIES = FormCase(form="E+D", rows="unequal")
 HALVES = FormCase(form="E+Z2", num_ranks=2, subgroup=True)
 KEPT = FormCase(form="E+Z1", route="one", micro_batches=2)
 SHARED = FormCase(form="E+D+M", rows="unequal", dense_parts=True)
-CASES = {"spread": SPREAD, "copies": COPIES, "halves": HALVES, "kept": KEPT, "shared": SHARED}
+PARTS = FormCase(rows="unequal", overlap=2)
+NODES = FormCase(top_k=4, ranks_per_node=2)
+CASES = {"parts": PARTS, "nodes": NODES} | {
+    "spread": SPREAD,
+    "copies": COPIES,
+    "halves": HALVES,
+    "kept": KEPT,
+    "shared": SHARED,
+}
 
 MUTANTS = {}
 
@@ -95,6 +103,23 @@ def tokens_do_not_return():
         return start(x_RD, send, receive, group, where=where)
 
     return [(flat, "start_all_to_all", mistaken)]
+
+
+@mutant("parts")
+def parts_in_another_order():
+    split = exchange.split
+    return [(exchange, "split", lambda tokens, sizes: split(tokens, sizes)[::-1])]
+
+
+@mutant("nodes")
+def a_sum_of_a_node_counted_twice():
+    combine = hierarchical.combine
+
+    def mistaken(y_RD, metadata, slots):
+        twice = torch.cat((2 * y_RD[:1], y_RD[1:]))
+        return combine(twice, metadata, slots)
+
+    return [(hierarchical, "combine", mistaken)]
 
 
 def everywhere(function, replacement):
@@ -175,10 +200,12 @@ def gradients_of_whole_parameters_are_local():
 
 @mutant("spread")
 def statistics_have_a_local_gradient():
-    def mistaken(ctx, grad):
-        return grad, None, None
+    start = collectives.start_all_reduce
 
-    return [(collectives._AllReduce, "backward", staticmethod(mistaken))]
+    def mistaken(x, group, *, where):
+        return None if where.endswith("statistics, backward") else start(x, group, where=where)
+
+    return [(collectives, "start_all_reduce", mistaken)]
 
 
 @mutant("halves")

@@ -24,7 +24,7 @@ from expertmesh.training.optim import build_optimizer
 from tests.support.replicas import fill_biases, whole, world_of
 
 S, V = 8, 24
-SEED = 3
+SEED = 4
 
 FORMS: dict[str, dict[str, Any]] = {
     "E": {},
@@ -57,6 +57,7 @@ class FormCase:
         rows: of `ROWS`.
         route: route_degree: "one", "middle" or "all".
         overlap: overlap_degree.
+        ranks_per_node: of the hierarchical all-to-all; None: the flat one.
         es_degree: slices of each expert; None: the default.
         order: of the ranks that hold the experts.
         subgroup: the world is every other rank of twice as many, and the others are a world too.
@@ -77,6 +78,7 @@ class FormCase:
     rows: str = "equal"
     route: str = "all"
     overlap: int = 1
+    ranks_per_node: int | None = None
     es_degree: int | None = None
     order: str = "slices_inner"
     subgroup: bool = False
@@ -118,6 +120,8 @@ class FormCase:
         return ParallelConfig(
             route_degree=self.route_degree,
             overlap_degree=self.overlap,
+            all_to_all="flat" if self.ranks_per_node is None else "hierarchical",
+            ranks_per_node=self.ranks_per_node,
             es_degree=self.es_degree,
             expert_order=self.order,  # type: ignore[arg-type]
             **FORMS[self.form],
@@ -125,7 +129,10 @@ class FormCase:
 
     def model(self) -> ModelConfig:
         """One dense layer and one MoE layer."""
-        dropless = self.drops == "none"
+        drops: dict[str, Any] = {}
+        if self.drops != "none":
+            drops = {"capacity_factor": 1.0, "min_capacity": 1, "drop_policy": self.drops}
+            drops["routing_group_size"] = self.group
         return ModelConfig(
             vocab_size=V,
             max_seq_len=S,
@@ -141,10 +148,7 @@ class FormCase:
                 hidden_dim=24,
                 bias=self.bias,
                 router_noise="gumbel",
-                capacity_factor=None if dropless else 1.0,
-                min_capacity=1,
-                drop_policy="first" if dropless else self.drops,  # type: ignore[arg-type]
-                routing_group_size=None if dropless else self.group,
+                **drops,
                 num_shared_experts=int(self.dense_parts),
                 residual=self.dense_parts,
                 aux_loss_weight=0.5,
@@ -320,6 +324,7 @@ def covering_factors() -> dict[str, Sequence[Any]]:
         "rows": tuple(ROWS),
         "route": ("one", "middle", "all"),
         "overlap": (1, 2, 4, 8),
+        "ranks_per_node": (None, 2, 3),
         "es_degree": (None, 2),
         "order": ("slices_inner", "experts_inner"),
         "subgroup": (False, True),

@@ -1,5 +1,6 @@
 """The ranks that one model is spread over, and the groups among them."""
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import debug
 
-from expertmesh.comm.group import RankGroup, Traffic
+from expertmesh.comm.collectives import start_all_gather
+from expertmesh.comm.group import RankGroup, Traffic, wait_for
 from expertmesh.errors import ConfigError
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -59,6 +61,18 @@ class World:
         """Number of ranks."""
         return len(self.ranks)
 
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank, by the number in torch's world of the node's first rank; every rank must ask.
+
+        As torchrun started them (RANK and LOCAL_RANK); without torchrun all ranks are on one node.
+        """
+        local = os.environ.get("LOCAL_RANK")
+        first = 0 if local is None else dist.get_rank() - int(local)
+        mine = torch.tensor(first, device=self.device_type)
+        all_P, pending = start_all_gather(mine, self.everyone(), where="nodes of the ranks")
+        wait_for(pending)
+        return tuple(all_P.tolist())
+
     def everyone(self) -> RankGroup:
         """The group of all ranks."""
         return self.group([range(self.size)], name="all ranks")
@@ -67,7 +81,7 @@ class World:
         """This rank's cell of a partition of all ranks; every rank must ask, with the same partition.
 
         Args:
-            cells: positions, each in exactly one cell, all cells of one size.
+            cells: positions, each in exactly one cell.
             name: for error messages.
         """
         # By the whole partition, so that all ranks agree on what is new.
@@ -79,9 +93,11 @@ class World:
     def _new_group(self, cells: tuple[tuple[int, ...], ...], name: str) -> RankGroup:
         mine = next(cell for cell in cells if self.position in cell)
         found = self._group if len(mine) == self.size and self.size > 1 else None
-        for cell in cells if 1 < len(mine) < self.size else ():
-            # In torch's default world every rank takes part in making every group; elsewhere only the members may.
-            if self._is_default or cell == mine:
+        widest = max(map(len, cells))
+        for cell in cells if 1 < widest < self.size else ():
+            # In torch's default world every rank takes part in making every group; elsewhere only the members may, and
+            # ranks alone make one, too, so that all have made equally many.
+            if (self._is_default and len(cell) > 1) or (not self._is_default and cell == mine):
                 made = self._torch_group(cell)
                 found = made if cell == mine else found
         return RankGroup(

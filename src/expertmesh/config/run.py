@@ -11,6 +11,7 @@ from expertmesh.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Schedule = Literal["cosine", "wsd"]
 Resume = Literal["auto", "never", "required"]
+AllToAll = Literal["flat", "hierarchical"]
 ExpertOrder = Literal["slices_inner", "experts_inner"]
 
 
@@ -129,6 +130,10 @@ class ParallelConfig(Config):
     """Ranks that a token may travel over; the rest of the experts' weights is gathered. 1: tokens stay; none: all."""
     overlap_degree: int = Field(default=1, gt=0)
     """Parts that tokens travel in: one is under way while the experts compute on another. 1: all at once."""
+    all_to_all: AllToAll = "flat"
+    """flat: tokens go straight to the ranks of their experts; hierarchical: between nodes first, once to each node."""
+    ranks_per_node: int | None = Field(default=None, gt=0)
+    """Neighbouring ranks on one node, for the hierarchical all_to_all; none: as torchrun started them."""
     expert_order: ExpertOrder = "slices_inner"
     """Neighbouring ranks hold slices of the same experts (slices_inner), or other experts (experts_inner)."""
     zero_stage: int = Field(default=3, ge=1, le=3)
@@ -171,6 +176,13 @@ class ParallelConfig(Config):
                 self.route_degree,
                 f"conflicts with ep_degree={shown}, which names the same thing",
                 "give only one of the two",
+            )
+        if self.ranks_per_node is not None and self.all_to_all == "flat":
+            raise FieldError(
+                "ranks_per_node",
+                self.ranks_per_node,
+                "says where nodes end, which all_to_all=flat does not ask",
+                "leave it out, or use all_to_all=hierarchical",
             )
         if self.offload and self.zero_stage == 1:
             raise FieldError(

@@ -64,6 +64,8 @@ def parallelize(
     degrees = degrees_of(config, num_ranks=world.size)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     prefetcher = Prefetcher()
+    per_node = config.ranks_per_node
+    nodes = None if per_node is None else [rank // per_node for rank in range(world.size)]
     for index, layer in enumerate(moe_layers):
         ep_degree = config.ep_degree_of(index, num_moe_layers=len(moe_layers))
         es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
@@ -84,6 +86,8 @@ def parallelize(
             order=config.expert_order,
             route_degree=route_degree,
             overlap_degree=config.overlap_degree,
+            all_to_all=config.all_to_all,
+            nodes=nodes,
             keep=_KEEP[config.zero_stage],
             offload=config.offload,
             prefetcher=prefetcher,

@@ -1,8 +1,7 @@
 """Expert parallelism behind the layer's dispatcher protocol: an exchange moves tokens, a storage gathers weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.mesh import expert_degrees
 from expertmesh.comm.world import World
-from expertmesh.config.run import ExpertOrder
+from expertmesh.config.run import AllToAll, ExpertOrder
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Experts, Tokens, apply_experts
 from expertmesh.moe.experts import GroupedExperts
@@ -28,6 +27,7 @@ from expertmesh.parallel.experts.exchange import (
     Route,
 )
 from expertmesh.parallel.experts.gather import GatheredWeights
+from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
 from expertmesh.parallel.experts.modules import ExpertModules, module_degrees
 from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Prefetcher
@@ -82,18 +82,13 @@ class SpreadJourney:
                 if gathered is not None and following is None:  # the backward begins here
                     gathered.announce_backward(y_RD)
                 under_way.append(outbound.start_home(y_RD))
+                under_way[-1].advance()
                 # one later, so that the backward, in the opposite order, sends gradients one ahead as well
                 found += [homebound.finish() for homebound in under_way[:-1]]
                 del under_way[:-1]
         with phase("combine"):
             found.append(under_way[0].finish())
             return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _usual_exchange(route: Route, *, fixed_tokens: int | None) -> Exchange:
-    if route.group.size == 1:
-        return Alone(route)
-    return Ragged(route) if fixed_tokens is None else Fixed(route, fixed_tokens)
 
 
 class ExpertDispatcher:
@@ -106,6 +101,9 @@ class ExpertDispatcher:
         fixed_tokens: None: ragged exchanges, whose sizes the host waits for. A number: no rank has more tokens in a
             call; every rank sends that many to each, so that the host never waits: for decoding a few tokens at a time.
         overlap_degree: parts that tokens travel in unless a call says otherwise; the results are equal but for rounding.
+        all_to_all: "flat": tokens go straight to the ranks of their experts; "hierarchical": between nodes first, once to
+            each node, see `Hierarchical`. Where all ranks that share tokens are on one node, or each on its own, it is flat.
+        nodes: the node of each rank of the world, for the hierarchical one; None: as torchrun started them.
         exchanges: makes the exchange of a route; None: the one of this package that fits.
 
     Raises:
@@ -120,12 +118,21 @@ class ExpertDispatcher:
         route_degree: int | None = None,
         fixed_tokens: int | None = None,
         overlap_degree: int = 1,
+        all_to_all: AllToAll = "flat",
+        nodes: Sequence[int] | None = None,
         exchanges: Callable[[Route], Exchange] | None = None,
     ) -> None:
         self.storage, self.num_experts = storage, num_experts
         self.route_degree = make_plan(storage.degrees, route_degree).route_degree
         self.overlap_degree = _checked_overlap(overlap_degree)
-        self.exchanges = exchanges or partial(_usual_exchange, fixed_tokens=fixed_tokens)
+        self.exchanges = exchanges or self._usual_exchange
+        self._fixed_tokens, self._all_to_all = fixed_tokens, all_to_all
+        if fixed_tokens is not None and all_to_all != "flat":
+            raise ConfigError(
+                f"all_to_all={all_to_all} with fixed_tokens={fixed_tokens}: exchanges of fixed size are flat; leave one out"
+            )
+        if all_to_all == "hierarchical":
+            self._nodes = storage.world.nodes() if nodes is None else tuple(nodes)
         self._everyone = storage.world.everyone()
         self._exchanges: dict[int, Exchange] = {}
 
@@ -140,6 +147,32 @@ class ExpertDispatcher:
             route = self._new_route(make_plan(self.storage.degrees, degree))
             self._exchanges[degree] = self.exchanges(route)
         return self._exchanges[degree]
+
+    def _usual_exchange(self, route: Route) -> Exchange:
+        if route.group.size == 1:
+            return Alone(route)
+        if self._fixed_tokens is not None:
+            return Fixed(route, self._fixed_tokens)
+        if self._all_to_all == "hierarchical":
+            nodes = self._nodes_of(route)
+            if 1 < len(nodes.members) < route.group.size:
+                return Hierarchical(route, nodes)
+        return Ragged(route)
+
+    def _nodes_of(self, route: Route) -> Nodes:
+        """Where the ranks of a route lie; every rank must ask, because groups are made."""
+        W, node_of = self.storage.degrees.num_ranks, self._nodes
+        cells: dict[tuple[int, int, int], list[int]] = {}
+        for copy in range(self.storage.num_replicas):
+            for i, cell in enumerate(route.plan.route_cells()):
+                for position in (copy * W + rank for rank in cell):
+                    cells.setdefault((copy, i, node_of[position]), []).append(position)
+        inside = self.storage.world.group(list(cells.values()), name="the ranks of a node")
+        position = self.storage.world.position
+        copy, i, _ = next(key for key, cell in cells.items() if position in cell)
+        mine = [positions for key, positions in cells.items() if key[:2] == (copy, i)]
+        all_places = {p: place for place, p in enumerate(sorted(p for c in mine for p in c))}
+        return Nodes([[all_places[p] for p in positions] for positions in mine], inside)
 
     def _new_route(self, plan: Plan) -> Route:
         cells = plan.route_cells()
@@ -202,6 +235,8 @@ def spread_experts(
     keep: Keep = "until_backward",
     fixed_tokens: int | None = None,
     overlap_degree: int = 1,
+    all_to_all: AllToAll = "flat",
+    nodes: Sequence[int] | None = None,
     exchanges: Callable[[Route], Exchange] | None = None,
     offload: bool = False,
     prefetcher: Prefetcher | None = None,
@@ -222,6 +257,8 @@ def spread_experts(
         keep: see `ExpertStorage`.
         fixed_tokens: see `ExpertDispatcher`.
         overlap_degree: see `ExpertDispatcher`.
+        all_to_all: see `ExpertDispatcher`.
+        nodes: see `ExpertDispatcher`.
         exchanges: see `ExpertDispatcher`.
         offload: keep the experts' parameters, gradients and optimiser state in host memory; the world's groups need a
             backend for the CPU then. Build the optimiser afterwards.
@@ -270,6 +307,8 @@ def spread_experts(
         route_degree=route_degree,
         fixed_tokens=fixed_tokens,
         overlap_degree=overlap_degree,
+        all_to_all=all_to_all,
+        nodes=nodes,
         exchanges=exchanges,
     )
     layer.dispatcher = dispatcher

@@ -54,6 +54,10 @@ class Route:
         """Experts that this rank computes."""
         return self.num_experts // self.plan.route_e
 
+    def blocks(self, ids_TK: Tensor) -> Tensor:
+        """The block of experts of each choice; `plan.route_e` for no choice."""
+        return torch.where(ids_TK < self.num_experts, ids_TK // self.num_local, self.plan.route_e)
+
     def local_ids(self, ids_RK: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor]:
         """Ids counted from a rank's first expert, `num_local` for those of other ranks; and which are the rank's own."""
         local_RK = ids_RK - first
@@ -63,6 +67,10 @@ class Route:
 
 class Homebound(Protocol):
     """Partial sums on their way home."""
+
+    def advance(self) -> None:
+        """Send on what waits at a rank between; `finish` does it if nobody did."""
+        ...
 
     def finish(self) -> Tensor:
         """Wait for them and add them per token, in FP32 (FP64 for FP64) and a fixed order; (T, D)."""
@@ -142,6 +150,9 @@ class _Summed:
     rows: InFlight
     add: Callable[[Tensor], Tensor]
 
+    def advance(self) -> None:
+        """All is under way."""
+
     def finish(self) -> Tensor:
         return self.add(self.rows.finish())
 
@@ -149,6 +160,9 @@ class _Summed:
 @dataclass(frozen=True)
 class _AtHome:
     y_TD: Tensor
+
+    def advance(self) -> None:
+        """Nothing is under way."""
 
     def finish(self) -> Tensor:
         return self.y_TD
@@ -222,7 +236,7 @@ class _FixedOutbound(Outbound):
         where = f"{route.layer}, dispatch"
         # The value is an id beyond all experts, and a weight that nobody uses.
         both_BK = nn.functional.pad(
-            _weights_and_ids(tokens.weights_TK, tokens.expert_ids_TK),
+            weights_and_ids(tokens.weights_TK, tokens.expert_ids_TK),
             missing,
             value=float(route.num_experts),
         )
@@ -274,9 +288,7 @@ class _RaggedOutbound(Outbound):
     def __init__(self, route: Route, tokens: Tokens) -> None:
         self._route, self._tokens = route, tokens
         ids_TK = tokens.expert_ids_TK
-        block_TK = torch.where(
-            ids_TK < route.num_experts, ids_TK // route.num_local, route.plan.route_e
-        )
+        block_TK = route.blocks(ids_TK)
         self._places_BQ = torch.tensor(route.places, device=ids_TK.device)
         destination_TS = destinations(block_TK, self._places_BQ, route.group.size)
         self._slots = destination_TS.shape[1]
@@ -289,9 +301,7 @@ class _RaggedOutbound(Outbound):
     def _new_counts_PC(self, block_TK: Tensor) -> Tensor:  # noqa: N802
         """Rows to each rank, and live slots, so that the receiver can size its buffers."""
         rows_P = self._metadata.offsets_E.diff().to(torch.int64)
-        slots_B = count_all_choices(block_TK, self._route.plan.route_e)
-        slots_P = torch.empty_like(rows_P)
-        slots_P[self._places_BQ.flatten()] = slots_B.repeat_interleave(self._route.plan.route_f)
+        slots_P = slots_of_ranks(block_TK, self._places_BQ)
         return torch.stack((rows_P, slots_P), 1)
 
     def _counts(self) -> list[Counts]:
@@ -323,7 +333,7 @@ class _RaggedOutbound(Outbound):
         token_of_row_R = self._metadata.token_of_row_N
         local_RK, own_RK = route.local_ids(ids_TK[token_of_row_R], first_R[:, None])
         weights_TK = at_least_fp32(self._tokens.weights_TK)
-        return _weights_and_ids(permute(weights_TK, self._metadata) * own_RK, local_RK)
+        return weights_and_ids(permute(weights_TK, self._metadata) * own_RK, local_RK)
 
     def finish(self) -> Tokens:
         self.advance()
@@ -342,12 +352,21 @@ class _RaggedOutbound(Outbound):
         return _Summed(rows, lambda home_RD: combine(home_RD, self._metadata, self._slots))
 
 
+def slots_of_ranks(block_TK: Tensor, places_BQ: Tensor) -> Tensor:
+    """(P,) choices that each rank of a route computes, of `Route.blocks` and the ranks' places."""
+    num_blocks, num_slices = places_BQ.shape
+    slots_B = count_all_choices(block_TK, num_blocks)
+    slots_P = torch.empty(num_blocks * num_slices, dtype=torch.int64, device=block_TK.device)
+    slots_P[places_BQ.flatten()] = slots_B.to(torch.int64).repeat_interleave(num_slices)
+    return slots_P
+
+
 def at_least_fp32(weights_TK: Tensor) -> Tensor:
     """Routing weights as they travel: FP32, or FP64 if they are."""
     return weights_TK if weights_TK.dtype == torch.float64 else weights_TK.float()
 
 
-def _weights_and_ids(weights_RK: Tensor, ids_RK: Tensor) -> Tensor:
+def weights_and_ids(weights_RK: Tensor, ids_RK: Tensor) -> Tensor:
     """(R, 2K): both in one tensor, because they travel together."""
     weights_RK = at_least_fp32(weights_RK)
     return torch.cat((weights_RK, ids_RK.to(weights_RK.dtype)), 1)

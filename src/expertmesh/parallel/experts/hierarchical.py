@@ -1,0 +1,208 @@
+"""The hierarchical exchange: between nodes a token goes once, however many experts or ranks it has there.
+
+Out: across nodes to one rank of each node that a token needs, which hands it on inside its node. Home: the ranks of a
+node bring their partial sums to that rank, which adds them in FP32 (FP64 for FP64) in a fixed order and sends one sum
+across. Which rank of a node serves a sender depends on the sender's place in its own node, so that all ranks of a node
+serve equally many where nodes are equally large; nodes may have different numbers of ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_all_to_all
+from expertmesh.comm.group import RankGroup
+from expertmesh.comm.in_flight import InFlight
+from expertmesh.moe.dispatch import Tokens
+from expertmesh.ops.permute import combine, permute
+from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
+from expertmesh.parallel.experts.exchange import (
+    Exchange,
+    Homebound,
+    Outbound,
+    Route,
+    at_least_fp32,
+    destinations,
+    only_rows,
+    part_sizes,
+    slots_of_ranks,
+    split,
+    weights_and_ids,
+)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How the ranks of a route lie on nodes.
+
+    Attributes:
+        members: places in the route's group of the ranks of each node, ascending.
+        inside: ranks of the route on this rank's node, in the order of their places.
+    """
+
+    members: list[list[int]]
+    inside: RankGroup
+
+    def of(self, place: int) -> int:
+        """The node of a place."""
+        return next(m for m, places in enumerate(self.members) if place in places)
+
+    def entry(self, sender: int, node: int) -> int:
+        """The place that takes a sender's tokens for a node; the sender itself for its own."""
+        own = self.members[self.of(sender)].index(sender)
+        return self.members[node][own % len(self.members[node])]
+
+
+class Hierarchical(Exchange):
+    """Across nodes first, one copy of a token per node, then on inside; as ragged as `Ragged`.
+
+    Args:
+        route: of the tokens.
+        nodes: at least two, one of which has several ranks.
+    """
+
+    def __init__(self, route: Route, nodes: Nodes) -> None:
+        super().__init__(route)
+        self.nodes = nodes
+
+    def start(self, tokens: Tokens) -> Outbound:
+        """Tell the other ranks how many rows to expect, on both ways; `Outbound.advance` sends them across."""
+        return self.start_parts(tokens, 1)[0]
+
+    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+        """The same in parts, with one exchange of numbers for all."""
+        parts = split(tokens, part_sizes(tokens, num_parts))
+        found = [_Outbound(self.route, self.nodes, part) for part in parts]
+        counts_PC = torch.cat([part.counts_PC for part in found], 1)
+        numbers = CountsInFlight(counts_PC, self.route.group, where=f"{self.route.layer}, dispatch")
+        width = counts_PC.shape[1] // num_parts
+        for i, part in enumerate(found):
+            part.numbers, part.columns = numbers, slice(width * i, width * (i + 1))
+        return list(found)
+
+
+class _Homebound:
+    def __init__(
+        self,
+        inside: InFlight,
+        across: Callable[[Tensor], InFlight],
+        add: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._inside, self._start_across, self._add = inside, across, add
+        self._across: InFlight | None = None
+
+    def advance(self) -> None:
+        if self._across is None:
+            self._across = self._start_across(self._inside.finish())
+
+    def finish(self) -> Tensor:
+        self.advance()
+        assert self._across is not None
+        return self._add(self._across.finish())
+
+
+class _Outbound(Outbound):
+    """Rows are those across nodes, copies those inside this rank's node."""
+
+    def __init__(self, route: Route, nodes: Nodes, tokens: Tokens) -> None:
+        self._route, self._nodes, self._tokens = route, nodes, tokens
+        device = tokens.expert_ids_TK.device
+        self._places_BQ = torch.tensor(route.places, device=device)
+        P, M, here = route.group.size, len(nodes.members), route.group.rank
+        place_TS = self._places(tokens.expert_ids_TK)
+        node_of_P = torch.tensor([*map(nodes.of, range(P)), M], device=device)
+        entry_M1 = torch.tensor([[nodes.entry(here, m)] for m in range(M)], device=device)
+        entry_TS = destinations(node_of_P[place_TS], entry_M1, P)
+        self._slots = entry_TS.shape[1]
+        self._metadata = route_metadata(entry_TS, P)
+        self.counts_PC = self._new_counts_PC(place_TS)
+        self.numbers: CountsInFlight
+        self.columns = slice(0, 0)
+        self._across: tuple[InFlight, InFlight] | None = None
+        self._inside: tuple[RouteMetadata, int, Counts] | None = None
+
+    def _places(self, ids_TK: Tensor) -> Tensor:
+        """(T, S) ranks that each token goes to, each once; the number of ranks in empty places."""
+        block_TK = self._route.blocks(ids_TK)
+        return destinations(block_TK, self._places_BQ, self._route.group.size)
+
+    def _new_counts_PC(self, place_TS: Tensor) -> Tensor:  # noqa: N802
+        """Per rank: rows across to it, copies and live slots meant for it, and copies that it is to hand on to each rank
+        of its node for this one."""
+        route, nodes, device = self._route, self._nodes, place_TS.device
+        P, here = route.group.size, route.group.rank
+        copies_P = torch.bincount(place_TS.flatten(), minlength=P + 1)[:P]
+        block_TK = route.blocks(self._tokens.expert_ids_TK)
+        slots_P = slots_of_ranks(block_TK, self._places_BQ)
+        rows_P = self._metadata.offsets_E.diff().to(torch.int64)
+        widest = max(map(len, nodes.members))
+        handed_PL = torch.zeros(P, widest, dtype=torch.int64, device=device)
+        for m, members in enumerate(nodes.members):
+            handed_PL[nodes.entry(here, m), : len(members)] = copies_P[members]
+        return torch.cat((torch.stack((rows_P, copies_P, slots_P), 1), handed_PL), 1)
+
+    def _counts(self) -> list[Counts]:
+        return self.numbers.finish()[self.columns]
+
+    def advance(self) -> None:
+        if self._across is not None:
+            return
+        rows, group = self._counts()[0], self._route.group
+        self._metadata = only_rows(self._metadata, sum(rows.send))
+        weights_RK = permute(at_least_fp32(self._tokens.weights_TK), self._metadata)
+        ids_RK = self._tokens.expert_ids_TK[self._metadata.token_of_row_N]
+        where = f"{self._route.layer}, dispatch across nodes"
+        both = in_flight_all_to_all(weights_and_ids(weights_RK, ids_RK), rows, group, where=where)
+        x_RD = permute(self._tokens.x_TD, self._metadata)
+        self._across = both, in_flight_all_to_all(x_RD, rows, group, where=where)
+
+    def finish(self) -> Tokens:
+        self.advance()
+        assert self._across is not None
+        both_RK, x_RD = (rows.finish() for rows in self._across)
+        metadata, _, copies = self._inside = self._hand_on(both_RK)
+        where, group = f"{self._route.layer}, dispatch inside a node", self._nodes.inside
+        moves = [
+            in_flight_all_to_all(permute(t_RD, metadata), copies, group, where=where)
+            for t_RD in (both_RK, x_RD)
+        ]
+        both_RK, x_RD = (move.finish() for move in moves)
+        K = self._tokens.expert_ids_TK.shape[1]
+        ids_RK = both_RK[:, K:].detach().to(torch.int64)
+        local_RK, own_RK = self._route.local_ids(ids_RK, self._route.first_expert)
+        return Tokens(x_RD, local_RK, both_RK[:, :K] * own_RK, sum(self._counts()[2].receive))
+
+    def _hand_on(self, both_RK: Tensor) -> tuple[RouteMetadata, int, Counts]:
+        """Where the rows that came across go inside the node; nothing that the host does not know."""
+        nodes, group, inside = self._nodes, self._route.group, self._nodes.inside
+        _, copies, _, *handed = self._counts()
+        K = self._tokens.expert_ids_TK.shape[1]
+        place_RS = self._places(both_RK[:, K:].detach().to(torch.int64))
+        here = nodes.of(group.rank)
+        members = nodes.members[here]
+        place_inside_P = torch.full((group.size + 1,), inside.size, device=place_RS.device)
+        place_inside_P[members] = torch.arange(inside.size, device=place_RS.device)
+        send = [sum(column.receive) for column in handed[: inside.size]]
+        receive = [
+            sum(n for o, n in enumerate(copies.receive) if nodes.entry(o, here) == entry)
+            for entry in members
+        ]
+        metadata = route_metadata(place_inside_P[place_RS], inside.size)
+        return only_rows(metadata, sum(send)), place_RS.shape[1], Counts(send, receive)
+
+    def start_home(self, y_RD: Tensor) -> Homebound:
+        assert self._inside is not None, "tokens go home after they have arrived"
+        metadata, slots, copies = self._inside
+        layer, group, inside = self._route.layer, self._route.group, self._nodes.inside
+        rows = self._counts()[0]
+
+        def across(home_RD: Tensor) -> InFlight:
+            y_RD = combine(home_RD, metadata, slots)
+            where = f"{layer}, combine across nodes"
+            return in_flight_all_to_all(y_RD, rows.mirrored(), group, where=where)
+
+        where = f"{layer}, combine inside a node"
+        move = in_flight_all_to_all(y_RD, copies.mirrored(), inside, where=where)
+        return _Homebound(move, across, lambda y_RD: combine(y_RD, self._metadata, self._slots))
