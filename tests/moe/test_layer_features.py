@@ -579,4 +579,15 @@ def test_from_config_passes_every_option():
     )
     assert layer.experts.w_in.shape == (8, 1, 6, D)
     assert layer.residual_mlp.w_out.shape == (D, 10)
-    assert (layer.top_k, layer.capacity_factor, layer.layer_index) == (3, 1.5, 2)
+    assert (layer.top_k, layer.options.capacity_factor, layer.layer_index) == (3, 1.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "draws"),
+    [({}, False), ({"capacity_factor": 1.0}, True), ({"router_noise": "gumbel"}, True)],
+)
+def test_the_global_generator_is_drawn_from_only_where_something_is_random(options, draws):
+    layer = MoELayer(dim=D, hidden_dim=6, num_experts=4, top_k=2, seed=0, **options)
+    state = torch.get_rng_state()
+    layer(torch.zeros(3, D))
+    assert torch.equal(torch.get_rng_state(), state) != draws

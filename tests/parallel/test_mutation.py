@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.support.form_case import FormCase, differences, run_form, world_of
+from tests.support.form_case import FormCase, differences, run_form
+from tests.support.replicas import world_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -45,13 +46,13 @@ def mutant(case):
 
 def world_group(group):
     """All processes of the pool instead of the group."""
-    return world_of(False).everyone()
+    return world_of().everyone()
 
 
 def other_half(group):
     """A group of as many ranks as this one, with another partition of the four."""
     cells = [[0, 1], [2, 3]] if group.ranks not in ((0, 1), (2, 3)) else [[0, 2], [1, 3]]
-    return world_of(False).group(cells, name="another")
+    return world_of().group(cells, name="another")
 
 
 def tokens_return_over(choose):
@@ -251,7 +252,7 @@ def norm_over_the_world():
 
     def mistaken(*parameter_and_gradient):
         groups = right(*parameter_and_gradient)
-        return tuple(world_of(False).everyone().process_group for _ in groups)
+        return tuple(world_of().everyone().process_group for _ in groups)
 
     return [(clip, "_cut_along", mistaken)]
 

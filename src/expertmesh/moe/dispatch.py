@@ -96,15 +96,23 @@ class TokenDispatcher(Protocol):
     Every process that shares the experts must call, with any number of tokens, none included.
     """
 
-    def start(self, tokens: Tokens, *, route_degree: int | None = None) -> Journey:
+    def start(
+        self,
+        tokens: Tokens,
+        *,
+        route_degree: int | None = None,
+        overlap_degree: int | None = None,
+    ) -> Journey:
         """Send tokens out; what the caller computes before `finish` hides their travel, in the backward too.
 
         Args:
             tokens: of this process, with global expert ids.
             route_degree: processes that a token may travel over in this call; None: the dispatcher's own choice.
+            overlap_degree: parts that the tokens travel in, each while the experts compute on another; None: as for
+                route_degree.
 
         Raises:
-            ConfigError: the dispatcher cannot route over so many.
+            ConfigError: the dispatcher cannot route over so many, or in so many parts.
         """
         ...
 
@@ -134,11 +142,18 @@ class LocalJourney:
 class LocalDispatcher:
     """All experts are here: nothing moves. Never synchronises."""
 
-    def start(self, tokens: Tokens, *, route_degree: int | None = None) -> Journey:
+    def start(
+        self,
+        tokens: Tokens,
+        *,
+        route_degree: int | None = None,
+        overlap_degree: int | None = None,
+    ) -> Journey:
         """Keep the tokens."""
-        if route_degree not in (None, 1):
+        given = {"route_degree": route_degree, "overlap_degree": overlap_degree}
+        for name in (name for name, degree in given.items() if degree not in (None, 1)):
             raise ConfigError(
-                f"route_degree={route_degree}: this layer is on one process; leave it out, or spread the layer with "
+                f"{name}={given[name]}: this layer is on one process; leave it out, or spread the layer with "
                 "expertmesh.parallel"
             )
         return LocalJourney(tokens)

@@ -391,6 +391,7 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
         ("ep_degree", max(parallel.ep_degree, default=None)),
         ("es_degree", parallel.es_degree),
         ("route_degree", parallel.route_degree),
+        ("overlap_degree", parallel.overlap_degree),
     ):
         if ranks.size == 1 and (degree or 1) > 1:
             raise ConfigError(

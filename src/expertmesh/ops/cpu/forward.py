@@ -69,6 +69,8 @@ def forward(
         if save_h and not direct:
             h_all[start:stop].copy_(h[:n])
         passes.forward(h[:n], s_R[start:stop], a_buffer)
+        # oneDNN's AMX products with F not a multiple of 32 read on into the next row and multiply it by zeros
+        a_buffer[n:m].zero_()
         y = y_RD[start : start + m]
         if offsets_E is None:
             a, w_outs = _views(a_buffer, run, sizes), experts.w_outs(numbers, dtype)

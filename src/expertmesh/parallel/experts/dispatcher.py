@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -17,7 +18,15 @@ from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.phases import phase
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.parallel.experts.exchange import Alone, Exchange, Fixed, Outbound, Ragged, Route
+from expertmesh.parallel.experts.exchange import (
+    Alone,
+    Exchange,
+    Fixed,
+    Homebound,
+    Outbound,
+    Ragged,
+    Route,
+)
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.modules import ExpertModules, module_degrees
 from expertmesh.parallel.experts.plan import Plan, make_plan
@@ -30,15 +39,16 @@ class SpreadJourney:
     """Tokens and weights on their way to each other. A `Journey`.
 
     Args:
-        outbound: the tokens.
+        outbounds: the tokens, in one part or several: while the experts compute on one, the next travels out and the one
+            before travels home.
         storage: of the weights.
         gathered: weights that are being gathered; None: the experts have their own.
     """
 
     def __init__(
-        self, outbound: Outbound, storage: ExpertHolder, gathered: GatheredWeights | None
+        self, outbounds: list[Outbound], storage: ExpertHolder, gathered: GatheredWeights | None
     ) -> None:
-        self._outbound, self._storage, self._gathered = outbound, storage, gathered
+        self._outbounds, self._storage, self._gathered = outbounds, storage, gathered
 
     def advance(self) -> None:
         """Send the rows, as soon as the other ranks have said how many to expect.
@@ -47,7 +57,7 @@ class SpreadJourney:
             CollectiveError: a rank is gone or late.
         """
         with phase("dispatch"):
-            self._outbound.advance()
+            self._outbounds[0].advance()
 
     def finish(self, experts: Experts) -> Tensor:
         """Run the experts on the tokens of all ranks, and add up the partial sums that come home.
@@ -55,16 +65,29 @@ class SpreadJourney:
         Raises:
             CollectiveError: a rank is gone or late.
         """
-        with phase("dispatch"):
-            self._outbound.advance()
-            gathered = self._gathered
-            parameters = None if gathered is None else self._storage.finish_gather(gathered)
-            tokens = self._outbound.finish()
-        y_RD = apply_experts(experts, tokens, parameters)
+        self.advance()
+        outbounds, gathered = self._outbounds, self._gathered
+        parameters = None
+        if gathered is not None:
+            parameters = self._storage.finish_gather(gathered, num_calls=len(outbounds))
+        under_way: list[Homebound] = []
+        found: list[Tensor] = []
+        for outbound, following in zip_longest(outbounds, outbounds[1:]):
+            with phase("dispatch"):
+                if following is not None:
+                    following.advance()
+                tokens = outbound.finish()
+            y_RD = apply_experts(experts, tokens, parameters)
+            with phase("combine"):
+                if gathered is not None and following is None:  # the backward begins here
+                    gathered.announce_backward(y_RD)
+                under_way.append(outbound.start_home(y_RD))
+                # one later, so that the backward, in the opposite order, sends gradients one ahead as well
+                found += [homebound.finish() for homebound in under_way[:-1]]
+                del under_way[:-1]
         with phase("combine"):
-            if gathered is not None:
-                gathered.announce_backward(y_RD)
-            return self._outbound.start_home(y_RD).finish()
+            found.append(under_way[0].finish())
+            return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _usual_exchange(route: Route, *, fixed_tokens: int | None) -> Exchange:
@@ -82,6 +105,7 @@ class ExpertDispatcher:
         route_degree: ranks that a token may travel over unless a call says otherwise; None: all of one copy.
         fixed_tokens: None: ragged exchanges, whose sizes the host waits for. A number: no rank has more tokens in a
             call; every rank sends that many to each, so that the host never waits: for decoding a few tokens at a time.
+        overlap_degree: parts that tokens travel in unless a call says otherwise; the results are equal but for rounding.
         exchanges: makes the exchange of a route; None: the one of this package that fits.
 
     Raises:
@@ -95,10 +119,12 @@ class ExpertDispatcher:
         num_experts: int,
         route_degree: int | None = None,
         fixed_tokens: int | None = None,
+        overlap_degree: int = 1,
         exchanges: Callable[[Route], Exchange] | None = None,
     ) -> None:
         self.storage, self.num_experts = storage, num_experts
         self.route_degree = make_plan(storage.degrees, route_degree).route_degree
+        self.overlap_degree = _checked_overlap(overlap_degree)
         self.exchanges = exchanges or partial(_usual_exchange, fixed_tokens=fixed_tokens)
         self._everyone = storage.world.everyone()
         self._exchanges: dict[int, Exchange] = {}
@@ -130,21 +156,39 @@ class ExpertDispatcher:
         """Sum over all ranks, copies of the experts included."""
         return all_reduce(value, self._everyone, where=f"{self.storage.layer}, statistics")
 
-    def start(self, tokens: Tokens, *, route_degree: int | None = None) -> SpreadJourney:
+    def start(
+        self,
+        tokens: Tokens,
+        *,
+        route_degree: int | None = None,
+        overlap_degree: int | None = None,
+    ) -> SpreadJourney:
         """Send tokens to their experts, and begin to gather weights; see `TokenDispatcher`.
 
         Raises:
-            ConfigError: route_degree does not divide the ranks, or there are more tokens than `fixed_tokens`.
+            ConfigError: route_degree does not divide the ranks, overlap_degree is below 1, or there are more tokens than
+                `fixed_tokens`.
             CollectiveError: a rank is gone or late.
         """
         exchange = self.exchange(route_degree)
+        num_parts = self.overlap_degree
+        if overlap_degree is not None:
+            num_parts = _checked_overlap(overlap_degree)
         x_TD = tokens.x_TD
         cast = None if x_TD.dtype == torch.float64 else autocast_dtype(x_TD.device)
         gathered = self.storage.start_gather(exchange.route.plan, cast)
         if cast is not None and self.storage.casts_tokens:
             # the experts would do so; on the way it is half the bytes
             tokens = replace(tokens, x_TD=x_TD.to(cast))
-        return SpreadJourney(exchange.start(tokens), self.storage, gathered)
+        return SpreadJourney(exchange.start_parts(tokens, num_parts), self.storage, gathered)
+
+
+def _checked_overlap(degree: int) -> int:
+    if degree < 1:
+        raise ConfigError(
+            f"overlap_degree={degree}: must be at least 1; use 1 to send all tokens at once"
+        )
+    return degree
 
 
 def spread_experts(
@@ -157,6 +201,7 @@ def spread_experts(
     route_degree: int | None = None,
     keep: Keep = "until_backward",
     fixed_tokens: int | None = None,
+    overlap_degree: int = 1,
     exchanges: Callable[[Route], Exchange] | None = None,
     offload: bool = False,
     prefetcher: Prefetcher | None = None,
@@ -176,6 +221,7 @@ def spread_experts(
         route_degree: see `ExpertDispatcher`.
         keep: see `ExpertStorage`.
         fixed_tokens: see `ExpertDispatcher`.
+        overlap_degree: see `ExpertDispatcher`.
         exchanges: see `ExpertDispatcher`.
         offload: keep the experts' parameters, gradients and optimiser state in host memory; the world's groups need a
             backend for the CPU then. Build the optimiser afterwards.
@@ -223,6 +269,7 @@ def spread_experts(
         num_experts=layer.num_experts,
         route_degree=route_degree,
         fixed_tokens=fixed_tokens,
+        overlap_degree=overlap_degree,
         exchanges=exchanges,
     )
     layer.dispatcher = dispatcher

@@ -8,8 +8,9 @@ sliced), with its ids and weights; the rank returns one partial sum for it. Capa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -106,6 +107,33 @@ class Exchange(ABC):
             tokens: of this rank, with global ids.
         """
 
+    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+        """Send tokens out in parts that travel one by one.
+
+        Args:
+            tokens: of this rank, with global ids; some parts may have none.
+            num_parts: the same on all ranks.
+
+        Returns:
+            One for each part, in the order of the tokens; fewer where nothing travels.
+        """
+        return [self.start(part) for part in split(tokens, part_sizes(tokens, num_parts))]
+
+
+def part_sizes(tokens: Tokens, num_parts: int) -> list[int]:
+    """Sizes of parts of some tokens, equal but for one token."""
+    T = len(tokens.x_TD)
+    return [T * (i + 1) // num_parts - T * i // num_parts for i in range(num_parts)]
+
+
+def split(tokens: Tokens, sizes: Sequence[int]) -> list[Tokens]:
+    """Cut tokens into consecutive parts of these sizes, differentiably."""
+    if len(sizes) == 1:
+        return [tokens]
+    columns = (tokens.x_TD, tokens.expert_ids_TK, tokens.weights_TK)
+    parts = zip(*(column.split(list(sizes)) for column in columns), strict=True)
+    return [Tokens(x_TD, ids, weights, tokens.max_rows) for x_TD, ids, weights in parts]
+
 
 @dataclass(frozen=True)
 class _Summed:
@@ -147,6 +175,10 @@ class Alone(Exchange):
         """Keep the tokens."""
         return _Staying(tokens)
 
+    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+        """Keep the tokens, together."""
+        return [self.start(tokens)]
+
 
 class Fixed(Exchange):
     """Every rank sends equally many tokens to each: the host never waits. For decoding a few tokens at a time.
@@ -166,11 +198,21 @@ class Fixed(Exchange):
         Raises:
             ConfigError: there are more tokens than the bound.
         """
-        if self.bound < len(tokens.x_TD):
+        return self.start_parts(tokens, 1)[0]
+
+    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+        """The same in parts, each padded to its part of the bound."""
+        T, bound = len(tokens.x_TD), self.bound
+        if bound < T:
             raise ConfigError(
-                f"{len(tokens.x_TD)} tokens on this rank with fixed_tokens={self.bound}; raise fixed_tokens, or leave it out"
+                f"{T} tokens on this rank with fixed_tokens={bound}; raise fixed_tokens, or leave it out"
             )
-        return _FixedOutbound(self.route, tokens, self.bound)
+        ends = [bound * i // num_parts for i in range(num_parts + 1)]
+        bounds = [end - start for start, end in pairwise(ends)]
+        parts = split(tokens, [min(end, T) - min(start, T) for start, end in pairwise(ends)])
+        return [
+            _FixedOutbound(self.route, part, size) for part, size in zip(parts, bounds, strict=True)
+        ]
 
 
 class _FixedOutbound(Outbound):
@@ -214,7 +256,18 @@ class Ragged(Exchange):
 
     def start(self, tokens: Tokens) -> Outbound:
         """Tell the other ranks how many rows to expect; `Outbound.advance` sends them."""
-        return _RaggedOutbound(self.route, tokens)
+        return self.start_parts(tokens, 1)[0]
+
+    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+        """The same in parts, with one exchange of numbers for all."""
+        parts = split(tokens, part_sizes(tokens, num_parts))
+        found = [_RaggedOutbound(self.route, part) for part in parts]
+        counts_PC = torch.cat([part.counts_PC for part in found], 1)
+        where = f"{self.route.layer}, dispatch"
+        numbers = CountsInFlight(counts_PC, self.route.group, where=where)
+        for i, part in enumerate(found):
+            part.numbers, part.column = numbers, 2 * i
+        return list(found)
 
 
 class _RaggedOutbound(Outbound):
@@ -228,11 +281,12 @@ class _RaggedOutbound(Outbound):
         destination_TS = destinations(block_TK, self._places_BQ, route.group.size)
         self._slots = destination_TS.shape[1]
         self._metadata = route_metadata(destination_TS, route.group.size)
-        self._where = f"{route.layer}, dispatch"
-        self._numbers = CountsInFlight(self._counts_PC(block_TK), route.group, where=self._where)
+        self.counts_PC = self._new_counts_PC(block_TK)
+        self.numbers: CountsInFlight
+        self.column = 0
         self._rows: tuple[InFlight, InFlight] | None = None
 
-    def _counts_PC(self, block_TK: Tensor) -> Tensor:  # noqa: N802
+    def _new_counts_PC(self, block_TK: Tensor) -> Tensor:  # noqa: N802
         """Rows to each rank, and live slots, so that the receiver can size its buffers."""
         rows_P = self._metadata.offsets_E.diff().to(torch.int64)
         slots_B = count_all_choices(block_TK, self._route.plan.route_e)
@@ -240,15 +294,20 @@ class _RaggedOutbound(Outbound):
         slots_P[self._places_BQ.flatten()] = slots_B.repeat_interleave(self._route.plan.route_f)
         return torch.stack((rows_P, slots_P), 1)
 
+    def _counts(self) -> list[Counts]:
+        """Of rows and of slots."""
+        return self.numbers.finish()[self.column : self.column + 2]
+
     def advance(self) -> None:
         if self._rows is not None:
             return
-        counts, _ = self._numbers.finish()
+        counts, _ = self._counts()
+        where = f"{self._route.layer}, dispatch"
         self._metadata = only_rows(self._metadata, sum(counts.send))
         both_RK, group = self._choices_of_rows(counts), self._route.group
-        both = in_flight_all_to_all(both_RK, counts, group, where=self._where)
+        both = in_flight_all_to_all(both_RK, counts, group, where=where)
         x_RD = permute(self._tokens.x_TD, self._metadata)
-        self._rows = both, in_flight_all_to_all(x_RD, counts, group, where=self._where)
+        self._rows = both, in_flight_all_to_all(x_RD, counts, group, where=where)
 
     def _choices_of_rows(self, counts: Counts) -> Tensor:
         """Per row (R, 2K): weights, and ids local to the receiver, which are exact in FP32 up to 2^24."""
@@ -271,13 +330,13 @@ class _RaggedOutbound(Outbound):
         assert self._rows is not None
         both_RK, x_RD = (rows.finish() for rows in self._rows)
         K = self._tokens.expert_ids_TK.shape[1]
-        _, slots = self._numbers.finish()
+        _, slots = self._counts()
         return Tokens(
             x_RD, both_RK[:, K:].detach().to(torch.int64), both_RK[:, :K], sum(slots.receive)
         )
 
     def start_home(self, y_RD: Tensor) -> Homebound:
-        counts, _ = self._numbers.finish()
+        counts, _ = self._counts()
         where = f"{self._route.layer}, combine"
         rows = in_flight_all_to_all(y_RD, counts.mirrored(), self._route.group, where=where)
         return _Summed(rows, lambda home_RD: combine(home_RD, self._metadata, self._slots))
