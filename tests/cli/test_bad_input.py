@@ -383,7 +383,7 @@ RUN_DIRECTORY = {
         ["--train.dtype float64", "float32", "use a dtype"],
     ),
     "run on other data": Mistake(
-        other_data, ["other.txt", "other tokens", "use the same data"], may_add=("cache/",)
+        other_data, ["other.txt", "not what the run", "use the same data"], may_add=("cache/",)
     ),
     "all checkpoints damaged": Mistake(
         resume_from_damage, ["checkpoints are damaged", "restore"], code=1

@@ -128,18 +128,19 @@ def train(
 
         ranks.first(open_run)
         stack.enter_context(_threads(config.parallel.num_threads))
-        products = family.products_of(config, num_parts=ranks.num_row_parts)
-        settle = partial(settle_precision, products=products, record=run_dir.arithmetic)
-        precision = ranks.first(lambda: settle(config.train))
-        stack.enter_context(precision.products())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(config.train.seed)
-        if device.type == "cpu":
-            keep_freed_memory()
         if ranks.size > 1:
             ranks.first(lambda: task.prepare() is None)  # the leader fills the cache
         data = ranks.each(task.prepare)
         ranks.agree(data.key, what="the data")
+        products = family.products_of(config, num_parts=ranks.num_row_parts)
+        settle = partial(settle_precision, products=products, record=run_dir.arithmetic)
+        precision = ranks.first(lambda: settle(config.train))
+        stack.enter_context(precision.products())
+        torch.manual_seed(config.train.seed)  # whatever the data have drawn
+        if device.type == "cpu":
+            keep_freed_memory()
         trainer = ranks.each(
             partial(_Trainer, family, task, recipe, run_dir, data, precision, ranks)
         )
