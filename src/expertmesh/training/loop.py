@@ -24,7 +24,6 @@ from expertmesh.training.checkpoint import (
     read_state,
 )
 from expertmesh.training.evaluate import Evaluation, evaluate
-from expertmesh.training.heap import keep_freed_memory
 from expertmesh.training.metrics import (
     EventWriter,
     MetricsFile,
@@ -130,8 +129,6 @@ def train(
         stack.enter_context(_threads(config.parallel.num_threads))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(config.train.seed)
-        if precision.device.type == "cpu":
-            keep_freed_memory()
         if ranks.size > 1:
             ranks.first(lambda: task.prepare() is None)  # the leader fills the cache
         data = ranks.each(task.prepare)
