@@ -73,7 +73,7 @@ def rows_of_largest(case, dtype):
 
 def scratch_bytes(rows, hidden_dim, dtype, *, backward):
     narrow = dtype != torch.float32
-    buffers = (8 if narrow else 5) if backward else (4 if narrow else 1)
+    buffers = (8 if narrow else 5) if backward else (5 if narrow else 1)
     return buffers * 4 * min(rows * hidden_dim, BLOCK_ELEMENTS * torch.get_num_threads())
 
 
