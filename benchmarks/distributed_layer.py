@@ -33,9 +33,11 @@ from benchmarks.distributed_ranks import (
     imbalance_of,
     one_round,
 )
-from benchmarks.harness import checked, circumstances, markdown_table, write_report
+from benchmarks.harness import checked, circumstances, write_report
 from benchmarks.layer import DTYPES
-from benchmarks.layer_peers import Case, versions
+from benchmarks.layer_peers import Case
+from benchmarks.markdown import markdown_table
+from benchmarks.race.peers import versions
 from tests.support.ranks import RankPool
 
 NOTE = (

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from benchmarks.layer import FAR_OFF
-from benchmarks.layer_peers import Case, DeepSpeedMoE, EinsumMoE, choose, make_layer
+from benchmarks.layer_peers import Case, DeepSpeedMoE, EinsumMoE, make_layer
+from benchmarks.peer_parts import choose
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from benchmarks.markdown import markdown_table
 
 Clock = Literal["wall", "cpu", "cuda"]
 
@@ -153,20 +154,6 @@ def _cpu_description() -> str:
     return " ".join(
         f"{vendor} {platform.machine()}, {cores} cores ({shown or 'no vector flags known'})".split()
     )
-
-
-def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Give rows with equal keys as a Markdown table."""
-    keys = list(rows[0])
-    lines = [" | ".join(keys), " | ".join("---" for _ in keys)]
-    lines += [" | ".join(_cell(row[key]) for key in keys) for row in rows]
-    return "\n".join(f"| {line} |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}" if value < 10 else f"{value:.1f}"
-    return str(value)
 
 
 def previous_rows(path: Path, around: dict[str, Any]) -> list[dict[str, Any]]:

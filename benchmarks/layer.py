@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import tyro
-from benchmarks.gpu_peers import OWN_ROUTER
 from benchmarks.harness import (
     Clock,
     Contender,
@@ -34,7 +33,9 @@ from benchmarks.harness import (
     previous_rows,
     write_report,
 )
-from benchmarks.layer_peers import Case, EinsumMoE, make_layer, peers_of, versions
+from benchmarks.layer_peers import Case, EinsumMoE, make_layer, peers_of
+from benchmarks.race.adapters import OWN_ROUTER
+from benchmarks.race.peers import versions
 from torch import Tensor, nn
 
 from expertmesh.testing.numerics import assert_two_times

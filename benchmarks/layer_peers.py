@@ -1,6 +1,5 @@
 """The layers that `benchmarks.layer` compares with ours, all with our weights, router included: (T, D) -> (T, D)."""
 
-import importlib.metadata
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmarks.gpu_peers import PACKAGES, why_missing
-from benchmarks.peer_parts import Case, OwnWeights, absent, activate, choose
+from benchmarks.peer_parts import Case, OwnWeights, absent, activate
+from benchmarks.race.adapters import PACKAGES, why_missing
 from torch import Tensor, nn
 
 from expertmesh import MoELayer
@@ -19,9 +18,8 @@ from expertmesh import MoELayer
 class EinsumMoE(OwnWeights):
     """Dispatch and combine as dense einsums over (token, expert, place), as in GShard and fairseq."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         case = self.case
-        weights_TK, ids_TK = choose(x_TD, self.router, case.top_k)
         chosen_TKE = F.one_hot(ids_TK, case.num_experts)
         place_TKE = (chosen_TKE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_TKE)
         place_TK = (place_TKE * chosen_TKE).sum(-1)
@@ -42,9 +40,8 @@ class EinsumMoE(OwnWeights):
 class OneHotMoE(OwnWeights):
     """Rows placed by a running count over a one-hot matrix (T * K, E), then one product per expert, and index_add."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         case = self.case
-        weights_TK, ids_TK = choose(x_TD, self.router, case.top_k)
         ids_N = ids_TK.flatten()
         one_hot_NE = F.one_hot(ids_N, case.num_experts)
         place_N = (one_hot_NE.cumsum(0) * one_hot_NE).sum(1) - 1
@@ -66,14 +63,14 @@ class OneHotMoE(OwnWeights):
 
 
 class GroupedMM(OwnWeights):
-    """`torch.nn.functional.grouped_mm` over rows sorted by expert, the weights applied to the rows."""
+    """`torch.nn.functional.grouped_mm` over rows sorted by expert, the weights applied to the rows; never waits for the GPU."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         case = self.case
-        weights_TK, ids_TK = choose(x_TD, self.router, case.top_k)
-        slot_R = ids_TK.flatten().argsort(stable=True)
-        counts_E = torch.bincount(ids_TK.flatten(), minlength=case.num_experts)
-        ends_E = counts_E.cumsum(0).to(torch.int32)
+        expert_R, slot_R = ids_TK.flatten().sort(stable=True)
+        # not bincount, whose result the host must wait for
+        every_E = torch.arange(case.num_experts, device=x_TD.device, dtype=expert_R.dtype)
+        ends_E = torch.searchsorted(expert_R, every_E, right=True, out_int32=True)
         token_R = slot_R // case.top_k
         h_RH = F.grouped_mm(x_TD[token_R], self.w_in.transpose(1, 2), offs=ends_E)
         y_RD = F.grouped_mm(activate(h_RH, case), self.w_out.transpose(1, 2), offs=ends_E)
@@ -222,6 +219,10 @@ class _InPrecision(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         _, weights_TK, ids_TK = self.block.gate(x_TD.float())
+        return self.experts(x_TD, weights_TK, ids_TK)
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        """What is done once the choice is made."""
         return self.block.experts(x_TD, ids_TK, weights_TK.to(x_TD.dtype))
 
 
@@ -263,24 +264,3 @@ def peers_of(case: Case, *, einsum: bool) -> list[Peer]:
 
 def _mixtral_maker(implementation: str) -> Callable[[MoELayer, Case], nn.Module]:
     return lambda layer, case: make_mixtral(layer, case, implementation)
-
-
-def versions() -> dict[str, str]:
-    """The installed peers and their versions."""
-    packages = {
-        "transformers": "transformers",
-        "liger-kernel": "liger_kernel",
-        "sonic-moe": "sonicmoe",
-        "scattermoe": "scattermoe",
-        "tutel": "tutel",
-        "deepspeed": "deepspeed",
-        "triton": "triton",
-    }
-    found = {}
-    for name, package in packages.items():
-        if absent(package) is None:
-            try:
-                found[name] = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:  # a copied folder, as ScatterMoE comes
-                found[name] = "of unknown version"
-    return found

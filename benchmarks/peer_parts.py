@@ -1,7 +1,7 @@
 """What the adapters of other layers share: the case, the routing that all do, and the weights that all have."""
 
-import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +45,13 @@ def activate(h: Tensor, case: Case) -> Tensor:
 
 
 class OwnWeights(nn.Module):
-    """A copy of our weights: router (E, D), w_in (E, G * F, D), w_out (E, D, F)."""
+    """A copy of our weights, router (E, D), w_in (E, G * F, D), w_out (E, D, F), and a layer made of them.
+
+    Subclasses give `experts(x_TD, weights_TK, ids_TK)`, what is done once the choice is made; None where a package offers
+    the layer as a whole only, and `forward` is then its own.
+    """
+
+    experts: Callable[[Tensor, Tensor, Tensor], Tensor] | None
 
     def __init__(self, layer: MoELayer, case: Case) -> None:
         super().__init__()
@@ -62,6 +68,13 @@ class OwnWeights(nn.Module):
     def routing(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and ids (T, K) that this layer routes by."""
         return choose(x_TD, self.router, self.case.top_k)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.experts(x_TD, *self.routing(x_TD))
+
+    def weight_grads(self) -> tuple[Tensor, Tensor]:
+        """Gradients of w_in (E, G * F, D) and w_out (E, D, F) after a backward."""
+        return self.w_in.grad, self.w_out.grad
 
 
 def absent(module: str) -> str | None:

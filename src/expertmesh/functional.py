@@ -3,6 +3,7 @@
 from expertmesh.moe.assignment import count_choices
 from expertmesh.moe.checkpointing import routing_checkpoint_contexts, routing_checkpoint_policy
 from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
+from expertmesh.moe.warm_up import warm_up
 from expertmesh.ops.capacity import combine_capacity, dispatch_capacity, weighted_combine
 from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.ops.experts.moe_mlp import moe_mlp
@@ -37,5 +38,6 @@ __all__ = [
     "routing_checkpoint_policy",
     "switch_loss",
     "unpermute",
+    "warm_up",
     "weighted_combine",
 ]

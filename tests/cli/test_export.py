@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 
 import pytest
@@ -137,6 +138,26 @@ def test_mistakes(runs, tmp_path, capsys, mistake):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line
     assert not output.is_file()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "dash"])
+def test_only_regular_files_are_replaced(runs, tmp_path, capsys, kind):
+    # A device is no other case than a pipe, and nothing that a test should risk.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "link").symlink_to(pipe)
+    output = {"pipe": pipe, "link to a pipe": tmp_path / "link", "dash": "-"}[kind]
+    assert main(["export", str(runs / "one"), "--output", str(output), "--overwrite"]) == 2
+    assert "is no regular file" in capsys.readouterr().err
+    assert pipe.is_fifo() and (tmp_path / "link").is_symlink()
+
+
+def test_a_link_to_a_file_stays_a_link(runs, tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    export(runs / "one", tmp_path / "link", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert load_file(tmp_path / "file")
 
 
 def test_a_full_disk_leaves_nothing(runs, tmp_path, monkeypatch):

@@ -126,7 +126,6 @@ def test_broken_rule(changes, named, rule):
     "changes",
     [
         {"model.moe.num_experts": ()},
-        {"model.moe.num_experts": (), "model.moe.top_k": 99},
         {"model.moe.num_experts": (8, 8, 8, 16, 16, 16), "model.moe.top_k": 8},
         {"model.moe_every": 2, "model.moe.num_experts": (4, 8, 16)},
         {"model.moe.num_expert_groups": 4, "model.moe.num_limited_groups": 2, "model.moe.top_k": 4},
@@ -148,6 +147,76 @@ def test_edge_of_a_rule_is_allowed(changes):
         for part in name.split("."):
             found = getattr(found, part)
         assert found == value
+
+
+# Values that would change something elsewhere, and that a dense model, or the condition of a row, leaves without effect.
+OTHER = {
+    "router": "cosine",
+    "score_function": "sigmoid",
+    "normalize_weights": "kept",
+    "router_noise": "gumbel",
+    "drop_policy": "first",
+    "balance_loss": "none",
+    "balance_loss_scope": "global",
+    "backend": "torch",
+    "input_jitter": 0.5,
+    "input_dropout": 0.5,
+    "capacity_factor": 1.0,
+    "eval_capacity_factor": 1.0,
+    "max_capacity_factor": 1.0,
+    "routing_group_size": 8,
+    "num_expert_groups": 4,
+}
+IDLE = {
+    "dense": (
+        {"num_experts": ()},
+        sorted(set(MoEConfig.model_fields) - {"num_experts", "num_limited_groups"}),
+    ),
+    "hash": (
+        {"router": "hash"},
+        ["num_expert_groups", "bias_update_rate", "router_noise", "input_jitter", "input_dropout"]
+        + ["logit_temperature", "cosine_dim"],
+    ),
+    "expert_choice": (
+        {"router": "expert_choice", "capacity_factor": 1.0},
+        ["num_expert_groups", "bias_update_rate", "min_capacity", "drop_policy"],
+    ),
+    "not cosine": ({}, ["cosine_dim"]),
+    "no noise": ({}, ["router_noise_std"]),
+    "dropless": ({}, ["min_capacity", "drop_policy"]),
+}
+
+
+def other_than_default(name):
+    default = MoEConfig.model_fields[name].default
+    return OTHER.get(name, not default if isinstance(default, bool) else None) or default + 1
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [(where, name) for where, (_, names) in IDLE.items() for name in names]
+)
+def test_an_option_without_effect_is_refused(where, name):
+    condition = IDLE[where][0]
+    value, default = other_than_default(name), MoEConfig.model_fields[name].default
+    MoEConfig(**condition | {name: default})  # its default never is
+    with pytest.raises(ConfigError, match=f"^{name}=.*: has no effect .*; leave it at") as caught:
+        MoEConfig(**condition | {name: value})
+    assert "\n" not in str(caught.value)
+
+
+def test_decay_fraction_needs_wsd():
+    assert (
+        GPTRunConfig(optim={"schedule": "wsd", "decay_fraction": 0.5}).optim.decay_fraction == 0.5
+    )
+    with pytest.raises(ConfigError, match="decay_fraction=0.5: has no effect with schedule=cosine"):
+        GPTRunConfig(optim={"decay_fraction": 0.5})
+
+
+def test_the_dense_form_of_a_recipe_forgets_what_it_says_of_experts():
+    recipe = GPTRunConfig(model={"moe": {"top_k": 3, "hidden_dim": 64}})
+    assert recipe.updated({"model.moe.num_experts": ()}).model.moe == MoEConfig(num_experts=())
+    with pytest.raises(ConfigError, match=r"model\.moe\.top_k=3: has no effect in a dense model"):
+        recipe.updated({"model.moe.num_experts": (), "model.moe.top_k": 3})
 
 
 def test_the_same_error_from_every_door():

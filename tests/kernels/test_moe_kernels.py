@@ -20,12 +20,6 @@ from expertmesh.testing.numerics import assert_differs
 SMALL = Tile(16, 16, 16, 4, 1, group_m=3)
 
 
-def use_plan(monkeypatch, **changes):
-    """Let the kernels run with a changed plan."""
-    choose = tiles.plan_for
-    monkeypatch.setattr(tiles, "plan_for", lambda *a, **k: replace(choose(*a, **k), **changes))
-
-
 def small_tiles():
     names = ("up", "down", "hidden_grad", "input_grad", "w_in_grad", "w_out_grad")
     return dict.fromkeys(names, SMALL)
@@ -83,9 +77,9 @@ def test_every_activation(activation):
 @pytest.mark.parametrize(
     ("activation", "interleaved"), [("swiglu", False), ("swiglu", True), ("relu2", False)]
 )
-def test_tensor_descriptors_and_small_tiles(monkeypatch, activation, interleaved):
+def test_tensor_descriptors_and_small_tiles(use_plan, activation, interleaved):
     """The Hopper path: several tiles and steps in every direction, tails in all of them."""
-    use_plan(monkeypatch, tma=True, **small_tiles())
+    use_plan(tma=True, **small_tiles())
     check(
         (30, 24, 40, 3, 2),
         kind="dropped",
@@ -95,23 +89,23 @@ def test_tensor_descriptors_and_small_tiles(monkeypatch, activation, interleaved
     )
 
 
-def test_interleaved_and_concatenated_weights_give_the_same(monkeypatch):
+def test_interleaved_and_concatenated_weights_give_the_same(use_plan):
     case = ExpertsCase.draw((30, 19, 21, 3, 2), kind="dropped", bias=True)
     stored = case.w_in_EGFD.transpose(1, 2).contiguous().transpose(1, 2)
     interleaved = replace(case, w_in_EGFD=stored)
     assert tiles.is_interleaved(stored)
-    use_plan(monkeypatch, **small_tiles())
+    use_plan(**small_tiles())
     interleaved.check(lambda: run_poisoned(interleaved))
     a, b = case.run("triton"), interleaved.run("triton")
     assert b["w_in"].stride() == stored.stride()
     assert torch.equal(a["y"], b["y"])
 
 
-def test_bits_do_not_depend_on_the_grid_or_the_run(monkeypatch):
+def test_bits_do_not_depend_on_the_grid_or_the_run(use_plan):
     case = ExpertsCase.draw((60, 40, 48, 5, 2), kind="zipf", bias=True)
     first = case.run("triton")
     for num_programs in (1, 7, 10**6):
-        use_plan(monkeypatch, num_programs=num_programs)
+        use_plan(num_programs=num_programs)
         again = case.run("triton")
         assert all(torch.equal(first[name], again[name]) for name in first)
 

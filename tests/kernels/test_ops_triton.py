@@ -1,5 +1,7 @@
 """The operators with backend="triton": same results, gradients, compilation and graph safety as the others."""
 
+import sys
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -108,12 +110,11 @@ def test_auto_on_the_cpu_is_torch_and_doctor_says_so():
 
 
 def test_missing_and_old_triton(monkeypatch):
-    monkeypatch.setattr(backends, "_triton_version", lambda: "3.5.1")
-    assert backends._find_triton_problem() == "Triton 3.5.1 is too old, 3.6 or newer is needed"
-    monkeypatch.setattr(backends, "_triton_version", lambda: "3.10.0+gitab")
-    assert backends._find_triton_problem() is None
-    monkeypatch.setattr(backends.importlib.util, "find_spec", lambda name: None)
-    assert backends._find_triton_problem() == "Triton is not installed"
+    assert backends._too_old("3.5.1") == "Triton 3.5.1 is too old, 3.6 or newer is needed"
+    assert backends._too_old("3.10.0+gitab") is backends._find_triton_problem() is None
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "triton", None)
+        assert backends._find_triton_problem() == "Triton is not installed"
     monkeypatch.setattr(backends, "TRITON_PROBLEM", "Triton is not installed")
     assert resolve_backend("auto", torch.device("cuda"), torch.float32) == "torch"
     with pytest.raises(ConfigError, match="Triton is not installed"):

@@ -1,7 +1,5 @@
 """Splitting a hot expert's weight gradient: the list of pieces, the sums, the bound on the workspace."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,11 +28,11 @@ def list_of(counts, slack, piece_rows):
     return cut, listed, list(zip(*(c[:split].tolist() for c in hot), strict=True))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
-    st.lists(st.one_of(st.just(0), st.integers(0, 200)), min_size=1, max_size=12),
+    st.lists(st.one_of(st.just(0), st.integers(0, 60)), min_size=1, max_size=8),
     st.integers(0, 50),
-    st.integers(1, 60),
+    st.integers(1, 30),
 )
 def test_pieces_are_every_experts_rows_once(counts, slack, piece_rows):
     num_rows = sum(counts) + slack
@@ -72,11 +70,6 @@ def test_pieces_are_whole_steps_and_few(num_rows, fewest):
     assert -(-num_rows // rows) <= 16
 
 
-def use_plan(monkeypatch, **changes):
-    choose = tiles.plan_for
-    monkeypatch.setattr(tiles, "plan_for", lambda *a, **k: replace(choose(*a, **k), **changes))
-
-
 @pytest.fixture
 def added(monkeypatch):
     """How often sums of pieces were added up."""
@@ -89,17 +82,17 @@ def added(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "kind"),
     [
-        ((90, 24, 40, 5, 2), "zipf"),
-        ((70, 16, 24, 4, 1), "hot"),
-        ((90, 19, 21, 2, 2), "dropped"),
-        ((90, 16, 16, 1, 1), "uniform"),
+        ((60, 24, 40, 5, 2), "zipf"),
+        ((50, 16, 24, 4, 1), "hot"),
+        ((40, 19, 21, 2, 2), "dropped"),
+        ((40, 16, 16, 1, 1), "uniform"),
     ],
 )
 @pytest.mark.parametrize("tma", [False, True])
-def test_split_gradients_follow_the_two_times_rule(monkeypatch, added, shape, kind, tma):
+def test_split_gradients_follow_the_two_times_rule(use_plan, added, shape, kind, tma):
     if tma and (shape[1] % 4 or shape[2] % 4):
         shape = (shape[0], 20, 24, *shape[3:])
-    use_plan(monkeypatch, **SPLIT, tma=tma)
+    use_plan(**SPLIT, tma=tma)
     case = ExpertsCase.draw(shape, kind=kind)
 
     def run():
@@ -110,19 +103,19 @@ def test_split_gradients_follow_the_two_times_rule(monkeypatch, added, shape, ki
     assert [int(p.num_split) > 0 for p in added] == [True, True]
 
 
-def test_bits_of_split_gradients_do_not_depend_on_the_grid_or_the_run(monkeypatch, added):
-    case = ExpertsCase.draw((90, 24, 40, 5, 2), kind="zipf")
-    use_plan(monkeypatch, **SPLIT)
+def test_bits_of_split_gradients_do_not_depend_on_the_grid_or_the_run(use_plan, added):
+    case = ExpertsCase.draw((40, 16, 24, 3, 2), kind="zipf")
+    use_plan(**SPLIT)
     first = case.run("triton")
     for num_programs in (1, 7, 10**6):
-        use_plan(monkeypatch, num_programs=num_programs)
+        use_plan(num_programs=num_programs)
         again = case.run("triton")
         assert all(torch.equal(first[name], again[name]) for name in first)
     assert len(added) == 8
 
 
-def test_split_gradients_are_added_to_buffers(monkeypatch, added):
-    use_plan(monkeypatch, **SPLIT)
+def test_split_gradients_are_added_to_buffers(use_plan, added):
+    use_plan(**SPLIT)
     case = ExpertsCase.draw((90, 24, 40, 5, 2), kind="zipf", dtype=torch.bfloat16)
     x, m = case.x_TD.contiguous(), case.metadata
     rows = moe_wgrad.Rows.uncut(m.offsets_E, m.token_of_row_N, m.slot_of_row_N)

@@ -53,7 +53,7 @@ def test_metadata_equals_reference(kind, num_experts, top_k):
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(7, 2), (1024, 1), (251, 8)])
 def test_metadata_of_many_slots(num_experts, top_k):
-    ids = ids_of("uniform", 1000, top_k, num_experts)
+    ids = ids_of("uniform", -(-1500 // top_k), top_k, num_experts)
     assert_metadata(ids, num_experts)
     live = int((ids < num_experts).sum())
     for slack in (0, 3):
@@ -127,13 +127,13 @@ def test_tile_bound_is_reached():
     assert num_tiles.item() == len(tile_expert) == kernels.max_tiles(len(ids), num_experts, block_m)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     st.data(), st.sampled_from([1, 2, 7, 16, 61]), st.integers(1, 5), st.sampled_from([64, 1024])
 )
 def test_invariants(data, num_experts, top_k, tile):
     """Any ids: rows of an expert are contiguous, in slot order, a permutation of the live slots; the tiles cut them."""
-    num_tokens = data.draw(st.sampled_from([0, 1, 2, 7, 40, 129]))
+    num_tokens = data.draw(st.sampled_from([0, 1, 2, 7, 40, 67]))
     ids = torch.tensor(
         data.draw(
             st.lists(

@@ -117,7 +117,7 @@ def test_moeify_by_name_keeps_mode_and_type():
     assert isinstance(block, MoEBlock)
     assert not block.training
     assert block.layer.experts.w_in.dtype == torch.float32
-    assert block.layer.capacity_factor == 2.0
+    assert block.layer.options.capacity_factor == 2.0
     assert isinstance(model[1].mlp, nn.Sequential)
 
 

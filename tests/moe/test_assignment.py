@@ -246,9 +246,9 @@ def _kept_slots(layer, x):
     seen = []
 
     class Spy(LocalDispatcher):
-        def dispatch(self, x_TD, expert_ids_TK, weights_TK, *, max_rows=None, **options):
-            seen.append(expert_ids_TK < layer.num_experts)
-            return super().dispatch(x_TD, expert_ids_TK, weights_TK, max_rows=max_rows, **options)
+        def start(self, tokens, **options):
+            seen.append(tokens.expert_ids_TK < layer.num_experts)
+            return super().start(tokens, **options)
 
     layer.dispatcher = Spy()
     layer(x)

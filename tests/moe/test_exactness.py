@@ -79,7 +79,6 @@ def cases(draw, *, variant, dtype):
     options |= {
         "dim": draw(st.sampled_from(SIZES_D if dtype == torch.float64 else SIZES_D_ROUNDED)),
         "hidden_dim": draw(st.sampled_from(SIZES_F if dtype == torch.float64 else SIZES_F_ROUNDED)),
-        "cosine_dim": 5,
         "capacity_factor": draw(st.sampled_from([0.5, 0.7, 1.0] if policy else [None, 0.5, 1.1])),
         "eval_capacity_factor": draw(st.sampled_from([None, 0.75])),
         "max_capacity_factor": draw(st.sampled_from([None, None, 0.9, 1.5])),
@@ -97,6 +96,8 @@ def cases(draw, *, variant, dtype):
         "layer_index": draw(st.sampled_from([0, 5])),
         "dtype": dtype,
     }
+    if router == "cosine":
+        options["cosine_dim"] = 5
     if router != "hash" and options["dim"] >= 8:
         # With fewer dimensions dropout often leaves nothing of a token: all scores equal, no choice to compare.
         options["input_dropout"] = draw(st.sampled_from([0.0, 0.0, 0.25]))

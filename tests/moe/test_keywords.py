@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh import MoELayer, Routing
 from expertmesh.config.model import MoEConfig
-from expertmesh.moe.dispatch import LocalDispatcher
+from expertmesh.config.moe_rules import LayerOptions
+from expertmesh.moe.dispatch import LocalDispatcher, LocalJourney
 from expertmesh.moe.random import key_noise
-from expertmesh.moe.validation import CHOICES
 from expertmesh.testing import numerics
 from expertmesh.testing.numerics import as_fp64
 
@@ -38,19 +39,24 @@ def tokens(**kwargs):
     return x.to(kwargs.get("dtype", torch.float64))
 
 
+@dataclass(frozen=True)
+class ScalingJourney(LocalJourney):
+    factor: int
+
+    def finish(self, experts):
+        return self.factor * super().finish(experts)
+
+
 class DoublingDispatcher(LocalDispatcher):
-    def combine(self, y_TD, dispatched):
-        return 2 * y_TD
+    def start(self, tokens, **options):
+        return ScalingJourney(tokens, 2)
 
 
 class DegreeDispatcher(LocalDispatcher):
     """Scales by the degree that it is told, so that it shows whether and for which call it is."""
 
-    def dispatch(self, *args, route_degree=None, **kwargs):
-        return replace(super().dispatch(*args, **kwargs), handle=route_degree or 1)
-
-    def combine(self, y_TD, dispatched):
-        return dispatched.handle * y_TD
+    def start(self, tokens, *, route_degree=None, overlap_degree=None):
+        return ScalingJourney(tokens, (route_degree or 1) * (overlap_degree or 1))
 
 
 class EarlierTwin:
@@ -181,7 +187,6 @@ MORE_FLIPS = [
     ("residual", {}, True, "eval y"),
     ("num_shared_experts", {}, 1, "eval y"),
     ("bias_update_rate", {"router": "cosine"}, 0.1, "bias after update"),
-    ("max_capacity_factor", {"capacity_factor": 2.0, "min_capacity": 1}, 0.6, "y"),
     ("max_capacity_factor", {"router": "expert_choice"}, 0.6, "y"),
     ("capacity_factor", {"router": "expert_choice"}, 0.6, "y"),
     ("routing_group_size", {"router": "expert_choice"}, 5, "y"),
@@ -263,6 +268,13 @@ NOT_DISTINCT = {"normalize_weights": {"auto"}}
 """auto is one of the others."""
 
 
+CHOICES = {
+    name: get_args(field.annotation)
+    for name, field in LayerOptions.model_fields.items()
+    if get_origin(field.annotation) is Literal
+}
+
+
 @pytest.mark.parametrize("name", [name for name in CHOICES if name != "backend"])
 def test_all_values_of_a_choice_differ_from_one_another(name):
     """No two values of an enumerated option do the same (backends should)."""
@@ -310,6 +322,7 @@ CALLS = {
     "top_k": ({}, {"top_k": 3}, "y"),
     "capacity_factor": ({"min_capacity": 1}, {"capacity_factor": 0.5}, "y"),
     "route_degree": ({"dispatcher": DegreeDispatcher()}, {"route_degree": 2}, "y"),
+    "overlap_degree": ({"dispatcher": DegreeDispatcher()}, {"overlap_degree": 2}, "y"),
     "shared_tokens": (
         {"capacity_factor": 0.5, "min_capacity": 1, "drop_policy": "first"},
         {"shared_tokens": EarlierTwin(), "token_index": torch.arange(T) + T},

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from expertmesh import ConfigError, MoELayer, Routing, RoutingStats
 from expertmesh.config.model import MoEConfig
-from expertmesh.moe.dispatch import LocalDispatcher
+from expertmesh.moe.dispatch import LocalDispatcher, LocalJourney, Tokens
 from expertmesh.moe.random import key_noise
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
 
@@ -535,13 +535,14 @@ def test_shared_experts_and_residual(activation):
 
 
 def test_a_dispatcher_of_ones_own():
-    class Reversed(LocalDispatcher):
-        def dispatch(self, x_TD, expert_ids_TK, weights_TK, **options):
-            flipped = x_TD.flip(0), expert_ids_TK.flip(0), weights_TK.flip(0)
-            return super().dispatch(*flipped, **options)
+    class Backwards(LocalJourney):
+        def finish(self, experts):
+            return super().finish(experts).flip(0)
 
-        def combine(self, y_TD, dispatched):
-            return y_TD.flip(0)
+    class Reversed(LocalDispatcher):
+        def start(self, tokens, **options):
+            flipped = tokens.x_TD.flip(0), tokens.expert_ids_TK.flip(0), tokens.weights_TK.flip(0)
+            return Backwards(Tokens(*flipped, tokens.max_rows))
 
     x = tokens()
     assert_close_fp64(
@@ -578,4 +579,15 @@ def test_from_config_passes_every_option():
     )
     assert layer.experts.w_in.shape == (8, 1, 6, D)
     assert layer.residual_mlp.w_out.shape == (D, 10)
-    assert (layer.top_k, layer.capacity_factor, layer.layer_index) == (3, 1.5, 2)
+    assert (layer.top_k, layer.options.capacity_factor, layer.layer_index) == (3, 1.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "draws"),
+    [({}, False), ({"capacity_factor": 1.0}, True), ({"router_noise": "gumbel"}, True)],
+)
+def test_the_global_generator_is_drawn_from_only_where_something_is_random(options, draws):
+    layer = MoELayer(dim=D, hidden_dim=6, num_experts=4, top_k=2, seed=0, **options)
+    state = torch.get_rng_state()
+    layer(torch.zeros(3, D))
+    assert torch.equal(torch.get_rng_state(), state) != draws

@@ -1,10 +1,16 @@
 """Mistakes in a MoELayer's options and arguments: each gives the value, the rule and the fix, in one line."""
 
+import math
+import re
+
+import numpy as np
 import pytest
 import torch
+from tests.config.test_config_rules import BROKEN
 from torch import nn
 
 from expertmesh import ConfigError, MoELayer, Routing
+from expertmesh.config.moe_rules import LayerOptions
 
 D, F, E = 7, 5, 6
 
@@ -17,57 +23,59 @@ def make(**kwargs):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": E + 1}, r"top_k=7 must be an integer from 1 to num_experts=6; lower top_k"),
-        ({"top_k": 0}, "top_k=0 must be"),
-        ({"top_k": 1.5}, "top_k=1.5 must be"),
-        ({"top_k": True}, "top_k=True must be"),
-        ({"num_experts": 0}, "num_experts=0 must be an integer of at least 1"),
-        ({"dim": -4}, "dim=-4 must be"),
-        ({"hidden_dim": 2.0}, "hidden_dim=2.0 must be"),
-        ({"capacity_factor": -1.0}, "capacity_factor=-1.0 must be a number above 0"),
-        ({"capacity_factor": 0}, "capacity_factor=0 must be"),
-        ({"eval_capacity_factor": float("nan")}, "eval_capacity_factor=nan must be"),
-        ({"max_capacity_factor": "2"}, "max_capacity_factor='2' must be"),
-        ({"min_capacity": -1}, "min_capacity=-1 must be"),
-        ({"routing_group_size": 0}, "routing_group_size=0 must be"),
-        ({"router": "topp"}, "did you mean 'topk'"),
-        ({"score_function": "softmx"}, "did you mean 'softmax'"),
-        ({"activation": "swish"}, "did you mean 'swiglu'|activation='swish' is not one of"),
-        ({"drop_policy": "last"}, "drop_policy='last' is not one of"),
-        ({"normalize_weights": None}, "normalize_weights=None is not one of"),
-        ({"router_noise": "rsample"}, "router_noise='rsample' is not one of"),
-        ({"balance_loss": "gshard"}, "balance_loss='gshard' is not one of"),
-        ({"balance_loss_scope": "world"}, "balance_loss_scope='world' is not one of"),
-        ({"backend": "cutlass"}, "backend='cutlass' is not one of"),
-        ({"input_jitter": 1.0}, "input_jitter=1.0 must be in"),
-        ({"input_dropout": -0.1}, "input_dropout=-0.1 must be in"),
-        ({"logit_temperature": 0.0}, "logit_temperature=0.0 must be"),
-        ({"weight_scale": float("inf")}, "weight_scale=inf must be"),
-        ({"router_noise_std": -1.0}, "router_noise_std=-1.0 must be"),
-        ({"aux_loss_weight": -0.1}, "aux_loss_weight=-0.1 must be"),
-        ({"z_loss_weight": float("nan")}, "z_loss_weight=nan must be"),
-        ({"num_shared_experts": -1}, "num_shared_experts=-1 must be"),
-        ({"num_expert_groups": 4}, "num_expert_groups=4 must divide num_experts=6"),
-        ({"num_limited_groups": 2}, "num_limited_groups=2 must be at most num_expert_groups=1"),
-        ({"num_expert_groups": 6, "num_limited_groups": 1}, "allow more groups or lower top_k"),
+        (
+            {"top_k": E + 1},
+            "top_k=7: must be at most the fewest experts of a layer, 6; lower top_k",
+        ),
+        ({"top_k": 1.5}, "top_k=1.5: must be a whole number"),
+        ({"top_k": True}, "top_k=True: must be a whole number"),
+        ({"num_experts": 0}, "num_experts=0: must be greater than 0"),
+        ({"dim": -4}, "dim=-4: must be greater than 0"),
+        ({"hidden_dim": 2.0}, "hidden_dim=2.0: must be a whole number"),
+        ({"max_capacity_factor": "2"}, "max_capacity_factor=2: must be a finite number"),
+        ({"activation": "swigul"}, "activation=swigul: .* did you mean swiglu?"),
+        ({"normalize_weights": None}, "normalize_weights=None: must be one of"),
+        ({"bias": "yes"}, "bias=yes: must be true or false"),
+        ({"seed": "a"}, "seed=a: must be a whole number"),
+        ({"seed": 2**63}, "seed=9223372036854775808: must be less than"),
+        ({"residual_hidden_dim": 4}, "residual_hidden_dim=4: has no effect with residual=False"),
         ({"dtype": torch.int32}, "dtype=torch.int32 must be float64"),
+        ({"router": None}, "router is a NoneType; it must be a name or an nn.Module"),
         ({"experts": nn.ModuleList([nn.Linear(D, D)])}, "experts has 1 modules and num_experts=6"),
         ({"experts": nn.Linear(D, D)}, "experts is a Linear; it must be an nn.ModuleList"),
         (
-            {"router": "expert_choice", "score_function": "softmax_after_topk"},
-            "lets experts choose",
+            {"experts": lambda e: nn.Linear(D, D), "recompute_h": True},
+            "recompute_h=True: has no effect on experts of your own",
         ),
         (
-            {"router": "expert_choice", "bias_update_rate": 0.1},
-            "bias_update_rate=0.1 has no effect",
+            {"experts": lambda e: nn.Linear(D, D), "batch_invariant": True},
+            "experts=a module of your own: orders its sums itself",
         ),
-        ({"router": "hash", "router_noise": "gumbel"}, "router_noise='gumbel' has no effect"),
     ],
 )
 def test_wrong_options(options, message):
     with pytest.raises(ConfigError, match=message) as caught:
         make(**options)
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
+
+
+def test_the_rules_of_a_configuration_are_those_of_a_layer():
+    """Every mistake in one option of a run's configuration has the same words in a layer."""
+    checked = 0
+    for changes, _, rule in BROKEN:
+        options = {name.removeprefix("model.moe."): value for name, value in changes.items()}
+        known = set(options) <= set(LayerOptions.model_fields) - {"num_experts"}
+        if known and not {"min_capacity", "drop_policy", "max_capacity_factor"} & set(options):
+            with pytest.raises(ConfigError, match=re.escape(rule)):
+                make(**{"num_experts": 8} | options)
+            checked += 1
+    assert checked > 20
+
+
+def test_numbers_of_numpy_and_infinite_factors():
+    layer = make(top_k=np.int64(1), z_loss_weight=np.float32(0.5), capacity_factor=math.inf)
+    assert (layer.top_k, layer.options.z_loss_weight) == (1, 0.5)
+    assert layer.options.capacity_factor is None
 
 
 X = torch.zeros(2, 3, D, dtype=torch.float64)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from expertmesh.config.model import Backend
+from expertmesh.config.moe_rules import Backend
 from expertmesh.errors import ConfigError
 from expertmesh.ops.backend import explain_backends, resolve_backend
 

@@ -57,7 +57,7 @@ def test_max_rows_shortens_the_rows():
     assert torch.equal(combine(rows, metadata, 2), torch.cat([x[:2], torch.zeros(1, 4)]))
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:4])
+@pytest.mark.parametrize("shape", SHAPES[1:3])
 def test_gradients_of_first_and_second_order(shape):
     num_tokens, top_k, num_experts, dim = shape
     _, metadata = _routing(num_tokens, top_k, num_experts)

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.support import spread_case
-from tests.support.spread_case import D, E, SpreadCase, run_spread, run_whole, world_of
+from tests.support.replicas import world_of
+from tests.support.spread_case import D, E, SpreadCase, run_spread, run_whole
 from torch import nn
 
 from expertmesh.comm.world import World
@@ -60,7 +61,7 @@ def merged(found):
 
 def compare_all(cases):
     for case in cases:
-        world = world_of(False)
+        world = world_of()
         spread, mine = run_spread(case)
         oracle = run_whole(case, world.size, torch.float64)
         gradients = merged(spread.gradients)
@@ -95,7 +96,7 @@ def test_four_ranks(four_ranks, copies):
 
 def under_autocast():
     """Modules cast or do not cast by themselves, as in one process."""
-    world, x = world_of(False), spread_case._inputs(8)[0].float()
+    world, x = world_of(), spread_case._inputs(8)[0].float()
     mine = slice(4 * world.position, 4 * world.position + 4)
     outputs = []
     for dtype, spreads in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
@@ -168,7 +169,7 @@ def test_training_steps_and_norms(four_ranks, copies):
 
 def save(folder):
     layer = Model().moe
-    spread_experts(layer, world_of(False))
+    spread_experts(layer, world_of())
     with torch.no_grad():
         for parameter in layer.experts.parameters():
             parameter.add_(1)
@@ -178,7 +179,7 @@ def save(folder):
 def load(folder):
     layer = Model().moe
     expected = {n: p.detach() + 1 for n, p in layer.experts.named_parameters()}
-    spread_experts(layer, world_of(False))
+    spread_experts(layer, world_of())
     state = layer.state_dict()
     dcp.load(state, checkpoint_id=folder)
     layer.load_state_dict(state)
@@ -198,7 +199,7 @@ def test_checkpoints_have_global_names(two_ranks, four_ranks, tmp_path):
 
 
 def mistakes():
-    world, messages = world_of(False), []
+    world, messages = world_of(), []
 
     def note(function):
         with pytest.raises(ConfigError) as caught:

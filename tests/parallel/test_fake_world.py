@@ -6,6 +6,7 @@ group brings no counts from which the ragged ones would learn their sizes.
 
 import contextlib
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from expertmesh.costs.memory import rank_memory
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.moe.layer import MoELayer
+from expertmesh.parallel.experts.exchange import Fixed
 
 TWO_PERCENT = 0.02
 B, S = 2, 16
@@ -108,7 +110,7 @@ def test_parts_and_groups(num_ranks, num_experts, layout):
                 assert w_in.to_local().shape == (num_experts // (W // f), 2, 2048 // f, 1024)
                 storage = layer.dispatcher.storage
                 assert storage.num_replicas == parallel.dp_replicate_degree
-                assert layer.dispatcher.route().group.size == (parallel.route_degree or W)
+                assert layer.dispatcher.exchange().route.group.size == (parallel.route_degree or W)
             # Each rank makes the groups of a few partitions of all ranks, not of every layer.
             assert len(asked) <= 4 * num_ranks
 
@@ -120,7 +122,8 @@ def test_forward_and_backward(num_ranks, num_experts, layout):
     with rank_of(num_ranks, num_ranks - 1) as (world, _):
         model = spread(config, parallel, world, device="cpu")
         for layer in (m for m in model.modules() if isinstance(m, MoELayer)):
-            layer.dispatcher.fixed_tokens = B * S // parallel.tp_degree
+            bound = B * S // parallel.tp_degree
+            layer.dispatcher.exchanges = partial(Fixed, bound=bound)
         with world.traffic.logged() as log:
             output = model(torch.zeros(B, S, dtype=torch.int64))
             output.logits_BSV.sum().backward()

@@ -1,24 +1,16 @@
 """FP16 on several ranks: one scale for all, gradients of one process, and an overflow anywhere skips the step everywhere."""
 
-import functools
-
 import pytest
 import torch
+from tests.support.replicas import trainer_steps, whole, world_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from expertmesh.comm.world import World
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.gpt.parallelize import parallelize_gpt
-from expertmesh.models.gpt.task import GPTTask
-from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import assert_two_times
-from expertmesh.training.optim import build_optimizer
-from expertmesh.training.precision import resolve_precision
-from expertmesh.training.step import training_step
 
 B, S = 8, 16
 MODEL = {
@@ -37,18 +29,7 @@ LAYOUTS = [
 ]
 
 
-@functools.cache
-def world():
-    return World()
-
-
-def team_of(parallel):
-    if parallel is None:
-        return Ranks()
-    return Ranks(world(), tp_degree=parallel.get("tp_degree", 1))
-
-
-def training(dtype, parallel, model_changes, *, steps, spoil=False):
+def training(dtype, parallel, model_changes, *, steps, before=None):
     """Steps on all ranks (parallel None: one process); yields the model, the scaler and the result after each."""
     config = RECIPES["gpt-moe-test"]().updated(
         MODEL
@@ -56,34 +37,15 @@ def training(dtype, parallel, model_changes, *, steps, spoil=False):
         | {"train.dtype": dtype}
         | {f"parallel.{name}": value for name, value in (parallel or {}).items()}
     )
-    precision, ranks = resolve_precision(config.train), team_of(parallel)
-    model = GPT(config.model, dtype=precision.master_dtype, seed=1)
-    if ranks.world is not None:
-        parallelize_gpt(model, config.parallel, world=ranks.world)
-    optimizer = build_optimizer(model, config.optim)
-    follow_optimizer(model, optimizer)
-    scaler = precision.scaler(ranks)
-    generator = torch.Generator().manual_seed(3)
-    for step in range(steps):
-        ids = torch.randint(0, config.model.vocab_size, (B, S + 1), generator=generator)
-        if spoil and ranks.position == 1:
-            stock = scaler.scale
-            scaler.scale = lambda loss, stock=stock: stock(loss) * torch.inf
-        result = training_step(
-            GPTTask(config),
-            model,
-            optimizer,
-            scaler,
-            (ids[:, :-1], ids[:, 1:]),
-            step=step,
-            precision=precision,
-            ranks=ranks,
-        )
-        yield model, scaler, result
+    alone = parallel is None
+    ranks = Ranks() if alone else Ranks(world_of(), tp_degree=parallel.get("tp_degree", 1))
+    return trainer_steps(config, ranks, steps, **({"before": before} if before else {}))
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def overflow_on_rank_1(step, model, scaler):
+    if world_of().position == 1:
+        stock = scaler.scale
+        scaler.scale = lambda loss: stock(loss) * torch.inf
 
 
 def gradients(parallel):
@@ -116,7 +78,7 @@ def test_gradients_and_losses_are_those_of_one_process(four_ranks, layout):
 
 def overflow_on_one_rank():
     """A shard of rank 1 alone is not finite: two meshes and a plain parameter in one optimiser."""
-    ranks = world()
+    ranks = world_of()
     spread = ranks.mesh((ranks.size,), ("dp",), range(ranks.size))
     copied = ranks.mesh((1, ranks.size), ("a", "b"), range(ranks.size))
     parameters = [
@@ -151,9 +113,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):
 
 def a_spoiled_step():
     results = []
-    for spoil in (False, True):
-        run = training("float16", {}, {}, steps=1, spoil=spoil)
-        ((model, scaler, result),) = run
+    for before in (None, overflow_on_rank_1):
+        ((model, scaler, result),) = training("float16", {}, {}, steps=1, before=before)
         weights = torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
         results.append((result.is_finite, scaler.get_scale(), weights))
     return results

@@ -42,7 +42,7 @@ def worst(case, pools, *, steps=STEPS):
 
 def name_of(case):
     drops = "dropless" if case.drops == "none" else case.drops
-    return f"{case.form}-{case.num_ranks}-K{case.top_k}-{drops}-{case.rows}-route_{case.route}"
+    return f"{case.form}-{case.num_ranks}-K{case.top_k}-{drops}-{case.rows}-route_{case.route}-overlap_{case.overlap}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -63,8 +63,8 @@ def test_other_covering_sets(pools, seed):
 # Every token takes all experts: rounding must not decide on a choice.
 ALL_EXPERTS = {"num_experts": 4, "top_k": 4, "num_ranks": 4, "dense_parts": True}
 ROUNDED = [
-    {"form": "E", "route": "middle", "rows": "unequal"},
-    {"form": "E+D", "es_degree": 2, "bias": True},
+    {"form": "E", "route": "middle", "rows": "unequal", "overlap": 4},
+    {"form": "E+D", "es_degree": 2, "bias": True, "overlap": 2},
     {"form": "E+Z1", "route": "one", "activation": "gelu"},
     {"form": "E+D+M", "rows": "unequal", "recompute": True},
     {"form": "E+Z-Offload+M", "route": "middle", "rows": "zero"},

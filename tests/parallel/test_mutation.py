@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.support.form_case import FormCase, differences, run_form, world_of
+from tests.support.form_case import FormCase, differences, run_form
+from tests.support.replicas import world_of
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -45,13 +46,13 @@ def mutant(case):
 
 def world_group(group):
     """All processes of the pool instead of the group."""
-    return world_of(False).everyone()
+    return world_of().everyone()
 
 
 def other_half(group):
     """A group of as many ranks as this one, with another partition of the four."""
     cells = [[0, 1], [2, 3]] if group.ranks not in ((0, 1), (2, 3)) else [[0, 2], [1, 3]]
-    return world_of(False).group(cells, name="another")
+    return world_of().group(cells, name="another")
 
 
 def tokens_return_over(choose):
@@ -64,7 +65,7 @@ def tokens_return_over(choose):
         wrong = choose(group)
         counts = torch.zeros(wrong.size, 1, dtype=torch.int64)
         counts[: len(send), 0] = torch.tensor(send)
-        real = flat.exchange_counts(counts, wrong, where=where)
+        (real,) = flat.CountsInFlight(counts, wrong, where=where).finish()
         out, pending = start(x_RD, real.send, real.receive, wrong, where=where)
         if pending is not None:
             pending.wait()
@@ -191,7 +192,7 @@ def statistics_are_those_of_the_world():
 @mutant("copies")
 def statistics_are_those_of_one_copy():
     def mistaken(self, value):
-        return collectives.all_reduce(value, self.route().group, where="statistics")
+        return collectives.all_reduce(value, self.exchange().route.group, where="statistics")
 
     return [(dispatcher.ExpertDispatcher, "sum_over_processes", mistaken)]
 
@@ -251,7 +252,7 @@ def norm_over_the_world():
 
     def mistaken(*parameter_and_gradient):
         groups = right(*parameter_and_gradient)
-        return tuple(world_of(False).everyone().process_group for _ in groups)
+        return tuple(world_of().everyone().process_group for _ in groups)
 
     return [(clip, "_cut_along", mistaken)]
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from tests.support.spread_case import D, SpreadCase, build, compare, world_of
+from tests.support.replicas import world_of
+from tests.support.spread_case import D, SpreadCase, build, compare
 from tests.support.two_devices import two_devices
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,7 +50,7 @@ def watched(keep, dtype, main, forgetful):
     to_device = forgets if forgetful else HostMemory.to_device
     with patch.object(HostMemory, "to_device", to_device), two_devices() as watch:
         layer = build(SpreadCase(), torch.float32)
-        spread_experts(layer, world_of(False), route_degree=1, keep=keep, offload=True)
+        spread_experts(layer, world_of(), route_degree=1, keep=keep, offload=True)
         if main:
             layer.experts.accumulate_main_grads()
         optimizer = torch.optim.AdamW(layer.experts.parameters(), foreach=False)
@@ -90,7 +91,7 @@ def test_a_mistake():
 def pinned_later():
     """Memory that a model on the meta device gets later is pinned at the first gather, and then trained."""
     layer = build(SpreadCase(), torch.float64).to("meta")
-    spread_experts(layer, world_of(False), route_degree=1, offload=True)
+    spread_experts(layer, world_of(), route_degree=1, offload=True)
     layer.to_empty(device="cpu")
     layer.reset_parameters(seed=1)
     optimizer = torch.optim.SGD(layer.experts.parameters(), lr=1.0)

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.support.spread_case import world_of
+from tests.support.replicas import world_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -47,7 +47,7 @@ class Stack(nn.Module):
 def spread_stack(**options):
     model, prefetcher = Stack(), Prefetcher()
     for layer in model.layers:
-        spread_experts(layer, world_of(False), prefetcher=prefetcher, **options)
+        spread_experts(layer, world_of(), prefetcher=prefetcher, **options)
     return model, prefetcher
 
 
@@ -105,7 +105,7 @@ def expected_bytes(routes, num_gathers, num_ranks):
 
 def steps(keep, all_routes, options, spread):
     """Steps with other plans; the largest error against one process, and bytes of weights moved and expected."""
-    world = world_of(False)
+    world = world_of()
     whole, (model, prefetcher) = Stack(), spread_stack(keep=keep, **spread)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (whole, model)]
     draw = torch.Generator().manual_seed(5)
@@ -188,7 +188,7 @@ def test_wrong_guesses_and_skipped_layers(four_ranks, keep):
 
 def frozen(keep):
     """Bytes of weights with frozen experts: gathered, but no gradient comes back; and the gradient of x is right."""
-    world, whole, (model, prefetcher) = world_of(False), Stack(), spread_stack(keep=keep)
+    world, whole, (model, prefetcher) = world_of(), Stack(), spread_stack(keep=keep)
     for stack in (whole, model):
         for layer in stack.layers:
             layer.experts.requires_grad_(False)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tests.support.spread_case import D, SpreadCase, build, world_of
+from tests.support.replicas import world_of
+from tests.support.spread_case import D, SpreadCase, build
 from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.world import World
@@ -51,7 +52,7 @@ def test_every_rank_holds_its_part(four_ranks, stage, copies):
 
 def gathers(keep, follows, optimizer_of):
     """Gathers of weights in each of four micro-batches, two steps of two."""
-    world = world_of(False)
+    world = world_of()
     layer = build(SpreadCase(), torch.float64)
     spread_experts(layer, world, route_degree=1, keep=keep)
     optimizer = optimizer_of(layer)
@@ -90,7 +91,7 @@ def test_lifetime_of_gathered_weights(two_ranks, keep, follows, expected):
 
 def saved_bytes(keep):
     """Bytes that autograd keeps between forward and backward, by storage, and those of the whole weights."""
-    world = world_of(False)
+    world = world_of()
     layer = build(SpreadCase(), torch.float32)
     whole = sum(p.nbytes for p in layer.experts.parameters())
     spread_experts(layer, world, route_degree=1, keep=keep)

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 from tests.support import spread_case
-from tests.support.spread_case import SpreadCase, build, whole, world_of
+from tests.support.replicas import whole, world_of
+from tests.support.spread_case import SpreadCase, build
 
 from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.parallel.experts.dispatcher import spread_experts
@@ -27,7 +28,7 @@ def summed(layer, inputs, dtype):
 
 
 def compare(spread, dtype, enabled_first):
-    world = world_of(False)
+    world = world_of()
     case = SpreadCase({"bias": True, "activation": "gelu", "aux_loss_weight": 0.0})
     tokens = [4 * world.size] * MICRO_BATCHES
     batches = [b.split(tokens) for b in spread_case._inputs(sum(tokens))]
@@ -71,7 +72,7 @@ def test_equal_to_one_process(four_ranks, dtype):
 def direct_and_step():
     """Pure expert parallelism adds to the shards' own buffers; the optimiser takes them over."""
     layer = build(SpreadCase(), torch.float32)
-    spread_experts(layer, world_of(False))
+    spread_experts(layer, world_of())
     layer.experts.accumulate_main_grads()
     optimizer = torch.optim.SGD(layer.experts.parameters(), lr=1.0)
     before = layer.experts.w_in.full_tensor().clone()

@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 from tests.support import spread_case
-from tests.support.spread_case import D, E, F, SpreadCase, build, whole, world_of
+from tests.support.replicas import whole, world_of
+from tests.support.spread_case import D, E, F, SpreadCase, build
 
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import assert_two_times
@@ -48,7 +49,7 @@ def run_by_slices(layer, num_slices, x, cotangent, dtype):
 
 def compare(spread, masters, autocast, frozen):
     """Two-times rule against one process of the same precisions and slices; bytes of weights, and of gradients."""
-    world = world_of(False)
+    world = world_of()
     # one choice, as ties may fall elsewhere
     case = SpreadCase({"top_k": 1, "aux_loss_weight": 0.0})
     x, cotangent = spread_case._inputs(TOKENS * world.size)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from tests.support.spread_case import world_of
+from tests.support.replicas import world_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,7 +40,7 @@ def made(autocast, spread):
     """Elements of large results in the forward and in the backward, in units of the layer's experts."""
     layer = MoELayer(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS, top_k=1)
     whole = sum(p.numel() for p in layer.experts.parameters())
-    spread_experts(layer, world_of(False), route_degree=1, **spread)
+    spread_experts(layer, world_of(), route_degree=1, **spread)
     x = torch.randn(2, DIM, requires_grad=True)
     precision = functools.partial(torch.autocast, "cpu", enabled=autocast)
     with precision():  # groups and buffers of a first call

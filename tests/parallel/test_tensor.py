@@ -7,28 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.replicas import batches, build_gpt, trainer_steps, whole, world_of
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from expertmesh import MoELayer
-from expertmesh.comm.world import World
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.moe.random import key_noise
-from expertmesh.parallel.apply import follow_optimizer, parallelize
+from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.tensor import Sliced, Whole, tensor_group
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
-from expertmesh.training.optim import build_optimizer
 from expertmesh.training.precision import resolve_precision
-from expertmesh.training.step import accumulate_gradients, training_step
+from expertmesh.training.step import accumulate_gradients
 
 B, S, STEPS = 8, 16, 5
 
@@ -74,55 +72,10 @@ class Case:
         return RECIPES["gpt-moe-test"]().updated(MODEL | self.model | layout)
 
 
-@functools.cache
-def world():
-    """Of all ranks of this pool."""
-    return World()
-
-
-def build(config):
-    """The model, the same in every process, with biases that are not zero."""
-    precision = resolve_precision(config.train)
-    model = GPT(config.model, dtype=precision.master_dtype, seed=1)
-    model.set_activation_checkpointing(config.train.activation_checkpointing)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            if "b_" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def batches(config, steps):
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(steps):
-        ids = torch.randint(0, config.model.vocab_size, (B, S + 1), generator=generator)
-        yield ids[:, :-1], ids[:, 1:]
-
-
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def train_steps(config, ranks, steps=STEPS):
+def train_steps(config, ranks):
     """What the trainer's steps give, by name; every tensor whole."""
-    model, precision = build(config), resolve_precision(config.train)
-    if ranks.world is not None:
-        parallelize_gpt(model, config.parallel, world=ranks.world)
-    optimizer = build_optimizer(model, config.optim)
-    follow_optimizer(model, optimizer)
     found = {}
-    for step, batch in enumerate(batches(config, steps)):
-        result = training_step(
-            GPTTask(config),
-            model,
-            optimizer,
-            precision.scaler(),
-            batch,
-            step=step,
-            precision=precision,
-            ranks=ranks,
-        )
+    for step, (model, _, result) in enumerate(trainer_steps(config, ranks, STEPS)):
         numbers = (result.loss, result.aux_loss, result.z_loss, result.grad_norm)
         found[f"losses of step {step}"] = torch.tensor(numbers, dtype=torch.float64)
         load = result.load
@@ -135,7 +88,7 @@ def train_steps(config, ranks, steps=STEPS):
 
 def team_of(config):
     stage = config.parallel.zero_stage
-    return Ranks(world(), tp_degree=config.parallel.tp_degree, reduces_once=stage == 1)
+    return Ranks(world_of(), tp_degree=config.parallel.tp_degree, reduces_once=stage == 1)
 
 
 def errors_of(case):
@@ -206,16 +159,16 @@ def test_eight_ranks(eight_ranks, changes):
 def moved(layout):
     """Bytes that this rank sent of its tokens, and what they should be if each token is sent by one rank alone."""
     config = Case(layout, DROPLESS).config()
-    model = build(config).eval()
-    parallelize_gpt(model, config.parallel, world=world())
+    model = build_gpt(config).eval()
+    parallelize_gpt(model, config.parallel, world=world_of())
     ids_BS, _ = next(batches(config, 1))
     rows = team_of(config).rows(0, B)
-    with torch.no_grad(), world().traffic.logged() as log:
+    with torch.no_grad(), world_of().traffic.logged() as log:
         stats = model(ids_BS[rows]).stats[0]
     ids_TK = stats.topk_expert_ids_TK
     dispatcher = model.layers[1].moe.dispatcher
-    route = dispatcher.route()
-    mine = route.plan.block(world().position)[0]
+    route = dispatcher.exchange().route
+    mine = route.plan.block(world_of().position)[0]
     copies = sum(len({e // route.num_local for e in row} - {mine}) for row in ids_TK.tolist())
     expected = 8 * copies * (config.model.dim + 2 * ids_TK.shape[1])
     sent = [t.num_bytes for t in log.transfers if t.where == "layer 1, dispatch"]
@@ -228,7 +181,7 @@ def test_each_token_is_dispatched_by_one_rank(four_ranks, layout):
     assert [sent for sent, _, _ in found] == [expected for _, expected, _ in found]
     config = Case({}, DROPLESS).config()
     ids_BS, _ = next(batches(config, 1))
-    whole_TK = build(config).eval()(ids_BS).stats[0].topk_expert_ids_TK.view(B, S, -1)
+    whole_TK = build_gpt(config).eval()(ids_BS).stats[0].topk_expert_ids_TK.view(B, S, -1)
     tp, parts = layout["tp_degree"], [ids_TK for _, _, ids_TK in found]
     own = [part.view(B * tp // 4, S // tp, -1) for part in parts]
     rows = [torch.cat(own[first : first + tp], 1) for first in range(0, 4, tp)]
@@ -247,9 +200,9 @@ def precision_of(dtype, layout):
         ("float64", Ranks()),
     ):
         config = Case(layout, dense | {"train.dtype": kind}).config()
-        model, precision = build(config), resolve_precision(config.train)
+        model, precision = build_gpt(config), resolve_precision(config.train)
         if ranks.world is not None:
-            parallelize_gpt(model, config.parallel, world=world())
+            parallelize_gpt(model, config.parallel, world=world_of())
         sums, _ = accumulate_gradients(
             GPTTask(config),
             model,
@@ -336,7 +289,7 @@ class Own(nn.Module):
 
 def own_model(tp, custom):
     """Relative errors of a user's model, whose experts may be modules of their own, of which a rank keeps some."""
-    n = world().size
+    n = world_of().size
     torch.set_default_dtype(torch.float64)
     try:
         models = []
@@ -352,7 +305,7 @@ def own_model(tp, custom):
         key_noise(model, seed=1, step=2)
     y, extra = one(x, index)
     (y.square().mean() + extra).backward()
-    group = tensor_group(world(), tp)
+    group = tensor_group(world_of(), tp)
     cut = {"into.weight": 0, "into.bias": 0, "out.weight": 1}
     plan = {
         "mix*": Sliced(group, cut, once=frozenset({"out.bias"}), dim=1, where="mixer"),
@@ -363,14 +316,14 @@ def own_model(tp, custom):
     parallelize(
         spread,
         ParallelConfig(tp_degree=tp),
-        world=world(),
+        world=world_of(),
         blocks=[spread.mixer],
         tensor_plan=plan,
     )
 
     def own(t):
-        rows = t.chunk(n // tp)[world().position // tp]
-        return rows.chunk(tp, 1)[world().position % tp]
+        rows = t.chunk(n // tp)[world_of().position // tp]
+        return rows.chunk(tp, 1)[world_of().position % tp]
 
     z, extra = spread(own(x), own(index))
     (z.square().sum() / y.numel() + extra / n).backward()
@@ -398,8 +351,8 @@ def mistakes():
         except ConfigError as error:
             messages.append(str(error))
 
-    group = tensor_group(world(), 2)
-    config, apply = ParallelConfig(tp_degree=2), functools.partial(parallelize, world=world())
+    group = tensor_group(world_of(), 2)
+    config, apply = ParallelConfig(tp_degree=2), functools.partial(parallelize, world=world_of())
     note(lambda: apply(Own(), config, tensor_plan={"middle": Whole()}))
     cut = Sliced(group, {"into.weight": 0}, where="mixer")
     odd = Own()
@@ -408,10 +361,10 @@ def mistakes():
     tied = Own()
     tied.up.bias = tied.mixer.into.bias
     note(lambda: apply(tied, config))
-    note(lambda: tensor_group(world(), 3))
+    note(lambda: tensor_group(world_of(), 3))
     run = Case({"tp_degree": 2}).config()
-    model = build(run).eval()
-    parallelize_gpt(model, run.parallel, world=world())
+    model = build_gpt(run).eval()
+    parallelize_gpt(model, run.parallel, world=world_of())
     note(lambda: model(torch.zeros(1, 15, dtype=torch.int64)))
     note(lambda: model(torch.zeros(1, 16, dtype=torch.int64), num_logits=1))
     return messages

@@ -4,15 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support import spread_case
-from tests.support.spread_case import (
-    D,
-    E,
-    F,
-    SpreadCase,
-    build,
-    compare,
-    world_of,
-)
+from tests.support.replicas import world_of
+from tests.support.spread_case import D, E, F, SpreadCase, build, compare
 
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
@@ -45,14 +38,14 @@ def token_traffic(spread, call):
     case = SpreadCase({"top_k": 4, "aux_loss_weight": 0.0}, spread, call)
     transfers = compare(case)
     moved = sum(t.num_bytes for t in transfers if "dispatch" in t.where or "combine" in t.where)
-    world = world_of(False)
+    world = world_of()
     layer = build(case, torch.float64)
     x, _ = spread_case._inputs(sum(case.tokens))
     first = sum(case.tokens[: world.position])
     rows = slice(first, first + case.tokens[world.position])
     _, stats = layer(x[rows], token_index=torch.arange(rows.start, rows.stop), **call)
     dispatcher = spread_experts(build(case, torch.float64), world, **spread)
-    route = dispatcher.route()
+    route = dispatcher.exchange().route
     K = stats.topk_expert_ids_TK.shape[1]
     block_TK = stats.topk_expert_ids_TK // route.num_local
     own = route.plan.block(world.position)
@@ -88,7 +81,7 @@ def test_tokens_moved(four_ranks):
 
 def switch_every_step(seed, steps):
     """One layer, another plan, K and capacity on each step, with updates; the same in one process."""
-    world = world_of(False)
+    world = world_of()
     case = SpreadCase(group=8)
     whole, spread = build(case, torch.float64), build(case, torch.float64)
     spread_experts(spread, world, es_degree=2)

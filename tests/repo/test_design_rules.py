@@ -142,6 +142,13 @@ def test_no_relative_imports_and_no_bare_except():
     assert found == []
 
 
+def test_only_families_know_their_models():
+    """Trainer, engine and command line know a model by its family: `expertmesh.models.family`."""
+    named = re.compile(r"expertmesh\.models\.(?!family\b)|from expertmesh\.models import")
+    paths = [p for name in ("training", "infer", "cli") for p in (SOURCE / name).glob("*.py")]
+    assert [relative(path) for path in paths if named.search(path.read_text())] == []
+
+
 def test_test_files_have_unique_names_in_their_folder_tree():
     packages = [ROOT / "tests" / "__init__.py", ROOT / "tests" / "support" / "__init__.py"]
     assert sorted((ROOT / "tests").rglob("__init__.py")) == packages

@@ -1,6 +1,7 @@
-"""Every example of examples/ parses, and torchrun and our command line take the words in it."""
+"""Every example of examples/ runs, or parses, and torchrun and our command line take the words in it."""
 
 import os
+import runpy
 import subprocess
 from pathlib import Path
 
@@ -87,8 +88,23 @@ def test_the_words_are_understood(find, tmp_path, monkeypatch, capsys):
     assert f"of each of {NODES * GPUS} ranks" in capsys.readouterr().out
 
 
+def test_train_your_own(tmp_path, monkeypatch, capsys):
+    """It trains, and started again it goes on; the run is reported by the family's name."""
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        runpy.run_path(str(EXAMPLES / "train_your_own.py"), run_name="__main__")
+        said = capsys.readouterr().out.splitlines()[-1]
+        right, steps = said.split("% right after ")
+        assert float(right) > 75 and steps == "200 steps"
+    monkeypatch.syspath_prepend(EXAMPLES)
+    words = ["report", "--run", "runs/quadrants", "--family", "train_your_own:QUADRANTS"]
+    assert main(words) == 0
+    assert "validation accuracy, after step 200" in capsys.readouterr().out
+
+
 def test_all_examples_are_looked_at():
-    assert {path.name for path in EXAMPLES.iterdir()} == {
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {
+        "train_your_own.py",
         "slurm.sbatch",
         "kubernetes.yaml",
         "kubeflow.yaml",

@@ -1,6 +1,5 @@
 """A small GPT trained for some steps in one form of parallelism, and in one process; the code of the ranks of a test."""
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -11,10 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.mesh import divisors
-from expertmesh.comm.world import World
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.config.run import OptimConfig, ParallelConfig
 from expertmesh.models.gpt.model import GPT
@@ -24,6 +21,7 @@ from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.testing.numerics import assert_two_times, relative_error
 from expertmesh.training.optim import build_optimizer
+from tests.support.replicas import fill_biases, whole, world_of
 
 S, V = 8, 24
 SEED = 3
@@ -58,6 +56,7 @@ class FormCase:
         drops: drop policy of a layer with capacity, or "none": dropless.
         rows: of `ROWS`.
         route: route_degree: "one", "middle" or "all".
+        overlap: overlap_degree.
         es_degree: slices of each expert; None: the default.
         order: of the ranks that hold the experts.
         subgroup: the world is every other rank of twice as many, and the others are a world too.
@@ -77,6 +76,7 @@ class FormCase:
     drops: str = "none"
     rows: str = "equal"
     route: str = "all"
+    overlap: int = 1
     es_degree: int | None = None
     order: str = "slices_inner"
     subgroup: bool = False
@@ -117,6 +117,7 @@ class FormCase:
         """The configuration that a user would give."""
         return ParallelConfig(
             route_degree=self.route_degree,
+            overlap_degree=self.overlap,
             es_degree=self.es_degree,
             expert_order=self.order,  # type: ignore[arg-type]
             **FORMS[self.form],
@@ -180,26 +181,10 @@ class Trained:
     parameters: dict[str, Tensor]
 
 
-@functools.cache
-def world_of(subgroup: bool) -> World:
-    """The world of all ranks of this pool, or one of two halves of it."""
-    if not subgroup:
-        return World()
-    everyone = range(dist.get_world_size())
-    halves = [dist.new_group(list(everyone[half::2])) for half in (0, 1)]
-    return World(halves[dist.get_rank() % 2])
-
-
 def build(case: FormCase) -> GPT:
     """The model, with the same weights in every process, and biases that are not zero."""
-    # In FP64 and then rounded, so that all precisions begin with the same numbers.
     model = GPT(case.model(), dtype=torch.float64, seed=SEED)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            if "b_" in name:
-                values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(0.1 * values)
+    fill_biases(model, scale=0.1)
     model = model.float()  # what FP32 can hold is the same number in FP64
     return model.double() if case.dtype == "float64" else model
 
@@ -246,22 +231,16 @@ def _train(
                 trained.logits_BSV = logits_BSV
         norm = ranks.clip_grad_norm_(model.parameters(), 0.1)
         if step == 0:
-            trained.gradients = {n: _whole(p.grad) for n, p in _parameters(model)}
+            trained.gradients = {n: whole(p.grad).clone() for n, p in _parameters(model)}
         optimizer.step()
         trained.norms.append(float(norm))
         trained.losses.append(float(ranks.sum_(loss, what="the loss")))
-    trained.parameters = {n: _whole(p) for n, p in _parameters(model)}
+    trained.parameters = {n: whole(p.detach()).clone() for n, p in _parameters(model)}
     return trained
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in model.named_parameters() if p.grad is not None]
-
-
-def _whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def _backward(
@@ -340,6 +319,7 @@ def covering_factors() -> dict[str, Sequence[Any]]:
         "drops": ("none", "first", "random", "priority"),
         "rows": tuple(ROWS),
         "route": ("one", "middle", "all"),
+        "overlap": (1, 2, 4, 8),
         "es_degree": (None, 2),
         "order": ("slices_inner", "experts_inner"),
         "subgroup": (False, True),

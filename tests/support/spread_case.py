@@ -1,26 +1,18 @@
 """Run one layer spread over ranks and whole on each of them, and compare; the code of the ranks of a test."""
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.collectives import start_all_reduce
-from expertmesh.comm.world import World
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.testing.numerics import (
-    FP64_RELATIVE,
-    assert_two_times,
-    magnitude,
-    max_error,
-)
+from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, magnitude, max_error
+from tests.support.replicas import fill_biases, whole, world_of
 
 D, F, E = 8, 12, 8
 LOSS_FACTOR = 3.0
@@ -51,25 +43,12 @@ class SpreadCase:
     training: bool = True
 
 
-@functools.cache
-def world_of(subset: bool) -> World:
-    """The world of all ranks of this pool, or one of two halves of it."""
-    if not subset:
-        return World()
-    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    return World(halves[dist.get_rank() % 2])
-
-
 def build(case: SpreadCase, dtype: torch.dtype) -> MoELayer:
     """The layer, with the same weights in every process, and biases that are not zero."""
     group = case.group if case.group > 1 else None
     options = {"num_experts": E, "top_k": 2, "seed": 1, "routing_group_size": group, **case.layer}
     layer = MoELayer(dim=D, hidden_dim=F, dtype=torch.float64, **options)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in sorted(layer.named_parameters()):
-            if "b_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    fill_biases(layer)
     key_noise(layer, seed=5, step=6)
     layer.train(case.training)
     return layer.to(dtype)
@@ -139,11 +118,6 @@ def _run(
         {name: whole(p.grad) for name, p in layer.named_parameters() if p.grad is not None},
         [],
     )
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered where it is a DTensor."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def compare(case: SpreadCase) -> list[Any]:

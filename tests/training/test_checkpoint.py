@@ -3,9 +3,13 @@
 import errno
 import json
 import logging
+import pathlib
+import pickle
+import threading
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from expertmesh.errors import CheckpointError
 from expertmesh.training import checkpoint
@@ -16,7 +20,7 @@ from expertmesh.training.checkpoint import (
     newest_good,
     read_state,
 )
-from expertmesh.training.checkpoint_tensors import read_tensors
+from expertmesh.training.checkpoint_tensors import read_tensors, write_tensors
 
 
 def tensors(value=1.0):
@@ -29,10 +33,21 @@ def tensors(value=1.0):
 
 
 @pytest.fixture
-def store(tmp_path):
-    made = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
-    yield made
-    made.close()
+def make_store(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(CheckpointStore(tmp_path / "checkpoints", keep_last=2, **options))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+@pytest.fixture
+def store(make_store):
+    return make_store()
 
 
 def save(store, step, *, eval_loss=None):
@@ -66,17 +81,14 @@ def test_torch_itself_can_read_it(store):
     assert torch.equal(found["a"], torch.full((3, 5), 3.0))
 
 
-def test_training_may_change_the_tensors_while_they_are_written(store, monkeypatch):
-    import threading
-
+def test_training_may_change_the_tensors_while_they_are_written(make_store):
     gate = threading.Event()
-    write = checkpoint.write_tensors
 
     def slow(folder, given):
         assert gate.wait(10)
-        return write(folder, given)
+        return write_tensors(folder, given)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", slow)
+    store = make_store(write=slow)
     live = tensors(1.0)
     store.save(1, live, {}, eval_loss=None)
     live["a"].fill_(99.0)
@@ -177,38 +189,37 @@ def test_only_damaged_checkpoints_are_an_error_and_none_is_none(store, tmp_path)
         newest_good(store.folder)
 
 
-def fail_with(error):
-    def fail(*args, **kwargs):
-        raise error
+def test_a_full_disk_surfaces_and_leaves_the_checkpoints_before(make_store):
+    is_full = False
 
-    return fail
+    def write(folder, given):
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_tensors(folder, given)
 
-
-def test_a_full_disk_surfaces_and_leaves_the_checkpoints_before(store, monkeypatch):
+    store = make_store(write=write)
     save(store, 1)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(checkpoint, "write_tensors", fail_with(full))
+    is_full = True
     store.save(2, tensors(), {}, eval_loss=None)
     with pytest.raises(OSError, match="No space left") as info:
         store.wait()
     assert info.value.errno == errno.ENOSPC
     assert steps(store) == [1] and find_damage(store.paths()[0]) is None
     assert not [p for p in store.folder.iterdir() if p.name.startswith(".")]
-    monkeypatch.undo()
+    is_full = False
     save(store, 3)
     assert steps(store) == [1, 3]
 
 
-def test_a_really_full_disk(store, monkeypatch):
+def test_a_really_full_disk(make_store, store):
     """/dev/full: the operating system's own ENOSPC, through torch's writer."""
     save(store, 1)
-    write = checkpoint.write_tensors
 
     def write_to_full(folder, given):
         (folder / "__0_0.distcp").symlink_to("/dev/full")
-        return write(folder, given)
+        return write_tensors(folder, given)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", write_to_full)
+    store = make_store(write=write_to_full)
     store.save(2, tensors(), {}, eval_loss=None)
     with pytest.raises(OSError) as info:
         store.wait()
@@ -216,11 +227,9 @@ def test_a_really_full_disk(store, monkeypatch):
     assert steps(store) == [1]
 
 
-def test_check_raises_without_waiting_for_a_save_that_runs(store, monkeypatch):
-    import threading
-
+def test_check_raises_without_waiting_for_a_save_that_runs(make_store):
     gate = threading.Event()
-    monkeypatch.setattr(checkpoint, "write_tensors", lambda *a: gate.wait(10) and 1 / 0)
+    store = make_store(write=lambda *a: gate.wait(10) and 1 / 0)
     store.save(1, tensors(), {}, eval_loss=None)
     store.check()
     gate.set()
@@ -258,3 +267,103 @@ def test_a_newer_format_is_refused(store):
     file.write_text(json.dumps(state | {"format_version": 99}))
     with pytest.raises(CheckpointError, match="format version 99"):
         read_state(store.paths()[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step_00000002_mine",
+        "step_abc",
+        "step_2",
+        "step_000000030",
+        "best",
+        ".partial-mine",
+        ".deleted-mine",
+    ],
+)
+def test_folders_of_other_names_are_the_users(store, name):
+    copy = store.folder / name
+    save(store, 1)
+    copy.mkdir()
+    (copy / "note").write_text("mine")
+    for step in (2, 3, 4):
+        save(store, step)
+    store.remove_leftovers()
+    assert (copy / "note").read_text() == "mine"
+    assert steps(store) == [3, 4]
+    assert newest_good(store.folder).name == "step_00000004"
+
+
+class Command:
+    """What unpickles by running something."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (pathlib.Path.touch, (self.path,))
+
+
+def with_a_command(index, mark):
+    index.planner_data = {"a": Command(mark)}
+
+
+def with_a_command_in_torch(index, mark):
+    class Sneaky:
+        def __reduce__(self):
+            return (torch.serialization.os.makedirs, (str(mark),))
+
+    index.storage_meta = Sneaky()
+
+
+def outside_the_folder(index, mark):
+    for place in index.storage_data.values():
+        place.relative_path = f"../step_00000001/{place.relative_path}"
+
+
+def with_an_extension(index, mark):
+    for place in index.storage_data.values():
+        place.transform_descriptors = ["zstd"]
+
+
+def with_a_pickle_in_place_of_a_tensor(index, mark):
+    index.state_dict_metadata["a"] = BytesStorageMetadata()
+
+
+def of_another_kind(index, mark):
+    index.storage_data = {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_a_command,
+        with_a_command_in_torch,
+        outside_the_folder,
+        with_an_extension,
+        with_a_pickle_in_place_of_a_tensor,
+        of_another_kind,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_nothing_in_a_checkpoint_runs(store, tmp_path, change):
+    save(store, 1)
+    path, mark = store.paths()[0], tmp_path / "ran"
+    index = pickle.loads((path / ".metadata").read_bytes())
+    change(index, mark)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][".metadata"] = checkpoint._flushed(path / ".metadata")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert newest_good(store.folder) == path, "its checksums are right"
+    with pytest.raises(CheckpointError, match="is unreadable|has no tensor a"):
+        read_tensors(path, {"a": torch.zeros(3, 5)})
+    assert not mark.exists()
+
+
+def test_a_record_between_ranks_runs_nothing(store, tmp_path):
+    record, mark = tmp_path / ".written-1", tmp_path / "ran"
+    record.write_bytes(pickle.dumps(Command(mark)))
+    with pytest.raises(CheckpointError, match="is unreadable"):
+        store._record(record)
+    assert not mark.exists()

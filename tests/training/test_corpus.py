@@ -1,6 +1,9 @@
 """Documents: selection, the split without a leak, what is not text."""
 
 import random
+import sys
+import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -122,22 +125,19 @@ def test_what_cannot_be_used_is_one_line_with_value_and_fix(tmp_path, files, pat
 
 
 def test_a_dataset_without_the_package_names_the_extra(monkeypatch):
-    monkeypatch.setattr(corpus_module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"expertmesh\[train\]"):
         load_corpus(TextConfig(dataset="some/name"))
 
 
 def test_a_dataset_by_name_gives_one_document_per_row(monkeypatch):
-    import sys
-    import types
-
     class Rows(list):
         column_names = ["text"]
 
     fake = types.ModuleType("datasets")
+    fake.__spec__ = ModuleSpec("datasets", loader=None)
     fake.load_dataset = lambda name, split: Rows({"text": f"{name} row {i}"} for i in range(50))
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    monkeypatch.setattr(corpus_module.importlib.util, "find_spec", lambda name: object())
     corpus = load_corpus(TextConfig(dataset="some/name", validation_fraction=0.2))
     found = sorted(texts(corpus.training)) + sorted(texts(corpus.validation))
     assert sorted(found) == sorted(f"some/name row {i}" for i in range(50))

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.config.run import TrainConfig
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.windows import Windows
 from expertmesh.models.gpt.task import GPTTask, bits_per_byte
 from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.evaluate import evaluate
-from expertmesh.training.precision import Precision
+from expertmesh.training.precision import resolve_precision
 
-PRECISION = Precision(torch.device("cpu"), torch.float64, torch.float64)
+PRECISION = resolve_precision(TrainConfig(device="cpu", dtype="float64"))
 
 
 class Uniform(nn.Module):

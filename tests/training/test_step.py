@@ -11,7 +11,7 @@ from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
 from expertmesh.training.optim import build_optimizer
-from expertmesh.training.precision import fast_dtype, resolve_precision
+from expertmesh.training.precision import resolve_precision
 from expertmesh.training.step import accumulate_gradients, training_step
 
 CPU = torch.device("cpu")
@@ -235,13 +235,3 @@ def test_token_losses_in_fp64(monkeypatch):
     assert torch.autograd.gradcheck(lambda z: token_losses(z, targets), (logits,))
     huge = torch.full((1, 1, 4), 1e5)
     assert math.isclose(token_losses(huge, targets[:1, :1] % 4).item(), math.log(4), rel_tol=0.01)
-
-
-def test_auto_is_bfloat16_where_the_processor_multiplies_it(monkeypatch):
-    for amx, avx, expected in ((True, False, torch.bfloat16), (False, True, torch.bfloat16)):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda avx=avx: avx)
-        assert fast_dtype(CPU) == expected
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert fast_dtype(CPU) == torch.float32

@@ -81,21 +81,20 @@ def test_the_tokenizer_learns_from_the_training_split_only(corpus_folder, tmp_pa
     assert not set(seen) & set(texts(data.corpus.validation))
 
 
-def test_the_cache_is_used_and_depends_on_text_and_vocabulary(make_corpus, tmp_path, monkeypatch):
+def test_the_cache_is_used_and_depends_on_text_and_vocabulary(make_corpus, tmp_path):
     folder = make_corpus(tmp_path / "texts", documents=20)
     config = TextConfig(path=str(folder), cache_dir=str(tmp_path / "cache"), seq_len=16)
-    built = []
-    build = shards._build
-    monkeypatch.setattr(shards, "_build", lambda *a, **k: (built.append(1), build(*a, **k)))
-    first = prepare_tokens(config, vocab_size=300)
-    again = prepare_tokens(config, vocab_size=300)
-    assert len(built) == 1 and first.key == again.key
-    prepare_tokens(config, vocab_size=310)
-    assert len(built) == 2
+
+    def prepare(vocab_size=300):
+        data = prepare_tokens(config, vocab_size=vocab_size)
+        return data.key, (data.folder / "training.bin").stat().st_mtime_ns
+
+    first = prepare()
+    assert prepare() == first
+    larger = prepare(vocab_size=310)
     with (folder / "file003.txt").open("a") as file:
         file.write("more")
-    changed = prepare_tokens(config, vocab_size=300)
-    assert len(built) == 3 and changed.key != first.key
+    assert len({first[0], larger[0], prepare()[0]}) == 3
 
 
 def test_many_threads_share_the_cache_and_build_once(corpus_folder, tmp_path, monkeypatch):

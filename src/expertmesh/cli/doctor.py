@@ -39,6 +39,9 @@ PACKAGES = {
 CONNECT_TIMEOUT_S = 60.0
 """For ranks to find one another."""
 
+MEASURED_RECIPES = ("gpt-moe-demo", "gpt-moe-1b")
+"""A small and a large model, whose products `--train.dtype auto` is asked about."""
+
 BF16_INSTRUCTIONS = {"amx_bf16": "AMX BF16 tiles", "avx512_bf16": "AVX-512 BF16 dot products"}
 
 
@@ -202,24 +205,18 @@ def devices() -> list[Finding]:
 
 
 def precision() -> list[Finding]:
-    """What `--train.dtype auto` means here."""
-    import torch
+    """What `--train.dtype auto` means here: on a CPU, measured with the products of two recipes, on a GPU what it has."""
+    from expertmesh.config.run import TrainConfig
+    from expertmesh.costs.products import dominant_products
+    from expertmesh.recipes import RECIPES
+    from expertmesh.training.precision import resolve_precision
 
-    from expertmesh.training.precision import fast_dtype
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = str(fast_dtype(device)).removeprefix("torch.")
-    if device.type == "cuda":
-        why = f"this GPU {'multiplies' if name == 'bfloat16' else 'does not multiply'} BF16 in hardware"
-    else:
-        abilities = torch.cpu.get_capabilities()
-        found = [title for key, title in BF16_INSTRUCTIONS.items() if abilities.get(key, False)]
-        why = (
-            f"the processor has {' and '.join(found)}"
-            if found
-            else "the processor has no BF16 instructions"
-        )
-    return [Finding("--train.dtype auto", "", f"{name}: {why}")]
+    findings = []
+    for recipe in MEASURED_RECIPES:
+        products = dominant_products(RECIPES[recipe]())
+        found = resolve_precision(TrainConfig(), products=products)
+        findings.append(Finding(f"--train.dtype auto, {recipe}", "", found.description))
+    return findings
 
 
 def backends() -> list[Finding]:

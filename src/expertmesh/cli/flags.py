@@ -73,11 +73,10 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     if recipes is None:
         recipes = {n: f for family in families for n, f in family.find_recipes().items()}
     named = next((word for word in argv if word in recipes), None)
-    if named is None and given is not None and len(recipes) == 1:
-        (named,) = recipes
-        argv = [named, *argv]
     default = (given or GPT).config() if named is None else recipes[named]()
     words, flags, switches = _split(argv, type(default))
+    if not words and given is not None and len(recipes) == 1:
+        words = list(recipes)
     if "help" in switches:
         print_train_help(words[0] if words else None, recipes, type(default))
         raise SystemExit(0)
@@ -148,8 +147,9 @@ def spell_options(text: str) -> str:
     """
     degrees = "|".join(name for name in ParallelConfig.model_fields if name.endswith("_degree"))
     text = re.sub(rf"(?<![\w./-])({degrees})(?==\S)", r"parallel.\1", text)
+    text = re.sub(r"(?<![\w./-])family=(?=\S)", "--family ", text)
     known = {name for family in FAMILIES.values() for name in option_names(family.config)}
-    names = sorted(map(re.escape, known), key=len, reverse=True)
+    names = sorted(map(re.escape, known - {"family"}), key=len, reverse=True)
     pattern = rf"(?<![\w./-])({'|'.join(names)})(=(?=\S)|(?![\w./-]))"
     return re.sub(pattern, lambda found: flag_name(found[1]) + (" " if found[2] else ""), text)
 

@@ -124,7 +124,7 @@ def _load(options: Any) -> tuple[Any, Any, Any]:
     if options.device is not None:
         train = found.config.updated({"train.device": options.device}).train
     tokenizer = load_tokenizer(found.path / "tokenizer.json")
-    precision = resolve_precision(train)
+    precision = resolve_precision(train, record=found.arithmetic)
     task = found.family.open_task(found.config)
     model = task.build(device=precision.device, dtype=precision.master_dtype)
     state.load_weights(found.checkpoint, model)

@@ -118,7 +118,7 @@ def _load_model(found: "Run", task: "Task") -> "nn.Module":
     from expertmesh.training.precision import resolve_precision
     from expertmesh.training.state import load_weights
 
-    precision = resolve_precision(found.config.train)
+    precision = resolve_precision(found.config.train, record=found.arithmetic)
     model = task.build(device=precision.device, dtype=precision.master_dtype)
     load_weights(found.checkpoint, model)
     return model
@@ -140,7 +140,7 @@ def _judge(found: "Run", task: "Task", model: "nn.Module") -> tuple[float, "Base
         data,
         batch_size=config.train.micro_batch_size or config.train.batch_size,
         max_samples=None,
-        precision=resolve_precision(config.train),
+        precision=resolve_precision(config.train, record=found.arithmetic),
     )
     return result[found.family.metric.key], task.baseline(data)
 

@@ -37,11 +37,11 @@ def run(argv: list[str]) -> int:
             print(describe(parsed.config, family, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
     from expertmesh.training.loop import train
-    from expertmesh.training.precision import resolve_precision
+    from expertmesh.training.precision import resolve_device
 
     with said_once():
-        precision = resolve_precision(parsed.config.train)
-    if precision.device.type == "cpu":
+        device = resolve_device(parsed.config.train.device)
+    if device.type == "cpu":
         keep_freed_memory()
     result = train(parsed.config, recipe=parsed.recipe, family=parsed.family)
     if result.is_leader:
@@ -63,9 +63,14 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
         ConfigError: the degrees do not fit the ranks or the model.
     """
     from expertmesh.training.precision import resolve_precision
+    from expertmesh.training.run_dir import RunDir
 
     family.open_task(config).check(num_ranks)
-    precision = resolve_precision(config.train)
+    precision = resolve_precision(
+        config.train,
+        products=family.products_of(config, num_parts=num_ranks),
+        record=RunDir(config.train.run_dir).arithmetic,
+    )
     dtype = str(precision.compute_dtype).removeprefix("torch.")
     lines = [f"recipe      {recipe}", f"device      {precision.device}, computing in {dtype}"]
     costs = family.costs_of(config, num_ranks=num_ranks, dtype=dtype)

@@ -4,14 +4,12 @@ Every rank has a loss of its own, and the loss of all is their sum. So the gradi
 that of a reduce-scatter a gather, and that of a sum over ranks the sum of the gradients over ranks.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from expertmesh.comm.group import Pending, RankGroup, wait_for
+from expertmesh.comm.group import Pending, RankGroup
+from expertmesh.comm.in_flight import InFlight
 
 # Newer versions of torch have new names for the same functions, and warn of the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -101,52 +99,13 @@ def start_all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Pending | No
     )
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup, where: str) -> Tensor:
-        ctx.group, ctx.where = group, where
-        out, pending = start_all_gather(x, group, where=where)
-        wait_for(pending)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        out, pending = start_reduce_scatter(grad, ctx.group, where=f"{ctx.where}, backward")
-        wait_for(pending)
-        return out, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup, where: str) -> Tensor:
-        ctx.group, ctx.where = group, where
-        out, pending = start_reduce_scatter(x, group, where=where)
-        wait_for(pending)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        out, pending = start_all_gather(grad, ctx.group, where=f"{ctx.where}, backward")
-        wait_for(pending)
-        return out, None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: RankGroup, where: str) -> Tensor:
-        ctx.group, ctx.where = group, where
-        out = x.detach().clone(memory_format=torch.contiguous_format)
-        wait_for(start_all_reduce(out, group, where=where))
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        wait_for(start_all_reduce(grad, ctx.group, where=f"{ctx.where}, backward"))
-        return grad, None, None
+def in_flight_all_gather(x: Tensor, group: RankGroup, *, where: str) -> InFlight:
+    """Begin what `all_gather` does."""
+    return InFlight(
+        x,
+        lambda t: start_all_gather(t, group, where=where),
+        lambda grad: start_reduce_scatter(grad, group, where=f"{where}, backward"),
+    )
 
 
 def all_gather(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
@@ -160,19 +119,25 @@ def all_gather(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
     Returns:
         (n, ...). Differentiable once: the gradient is reduce-scattered over the same group. Waits for the ranks.
     """
-    out: Tensor = _AllGather.apply(x, group, where)
-    return out
+    return in_flight_all_gather(x, group, where=where).finish()
 
 
 def reduce_scatter(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
     """Sum (n, ...) over ranks, each keeping its block (...). Differentiable once: the gradient is gathered."""
-    out: Tensor = _ReduceScatter.apply(x, group, where)
-    return out
+    return InFlight(
+        x,
+        lambda t: start_reduce_scatter(t, group, where=where),
+        lambda grad: start_all_gather(grad, group, where=f"{where}, backward"),
+    ).finish()
 
 
 def all_reduce(x: Tensor, group: RankGroup, *, where: str) -> Tensor:
     """Sum over ranks; not in place. Differentiable once: the gradients of the ranks' losses are summed too."""
     if group.size == 1:
         return x
-    out: Tensor = _AllReduce.apply(x, group, where)
-    return out
+
+    def summed(t: Tensor, where: str = where) -> tuple[Tensor, Pending | None]:
+        total = t.detach().clone(memory_format=torch.contiguous_format)
+        return total, start_all_reduce(total, group, where=where)
+
+    return InFlight(x, summed, lambda grad: summed(grad, f"{where}, backward")).finish()

@@ -48,6 +48,8 @@ class Family:
             the defaults of `config`.
         costs: a function of (configuration, number of ranks, compute dtype) that returns `expertmesh.costs.run.RunCosts`,
             or "module:name" of one; None: unknown.
+        products: a function of (configuration, parts of a batch's rows) that returns the step's dominant
+            `expertmesh.costs.products.Product`s, or "module:name" of one; None: usual ones. What train.dtype=auto measures.
         items: what losses are means over, and rates count, in the plural.
         metric: of its evaluations.
         fixed: options besides the model's and train.seed that a run must go on with, by dotted name.
@@ -61,6 +63,7 @@ class Family:
     config: type[RunConfig] = RunConfig
     recipes: str | Recipes | None = None
     costs: str | Callable[..., Any] | None = None
+    products: str | Callable[..., Any] | None = None
     items: str = "samples"
     metric: Metric = Metric()
     fixed: tuple[str, ...] = ()
@@ -91,6 +94,11 @@ class Family:
         count = _resolved(self.costs)
         return None if count is None else count(config, num_ranks=num_ranks, dtype=dtype)
 
+    def products_of(self, config: RunConfig, *, num_parts: int = 1) -> Any:
+        """The products that dominate a step, a sequence of `expertmesh.costs.products.Product`; empty where the family names none."""
+        find = _resolved(self.products)
+        return () if find is None else find(config, num_parts=num_parts)
+
 
 GPT = Family(
     name="gpt",
@@ -98,6 +106,7 @@ GPT = Family(
     config=GPTRunConfig,
     recipes="expertmesh.recipes:RECIPES",
     costs="expertmesh.costs.run:gpt_costs",
+    products="expertmesh.costs.products:dominant_products",
     items="tokens",
     metric=Metric("bits_per_byte", "bits per byte", "bits/byte"),
     fixed=("data.seq_len",),

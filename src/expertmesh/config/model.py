@@ -1,106 +1,28 @@
 """Options of the GPT model family and of the mixture-of-experts layers in it."""
 
-import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, FieldError, Location
+from expertmesh.config.moe_rules import Activation, LayerChoices
 from expertmesh.errors import ConfigError
 
-Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu"]
-ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
-RouterKind = Literal["topk", "cosine", "expert_choice", "hash"]
-RouterNoise = Literal["none", "gumbel", "gaussian"]
-NormalizeWeights = Literal["auto", "none", "topk", "kept"]
-DropPolicy = Literal["first", "priority", "random"]
-BalanceLoss = Literal["switch", "importance_load", "none"]
-LossScope = Literal["group", "global"]
-Backend = Literal["auto", "triton", "torch", "reference"]
 
-
-class MoEConfig(Config):
+class MoEConfig(LayerChoices):
     """The mixture-of-experts layers; the names are those of `expertmesh.MoELayer`."""
 
     num_experts: tuple[Annotated[int, Field(gt=0)], ...] = (8,)
     """Experts per MoE layer: one number for all of them, or one per MoE layer (a pyramid); none: a dense model."""
-    top_k: int = Field(default=2, gt=0)
-    """Experts per token (K), from 1 to the number of experts."""
-    hidden_dim: int = Field(default=512, gt=0)
-    """Hidden size of one expert (F)."""
-    router: RouterKind = "topk"
-    """How tokens find experts."""
-    score_function: ScoreFunction = "softmax"
-    """What turns router logits into scores."""
-    normalize_weights: NormalizeWeights = "auto"
-    """Divide the weights by their sum over the chosen (topk) or the surviving (kept) experts; auto: topk if top_k > 1."""
-    weight_scale: float = Field(default=1.0, gt=0)
-    """Factor on the routing weights (DeepSeek's routed scaling factor)."""
-    router_noise: RouterNoise = "none"
-    """Noise on the logits in training: gumbel (DeepSpeed's RSample) or gaussian (Tutel's gate noise)."""
-    router_noise_std: float = Field(default=1.0, ge=0)
-    """Scale of the router noise."""
-    input_jitter: float = Field(default=0.0, ge=0, lt=1)
-    """Router input times a uniform factor in 1 +- this, in training."""
-    input_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout probability on the router input, in training."""
-    logit_temperature: float = Field(default=1.0, gt=0)
-    """Logits are divided by this."""
-    num_expert_groups: int = Field(default=1, gt=0)
-    """Groups of experts for group-limited (node-limited) routing; 1: no limit."""
-    num_limited_groups: int = Field(default=1, gt=0)
-    """Groups that a token may use, when there are several."""
-    bias_update_rate: float = Field(default=0.0, ge=0)
-    """Step of the aux-loss-free balancing bias; 0: no bias."""
-    cosine_dim: int = 256
-    """Dimensions in which the cosine router compares tokens with experts."""
-    capacity_factor: float | None = Field(default=None, gt=0)
-    """Rows per expert in training as a ratio of the even share; none: dropless."""
-    eval_capacity_factor: float | None = Field(default=None, gt=0)
-    """The same in evaluation; none: dropless."""
-    min_capacity: int = Field(default=4, ge=0)
-    """Least rows per expert and routing group when a capacity is set."""
-    max_capacity_factor: float | None = Field(default=None, gt=0)
-    """Upper bound on any expert's rows as a ratio of the even share, also for a dropless layer; none: no bound."""
-    drop_policy: DropPolicy = "random"
-    """Which rows stay when an expert is over capacity."""
-    routing_group_size: int | None = Field(default=None, gt=0)
-    """Tokens per routing group for capacity and balance loss; none: all tokens of a call."""
-    num_shared_experts: int = Field(default=0, ge=0)
-    """Experts that every token passes, beside the routed ones."""
-    residual: bool = False
-    """PR-MoE's residual layer: a dense MLP beside the experts, mixed by a learned two-way coefficient."""
-    balance_loss: BalanceLoss = "switch"
-    """Form of the load-balancing loss."""
-    balance_loss_scope: LossScope = "group"
-    """Tokens over which the balance loss counts: each routing group, or the whole batch."""
-    aux_loss_weight: float = Field(default=0.01, ge=0)
-    """Weight of the balance loss."""
-    z_loss_weight: float = Field(default=0.0, ge=0)
-    """Weight of the router z-loss."""
-    bias: bool = False
-    """Biases in the experts."""
-    recompute_h: bool = False
-    """Compute the experts' pre-activations again in the backward instead of keeping them: less memory, more time."""
-    backend: Backend = "auto"
-    """Implementation of the operators."""
-    batch_invariant: bool = False
-    """In evaluation the layers give a token the same bits in every batch (slower); model.batch_invariant sets it."""
+
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """Experts of each MoE layer, or one number for all; none: a dense model."""
+        return self.num_experts
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.num_experts:
-            self._check_routing(min(self.num_experts))
-            self._check_router()
-        if self.batch_invariant:
-            self.check_invariant()
-        if self.num_limited_groups > self.num_expert_groups:
-            raise FieldError(
-                "num_limited_groups",
-                self.num_limited_groups,
-                f"must be at most num_expert_groups, {self.num_expert_groups}",
-                "lower it or raise num_expert_groups",
-            )
+    def _check_bound(self) -> Self:
+        """A layer's caller may give a factor per call, for which the bound counts; a run's cannot."""
         bound, factor = self.max_capacity_factor, self.capacity_factor
         if bound is not None and factor is not None and bound < factor:
             raise FieldError(
@@ -110,81 +32,6 @@ class MoEConfig(Config):
                 "raise it or lower capacity_factor",
             )
         return self
-
-    def check_invariant(self, *, under: tuple[str, ...] = ()) -> None:
-        """Refuses what makes a token's result depend on its batch in evaluation; `under` is where this object lies."""
-        for name in ("eval_capacity_factor", "max_capacity_factor"):
-            value = getattr(self, name)
-            if value is not None and not math.isinf(value):
-                raise FieldError(
-                    (*under, name),
-                    value,
-                    "makes drops in evaluation depend on the batch, which batch_invariant rules out",
-                    f"leave {name} out, or batch_invariant",
-                )
-        if self.router == "expert_choice":
-            raise FieldError(
-                (*under, "router"),
-                self.router,
-                "lets experts choose among the tokens of the batch, which batch_invariant rules out",
-                "use another router, or leave batch_invariant out",
-            )
-        if self.backend == "reference":
-            raise FieldError(
-                (*under, "backend"),
-                self.backend,
-                "orders its sums by the batch, which batch_invariant rules out",
-                "use auto, torch or triton, or leave batch_invariant out",
-            )
-
-    def _check_router(self) -> None:
-        """Refuses options that the chosen router would ignore."""
-        if self.router == "expert_choice" and self.score_function == "softmax_after_topk":
-            raise FieldError(
-                "score_function",
-                self.score_function,
-                "needs tokens that choose, and with router=expert_choice experts choose",
-                "use softmax or sigmoid",
-            )
-        ignored: tuple[str, ...] = ()
-        if self.router in ("hash", "expert_choice"):
-            ignored += ("num_expert_groups", "bias_update_rate")
-        if self.router == "hash":
-            ignored += ("router_noise", "input_jitter", "input_dropout", "logit_temperature")
-        for name in ignored:
-            default = type(self).model_fields[name].default
-            if getattr(self, name) != default:
-                raise FieldError(
-                    name,
-                    getattr(self, name),
-                    f"has no effect with router={self.router}",
-                    f"leave it at {default}",
-                )
-
-    def _check_routing(self, fewest: int) -> None:
-        if self.top_k > fewest:
-            raise FieldError(
-                "top_k",
-                self.top_k,
-                f"must be at most the fewest experts of a layer, {fewest}",
-                "lower top_k or raise num_experts",
-            )
-        for num_experts in self.num_experts:
-            if num_experts % self.num_expert_groups:
-                raise FieldError(
-                    "num_expert_groups",
-                    self.num_expert_groups,
-                    f"must divide the number of experts, {num_experts}",
-                    "choose a divisor",
-                )
-        reachable = self.num_limited_groups * (fewest // self.num_expert_groups)
-        if self.num_expert_groups > 1 and self.top_k > reachable:
-            raise FieldError(
-                "top_k",
-                self.top_k,
-                f"must be at most the experts in num_limited_groups={self.num_limited_groups} groups, {reachable}",
-                "lower top_k or raise num_limited_groups",
-            )
 
 
 class ModelConfig(Config):

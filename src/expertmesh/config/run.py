@@ -46,6 +46,18 @@ class OptimConfig(Config):
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        usual = type(self).model_fields["decay_fraction"].default
+        if self.schedule == "cosine" and self.decay_fraction != usual:
+            raise FieldError(
+                "decay_fraction",
+                self.decay_fraction,
+                "has no effect with schedule=cosine",
+                f"leave it at {usual}, or use schedule=wsd",
+            )
+        return self
+
 
 class TrainConfig(Config):
     """The training loop."""
@@ -63,7 +75,7 @@ class TrainConfig(Config):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: Dtype = "auto"
-    """Compute precision; auto: bfloat16 where the hardware does it fast, else float32."""
+    """Compute precision; auto: bfloat16 or float32, what is faster here for this model, measured once and kept with the run."""
     resume: Resume = "never"
     """auto: from the newest good checkpoint if there is one; never: the run directory must be new; required."""
     checkpoint_every: int = Field(default=200, gt=0)
@@ -115,6 +127,8 @@ class ParallelConfig(Config):
     """Slices of each expert's hidden size; none: as few as the ranks allow."""
     route_degree: int | None = Field(default=None, gt=0)
     """Ranks that a token may travel over; the rest of the experts' weights is gathered. 1: tokens stay; none: all."""
+    overlap_degree: int = Field(default=1, gt=0)
+    """Parts that tokens travel in: one is under way while the experts compute on another. 1: all at once."""
     expert_order: ExpertOrder = "slices_inner"
     """Neighbouring ranks hold slices of the same experts (slices_inner), or other experts (experts_inner)."""
     zero_stage: int = Field(default=3, ge=1, le=3)

@@ -10,6 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from expertmesh.kernels.route_metadata import tile_table
@@ -74,6 +75,11 @@ class Rows:
 def descriptor(tensor: Tensor, block: list[int]) -> Any:
     """Describe a tensor to the copy engine (TMA): strides and base are multiples of 16 bytes, no dimension is empty."""
     return TensorDescriptor.from_tensor(tensor, block)
+
+
+def ragged_descriptor(rows_RN: Tensor, block: list[int]) -> Any:
+    """Describe rows so that the copy engine reads zeros behind an expert's last row, and writes nothing there."""
+    return create_ragged_descriptor(rows_RN, block)
 
 
 @triton.jit

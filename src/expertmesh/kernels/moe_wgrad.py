@@ -10,8 +10,9 @@ instead (FP32 main gradients).
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import load_ragged
 
-from expertmesh.kernels.grouped import Rows, descriptor, tile_place
+from expertmesh.kernels.grouped import Rows, ragged_descriptor, tile_place
 from expertmesh.kernels.launch import launch
 from expertmesh.kernels.pieces import Pieces, add, cut, rows_of_pieces
 from expertmesh.kernels.tiles import Plan, Tile
@@ -71,43 +72,20 @@ def _rows_transposed(
             end = tl.load(end_ptr + piece)
             place = tl.load(place_ptr + piece)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        full = (end - start) // BLOCK_K
-        for step in tl.range(0, full):
+        # one loop for all steps: what is added behind a pipelined loop waits for its own loads
+        for step in tl.range(0, tl.cdiv(end - start, BLOCK_K)):
             total = _add_step(
                 dense,
                 source_ptr,
                 token_of_row_ptr,
-                start + step * BLOCK_K,
+                start,
+                step * BLOCK_K,
                 end,
                 tile_m * BLOCK_M,
                 tile_n * BLOCK_N,
                 M,
                 N,
                 total,
-                False,
-                GATHERED_M,
-                TMA,
-                EVEN_M,
-                EVEN_N,
-                UPCAST,
-                PRECISION,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-            )
-        if start + full * BLOCK_K < end:
-            total = _add_step(
-                dense,
-                source_ptr,
-                token_of_row_ptr,
-                start + full * BLOCK_K,
-                end,
-                tile_m * BLOCK_M,
-                tile_n * BLOCK_N,
-                M,
-                N,
-                total,
-                True,
                 GATHERED_M,
                 TMA,
                 EVEN_M,
@@ -162,14 +140,14 @@ def _add_step(
     dense,
     source_ptr,
     token_of_row_ptr,
-    first,
+    start,
+    done,
     end,
     m,
     n,
     M,
     N,
     total,
-    LAST: tl.constexpr,
     GATHERED_M: tl.constexpr,
     TMA: tl.constexpr,
     EVEN_M: tl.constexpr,
@@ -180,21 +158,22 @@ def _add_step(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Add the products of BLOCK_K rows; only the LAST step of an expert masks rows."""
-    row = first + tl.arange(0, BLOCK_K)
+    """Add the products of BLOCK_K rows, the first of which is `done` rows behind start; rows from end on count as zeros."""
+    row = start + done + tl.arange(0, BLOCK_K)
     live = row < end
-    if LAST:
-        token = tl.load(token_of_row_ptr + row, mask=live, other=0)
-    else:
-        token = tl.load(token_of_row_ptr + row)
-    row = row.to(tl.int64)
-    token = token.to(tl.int64)
+    token = tl.load(token_of_row_ptr + row, mask=live, other=0).to(tl.int64)
     if GATHERED_M:
-        left = _load_columns(source_ptr, token, live, first, m, M, False, LAST, EVEN_M, BLOCK_M)
-        right = _load_rows(dense, row, live, first, n, N, TMA, LAST, EVEN_N, BLOCK_N)
+        left = _gather_columns(source_ptr, token, live, m, M, EVEN_M, BLOCK_M)
+        if TMA:
+            right = load_ragged(dense, start, end - start, [done, n])
+        else:
+            right = _gather_rows(dense, row.to(tl.int64), live, n, N, EVEN_N, BLOCK_N)
     else:
-        left = _load_columns(dense, row, live, first, m, M, TMA, LAST, EVEN_M, BLOCK_M)
-        right = _load_rows(source_ptr, token, live, first, n, N, False, LAST, EVEN_N, BLOCK_N)
+        if TMA:
+            left = load_ragged(dense, start, end - start, [done, m]).T
+        else:
+            left = _gather_columns(dense, row.to(tl.int64), live, m, M, EVEN_M, BLOCK_M)
+        right = _gather_rows(source_ptr, token, live, n, N, EVEN_N, BLOCK_N)
     if UPCAST:  # the interpreter multiplies no BF16
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -202,67 +181,19 @@ def _add_step(
 
 
 @triton.jit
-def _load_rows(
-    source,
-    row,
-    live,
-    first,
-    column,
-    width,
-    TMA: tl.constexpr,
-    LAST: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _gather_rows(source, row, live, column, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     """A block of rows of a matrix (rows, width), zeros where not live or behind the width."""
     columns = column + tl.arange(0, BLOCK)
-    if TMA:
-        block = source.load([first, column])
-        if LAST:
-            # the rows behind belong to the next expert, or nobody wrote them
-            block = tl.where(live[:, None], block, 0.0).to(block.dtype)
-    else:
-        pointers = source + row[:, None] * width + columns[None, :]
-        if LAST:
-            mask = live[:, None] & (columns < width)[None, :]
-            block = tl.load(pointers, mask=mask, other=0.0)
-        elif EVEN:
-            block = tl.load(pointers)
-        else:
-            block = tl.load(pointers, mask=(columns < width)[None, :], other=0.0)
-    return block
+    mask = live[:, None] if EVEN else live[:, None] & (columns < width)[None, :]
+    return tl.load(source + row[:, None] * width + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_columns(
-    source,
-    row,
-    live,
-    first,
-    column,
-    width,
-    TMA: tl.constexpr,
-    LAST: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _gather_columns(source, row, live, column, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     """The same transposed. By transposed pointers, not by transposing: only so does sm_80 copy asynchronously."""
     columns = column + tl.arange(0, BLOCK)
-    if TMA:
-        block = source.load([first, column])
-        if LAST:
-            block = tl.where(live[:, None], block, 0.0).to(block.dtype)
-        block = block.T
-    else:
-        pointers = source + row[None, :] * width + columns[:, None]
-        if LAST:
-            mask = live[None, :] & (columns < width)[:, None]
-            block = tl.load(pointers, mask=mask, other=0.0)
-        elif EVEN:
-            block = tl.load(pointers)
-        else:
-            block = tl.load(pointers, mask=(columns < width)[:, None], other=0.0)
-    return block
+    mask = live[None, :] if EVEN else live[None, :] & (columns < width)[:, None]
+    return tl.load(source + row[None, :] * width + columns[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -345,7 +276,7 @@ def weight_grad(
     launch(
         _rows_transposed,
         (num_programs,),
-        descriptor(dense_RM, [tile.block_k, block]) if plan.tma else dense_RM,
+        ragged_descriptor(dense_RM, [tile.block_k, block]) if plan.tma else dense_RM,
         source_TN,
         rows.token_of_row_N,
         rows.offsets_E,

@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.random import STREAM_RANDOM_DROP, random_bits
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.plain_call import runs_plainly
@@ -37,6 +38,69 @@ class CapacityOptions:
     policy: str
     group_size: int | None
     renormalize: bool
+
+
+@dataclass(frozen=True)
+class CapacityRule:
+    """The options of `MoELayer` that decide on the capacity of a call; see its docstring for their meanings."""
+
+    training_factor: float | None
+    eval_factor: float | None
+    max_factor: float | None
+    min_capacity: int
+    policy: str
+    group_size: int | None
+    renormalize: bool
+    by_expert: bool
+
+    @staticmethod
+    def of(options: LayerOptions) -> "CapacityRule":
+        """Those among a layer's options."""
+        return CapacityRule(
+            training_factor=options.capacity_factor,
+            eval_factor=options.eval_capacity_factor,
+            max_factor=options.max_capacity_factor,
+            min_capacity=options.min_capacity,
+            policy=options.drop_policy,
+            group_size=options.routing_group_size,
+            renormalize=options.normalize_weights == "kept",
+            by_expert=options.router == "expert_choice",
+        )
+
+    def _given(self, factor: float | None, training: bool) -> float | None:
+        if factor is None:
+            factor = self.training_factor if training else self.eval_factor
+        return smaller_factor(factor, None)
+
+    def choice_factor(self, factor: float | None, *, training: bool) -> Ratio:
+        """The factor of expert-choice routing: 1 where none is given, and the bound on it counts then too.
+
+        Args:
+            factor: the capacity factor given for this call, or None.
+            training: whether the layer trains.
+        """
+        if not self.by_expert:
+            return 1, 1  # not read
+        given = self._given(factor, training) or 1.0
+        return exact_ratio(smaller_factor(given, self.max_factor) or given)
+
+    def in_call(self, factor: float | None, *, training: bool) -> CapacityOptions | None:
+        """What drops choices in a call; None, on all processes alike: nothing does. Expert choice has a capacity of its own.
+
+        Args:
+            factor: the capacity factor given for this call, or None.
+            training: whether the layer trains.
+        """
+        in_force = smaller_factor(self._given(factor, training), self.max_factor)
+        if self.by_expert or in_force is None:
+            return None
+        return CapacityOptions(
+            factor=exact_ratio(in_force),
+            min_capacity=self.min_capacity,
+            policy="first" if self.policy == "random" and not training else self.policy,
+            group_size=self.group_size,
+            renormalize=self.renormalize,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,36 +1,93 @@
 """The way out and back: from this process's tokens to the experts' rows and their partial sums home again.
 
-The layer knows only the protocol. Expert parallelism swaps the object; on one process it is the identity.
+The layer knows only the protocol: it starts tokens on their way, computes what concerns its own tokens meanwhile, and
+finishes with the experts. Expert parallelism swaps the dispatcher; on one process nothing moves.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertParameters
+from expertmesh.moe.phases import phase
 
 
 @dataclass(frozen=True)
-class Dispatched:
-    """Tokens as the experts of this process see them.
+class Tokens:
+    """Tokens and their choices, as a process sends them or as its experts see them.
 
     Attributes:
-        x_TD: tokens received, in the dtype of the layer's input.
-        expert_ids_TK: (T, K) local expert ids in [0, e]; e (the number of local experts) means "no expert here".
+        x_TD: tokens, in the dtype of the layer's input.
+        expert_ids_TK: (T, K) expert ids in [0, E], global where they are sent and local where they arrive; E (the number
+            of experts, or of local ones) means "no expert".
         weights_TK: (T, K) routing weights of these slots.
         max_rows: a bound on the live slots that the host knows, or None.
-        parameters: of the local experts; None: those that the layer has.
-        handle: whatever `combine` needs to send the sums home.
     """
 
     x_TD: Tensor
     expert_ids_TK: Tensor
     weights_TK: Tensor
     max_rows: int | None = None
-    parameters: ExpertParameters | None = None
-    handle: Any = None
+
+
+class Experts(Protocol):
+    """What computes on tokens: `GroupedExperts`, `ExpertList`."""
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        max_rows: int | None,
+        parameters: ExpertParameters | None,
+    ) -> Tensor:
+        """(T, D) sums over each token's local experts; parameters: None for the experts' own."""
+        ...
+
+
+def apply_experts(
+    experts: Experts, tokens: Tokens, parameters: ExpertParameters | None = None
+) -> Tensor:
+    """Run experts on tokens that have arrived.
+
+    Args:
+        experts: of this process.
+        tokens: with local expert ids.
+        parameters: that the experts compute with; None: their own.
+
+    Returns:
+        (T, D) one partial sum per token.
+    """
+    with phase("experts"):
+        return experts(
+            tokens.x_TD,
+            tokens.expert_ids_TK,
+            tokens.weights_TK,
+            max_rows=tokens.max_rows,
+            parameters=parameters,
+        )
+
+
+class Journey(Protocol):
+    """Tokens between their start and the return of their sums."""
+
+    def advance(self) -> None:
+        """Send what `start` could not, because other processes had to say how much to expect; may be left out."""
+        ...
+
+    def finish(self, experts: Experts) -> Tensor:
+        """Wait for tokens, run the experts on them, and bring the sums home.
+
+        Args:
+            experts: of this process, called on what arrives, perhaps in several parts.
+
+        Returns:
+            (T, D) for the tokens that set out.
+        """
+        ...
 
 
 class TokenDispatcher(Protocol):
@@ -39,31 +96,24 @@ class TokenDispatcher(Protocol):
     Every process that shares the experts must call, with any number of tokens, none included.
     """
 
-    def dispatch(
+    def start(
         self,
-        x_TD: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
+        tokens: Tokens,
         *,
-        max_rows: int | None = None,
         route_degree: int | None = None,
-    ) -> Dispatched:
-        """Send tokens out.
+        overlap_degree: int | None = None,
+    ) -> Journey:
+        """Send tokens out; what the caller computes before `finish` hides their travel, in the backward too.
 
         Args:
-            x_TD: (T, D) tokens of this process.
-            expert_ids_TK: (T, K) global expert ids in [0, E]; E means "no expert".
-            weights_TK: (T, K) routing weights.
-            max_rows: a bound on the live slots of this process (capacity), or None.
+            tokens: of this process, with global expert ids.
             route_degree: processes that a token may travel over in this call; None: the dispatcher's own choice.
+            overlap_degree: parts that the tokens travel in, each while the experts compute on another; None: as for
+                route_degree.
 
         Raises:
-            ConfigError: the dispatcher cannot route over so many.
+            ConfigError: the dispatcher cannot route over so many, or in so many parts.
         """
-        ...
-
-    def combine(self, y_TD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Bring one partial sum per received token home; returns (T, D) for the tokens that were sent."""
         ...
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
@@ -71,29 +121,42 @@ class TokenDispatcher(Protocol):
         ...
 
 
-class LocalDispatcher:
-    """All experts are here: the identity. Never synchronises."""
+@dataclass(frozen=True)
+class LocalJourney:
+    """Tokens that stay.
 
-    def dispatch(
+    Attributes:
+        tokens: as they were given.
+    """
+
+    tokens: Tokens
+
+    def advance(self) -> None:
+        """Nothing is under way."""
+
+    def finish(self, experts: Experts) -> Tensor:
+        """Run the experts."""
+        return apply_experts(experts, self.tokens)
+
+
+class LocalDispatcher:
+    """All experts are here: nothing moves. Never synchronises."""
+
+    def start(
         self,
-        x_TD: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
+        tokens: Tokens,
         *,
-        max_rows: int | None = None,
         route_degree: int | None = None,
-    ) -> Dispatched:
-        """Return the arguments as they are."""
-        if route_degree not in (None, 1):
+        overlap_degree: int | None = None,
+    ) -> Journey:
+        """Keep the tokens."""
+        given = {"route_degree": route_degree, "overlap_degree": overlap_degree}
+        for name in (name for name, degree in given.items() if degree not in (None, 1)):
             raise ConfigError(
-                f"route_degree={route_degree}: this layer is on one process; leave it out, or spread the layer with "
+                f"{name}={given[name]}: this layer is on one process; leave it out, or spread the layer with "
                 "expertmesh.parallel"
             )
-        return Dispatched(x_TD, expert_ids_TK, weights_TK, max_rows)
-
-    def combine(self, y_TD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return y_TD as it is."""
-        return y_TD
+        return LocalJourney(tokens)
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
         """Return the value as it is."""

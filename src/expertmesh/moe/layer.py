@@ -8,36 +8,32 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config.model import MoEConfig
-from expertmesh.errors import ConfigError
-from expertmesh.moe.assignment import (
-    Assignment,
-    CapacityOptions,
-    all_kept,
-    assign,
-    exact_ratio,
-    smaller_factor,
+from expertmesh.config.moe_rules import (
+    Activation,
+    Backend,
+    BalanceLoss,
+    DropPolicy,
+    LayerOptions,
+    LossScope,
+    NormalizeWeights,
+    RouterKind,
+    RouterNoise,
+    ScoreFunction,
 )
-from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher
-from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
+from expertmesh.errors import ConfigError
+from expertmesh.moe.assignment import Assignment, CapacityRule, all_kept, assign
+from expertmesh.moe.build import make_experts, make_residual, make_router, make_shared_experts
+from expertmesh.moe.call import CallInputs, call_of
+from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher, Tokens
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.losses import LossOptions, weighted_losses
 from expertmesh.moe.phases import phase
-from expertmesh.moe.random import fresh_key
 from expertmesh.moe.reset import reset_layer
-from expertmesh.moe.router import ROUTERS, keep_full_precision
-from expertmesh.moe.routing import CallInputs, RoutingOptions, needs_noise, route
-from expertmesh.moe.selection import SelectionOptions
+from expertmesh.moe.router import keep_full_precision
+from expertmesh.moe.routing import RoutingOptions, route
+from expertmesh.moe.shared_groups import SharedTokens, assign_shared
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
-from expertmesh.moe.validation import (
-    check_batch_invariant,
-    check_factor,
-    check_input,
-    check_options,
-    check_routing,
-    check_top_k,
-    flat_argument,
-)
-from expertmesh.moe.whole_call import SharedTokens, WholeCall, assign_shared
+from expertmesh.moe.validation import check_dtype, check_parts
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.invariant import operators as invariant
 
@@ -124,11 +120,11 @@ class MoELayer(nn.Module):
         hidden_dim: int,
         num_experts: int,
         top_k: int,
-        router: str | nn.Module = "topk",
-        score_function: str = "softmax",
-        normalize_weights: str = "auto",
+        router: RouterKind | nn.Module = "topk",
+        score_function: ScoreFunction = "softmax",
+        normalize_weights: NormalizeWeights = "auto",
         weight_scale: float = 1.0,
-        router_noise: str = "none",
+        router_noise: RouterNoise = "none",
         router_noise_std: float = 1.0,
         input_jitter: float = 0.0,
         input_dropout: float = 0.0,
@@ -141,22 +137,22 @@ class MoELayer(nn.Module):
         eval_capacity_factor: float | None = None,
         min_capacity: int = 4,
         max_capacity_factor: float | None = None,
-        drop_policy: str = "random",
+        drop_policy: DropPolicy = "random",
         routing_group_size: int | None = None,
         experts: nn.ModuleList | Callable[[int], nn.Module] | None = None,
-        activation: str = "swiglu",
+        activation: Activation = "swiglu",
         bias: bool = False,
         num_shared_experts: int = 0,
         shared_hidden_dim: int | None = None,
         residual: bool = False,
         residual_hidden_dim: int | None = None,
         recompute_h: bool = False,
-        balance_loss: str = "switch",
-        balance_loss_scope: str = "group",
+        balance_loss: BalanceLoss = "switch",
+        balance_loss_scope: LossScope = "group",
         aux_loss_weight: float = 0.01,
         z_loss_weight: float = 0.0,
         dispatcher: TokenDispatcher | None = None,
-        backend: str = "auto",
+        backend: Backend = "auto",
         batch_invariant: bool = False,
         seed: int | None = None,
         layer_index: int = 0,
@@ -164,93 +160,81 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         """Build and initialise the layer; see the class for the arguments."""
-        options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        check_options(options)
-        super().__init__()
-        self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
-        self.layer_index, self.seed = layer_index, seed
-        self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
-        self.max_capacity_factor, self.min_capacity = max_capacity_factor, min_capacity
-        self.drop_policy, self.routing_group_size = drop_policy, routing_group_size
-        self.loss_options = LossOptions(
-            kind=balance_loss,
-            group_size=None if balance_loss_scope == "global" else routing_group_size,
-            aux_loss_weight=aux_loss_weight,
-            z_loss_weight=z_loss_weight,
-        )
-        self.bias_update_rate, self.batch_invariant = bias_update_rate, batch_invariant
-        self.routing_options = RoutingOptions(
-            kind=router if isinstance(router, str) else "module",
-            noise=router_noise if router_noise_std > 0 else "none",
+        check_parts(router, experts, num_experts)
+        check_dtype(dtype)
+        options = LayerOptions(
+            router="topk" if isinstance(router, nn.Module) else router,
+            own_router=isinstance(router, nn.Module),
+            own_experts=experts is not None,
+            dim=dim,
+            hidden_dim=hidden_dim,
+            num_experts=num_experts,
+            top_k=top_k,
+            score_function=score_function,
+            normalize_weights=normalize_weights,
+            weight_scale=weight_scale,
+            router_noise=router_noise,
+            router_noise_std=router_noise_std,
             input_jitter=input_jitter,
             input_dropout=input_dropout,
             logit_temperature=logit_temperature,
-            with_load=balance_loss == "importance_load",
-            selection=SelectionOptions(
-                num_experts=num_experts,
-                score_function=score_function,
-                normalize_weights=normalize_weights,
-                weight_scale=weight_scale,
-                num_expert_groups=num_expert_groups,
-                num_limited_groups=num_limited_groups,
-                noise_std=router_noise_std,
-                by_expert=router == "expert_choice",
-                backend=backend,
-                batch_invariant=batch_invariant,
-            ),
+            num_expert_groups=num_expert_groups,
+            num_limited_groups=num_limited_groups,
+            bias_update_rate=bias_update_rate,
+            cosine_dim=cosine_dim,
+            capacity_factor=capacity_factor,
+            eval_capacity_factor=eval_capacity_factor,
+            min_capacity=min_capacity,
+            max_capacity_factor=max_capacity_factor,
+            drop_policy=drop_policy,
+            routing_group_size=routing_group_size,
+            activation=activation,
+            bias=bias,
+            num_shared_experts=num_shared_experts,
+            shared_hidden_dim=shared_hidden_dim,
+            residual=residual,
+            residual_hidden_dim=residual_hidden_dim,
+            recompute_h=recompute_h,
+            balance_loss=balance_loss,
+            balance_loss_scope=balance_loss_scope,
+            aux_loss_weight=aux_loss_weight,
+            z_loss_weight=z_loss_weight,
+            backend=backend,
+            batch_invariant=batch_invariant,
+            seed=seed,
+            layer_index=layer_index,
         )
+        super().__init__()
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
-        self._build(options)
+        self._build(options, router, experts, device, dtype)
         reset_layer(self, self._seed(None), std=None, out_std=None, custom=False)
 
-    def _build(self, options: dict[str, Any]) -> None:
+    def _build(
+        self,
+        options: LayerOptions,
+        router: str | nn.Module,
+        experts: nn.ModuleList | Callable[[int], nn.Module] | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
         """Make submodules and buffers."""
-        place = {"device": options["device"], "dtype": options["dtype"]}
-        exact = accumulate_dtype(options["dtype"] or torch.get_default_dtype())
-        router, experts, E = options["router"], options["experts"], self.num_experts
-        how = {name: options[name] for name in ("batch_invariant", "backend")}
-        if isinstance(router, str):
-            router = ROUTERS[router](
-                dim=self.dim,
-                num_experts=E,
-                cosine_dim=options["cosine_dim"],
-                **how,
-                device=options["device"],
-                dtype=exact,
-            )
+        self.options = options
+        self.dim, self.num_experts, self.top_k = options.dim, options.num_experts, options.top_k
+        self.layer_index, self.batch_invariant = options.layer_index, options.batch_invariant
+        # plain dataclasses, which torch.compile reads
+        self.routing_options = RoutingOptions.of(options)
+        self.capacity_rule, self.loss_options = CapacityRule.of(options), LossOptions.of(options)
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        if not isinstance(router, nn.Module):
+            router = make_router(options, **place)
         self.router: nn.Module = router
-        mlp = {
-            "dim": self.dim,
-            "activation": options["activation"],
-            "bias": options["bias"],
-        }
-        mlp |= place | how
-        hidden_dim, backend = options["hidden_dim"], options["backend"]
-        self.experts: GroupedExperts | ExpertList
-        if experts is None:
-            self.experts = GroupedExperts(
-                num_experts=E,
-                hidden_dim=hidden_dim,
-                recompute_h=options["recompute_h"],
-                **mlp,
-            )
-        elif isinstance(experts, nn.ModuleList):
-            self.experts = ExpertList(experts, backend=backend)
-        else:
-            self.experts = ExpertList((experts(e) for e in range(E)), backend=backend)
-        shared_dim = options["shared_hidden_dim"] or options["num_shared_experts"] * hidden_dim
-        self.shared_experts = DenseMLP(hidden_dim=shared_dim, **mlp) if shared_dim else None
-        self.residual_mlp: DenseMLP | None = None
-        self.residual_coefficient: nn.Linear | None = None
-        if options["residual"]:
-            residual_dim = options["residual_hidden_dim"] or hidden_dim
-            self.residual_mlp = DenseMLP(hidden_dim=residual_dim, **mlp)
-            self.residual_coefficient = nn.Linear(self.dim, 2, **place)
-        bias_E = (
-            torch.zeros(E, device=options["device"], dtype=exact) if self.bias_update_rate else None
-        )
-        self.register_buffer("expert_bias_E", bias_E)
-        key = torch.zeros(2, dtype=torch.int64, device=options["device"])
+        self.experts = make_experts(options, experts, **place)
+        self.shared_experts = make_shared_experts(options, **place)
+        self.residual_mlp, self.residual_coefficient = make_residual(options, **place)
+        exact = accumulate_dtype(dtype or torch.get_default_dtype())
+        bias_E = torch.zeros(self.num_experts, device=device, dtype=exact)
+        self.register_buffer("expert_bias_E", bias_E if options.bias_update_rate else None)
+        key = torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("noise_key", key, persistent=False)
         self.noise_is_keyed = False
 
@@ -261,7 +245,7 @@ class MoELayer(nn.Module):
         *,
         dim: int,
         num_experts: int,
-        activation: str,
+        activation: Activation,
         residual_hidden_dim: int | None = None,
         layer_index: int = 0,
         seed: int | None = None,
@@ -274,7 +258,7 @@ class MoELayer(nn.Module):
             dim=dim,
             num_experts=num_experts,
             activation=activation,
-            residual_hidden_dim=residual_hidden_dim,
+            residual_hidden_dim=residual_hidden_dim if moe.residual else None,
             layer_index=layer_index,
             seed=seed,
             dispatcher=dispatcher,
@@ -286,7 +270,7 @@ class MoELayer(nn.Module):
     def _seed(self, seed: int | None) -> int:
         if seed is not None:
             return seed
-        return draw_seed() if self.seed is None else self.seed
+        return draw_seed() if self.options.seed is None else self.options.seed
 
     def reset_parameters(
         self, seed: int | None = None, *, std: float | None = None, out_std: float | None = None
@@ -316,7 +300,7 @@ class MoELayer(nn.Module):
         """One line for print(layer)."""
         return (
             f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"router={self.routing_options.kind}, capacity_factor={self.capacity_factor}"
+            f"router={self.routing_options.kind}, capacity_factor={self.options.capacity_factor}"
         )
 
     @torch.no_grad()
@@ -340,7 +324,9 @@ class MoELayer(nn.Module):
                 f"({self.num_experts},); pass RoutingStats.num_tokens_per_expert_E, summed over calls"
             )
         load_E = num_tokens_per_expert_E.to(self.expert_bias_E)
-        self.expert_bias_E.add_((load_E.mean() - load_E).sign(), alpha=self.bias_update_rate)
+        self.expert_bias_E.add_(
+            (load_E.mean() - load_E).sign(), alpha=self.options.bias_update_rate
+        )
 
     def forward(
         self,
@@ -353,6 +339,7 @@ class MoELayer(nn.Module):
         top_k: int | None = None,
         capacity_factor: float | None = None,
         route_degree: int | None = None,
+        overlap_degree: int | None = None,
         shared_tokens: SharedTokens | None = None,
     ) -> tuple[Tensor, RoutingStats]:
         """Route every token through its experts.
@@ -368,6 +355,7 @@ class MoELayer(nn.Module):
             top_k: for this call only.
             capacity_factor: for this call only; inf: dropless.
             route_degree: for this call only, processes that a token may travel over, of a layer spread over several.
+            overlap_degree: for this call only, parts in which tokens travel, of such a layer.
             shared_tokens: processes that have the other tokens of this call, whose order token_index says; routing
                 groups are then those of all their tokens. Expert-choice routing and the z-loss are of this process's tokens.
 
@@ -377,42 +365,42 @@ class MoELayer(nn.Module):
         Raises:
             ConfigError: an argument does not fit the layer.
         """
-        call = self._call_inputs(
-            x, token_mask, token_ids, token_index, routing, top_k, capacity_factor
+        call = call_of(
+            self,
+            x,
+            token_mask=token_mask,
+            token_ids=token_ids,
+            token_index=token_index,
+            routing=routing,
+            top_k=top_k,
+            capacity_factor=capacity_factor,
+            shared_tokens=shared_tokens,
         )
-        whole = None if shared_tokens is None else WholeCall(shared_tokens, call.given_index_T)
         with phase("route"):
             routed = route(self.router, call, self.routing_options)
-            aux_loss, z_loss, counts_E = weighted_losses(
-                routed,
-                call.token_mask_T,
-                self.num_experts,
-                self.loss_options,
-                sum_over_processes=self.dispatcher.sum_over_processes,
-                whole=whole,
-            )
-            assigned = self._assign(routed, call, capacity_factor, whole)
+            assigned = self._assign(routed, call)
         with phase("dispatch"):
-            sent = self.dispatcher.dispatch(
-                call.x_TD,
-                assigned.expert_ids_TK,
-                assigned.weights_TK,
-                max_rows=assigned.max_rows,
-                route_degree=route_degree,
+            tokens = Tokens(
+                call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, assigned.max_rows
             )
-        with phase("experts"):
-            partial_TD = self.experts(
-                sent.x_TD,
-                sent.expert_ids_TK,
-                sent.weights_TK,
-                max_rows=sent.max_rows,
-                parameters=sent.parameters,
+            journey = self.dispatcher.start(
+                tokens, route_degree=route_degree, overlap_degree=overlap_degree
             )
+        aux_loss, z_loss, counts_E = weighted_losses(
+            routed,
+            call.token_mask_T,
+            self.num_experts,
+            self.loss_options,
+            sum_over_processes=self.dispatcher.sum_over_processes,
+            groups=call.groups,
+        )
+        journey.advance()
+        dense = self._dense(call.x_TD)  # while tokens travel
+        combined_TD = journey.finish(self.experts)
         with phase("combine"):
-            combined_TD = self.dispatcher.combine(partial_TD, sent)
-        y_TD = self._add_dense(call, combined_TD)
+            y_TD = self._add_dense(call, combined_TD, *dense)
         num_dropped = assigned.num_dropped
-        if self._drop_factor(capacity_factor) is not None:
+        if call.capacity is not None:
             num_dropped = self.dispatcher.sum_over_processes(num_dropped)
         stats = RoutingStats(
             aux_loss=aux_loss,
@@ -424,122 +412,45 @@ class MoELayer(nn.Module):
         )
         return y_TD.to(x.dtype).reshape(x.shape), stats
 
-    def _call_inputs(
-        self,
-        x: Tensor,
-        token_mask: Tensor | None,
-        token_ids: Tensor | None,
-        token_index: Tensor | None,
-        routing: Routing | RoutingStats | None,
-        top_k: int | None,
-        capacity_factor: float | None,
-    ) -> CallInputs:
-        """Check and flatten the arguments of forward."""
-        weight = self.experts.w_in if isinstance(self.experts, GroupedExperts) else None
-        device = self.experts.compute_device if isinstance(self.experts, GroupedExperts) else None
-        check_input(x, dim=self.dim, weight=weight, device=device)
-        check_factor("capacity_factor", capacity_factor)
-        if self.batch_invariant and not self.training:
-            check_batch_invariant({"capacity_factor": capacity_factor})
-        if top_k is not None:
-            check_top_k(top_k, self.num_experts)
-        mask_T = (
-            None if token_mask is None else flat_argument("token_mask", token_mask, x, boolean=True)
-        )
-        ids_T = (
-            None if token_ids is None else flat_argument("token_ids", token_ids, x, boolean=False)
-        )
-        x_TD = x.reshape(-1, self.dim)
-        T = x_TD.shape[0]
-        index_T = None
-        if token_index is not None:
-            index_T = flat_argument("token_index", token_index, x, boolean=False).to(torch.int64)
-        if mask_T is not None:
-            x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
-        if isinstance(routing, RoutingStats):
-            routing = Routing(routing.topk_expert_ids_TK)
-        if routing is not None:
-            check_routing(routing, num_tokens=T, num_experts=self.num_experts, top_k=top_k)
-            top_k = routing.expert_ids_TK.shape[1]
-        return CallInputs(
-            x_TD=x_TD,
-            token_mask_T=mask_T,
-            token_ids_T=ids_T,
-            given_index_T=index_T,
-            routing=routing,
-            top_k=self.top_k if top_k is None else top_k,
-            training=self.training,
-            noise_key=self._noise_key(x.device),
-            layer_index=self.layer_index,
-            expert_bias_E=self.expert_bias_E,
-            group_size=self.routing_group_size,
-            choice_factor=self._choice_factor(capacity_factor),
-        )
-
-    def _noise_key(self, device: torch.device) -> Tensor:
-        random_drop = self.drop_policy == "random" and self.routing_options.kind != "expert_choice"
-        draws = self.training and (random_drop or needs_noise(self.routing_options))
-        return fresh_key(device) if draws and not self.noise_is_keyed else self.noise_key
-
-    def _factor(self, capacity_factor: float | None) -> float | None:
-        """The capacity factor in force; None: dropless."""
-        if capacity_factor is None:
-            capacity_factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        return smaller_factor(capacity_factor, self.max_capacity_factor)
-
-    def _choice_factor(self, capacity_factor: float | None) -> tuple[int, int]:
-        """The factor of expert-choice routing: 1 where none is given, and the bound on it counts then too."""
-        if self.routing_options.kind != "expert_choice":
-            return 1, 1  # not read
-        if capacity_factor is None:
-            capacity_factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        given = smaller_factor(capacity_factor, None) or 1.0
-        return exact_ratio(smaller_factor(given, self.max_capacity_factor) or given)
-
-    def _drop_factor(self, capacity_factor: float | None) -> float | None:
-        """The capacity factor over which choices are dropped; None, on all processes alike: none are."""
-        is_expert_choice = self.routing_options.kind == "expert_choice"
-        return None if is_expert_choice else self._factor(capacity_factor)
-
-    def _assign(
-        self,
-        routed: RouterOutput,
-        call: CallInputs,
-        capacity_factor: float | None,
-        whole: WholeCall | None,
-    ) -> Assignment:
+    def _assign(self, routed: RouterOutput, call: CallInputs) -> Assignment:
         """Apply the capacity; expert-choice routing has applied its own."""
-        factor = self._drop_factor(capacity_factor)
-        if factor is None:
-            return all_kept(routed.topk_expert_ids_TK, routed.topk_weights_TK)
-        random_in_eval = self.drop_policy == "random" and not self.training
-        decide = assign if whole is None else partial(assign_shared, whole=whole)
+        chosen = (routed.topk_expert_ids_TK, routed.topk_weights_TK)
+        if call.capacity is None:
+            return all_kept(*chosen)
+        decide = assign if call.groups is None else partial(assign_shared, groups=call.groups)
         return decide(
-            routed.topk_expert_ids_TK,
-            routed.topk_weights_TK,
+            *chosen,
             num_experts=self.num_experts,
-            options=CapacityOptions(
-                factor=exact_ratio(factor),
-                min_capacity=self.min_capacity,
-                policy="first" if random_in_eval else self.drop_policy,
-                group_size=self.routing_group_size,
-                renormalize=self.routing_options.selection.normalize_weights == "kept",
-            ),
+            options=call.capacity,
             token_mask_T=call.token_mask_T,
             noise_key=call.noise_key,
             token_index_T=call.token_index_T,
             layer_index=self.layer_index,
         )
 
-    def _add_dense(self, call: CallInputs, y_TD: Tensor) -> Tensor:
-        """Mix in the residual MLP, add the shared experts, and hide masked tokens."""
-        x_TD = call.x_TD
+    def _dense(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What does not depend on the experts: shares (T, 2), residual MLP and shared experts, as far as there are."""
+        mix_T2 = residual_TD = None
         if self.residual_mlp is not None:
             assert self.residual_coefficient is not None
             mix_T2 = self._mixture(self.residual_coefficient, x_TD)
-            y_TD = mix_T2[:, :1] * y_TD + mix_T2[:, 1:] * self.residual_mlp(x_TD)
-        if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
+            residual_TD = self.residual_mlp(x_TD)
+        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
+        return mix_T2, residual_TD, shared_TD
+
+    def _add_dense(
+        self,
+        call: CallInputs,
+        y_TD: Tensor,
+        mix_T2: Tensor | None,
+        residual_TD: Tensor | None,
+        shared_TD: Tensor | None,
+    ) -> Tensor:
+        """Mix in the residual MLP, add the shared experts, and hide masked tokens."""
+        if mix_T2 is not None and residual_TD is not None:
+            y_TD = mix_T2[:, :1] * y_TD + mix_T2[:, 1:] * residual_TD
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
         if call.token_mask_T is not None:
             y_TD = y_TD.masked_fill(~call.token_mask_T[:, None], 0)
         return y_TD

@@ -7,14 +7,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.assignment import (
     count_all_choices,
     count_choices,
     group_sizes,
     valid_tokens_per_group,
 )
+from expertmesh.moe.shared_groups import SharedGroups
 from expertmesh.moe.types import RouterOutput
-from expertmesh.moe.whole_call import WholeCall
 from expertmesh.ops.dtypes import without_autocast
 
 SumOverProcesses = Callable[[Tensor], Tensor]
@@ -30,10 +31,16 @@ class LossOptions:
     aux_loss_weight: float
     z_loss_weight: float
 
-    @property
-    def any_wanted(self) -> bool:
-        """Whether there is a loss to compute."""
-        return (self.kind != "none" and self.aux_loss_weight != 0) or self.z_loss_weight != 0
+    @staticmethod
+    def of(options: LayerOptions) -> "LossOptions":
+        """Those among a layer's options."""
+        is_global = options.balance_loss_scope == "global"
+        return LossOptions(
+            kind=options.balance_loss,
+            group_size=None if is_global else options.routing_group_size,
+            aux_loss_weight=options.aux_loss_weight,
+            z_loss_weight=options.z_loss_weight,
+        )
 
 
 def weighted_losses(
@@ -43,7 +50,7 @@ def weighted_losses(
     options: LossOptions,
     *,
     sum_over_processes: SumOverProcesses,
-    whole: WholeCall | None = None,
+    groups: SharedGroups | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weighted balance loss, weighted z-loss, and (E,) choices per expert before dropping.
 
@@ -53,10 +60,10 @@ def weighted_losses(
     processes share the tokens of a whole call, the groups are those of that call, and each of them has the same loss.
     """
     size, z_mask_T = options.group_size, token_mask_T
-    spans = whole is not None and size is not None
+    spans = groups is not None and size is not None
     own_ids_TK = routed.topk_expert_ids_TK
-    if whole is not None and spans:
-        routed, token_mask_T = whole.balanced(routed), whole.gather_mask(token_mask_T)
+    if groups is not None and spans:
+        routed, token_mask_T = groups.balanced(routed), groups.gather_mask(token_mask_T)
     ids_TK, scores_TE = routed.topk_expert_ids_TK, routed.scores_TE
     counts_GE = None if size is None else count_choices(ids_TK, num_experts, size)
     counts_E = sum_over_processes(

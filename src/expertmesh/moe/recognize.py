@@ -4,13 +4,15 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
-from expertmesh.ops.activation import ACTIVATIONS, inner_name, num_branches, pointwise
+from expertmesh.config.moe_rules import Activation
+from expertmesh.ops.activation import inner_name, num_branches, pointwise
 
-_PLAIN = tuple(name for name in ACTIVATIONS if num_branches(name) == 1)
+_PLAIN = tuple(name for name in get_args(Activation) if num_branches(name) == 1)
 _NUM_PROBES = 64
 _ROUNDING = 1e-9
 """Relative difference in FP64 below which two functions are the same; other activations differ by 1e-5 and more."""
@@ -29,7 +31,7 @@ class RecognizedMLP:
         bias: whether any of the linear maps has a bias.
     """
 
-    activation: str
+    activation: Activation
     in_names: tuple[str, ...]
     out_name: str
     dim: int
@@ -143,7 +145,7 @@ def _candidates(linears: dict[str, nn.Linear]) -> list[RecognizedMLP]:
         branches = len(into)
         found += [
             RecognizedMLP(name, tuple(into), out, *shape, bias)
-            for name in ACTIVATIONS
+            for name in get_args(Activation)
             if num_branches(name) == branches
         ]
     return found

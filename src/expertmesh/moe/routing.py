@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.errors import ConfigError
+from expertmesh.moe.call import CallInputs
 from expertmesh.moe.random import (
     STREAM_INPUT_DROPOUT,
     STREAM_INPUT_JITTER,
     STREAM_ROUTER_NOISE,
     gaussian,
     gumbel,
-    random_bits,
     uniform,
 )
 from expertmesh.moe.selection import (
@@ -44,55 +45,23 @@ class RoutingOptions:
     with_load: bool
     selection: SelectionOptions
 
-
-@dataclass(frozen=True)
-class CallInputs:
-    """One call of a layer, checked and flattened.
-
-    Attributes:
-        x_TD: tokens; zero where masked.
-        token_mask_T: True for real tokens, or None.
-        token_ids_T: vocabulary ids, or None.
-        given_index_T: int64 global indices of the tokens, or None: 0 to T - 1.
-        routing: a choice to replay, or None.
-        top_k: K in force.
-        training: noise, jitter and dropout are on.
-        noise_key: (2,) int64.
-        layer_index: of the layer.
-        expert_bias_E: the balancing bias, or None.
-        group_size: tokens per routing group, or None.
-        choice_factor: capacity factor of expert-choice routing, (numerator, denominator).
-    """
-
-    x_TD: Tensor
-    token_mask_T: Tensor | None
-    token_ids_T: Tensor | None
-    given_index_T: Tensor | None
-    routing: Routing | None
-    top_k: int
-    training: bool
-    noise_key: Tensor
-    layer_index: int
-    expert_bias_E: Tensor | None
-    group_size: int | None
-    choice_factor: tuple[int, int]
+    @staticmethod
+    def of(options: LayerOptions) -> "RoutingOptions":
+        """Those among a layer's options."""
+        return RoutingOptions(
+            kind="module" if options.own_router else options.router,
+            noise=options.router_noise if options.router_noise_std > 0 else "none",
+            input_jitter=options.input_jitter,
+            input_dropout=options.input_dropout,
+            logit_temperature=options.logit_temperature,
+            with_load=options.balance_loss == "importance_load",
+            selection=SelectionOptions.of(options),
+        )
 
     @property
-    def token_index_T(self) -> Tensor:  # noqa: N802
-        """Int64 global indices of the tokens; made when asked for, which is for random numbers only."""
-        if self.given_index_T is not None:
-            return self.given_index_T
-        return torch.arange(self.x_TD.shape[0], device=self.x_TD.device)
-
-    def bits(self, num_columns: int, stream: int) -> Tensor:
-        """(T, num_columns) random 32-bit integers of one stream."""
-        return random_bits(
-            self.noise_key,
-            self.token_index_T,
-            num_columns,
-            layer_index=self.layer_index,
-            stream=stream,
-        )
+    def needs_noise(self) -> bool:
+        """Whether training draws random numbers before the choice."""
+        return self.noise != "none" or self.input_jitter > 0 or self.input_dropout > 0
 
 
 def route(router: nn.Module, call: CallInputs, options: RoutingOptions) -> RouterOutput:
@@ -267,8 +236,3 @@ def _hide(output: RouterOutput, token_mask_T: Tensor | None, num_experts: int) -
         topk_expert_ids_TK=output.topk_expert_ids_TK.masked_fill(hidden, num_experts),
         topk_weights_TK=output.topk_weights_TK.masked_fill(hidden, 0),
     )
-
-
-def needs_noise(options: RoutingOptions) -> bool:
-    """Whether training draws random numbers before the choice."""
-    return options.noise != "none" or options.input_jitter > 0 or options.input_dropout > 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
 from expertmesh.moe.random import STREAM_HASH, philox4x32
 from expertmesh.moe.types import RouterOutput
@@ -27,6 +28,22 @@ class SelectionOptions:
     by_expert: bool = False
     backend: str = "auto"
     batch_invariant: bool = False
+
+    @staticmethod
+    def of(options: LayerOptions) -> "SelectionOptions":
+        """Those among a layer's options."""
+        return SelectionOptions(
+            num_experts=options.num_experts,
+            score_function=options.score_function,
+            normalize_weights=options.normalize_weights,
+            weight_scale=options.weight_scale,
+            num_expert_groups=options.num_expert_groups,
+            num_limited_groups=options.num_limited_groups,
+            noise_std=options.router_noise_std,
+            by_expert=options.router == "expert_choice",
+            backend=options.backend,
+            batch_invariant=options.batch_invariant,
+        )
 
     def normalizes(self, top_k: int) -> bool:
         """Whether weights are divided by their sum over the chosen experts."""

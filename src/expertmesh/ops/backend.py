@@ -28,8 +28,11 @@ def _find_triton_problem() -> str | None:
     """Why the Triton kernels cannot be used here; None: they can. Does not import Triton."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    version = _triton_version()
-    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    return _too_old(_triton_version() or "")
+
+
+def _too_old(version: str) -> str | None:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
         return f"Triton {version} is too old, {oldest} or newer is needed"

@@ -83,6 +83,7 @@ def parallelize(
             es_degree=es_degree,
             order=config.expert_order,
             route_degree=route_degree,
+            overlap_degree=config.overlap_degree,
             keep=_KEEP[config.zero_stage],
             offload=config.offload,
             prefetcher=prefetcher,

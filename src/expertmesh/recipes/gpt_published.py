@@ -60,19 +60,21 @@ class PublishedGPT:
 
     def __call__(self) -> GPTRunConfig:
         """The complete configuration."""
-        moe = MoEConfig(
-            num_experts=self.num_experts,
-            top_k=1,
-            hidden_dim=4 * self.dim,
-            capacity_factor=1.0 if self.num_experts else None,
-            eval_capacity_factor=1.0 if self.num_experts else None,
-            min_capacity=4,
-            drop_policy="random",
-            # The tokens of one forward pass of one rank, as there.
-            routing_group_size=MICRO_BATCH_SIZE * SEQ_LEN if self.num_experts else None,
-            residual=self.residual,
-            aux_loss_weight=0.01,
-        )
+        moe = MoEConfig(num_experts=())
+        if self.num_experts:
+            moe = MoEConfig(
+                num_experts=self.num_experts,
+                top_k=1,
+                hidden_dim=4 * self.dim,
+                capacity_factor=1.0,
+                eval_capacity_factor=1.0,
+                min_capacity=4,
+                drop_policy="random",
+                # The tokens of one forward pass of one rank, as there.
+                routing_group_size=MICRO_BATCH_SIZE * SEQ_LEN,
+                residual=self.residual,
+                aux_loss_weight=0.01,
+            )
         model = ModelConfig(
             vocab_size=51200,
             max_seq_len=SEQ_LEN,

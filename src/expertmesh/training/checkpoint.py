@@ -20,10 +20,11 @@ import logging
 import math
 import os
 import pickle
+import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -33,10 +34,12 @@ from torch import Tensor
 
 from expertmesh.errors import CheckpointError, PeerError
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.training.checkpoint_index import read_plain
 from expertmesh.training.checkpoint_tensors import Staged, Stager, write_index, write_tensors
 
 FORMAT_VERSION = 1
 _PREFIX = "step_"
+_NAME = re.compile(rf"{_PREFIX}\d{{8}}")
 _PARTIAL = ".partial-"
 _DELETED = ".deleted-"
 _RECORD = ".written-"
@@ -55,13 +58,22 @@ class CheckpointStore:
         folder: holds the checkpoints; made when the first is saved. The same for all ranks.
         keep_last: the newest so many are kept, and the one with the lowest evaluation loss.
         ranks: the ranks; None: this process alone.
+        write: writes a rank's tensors into a folder; None: `write_tensors`.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        ranks: Ranks | None = None,
+        write: Callable[[Path, Staged], list[Any]] | None = None,
+    ) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.ranks = Ranks() if ranks is None else ranks
         self.stager = Stager(self.ranks)
+        self._write_tensors = write
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._is_abandoned, self._is_closing = threading.Event(), threading.Event()
@@ -70,7 +82,8 @@ class CheckpointStore:
         """Delete what a killed run left half-written or half-deleted; for one rank."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
-                if path.name.startswith((_PARTIAL, _DELETED)):
+                hidden = path.name.removeprefix(_PARTIAL).removeprefix(_DELETED)
+                if hidden != path.name and _NAME.fullmatch(hidden):
                     shutil.rmtree(path, ignore_errors=True)
 
     def save(
@@ -182,7 +195,7 @@ class CheckpointStore:
             unfinished.rename(record)
 
     def _write_part(self, partial: Path, staged: Staged) -> tuple[list[Any], dict[str, Any]]:
-        results = write_tensors(partial, staged)
+        results = (self._write_tensors or write_tensors)(partial, staged)
         files = [partial / name for name in sorted({r.storage_data.relative_path for r in results})]
         return results, {path.name: _flushed(path) for path in files}
 
@@ -210,7 +223,7 @@ class CheckpointStore:
                     f"{path.name}: another rank did not write its part of a checkpoint"
                 )
             time.sleep(_POLL_S)
-        return cast("tuple[list[Any], dict[str, Any]]", pickle.loads(path.read_bytes()))
+        return cast("tuple[list[Any], dict[str, Any]]", read_plain(path))
 
     def _prune(self) -> None:
         paths = self.paths()
@@ -231,10 +244,10 @@ class CheckpointStore:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Visible checkpoints in a folder, oldest first, damaged ones included."""
+    """Visible checkpoints in a folder, oldest first, damaged ones included; what has another name is not ours."""
     if not folder.is_dir():
         return []
-    return sorted(p for p in folder.iterdir() if p.name.startswith(_PREFIX) and p.is_dir())
+    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir())
 
 
 def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:

@@ -8,7 +8,6 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.errors import CheckpointError
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.training.checkpoint_index import read_index
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{folder}: {name} has shape {saved[name]}, the model's is {tuple(tensor.shape)}; it is of another model"
             )
     planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
-    metadata = reader.read_metadata()
+    metadata = read_index(folder)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
@@ -173,7 +173,7 @@ def whole_tensors(folder: Path, names: Iterable[str]) -> Iterator[Tensor]:
         names: of tensors that it has.
     """
     reader = FileSystemReader(folder)
-    metadata = reader.read_metadata()
+    metadata = read_index(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     for name in names:
         entry = metadata.state_dict_metadata[name]
@@ -204,12 +204,5 @@ def tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
 
 
 def _entries(folder: Path) -> dict[str, TensorStorageMetadata]:
-    try:
-        found: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except OSError:
-        raise
-    except Exception as error:  # whatever unpickling of another file raises
-        raise CheckpointError(
-            f"{folder / '.metadata'}: is unreadable; choose another checkpoint"
-        ) from error
+    found = read_index(folder).state_dict_metadata
     return {name: e for name, e in found.items() if isinstance(e, TensorStorageMetadata)}

@@ -71,7 +71,8 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
     shapes, dtypes = tensor_shapes(checkpoint), tensor_dtypes(checkpoint)
     names = sorted(name for name in shapes if name.startswith(_MODEL))
     header = _header(names, shapes, dtypes, _texts(state))
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    target = output.resolve()  # a link stays one
+    partial = target.with_name(f".{output.name}.partial-{os.getpid()}")
     try:
         with partial.open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
@@ -80,7 +81,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
             file.flush()
             os.fsync(file.fileno())
         _check_output(output, overwrite=overwrite)
-        partial.rename(output)
+        partial.rename(target)
     finally:
         partial.unlink(missing_ok=True)
     return Exported(checkpoint, int(state["step"]), len(names), output.stat().st_size)
@@ -90,6 +91,10 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
     if output.is_dir():
         raise ConfigError(
             f"output={output}: is a folder; name a file, for example {output / 'model.safetensors'}"
+        )
+    if str(output) == "-" or (output.exists() and not output.is_file()):
+        raise ConfigError(
+            f"output={output}: is no regular file; name a new file, or one to replace with --overwrite"
         )
     if output.exists() and not overwrite:
         raise ConfigError(

@@ -34,7 +34,7 @@ from expertmesh.training.metrics import (
     write_events,
 )
 from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
-from expertmesh.training.precision import Precision, resolve_precision
+from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.run_dir import RunDir
 from expertmesh.training.state import RunProgress, TrainState, check_same_data, check_same_run
@@ -103,12 +103,12 @@ def train(
     family = find_family(config.family) if family is None else family
     config = config.model_copy(update={"family": family.name})
     task: Task = family.open_task(config)
-    precision = resolve_precision(config.train)
+    device = resolve_device(config.train.device)
     run_dir = RunDir(config.train.run_dir)
     with ExitStack() as stack:
         ranks = stack.enter_context(
             open_ranks(
-                device_type=precision.device.type,
+                device_type=device.type,
                 timeout_s=config.parallel.timeout_s,
                 tp_degree=config.parallel.tp_degree,
                 reduces_once=config.parallel.zero_stage == 1,
@@ -127,6 +127,10 @@ def train(
 
         ranks.first(open_run)
         stack.enter_context(_threads(config.parallel.num_threads))
+        products = family.products_of(config, num_parts=ranks.num_row_parts)
+        settle = partial(settle_precision, products=products, record=run_dir.arithmetic)
+        precision = ranks.first(lambda: settle(config.train))
+        stack.enter_context(precision.products())
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(config.train.seed)
         if ranks.size > 1:
@@ -338,9 +342,8 @@ class _Trainer:
         parameters = sum(p.numel() for p in self.state.model.parameters())
         start = f"resuming after step {first}" if first else "starting"
         return (
-            f"{start}: {self.recipe}, {parameters:,} parameters, {self.precision.compute_dtype} on "
-            f"{self.precision.device}{self._ranks()}; {self.data.description}; "
-            f"run directory {self.run_dir.path}"
+            f"{start}: {self.recipe}, {parameters:,} parameters, {self.precision.description}"
+            f"{self._ranks()}; {self.data.description}; run directory {self.run_dir.path}"
         )
 
     def _ranks(self) -> str:
@@ -384,6 +387,7 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
         ("ep_degree", max(parallel.ep_degree, default=None)),
         ("es_degree", parallel.es_degree),
         ("route_degree", parallel.route_degree),
+        ("overlap_degree", parallel.overlap_degree),
     ):
         if ranks.size == 1 and (degree or 1) > 1:
             raise ConfigError(

@@ -86,20 +86,23 @@ class MetricsFile:
 
     Args:
         path: the file; made if it does not exist.
-        last_step: lines of later steps, and a line cut short by a crash, are removed.
+        last_step: lines of later steps, and lines that are damaged or cut short by a crash, are removed; no others.
     """
 
     def __init__(self, path: Path, *, last_step: int) -> None:
         self.path = path
-        end = 0
-        if path.exists():
-            for line in path.read_bytes().splitlines(keepends=True):
-                step = _step_of(line)
-                if step is None or step > last_step:
-                    break
-                end += len(line)
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        steps = [_step_of(line) for line in lines]
+        kept = [
+            x
+            for x, step in zip(lines, steps, strict=True)
+            if step is not None and step <= last_step
+        ]
+        if len(kept) < len(lines):
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(b"".join(kept))
+            partial.rename(path)
         self._file = path.open("ab")
-        self._file.truncate(end)
 
     def write(self, values: dict[str, float]) -> None:
         """Append one line: the metrics of a step, then what only some steps have (evaluations).

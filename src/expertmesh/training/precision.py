@@ -1,15 +1,20 @@
 """Which device, which precision, and the contexts that go with them."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from expertmesh.config.run import TrainConfig
+from expertmesh.costs.products import Product
 from expertmesh.errors import ConfigError
+from expertmesh.ops.cpu.products import multiplying_by, usual_library
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
+from expertmesh.training.arithmetic import Arithmetic, fastest, read_arithmetic, write_arithmetic
 
 _DTYPES = {
     "float32": torch.float32,
@@ -27,11 +32,20 @@ class Precision:
         device: where.
         compute_dtype: of matrix multiplications.
         master_dtype: of parameters and optimiser state: FP64 for float64, else FP32.
+        arithmetic: the choice that led to this, to be kept with the run.
     """
 
     device: torch.device
     compute_dtype: torch.dtype
     master_dtype: torch.dtype
+    arithmetic: Arithmetic
+
+    @property
+    def description(self) -> str:
+        """Type, device and why, in words."""
+        dtype = str(self.compute_dtype).removeprefix("torch.")
+        reason = self.arithmetic.reason
+        return f"{dtype} on {self.device}" + (f" (auto: {reason})" if reason else "")
 
     @property
     def uses_autocast(self) -> bool:
@@ -43,11 +57,19 @@ class Precision:
         """Whether gradients need loss scaling (FP16's range is too small for them)."""
         return self.compute_dtype == torch.float16
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Context of a forward pass."""
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """Context of a forward pass, the run's library included."""
         if not self.uses_autocast:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.compute_dtype)
+            with self.products():
+                yield
+            return
+        with self.products(), torch.autocast(self.device.type, dtype=self.compute_dtype):
+            yield
+
+    def products(self) -> AbstractContextManager[None]:
+        """Context in which the run's library multiplies FP32 on a CPU."""
+        return multiplying_by(self.arithmetic.library)
 
     def scaler(self, ranks: Ranks | None = None) -> LossScaler:
         """Loss scaler; switched off unless the compute dtype is FP16.
@@ -58,28 +80,54 @@ class Precision:
         return LossScaler(self.device.type, enabled=self.uses_scaler, ranks=ranks)
 
 
-def resolve_precision(config: TrainConfig) -> Precision:
-    """Turn "auto" into what this machine does well.
+def resolve_precision(
+    config: TrainConfig, *, products: Sequence[Product] = (), record: Path | None = None
+) -> Precision:
+    """Turn "auto" into what this machine does well, or into what a run was begun with.
+
+    Args:
+        config: of the run.
+        products: those that dominate a step of its model, which a CPU measures; none: usual ones.
+        record: the run's file of its arithmetic, see `training.arithmetic`; followed if it exists and is of the same kind
+            of device.
 
     Raises:
-        ConfigError: a GPU is asked for and there is none.
+        ConfigError: a GPU is asked for and there is none, or the record is unreadable.
     """
-    device = _resolve_device(config.device)
-    dtype = fast_dtype(device) if config.dtype == "auto" else _DTYPES[config.dtype]
-    master = accumulate_dtype(dtype)
-    return Precision(device, dtype, master)
+    device = resolve_device(config.device)
+    found = None if record is None else read_arithmetic(record)
+    if found is None or found.device != device.type:
+        found = _arithmetic(config.dtype, device, products)
+    elif config.dtype != "auto":
+        found = Arithmetic(device.type, config.dtype, found.library)
+    dtype = _DTYPES[found.dtype]
+    return Precision(device, dtype, accumulate_dtype(dtype), found)
 
 
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """BF16 where the hardware multiplies it faster than FP32 (AMX, AVX512-BF16, GPUs that support it), else FP32."""
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
+def settle_precision(
+    config: TrainConfig, *, products: Sequence[Product] = (), record: Path
+) -> Precision:
+    """`resolve_precision`, and keep what it found in the record; for one rank, whose answer is for all."""
+    precision = resolve_precision(config, products=products, record=record)
+    write_arithmetic(record, precision.arithmetic)
+    return precision
 
 
-def _resolve_device(name: str) -> torch.device:
+def _arithmetic(dtype: str, device: torch.device, products: Sequence[Product]) -> Arithmetic:
+    if dtype == "auto" and device.type == "cpu":
+        return fastest(products)
+    if dtype == "auto":
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if has else "float32"
+    return Arithmetic(device.type, dtype, usual_library())
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of a name: auto, cpu, cuda or cuda:N.
+
+    Raises:
+        ConfigError: it is a GPU that is not there.
+    """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         return torch.device("cuda" if count else "cpu")

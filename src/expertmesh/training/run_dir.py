@@ -29,6 +29,7 @@ class RunDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
         self.config = self.path / "config.json"
+        self.arithmetic = self.path / "arithmetic.json"
         self.versions = self.path / "versions.json"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
@@ -154,6 +155,11 @@ class Run(NamedTuple):
     config: RunConfig
     family: Family
     checkpoint: Path
+
+    @property
+    def arithmetic(self) -> Path:
+        """File of what it computes in; see `training.arithmetic`."""
+        return RunDir(self.path).arithmetic
 
 
 def load_run(run_dir: str | Path, family: Family | None = None) -> Run:

@@ -6,14 +6,13 @@ dispatch and copied to the host once. Fixed: every pair exchanges equally many r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from expertmesh.comm.group import Pending, RankGroup, wait_for
+from expertmesh.comm.in_flight import InFlight
 
 
 @dataclass(frozen=True)
@@ -23,46 +22,43 @@ class Counts:
     Attributes:
         send: rows to each rank.
         receive: rows from each rank.
-        more: received sums of the further columns that were exchanged with the rows.
     """
 
     send: list[int]
     receive: list[int]
-    more: list[int]
 
     def mirrored(self) -> "Counts":
         """The way back."""
-        return Counts(self.receive, self.send, self.more)
+        return Counts(self.receive, self.send)
 
 
-def exchange_counts(counts_PC: Tensor, group: RankGroup, *, where: str) -> Counts:
-    """Tell every rank how much it will receive.
+class CountsInFlight:
+    """Numbers that the ranks of a group tell one another, on their way.
 
     Args:
-        counts_PC: (n, C) int64, row i for the group's i-th rank; the first column counts rows, the others anything
-            that the receiver wants summed over the senders.
+        counts_PC: (n, C) int64, row i for the group's i-th rank; each column counts something of its own.
         group: of n ranks.
         where: layer and purpose.
-
-    Returns:
-        Numbers on the host. Waits for the device once.
     """
-    counts_PC = counts_PC.contiguous()
-    if group.size == 1:
-        both = torch.stack((counts_PC, counts_PC))
-    else:
-        received_PC = torch.empty_like(counts_PC)
-        num_bytes = counts_PC.nbytes * (group.size - 1) // group.size
-        group.start(
-            "all_to_all",
-            f"{where}, counts",
-            num_bytes,
-            lambda pg: dist.all_to_all_single(received_PC, counts_PC, group=pg, async_op=True),
-        ).wait()
-        both = torch.stack((counts_PC, received_PC))
-    send, receive = both.tolist()
-    more = [sum(column) for column in list(zip(*receive, strict=True))[1:]]
-    return Counts([row[0] for row in send], [row[0] for row in receive], more)
+
+    def __init__(self, counts_PC: Tensor, group: RankGroup, *, where: str) -> None:
+        self._sent_PC = counts_PC.contiguous()
+        self._received_PC, self._pending = start_all_to_all(
+            self._sent_PC, None, None, group, where=f"{where}, counts"
+        )
+        self._counts: list[Counts] | None = None
+
+    def finish(self) -> list[Counts]:
+        """What is sent and received, for each column, on the host; the first call waits for the ranks and the device.
+
+        Raises:
+            CollectiveError: a rank is gone or late.
+        """
+        if self._counts is None:
+            wait_for(self._pending)
+            both_2CP = torch.stack((self._sent_PC.t(), self._received_PC.t())).tolist()
+            self._counts = [Counts(*column) for column in zip(*both_2CP, strict=True)]
+        return self._counts
 
 
 def start_all_to_all(
@@ -105,46 +101,23 @@ def start_all_to_all(
     return out, pending
 
 
-class _AllToAll(torch.autograd.Function):
-    """The gradient takes the mirror way on the same group."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_RD: Tensor,
-        send: Sequence[int] | None,
-        receive: Sequence[int] | None,
-        group: RankGroup,
-        where: str,
-    ) -> Tensor:
-        ctx.send, ctx.receive, ctx.group, ctx.where = send, receive, group, where
-        out, pending = start_all_to_all(x_RD, send, receive, group, where=where)
-        wait_for(pending)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        where = f"{ctx.where}, backward"
-        out, pending = start_all_to_all(grad, ctx.receive, ctx.send, ctx.group, where=where)
-        wait_for(pending)
-        return out, None, None, None, None
-
-
-def all_to_all(x_RD: Tensor, counts: Counts | None, group: RankGroup, *, where: str) -> Tensor:
-    """Send rows to their ranks.
+def in_flight_all_to_all(
+    x_RD: Tensor, counts: Counts | None, group: RankGroup, *, where: str
+) -> InFlight:
+    """Begin to send rows to their ranks.
 
     Args:
         x_RD: rows (R, ...) of any dtype, grouped by destination in the order of the group's ranks.
-        counts: rows to and from each rank, of `exchange_counts`; None: R / n to and from each of the n ranks.
+        counts: rows to and from each rank, of `CountsInFlight`; None: R / n to and from each of the n ranks.
         group: who takes part; all of its ranks must call.
         where: layer and purpose, for the byte counter and for errors.
 
     Returns:
-        The rows received, grouped by origin. Differentiable once. Waits for the ranks, but on a GPU not on the host.
+        The rows on their way, which arrive grouped by origin. The gradient takes the mirror way on the same group.
     """
-    if group.size == 1:
-        return x_RD
     send, receive = (None, None) if counts is None else (counts.send, counts.receive)
-    out: Tensor = _AllToAll.apply(x_RD, send, receive, group, where)
-    return out
+    return InFlight(
+        x_RD,
+        lambda rows: start_all_to_all(rows, send, receive, group, where=where),
+        lambda grad: start_all_to_all(grad, receive, send, group, where=f"{where}, backward"),
+    )

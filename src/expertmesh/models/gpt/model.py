@@ -17,8 +17,8 @@ from expertmesh.models.layers import Attention, LayerCache, RMSNorm, rope_tables
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.shared_groups import SharedTokens
 from expertmesh.moe.types import RoutingStats
-from expertmesh.moe.whole_call import SharedTokens
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.invariant import operators as invariant

@@ -57,6 +57,8 @@ def forward(
         if save_h and not direct:
             h_all[start:stop].copy_(h[:n])
         activation.forward(experts.activation, h[:n], s_R[start:stop], a[:n], num_rows=num_rows)
+        # oneDNN's AMX products with F not a multiple of 32 read on into the next row and multiply it by zeros
+        a[n:].zero_()
         y = y_RD[start : start + m]
         if offsets_E is None:
             a_rows, y_rows = run.rows_of(a, start), run.rows_of(y, start)

@@ -5,9 +5,11 @@ oneDNN generates code for the instructions that are there: on an AMD EPYC with A
 The arithmetic is the same, FP32 with FP32 sums.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,8 +19,13 @@ from torch.nn import functional as F
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.plain_call import is_plain, runs_plainly
 
+Library = Literal["blas", "onednn"]
+"""What multiplies large FP32 matrices: PyTorch's BLAS (MKL on x86), or oneDNN."""
+
 _SMALLEST = 1 << 20
 """Multiplications and additions from which a product is worth oneDNN's way in, 15 us."""
+
+_chosen: Library | None = None
 
 
 @cache
@@ -27,12 +34,32 @@ def mkl_holds_back() -> bool:
     cpuinfo = Path("/proc/cpuinfo")
     return (
         torch.backends.mkl.is_available()
-        and torch.backends.mkldnn.is_available()
+        and has_onednn()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and cpuinfo.exists()
         and "GenuineIntel" not in cpuinfo.read_text()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
+
+
+def has_onednn() -> bool:
+    """Whether oneDNN can multiply at all."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def usual_library() -> Library:
+    """The one that multiplies large FP32 matrices unless `multiplying_by` says otherwise."""
+    return "onednn" if mkl_holds_back() else "blas"
+
+
+@contextmanager
+def multiplying_by(library: Library) -> Iterator[None]:
+    """Let one library multiply large FP32 matrices in this process meanwhile; BLAS does where there is no oneDNN."""
+    global _chosen
+    before, _chosen = _chosen, library
+    try:
+        yield
+    finally:
+        _chosen = before
 
 
 def goes_to_onednn(dtype: torch.dtype, device: torch.device) -> bool:
@@ -40,7 +67,8 @@ def goes_to_onednn(dtype: torch.dtype, device: torch.device) -> bool:
     return (
         dtype == torch.float32
         and device.type == "cpu"
-        and mkl_holds_back()
+        and (_chosen or usual_library()) == "onednn"
+        and has_onednn()
         and torch._C._get_mkldnn_enabled()
     )
 

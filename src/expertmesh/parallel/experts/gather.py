@@ -287,13 +287,18 @@ class GatheredWeights:
         assert first is not None, "a parameter changed while its layer was dispatching"
         return first.wait()
 
-    def parameters(self, whole: Whole) -> ExpertParameters:
-        """Gathered weights as parameters of the experts that this rank computes, differentiable."""
+    def parameters(self, whole: Whole, *, num_calls: int = 1) -> ExpertParameters:
+        """Gathered weights as parameters of the experts that this rank computes, differentiable.
+
+        Args:
+            whole: the weights.
+            num_calls: of the experts with them, whose gradients are added.
+        """
         flat = list(chain.from_iterable(whole))
         shards = self.source.shards()
         self._wanted = [shard.requires_grad for shard in shards]
         direct = self._direct_main_grads()
-        if direct is None and self._needs_buffers(shards):
+        if direct is None and self._needs_buffers(shards, num_calls):
             self._buffers = self._buffers_for(flat[0].device)
         if self.drops:
             self._addresses = {t.untyped_storage().data_ptr(): n for n, t in enumerate(flat)}
@@ -326,11 +331,12 @@ class GatheredWeights:
             _local(main.w_in), _local(main.w_out), _local(main.b_in), _local(main.b_out)
         )
 
-    def _needs_buffers(self, shards: Sequence[Tensor]) -> bool:
+    def _needs_buffers(self, shards: Sequence[Tensor], num_calls: int) -> bool:
         """Whether the operators had better add gradients to a buffer of ours: to join slices, or to keep FP32 sums."""
         if not torch.is_grad_enabled() or not any(self._wanted):
             return False
-        narrow = self.layout.group.size > 1 and self.dtype != accumulate_dtype(shards[0].dtype)
+        summed = self.layout.group.size > 1 or num_calls > 1
+        narrow = summed and self.dtype != accumulate_dtype(shards[0].dtype)
         return len(self.layout.order) > 1 or narrow or self._main_grads() is not None
 
     def announce_backward(self, y_TD: Tensor) -> None:

@@ -241,6 +241,6 @@ class ExpertModules(ExpertHolder):
                 f"must travel; use route_degree={W} or leave it out"
             )
 
-    def finish_gather(self, use: GatheredWeights) -> ExpertParameters:
+    def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:
         """Not asked for: nothing is gathered."""
         raise AssertionError("nothing is gathered")

@@ -68,8 +68,13 @@ class ExpertHolder(ABC):
         """Begin to gather what this rank computes under a plan, in a type (None: the parameters' own); None: nothing."""
 
     @abstractmethod
-    def finish_gather(self, use: GatheredWeights) -> ExpertParameters:
-        """Wait for it; gives the parameters of the experts that this rank computes, differentiable."""
+    def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:
+        """Wait for it; gives the parameters of the experts that this rank computes, differentiable.
+
+        Args:
+            use: what was started.
+            num_calls: of the experts with them.
+        """
 
 
 class ExpertStorage(ExpertHolder):
@@ -249,7 +254,7 @@ class ExpertStorage(ExpertHolder):
         self._kept.pop(key, None)
         return None
 
-    def finish_gather(self, use: GatheredWeights) -> ExpertParameters:
+    def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:
         """Wait for a gather; returns the parameters of the experts that this rank computes, differentiable."""
         whole = self._kept_weights(use.key)
         if whole is None:
@@ -258,4 +263,4 @@ class ExpertStorage(ExpertHolder):
                 self._kept[use.key] = self.versions(), whole
         if not in_backward():
             self._prefetcher.go_ahead(self, use.key)
-        return use.parameters(whole)
+        return use.parameters(whole, num_calls=num_calls)

@@ -1,8 +1,8 @@
 """End to end on one GPU: `gpt-moe-1b` in training, its utilisation, its twin in transformers, its dense twin's loss.
 
-    python -m benchmarks.race_train                             # speed, then five minutes of the model: nine minutes
-    python -m benchmarks.race_train --parts dense               # the dense twin for as many tokens, in another call
-    python -m benchmarks.race_train --device cpu --tiny         # a dry run
+    python -m benchmarks.race.train                             # speed, then five minutes of the model: nine minutes
+    python -m benchmarks.race.train --parts dense               # the dense twin for as many tokens, in another call
+    python -m benchmarks.race.train --device cpu --tiny         # a dry run
 
 * speed: tokens/s of the trainer's own step (eager, and with the model under torch.compile) and of the plain loop over
   transformers' Mixtral of the same shape in eager mode (its default, and its grouped_mm). Utilisation is 3 x the forward's
@@ -26,10 +26,12 @@ import torch
 import torch.nn.functional as F
 import tyro
 from benchmarks.equal_learning import plot
-from benchmarks.harness import markdown_table
-from benchmarks.race import release, surroundings
-from benchmarks.race_clock import Budget
-from benchmarks.race_corpus import gather
+from benchmarks.markdown import markdown_table
+from benchmarks.race.budget import Budget
+from benchmarks.race.corpus import gather
+from benchmarks.race.layers import release
+from benchmarks.race.measures import surroundings
+from benchmarks.race.parts import Keep
 from benchmarks.trainer import NEAR_UNIFORM, Batch, describe, first_loss, make_mixtral
 from torch import nn
 
@@ -144,7 +146,12 @@ def timed_steps(step: Callable[[Batch], float], batches: list[Batch]) -> tuple[f
 
 
 def speed(
-    config: GPTRunConfig, *, steps: int, budget: Budget, longest_s: float
+    config: GPTRunConfig,
+    *,
+    steps: int,
+    budget: Budget,
+    longest_s: float,
+    add: Callable[[dict[str, Any]], object] = lambda row: None,
 ) -> list[dict[str, Any]]:
     """Tokens/s of all trainees, one after another; a model of a billion parameters leaves no room for two."""
     data = GPTTask(config).prepare()
@@ -186,8 +193,31 @@ def speed(
                 "steps timed": len(batches) - _WARMUP_STEPS,
             }
         )
+        add(rows[-1])
         print(f"{name}: {tokens_per_s:,.0f} tokens/s; {time.monotonic() - began:.0f} s", flush=True)
     return rows
+
+
+def speed_part(
+    keep: Keep, *, device: str, tiny: bool = False, budget_s: float = 85.0
+) -> list[dict[str, Any]]:
+    """A part of the race: tokens/s of ours and of the twins that fit the seconds, on a little source text."""
+    config = configuration(
+        device=device,
+        tiny=tiny,
+        batch_size=32,
+        micro_batch_size=16,
+        corpus=Path("runs/race_train/corpus"),
+        max_bytes=20 << 20,
+    )
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        keep(rows)
+
+    longest_s = 0.0 if tiny else 20.0
+    return speed(config, steps=5, budget=Budget(budget_s), longest_s=longest_s, add=add)
 
 
 def run_for(config: GPTRunConfig, *, kind: str, steps: int, run_dir: Path) -> dict[str, Any]:
@@ -206,7 +236,7 @@ def run_for(config: GPTRunConfig, *, kind: str, steps: int, run_dir: Path) -> di
             "optim.warmup_steps": max(1, min(config.optim.warmup_steps, steps // 10)),
         }
     )
-    result = train(config, recipe=f"{kind} of benchmarks.race_train")
+    result = train(config, recipe=f"{kind} of benchmarks.race.train")
     metrics = read_metrics(RunDir(config.train.run_dir).metrics)
     tokens = config.train.batch_size * config.data.seq_len
     curve = [[m["step"] * tokens, m["eval_loss"]] for m in metrics if "eval_loss" in m]
@@ -361,7 +391,7 @@ def main(
         dtype="bfloat16",
     )
     print(f"{record['model']} Memory expected: {memory.total_bytes / 2**30:.0f} GiB.", flush=True)
-    command = f"python -m benchmarks.race_train --parts {' '.join(parts)}"
+    command = f"python -m benchmarks.race.train --parts {' '.join(parts)}"
 
     def save() -> None:
         write(path, record, command=command)

@@ -1,4 +1,4 @@
-"""One call whose sequences several processes share: routing groups that span them are treated as in one process.
+"""Routing groups shared over processes that have parts of the same sequences: treated as in one process.
 
 Tokens stay where they are. Their choices, small beside them, are gathered, put in the order of the whole call, and decided on by
 every process alike, which then keeps what is said of its own tokens.
@@ -30,11 +30,11 @@ class SharedTokens(Protocol):
 
 
 @dataclass(frozen=True)
-class WholeCall:
-    """A call of all processes that share it.
+class SharedGroups:
+    """The routing groups of a call whose tokens several processes share.
 
     Attributes:
-        shared: they.
+        shared: the processes that share the tokens.
         token_index_T: global indices of this process's tokens, whose order is that of the whole call.
 
     Raises:
@@ -88,7 +88,7 @@ def assign_shared(
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
     *,
-    whole: WholeCall,
+    groups: SharedGroups,
     options: CapacityOptions,
     token_mask_T: Tensor | None,
     token_index_T: Tensor,
@@ -97,15 +97,15 @@ def assign_shared(
 ) -> Assignment:
     """`assign` over the whole call; the result is that of this process's tokens."""
     everyone = assign(
-        whole.gather(expert_ids_TK),
-        whole.gather(weights_TK.detach()),
+        groups.gather(expert_ids_TK),
+        groups.gather(weights_TK.detach()),
         options=replace(options, renormalize=False),
-        token_mask_T=whole.gather_mask(token_mask_T),
-        token_index_T=whole.gather(token_index_T),
+        token_mask_T=groups.gather_mask(token_mask_T),
+        token_index_T=groups.gather(token_index_T),
         num_experts=num_experts,
         **rest,
     )
-    ids_TK = everyone.expert_ids_TK[whole.place_T]
+    ids_TK = everyone.expert_ids_TK[groups.place_T]
     live_TK, kept_TK = expert_ids_TK < num_experts, ids_TK < num_experts
     if options.renormalize:
         weights_TK = give_kept_the_sum(weights_TK, live_TK, kept_TK)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from benchmarks.race_contenders import OURS, Racer, WeightSet
-from benchmarks.race_shapes import RaceShape
+from benchmarks.race.contenders import OURS, Racer, WeightSet
+from benchmarks.race.shapes import RaceShape
 from torch import Tensor
 
 from expertmesh.testing.numerics import assert_two_times

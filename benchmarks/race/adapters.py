@@ -1,9 +1,10 @@
-"""Adapters of layers that need a GPU, with our weights: Liger-Kernel, SonicMoE, ScatterMoE, Tutel: (T, D) -> (T, D).
+"""Adapters of layers that need a GPU, with our weights, (T, D) -> (T, D). Versions and sources are in `peers.toml`.
 
 Each calls what its users call. Where a package routes in its own way, `routing` says how, so that results can be checked.
 """
 
 import importlib
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +15,95 @@ from expertmesh import MoELayer
 
 
 class LigerMoE(OwnWeights):
-    """Liger-Kernel's fused experts (Triton) behind the router that all share."""
+    """Liger-Kernel's fused experts (its portable Triton kernels) behind the router that all share."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
-        weights_TK, ids_TK = self.routing(x_TD)
         return LigerFusedMoEFunction.apply(
             x_TD, self.w_in, self.w_out, ids_TK.to(torch.int32), weights_TK
         )
+
+
+class LigerCuteMoE(OwnWeights):
+    """Liger's CuTe kernels, in a group of one, behind the router that all share; gate and up are copies, one each."""
+
+    def __init__(self, layer: MoELayer, case: Case) -> None:
+        super().__init__(layer, case)
+        import torch.distributed as dist
+        from liger_cute_kernels import MoEConfig, configure
+        from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe
+
+        _one_process(case.device)
+        sizes = MoEConfig(
+            max_tokens=case.num_tokens,
+            hidden_size=case.dim,
+            num_experts=case.num_experts,
+            top_k=case.top_k,
+            num_hosts=1,
+            gpus_per_host=1,
+        )
+        configure(bootstrap_group=dist.group.WORLD, device=torch.device(case.device), moe=sizes)
+        self.layer = LigerExpertParallelFusedMoe()
+
+    def take(self, router_ED: Tensor, w_in_EHD: Tensor, w_out_EDF: Tensor) -> None:
+        super().take(router_ED, w_in_EHD, w_out_EDF)
+        gate, up = w_in_EHD.chunk(2, 1)
+        self.gate, self.up = nn.Parameter(gate.contiguous()), nn.Parameter(up.contiguous())
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        E = self.case.num_experts
+        return self.layer(x_TD, ids_TK, weights_TK, self.gate, self.up, self.w_out, E)
+
+    def weight_grads(self) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.gate.grad, self.up.grad], 1), self.w_out.grad
+
+
+class TransformerEngineMoE(OwnWeights):
+    """Two of Transformer Engine's `GroupedLinear` over sorted rows.
+
+    They take the rows per expert as a list, so the host waits for the router in every step: that is their interface.
+    """
+
+    def __init__(self, layer: MoELayer, case: Case) -> None:
+        super().__init__(layer, case)
+        from transformer_engine.pytorch import GroupedLinear
+
+        def linear(width: int, out: int) -> nn.Module:
+            return GroupedLinear(
+                case.num_experts,
+                width,
+                out,
+                bias=False,
+                params_dtype=case.dtype,
+                device=case.device,
+            )
+
+        self.first = linear(case.dim, case.num_branches * case.hidden_dim)
+        self.second = linear(case.hidden_dim, case.dim)
+
+    def take(self, router_ED: Tensor, w_in_EHD: Tensor, w_out_EDF: Tensor) -> None:
+        super().take(router_ED, w_in_EHD, w_out_EDF)
+        for linear, w in ((self.first, w_in_EHD), (self.second, w_out_EDF)):
+            for e, weight in enumerate(w):
+                setattr(linear, f"weight{e}", nn.Parameter(weight))
+
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        E, K = self.case.num_experts, self.case.top_k
+        slot_R = ids_TK.flatten().argsort(stable=True)
+        rows = ids_TK.flatten().bincount(minlength=E).tolist()
+        h_RH = self.first(x_TD[slot_R // K], rows)
+        y_RD = self.second(activate(h_RH, self.case), rows)
+        weighted_RD = y_RD * weights_TK.flatten()[slot_R, None].to(y_RD.dtype)
+        slots_ND = torch.empty_like(weighted_RD).index_copy(0, slot_R, weighted_RD)
+        return slots_ND.view(*ids_TK.shape, -1).sum(1)
+
+    def weight_grads(self) -> tuple[Tensor, Tensor]:
+        def stacked(linear: nn.Module) -> Tensor:
+            every = range(self.case.num_experts)
+            return torch.stack([getattr(linear, f"weight{e}").grad for e in every])
+
+        return stacked(self.first), stacked(self.second)
 
 
 class SonicMoE(OwnWeights):
@@ -46,28 +127,46 @@ class SonicMoE(OwnWeights):
         y_TD, _, _ = moe_TC_softmax_topk_layer(
             x_TD,
             self.router,
-            self.w_in.permute(
-                1, 2, 0
-            ),  # (2 F, D, E), E slowest in memory: as its own layer gives it
-            None,
-            self.w_out.permute(1, 2, 0),
-            None,
+            *self._weights(),
             self.case.top_k,
-            torch.cuda.current_stream().cuda_stream,
+            _stream(x_TD),
             ActivationType.SWIGLU,
             not torch.is_grad_enabled(),
             concat_layout=True,
         )
         return y_TD
 
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        from sonicmoe import moe_general_routing_inputs
+        from sonicmoe.enums import ActivationType
+
+        T, K = ids_TK.shape
+        token_N = torch.arange(T, device=x_TD.device, dtype=torch.int32).repeat_interleave(K)
+        y_TD, _ = moe_general_routing_inputs(
+            x_TD,
+            weights_TK.flatten(),
+            token_N,
+            ids_TK.flatten().to(torch.int32),
+            *self._weights(),
+            self.case.num_experts,
+            _stream(x_TD),
+            ActivationType.SWIGLU,
+            not torch.is_grad_enabled(),
+            concat_layout=True,
+        )
+        return y_TD
+
+    def _weights(self) -> tuple[Tensor, None, Tensor, None]:
+        """(2 F, D, E) and (D, F, E), E slowest in memory as its own layer has them, and no biases."""
+        return self.w_in.permute(1, 2, 0), None, self.w_out.permute(1, 2, 0), None
+
 
 class ScatterMoE(OwnWeights):
     """ScatterMoE's two parallel linear layers (Triton) behind the router that all share."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         from scattermoe.parallel_experts import flatten_sort_count, parallel_linear
 
-        weights_TK, ids_TK = self.routing(x_TD)
         order = flatten_sort_count(ids_TK, num_experts=self.case.num_experts)
         h_NH = parallel_linear(
             x_TD, self.w_in.transpose(1, 2), self.case.top_k, *order, grouped_out=True
@@ -87,6 +186,8 @@ class TutelMoE(OwnWeights):
 
     Its router is of the layer's type: with `fp32_gate` it would dispatch in FP32 to BF16 experts, which fails.
     """
+
+    experts = None
 
     def __init__(self, layer: MoELayer, case: Case) -> None:
         super().__init__(layer, case)
@@ -126,6 +227,13 @@ class TutelMoE(OwnWeights):
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.layer(x_TD)
 
+    def weight_grads(self) -> tuple[Tensor, Tensor]:
+        return self.w_in.grad, self.layer.experts.batched_fc2_w.grad.transpose(1, 2)
+
+
+def _stream(x: Tensor) -> int:
+    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+
 
 def _one_process(device: str) -> None:
     """A process group of one, which Tutel asks for; its own way to one makes every exit of the process a success."""
@@ -142,7 +250,7 @@ def why_missing(package: str, case: Case) -> str | None:
     why = absent(package)
     if why is not None:
         return why
-    if not case.device.startswith("cuda"):
+    if not case.device.startswith("cuda") and not hasattr(sys.modules.get(package), STAND_IN):
         return "runs on GPUs only"
     if case.dtype == torch.float32 and package in _HALF_ONLY:
         return "takes no FP32"
@@ -153,16 +261,24 @@ def why_missing(package: str, case: Case) -> str | None:
     return None
 
 
-_HALF_ONLY = ("sonicmoe", "scattermoe", "tutel")
+STAND_IN = "stands_in_for"
+"""Attribute of modules that take a package's place in a dry run."""
+_HALF_ONLY = ("sonicmoe", "scattermoe", "tutel", "liger_cute_kernels", "transformer_engine")
 """Packages without FP32 experts, or whose FP32 is something else here (Tutel routes in the layer's type)."""
 OWN_ROUTER = (SonicMoE, TutelMoE)
 """Adapters that route by BF16 logits: some tokens go elsewhere, so results are not to be compared token by token."""
 PACKAGES = {
     "swiglu": {
         "Liger-Kernel fused MoE": ("liger_kernel", LigerMoE),
+        "Liger CuTe": ("liger_cute_kernels", LigerCuteMoE),
         "SonicMoE": ("sonicmoe", SonicMoE),
         "ScatterMoE": ("scattermoe", ScatterMoE),
+        "Transformer Engine": ("transformer_engine", TransformerEngineMoE),
     },
-    "gelu": {"ScatterMoE": ("scattermoe", ScatterMoE), "Tutel": ("tutel", TutelMoE)},
+    "gelu": {
+        "ScatterMoE": ("scattermoe", ScatterMoE),
+        "Transformer Engine": ("transformer_engine", TransformerEngineMoE),
+        "Tutel": ("tutel", TutelMoE),
+    },
 }
 """By activation: name in tables, package, adapter."""

@@ -5,19 +5,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from benchmarks.gpu_peers import PACKAGES, why_missing
 from benchmarks.layer_peers import EinsumMoE, GroupedMM, make_mixtral
 from benchmarks.peer_parts import Case, OwnWeights, absent, choose
-from benchmarks.race_shapes import RaceShape
+from benchmarks.race.adapters import PACKAGES, why_missing
+from benchmarks.race.shapes import RaceShape
+from benchmarks.race.verdicts import EINSUM, OURS, TRANSFORMERS
 from torch import Tensor, nn
 
 from expertmesh import MoELayer
+from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.moe.random import key_noise
 
-OURS = "expertmesh"
-TRANSFORMERS = "transformers grouped_mm"
 GROUPED_MM = "torch grouped_mm"
-EINSUM = "einsum"
 NUM_BATCHES = 5
 
 
@@ -52,6 +51,7 @@ class Racer:
         router: the router's weight that it uses, (E, D).
         expert_ids: (T, K) for a batch.
         gradients: of w_in (E, G, F, D) and w_out (E, D, F), after a backward.
+        experts: (x_TD, weights_TK, ids_TK) -> (T, D), what is done once the choice is made; None: not offered alone.
     """
 
     name: str
@@ -60,10 +60,26 @@ class Racer:
     router: Callable[[], Tensor]
     expert_ids: Callable[[Tensor], Tensor]
     gradients: Callable[[], tuple[Tensor, Tensor]]
+    experts: Callable[[Tensor, Tensor, Tensor], Tensor] | None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         y = self.module(x_TD)
         return y[0] if isinstance(y, tuple) else y
+
+
+def case_of(shape: RaceShape, *, device: str, training: bool = True) -> Case:
+    """A shape in the words of `benchmarks.layer_peers`."""
+    return Case(
+        shape.num_tokens,
+        shape.dim,
+        shape.hidden_dim,
+        shape.num_experts,
+        shape.top_k,
+        shape.activation,
+        torch.bfloat16,
+        training,
+        device,
+    )
 
 
 def ours(shape: RaceShape, *, device: str, **options: Any) -> Racer:
@@ -88,6 +104,11 @@ def ours(shape: RaceShape, *, device: str, **options: Any) -> Racer:
         layer.experts.w_in = nn.Parameter(weights.w_in_EGFD)
         layer.experts.w_out = nn.Parameter(weights.w_out_EDF)
 
+    def experts(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+        maps = route_metadata(ids_TK, shape.num_experts)
+        own = layer.experts
+        return moe_mlp(x_TD, own.w_in, own.w_out, weights_TK, maps, activation=shape.activation)
+
     return Racer(
         OURS,
         layer,
@@ -95,6 +116,7 @@ def ours(shape: RaceShape, *, device: str, **options: Any) -> Racer:
         lambda: layer.router.proj.weight,
         lambda x_TD: choose(x_TD, layer.router.proj.weight, shape.top_k)[1],
         lambda: (layer.experts.w_in.grad, layer.experts.w_out.grad),
+        experts,
     )
 
 
@@ -105,9 +127,8 @@ def _of_module(name: str, module: OwnWeights, shape: RaceShape) -> Racer:
         module.take(weights.router_ED, weights.w_in_EGFD.flatten(1, 2), weights.w_out_EDF)
 
     def gradients() -> tuple[Tensor, Tensor]:
-        out = getattr(module, "layer", None)  # Tutel keeps the second weight transposed
-        w_out = module.w_out.grad if out is None else out.experts.batched_fc2_w.grad.transpose(1, 2)
-        return module.w_in.grad.view(size), w_out
+        w_in, w_out = module.weight_grads()
+        return w_in.view(size), w_out
 
     return Racer(
         name,
@@ -116,6 +137,7 @@ def _of_module(name: str, module: OwnWeights, shape: RaceShape) -> Racer:
         lambda: module.router,
         lambda x_TD: module.routing(x_TD)[1],
         gradients,
+        module.experts,
     )
 
 
@@ -136,6 +158,7 @@ def _transformers(shape: RaceShape, case: Case, layer: MoELayer) -> Racer:
         lambda: block.gate.weight,
         lambda x_TD: choose(x_TD, block.gate.weight, top_k)[1],
         lambda: (block.experts.gate_up_proj.grad.view(size), block.experts.down_proj.grad),
+        module.experts,
     )
 
 
@@ -150,7 +173,7 @@ def field_of(
         training: with gradients.
         only: names to which peers are limited; none: all.
     """
-    case = shape.case(device=device, training=training)
+    case = case_of(shape, device=device, training=training)
     racers, missing = [ours(shape, device=device)], []
 
     def add(name: str, make: Callable[[], Racer], why: str | None = None) -> None:

@@ -1,28 +1,18 @@
 """The end-to-end runs of the race without a GPU: text, twin, verdicts, and a dry run that writes its files."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 
+from benchmarks.race import corpus, train
 from expertmesh.costs.flops import forward_flops
 from expertmesh.recipes import RECIPES
 from expertmesh.recipes.dense_twin import dense_twin
 
-ROOT = Path(__file__).parents[2]
 
-
-@pytest.fixture
-def race_train(monkeypatch):
-    """Give the module."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.race_train")
-
-
-def test_runs_of_model_and_twin_are_recorded(race_train, tmp_path):
+def test_runs_of_model_and_twin_are_recorded(tmp_path):
     def run(*parts, **options):
-        race_train.main(
+        train.main(
             device="cpu", tiny=True, parts=parts, runs=tmp_path / "runs", name="dry", out=tmp_path, **options
         )  # fmt: skip
         return json.loads((tmp_path / "dry.json").read_text())
@@ -48,36 +38,36 @@ def test_the_dense_twin_costs_the_same(recipe):
     assert flops[0] <= flops[1] <= 1.02 * flops[0]
 
 
-def test_text_is_gathered_up_to_a_size(race_train, tmp_path):
-    folder = race_train.gather(tmp_path / "corpus", max_bytes=300_000)
+def test_text_is_gathered_up_to_a_size(tmp_path):
+    folder = corpus.gather(tmp_path / "corpus", max_bytes=300_000)
     files = [p for p in folder.rglob("*") if p.is_file()]
     assert 100_000 < sum(p.stat().st_size for p in files) <= 300_000
     assert all(p.suffix == ".py" for p in files)
     files[0].unlink()
-    assert race_train.gather(folder, max_bytes=1) == folder
+    assert corpus.gather(folder, max_bytes=1) == folder
     assert not files[0].exists(), "an existing folder is taken as it is"
 
 
-def test_verdicts(race_train):
+def test_verdicts():
     def row(name, tokens_per_s, utilisation):
         return {"trainee": name, "tokens/s": tokens_per_s, "utilisation": utilisation}
 
     rows = [row("expertmesh", 200_000, 0.28), row("transformers eager", 70_000, 0.1)]
-    lines = race_train.verdicts({"speed": rows})
+    lines = train.verdicts({"speed": rows})
     assert "MISSED" in lines[0]
     assert "2.86 x" in lines[1]
     assert "MISSED" in lines[1]
     rows.append(row("expertmesh, torch.compile", 220_000, 0.31))
-    lines = race_train.verdicts({"speed": rows})
+    lines = train.verdicts({"speed": rows})
     assert all("holds" in line for line in lines)
 
 
-def test_a_model_that_does_not_learn_is_not_reported(race_train):
-    race_train.check("ours", [6.0, 5.9], 6.0)
+def test_a_model_that_does_not_learn_is_not_reported():
+    train.check("ours", [6.0, 5.9], 6.0)
     for losses, word in (
         ([5.0, 4.9], "starts at"),
         ([6.0, 6.0], "learn"),
         ([6.0, float("nan")], "finite"),
     ):
         with pytest.raises(AssertionError, match=word):
-            race_train.check("ours", losses, 6.0)
+            train.check("ours", losses, 6.0)

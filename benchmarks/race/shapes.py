@@ -1,9 +1,6 @@
-"""The shapes of the race: sizes, goals, operations, bytes, and the memory that a run of one needs."""
+"""The shapes of the race: sizes, goals, operations, bytes, and the memory that a run of one needs. No torch."""
 
 from dataclasses import dataclass, replace
-
-import torch
-from benchmarks.layer_peers import Case
 
 PHASES = ("forward", "backward", "both")
 _PASSES = {"forward": 1, "backward": 2, "both": 3}
@@ -131,24 +128,6 @@ class RaceShape:
         """
         return next((n for n in (2, 1) if self.peak_bytes(n) <= total_bytes), 0)
 
-    def case(self, *, device: str, training: bool = True) -> Case:
-        """The same in the words of `benchmarks.layer_peers`."""
-        return Case(
-            self.num_tokens,
-            self.dim,
-            self.hidden_dim,
-            self.num_experts,
-            self.top_k,
-            self.activation,
-            torch.bfloat16,
-            training,
-            device,
-        )
-
-    def small(self) -> "RaceShape":
-        """The same kind of shape, small enough for an FP64 oracle in a moment; E and K stay."""
-        return replace(self, num_tokens=256, dim=128, hidden_dim=192)
-
     def tiny(self) -> "RaceShape":
         """For a dry run of the whole benchmark on a CPU."""
         experts = min(self.num_experts, 8)
@@ -160,6 +139,10 @@ class RaceShape:
             num_experts=experts,
             top_k=min(self.top_k, experts),
         )
+
+    def smallest(self) -> "RaceShape":
+        """For a dry run of the kernels in Triton's interpreter, which takes a second for a few tiles."""
+        return replace(self, num_tokens=8, dim=32, hidden_dim=48, num_experts=3, top_k=2)
 
 
 _QWEN3 = {"dim": 2048, "hidden_dim": 768, "num_experts": 128, "top_k": 8}
@@ -174,7 +157,7 @@ _BLOG = {
     "against_einsum": True,
 }
 
-SHAPES = (
+SHAPES: tuple[RaceShape, ...] = (
     RaceShape("qwen3-8k", "Qwen3-30B-A3B", 8192, **_QWEN3, goals=Goals(420, 380, 390)),
     RaceShape("qwen3-32k", "Qwen3-30B-A3B", 32_768, **_QWEN3, goals=Goals(520, 450, 470)),
     RaceShape("mixtral-8k", "Mixtral-8x7B", 8192, 4096, 14_336, 8, 2, goals=Goals(620, 500, 530)),
@@ -194,6 +177,8 @@ SHAPES = (
     RaceShape("blog-e16", "Tutel's blog setting", num_experts=16, **_BLOG),
 )
 """In the order in which they are run: the ones that say most first."""
+GOAL_SHAPES = ("qwen3-8k", "qwen3-32k", "mixtral-8k", "fine-32k")
+"""Those whose kernels are timed one by one."""
 
 DECODE_TOKENS = (1, 8, 32, 128)
 

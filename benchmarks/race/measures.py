@@ -1,30 +1,49 @@
-"""The smaller measurements of the race: ceilings of the device, maps alone, skewed routing, decoding."""
+"""The smaller parts of the race: the machine and its ceilings, maps alone, skewed routing, decoding."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from benchmarks.race_clock import Entry, Stopwatch, interleaved
-from benchmarks.race_contenders import Inputs, WeightSet, ours
-from benchmarks.race_shapes import BYTES, RaceShape
+from benchmarks.harness import circumstances
+from benchmarks.race.clock import Entry, Stopwatch, interleaved
+from benchmarks.race.contenders import Inputs, WeightSet, ours
+from benchmarks.race.layers import release
+from benchmarks.race.parts import Keep
+from benchmarks.race.peers import versions
+from benchmarks.race.shapes import BYTES, SHAPES, RaceShape, decode_shapes
 from benchmarks.routing_scaling import one_hot_cumsum
 from torch import Tensor
 
 from expertmesh.functional import route_metadata
 from expertmesh.moe.types import Routing
 
-LEAST_METADATA_SPEEDUP = 24.0
-MOST_SKEW_LOSS = 0.10
-LEAST_OF_FLOOR = {1: 0.5, 8: 0.5, 32: 0.8, 128: 0.8}
-"""Share of the weight-bandwidth floor that decoding T tokens is to reach."""
-
 
 def _entry(name: str, run: Callable[[], object], prepare: Callable[[int], object] = id) -> Entry:
     return Entry(name, prepare, {"run": run})
 
 
-def ceilings(stopwatch: Stopwatch, device: str, *, tiny: bool, rounds: int) -> dict[str, float]:
-    """Bytes/s of a large copy (read plus written) and FLOP/s of an 8192^3 product of random BF16."""
+def surroundings(device: str) -> dict[str, Any]:
+    """Circumstances, with the GPU told apart by its memory."""
+    is_cuda = device.startswith("cuda")
+    found = circumstances(clock="cuda" if is_cuda else "wall", peers=versions())
+    found["gpu"] = "no GPU"
+    if is_cuda:
+        seen = torch.cuda.get_device_properties(device)
+        memory = f"{seen.total_memory / 2**30:.0f} GiB"
+        found["gpu"] = f"{seen.name}, {memory}, {seen.multi_processor_count} multiprocessors"
+        found["versions"]["cuda"] = str(torch.version.cuda)
+    return found
+
+
+def machine(keep: Keep, *, device: str, tiny: bool = False, rounds: int = 15) -> dict[str, Any]:
+    """A part: what runs here, bytes/s of a large copy (read plus written), FLOP/s of an 8192^3 product of random BF16."""
+    found = surroundings(device)
+    keep(found)
+    return found | _ceilings(Stopwatch(device), device, tiny=tiny, rounds=rounds)
+
+
+def _ceilings(stopwatch: Stopwatch, device: str, *, tiny: bool, rounds: int) -> dict[str, float]:
     size, num_bytes = (256, 1 << 20) if tiny else (8192, 4 << 30)
     source = torch.empty(num_bytes, dtype=torch.int8, device=device).random_()
     target = torch.empty_like(source)
@@ -50,9 +69,11 @@ METADATA_CASES = ((65_536, 64, 2), (32_768, 128, 8), (65_536, 256, 8))
 """T, E, K; the first one carries the hard line."""
 
 
-def metadata(stopwatch: Stopwatch, device: str, *, tiny: bool, rounds: int) -> list[dict[str, Any]]:
-    """`route_metadata` against one-hot + cumsum, first checked for equal rows."""
-    rows = []
+def metadata(
+    keep: Keep, *, device: str, tiny: bool = False, rounds: int = 15
+) -> list[dict[str, Any]]:
+    """A part: `route_metadata` against one-hot + cumsum, first checked for equal rows."""
+    stopwatch, rows = Stopwatch(device), list[dict[str, Any]]()
     for T, E, K in METADATA_CASES:
         num_tokens = T // 256 if tiny else T
         ids_TK = torch.rand(num_tokens, E, device=device).topk(K).indices
@@ -81,6 +102,7 @@ def metadata(stopwatch: Stopwatch, device: str, *, tiny: bool, rounds: int) -> l
                 "faster by": theirs.median_s / mine.median_s,
             }
         )
+        keep(rows)
     return rows
 
 
@@ -92,11 +114,23 @@ def zipf_ids(shape: RaceShape, device: str, generator: torch.Generator, power: f
     return (-power * rank_E.log() - (-u_TE.log()).log()).topk(shape.top_k).indices
 
 
-def skew(
-    shape: RaceShape, stopwatch: Stopwatch, device: str, *, rounds: int, seed: int = 0
-) -> dict[str, Any]:
-    """Forward + backward of ours with given choices: balanced, and skewed as 1 / rank."""
-    generator = torch.Generator(device).manual_seed(seed)
+SKEWED = ("qwen3-8k", "qwen3-32k", "olmoe-32k")
+
+
+def skew(keep: Keep, *, device: str, tiny: bool = False, rounds: int = 15) -> list[dict[str, Any]]:
+    """A part: forward + backward of ours with given choices, balanced, and skewed as 1 / rank."""
+    rows = []
+    for shape in SHAPES:
+        if shape.name in SKEWED[: 1 if tiny else None]:
+            sizes = shape.tiny() if tiny else shape
+            rows.append(_skew(sizes, Stopwatch(device), device, rounds=rounds))
+            keep(rows)
+            release(device)
+    return rows
+
+
+def _skew(shape: RaceShape, stopwatch: Stopwatch, device: str, *, rounds: int) -> dict[str, Any]:
+    generator = torch.Generator(device).manual_seed(0)
     weights = WeightSet.draw(shape, device, generator)
     inputs = Inputs.draw(shape, device, generator, 2)
     racer = ours(shape, device=device)
@@ -129,16 +163,20 @@ def skew(
 
 
 def decode(
-    shape: RaceShape,
-    stopwatch: Stopwatch,
-    device: str,
-    *,
-    bytes_per_s: float,
-    rounds: int,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """A step without gradients, as one CUDA graph, against reading the live experts' weights once."""
-    generator = torch.Generator(device).manual_seed(seed)
+    keep: Keep, *, device: str, tiny: bool = False, rounds: int = 60
+) -> list[dict[str, Any]]:
+    """A part: steps without gradients, as one CUDA graph each, and the bytes that they must read."""
+    rows = []
+    for shape in decode_shapes():
+        sizes = replace(shape, dim=64, hidden_dim=96) if tiny else shape
+        rows.append(_decode(sizes, Stopwatch(device), device, rounds=rounds))
+        keep(rows)
+        release(device)
+    return rows
+
+
+def _decode(shape: RaceShape, stopwatch: Stopwatch, device: str, *, rounds: int) -> dict[str, Any]:
+    generator = torch.Generator(device).manual_seed(0)
     weights = WeightSet.draw(shape, device, generator)
     inputs = Inputs.draw(shape, device, generator, 1)
     racer = ours(shape, device=device)
@@ -156,15 +194,14 @@ def decode(
     entries = [Entry("graph", id, {"run": run}), Entry("eager", id, {"run": step})]
     found = interleaved(entries, stopwatch, rounds=rounds, warmup=5)
     expert_bytes = shape.weight_bytes // shape.num_experts
-    floor_s = (live * expert_bytes + shape.num_experts * shape.dim * 2 * BYTES) / bytes_per_s
+    router_bytes = shape.num_experts * shape.dim * 2 * BYTES
     graph_s = found["graph"]["run"].median_s
     return {
         "shape": shape.title,
         "T": shape.num_tokens,
         "live experts": live,
-        "floor us": floor_s * 1e6,
+        "bytes read": live * expert_bytes + router_bytes,
         "graph us": graph_s * 1e6,
-        "of the floor": floor_s / graph_s,
         "eager, launches hidden, us": found["eager"]["run"].median_s * 1e6,
         "host us": found["eager"]["run"].host_median_s * 1e6,
     }

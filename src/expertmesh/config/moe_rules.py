@@ -1,0 +1,317 @@
+"""The options of a mixture-of-experts layer and every rule that they obey, for `MoELayer` and configurations alike.
+
+A rule about one option is its type. Rules about several are the checks of `LayerChoices` and the table `NO_EFFECT`.
+"""
+
+import math
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from expertmesh.config.base import Config, FieldError
+
+Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu"]
+ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
+RouterKind = Literal["topk", "cosine", "expert_choice", "hash"]
+RouterNoise = Literal["none", "gumbel", "gaussian"]
+NormalizeWeights = Literal["auto", "none", "topk", "kept"]
+DropPolicy = Literal["first", "priority", "random"]
+BalanceLoss = Literal["switch", "importance_load", "none"]
+LossScope = Literal["group", "global"]
+Backend = Literal["auto", "triton", "torch", "reference"]
+
+_FACTORS = ("capacity_factor", "eval_capacity_factor", "max_capacity_factor")
+
+
+class LayerChoices(Config):
+    """What a layer and a whole model's configuration have in common; the names are those of `expertmesh.MoELayer`."""
+
+    num_experts: Any
+    """Experts (E)."""
+    top_k: int = Field(default=2, gt=0)
+    """Experts per token (K), from 1 to the number of experts."""
+    hidden_dim: int = Field(default=512, gt=0)
+    """Hidden size of one expert (F)."""
+    router: RouterKind = "topk"
+    """How tokens find experts."""
+    score_function: ScoreFunction = "softmax"
+    """What turns router logits into scores."""
+    normalize_weights: NormalizeWeights = "auto"
+    """Divide the weights by their sum over the chosen (topk) or the surviving (kept) experts; auto: topk if top_k > 1."""
+    weight_scale: float = Field(default=1.0, gt=0)
+    """Factor on the routing weights (DeepSeek's routed scaling factor)."""
+    router_noise: RouterNoise = "none"
+    """Noise on the logits in training: gumbel (DeepSpeed's RSample) or gaussian (Tutel's gate noise)."""
+    router_noise_std: float = Field(default=1.0, ge=0)
+    """Scale of the router noise."""
+    input_jitter: float = Field(default=0.0, ge=0, lt=1)
+    """Router input times a uniform factor in 1 +- this, in training."""
+    input_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout probability on the router input, in training."""
+    logit_temperature: float = Field(default=1.0, gt=0)
+    """Logits are divided by this."""
+    num_expert_groups: int = Field(default=1, gt=0)
+    """Groups of experts for group-limited (node-limited) routing; 1: no limit."""
+    num_limited_groups: int = Field(default=1, gt=0)
+    """Groups that a token may use, when there are several."""
+    bias_update_rate: float = Field(default=0.0, ge=0)
+    """Step of the aux-loss-free balancing bias; 0: no bias."""
+    cosine_dim: int = Field(default=256, gt=0)
+    """Dimensions in which the cosine router compares tokens with experts."""
+    capacity_factor: float | None = Field(default=None, gt=0)
+    """Rows per expert in training as a ratio of the even share; none: dropless."""
+    eval_capacity_factor: float | None = Field(default=None, gt=0)
+    """The same in evaluation; none: dropless."""
+    min_capacity: int = Field(default=4, ge=0)
+    """Least rows per expert and routing group when a capacity is set."""
+    max_capacity_factor: float | None = Field(default=None, gt=0)
+    """Upper bound on any expert's rows as a ratio of the even share, also for a dropless layer; none: no bound."""
+    drop_policy: DropPolicy = "random"
+    """Which rows stay when an expert is over capacity."""
+    routing_group_size: int | None = Field(default=None, gt=0)
+    """Tokens per routing group for capacity and balance loss; none: all tokens of a call."""
+    num_shared_experts: int = Field(default=0, ge=0)
+    """Experts that every token passes, beside the routed ones."""
+    residual: bool = False
+    """PR-MoE's residual layer: a dense MLP beside the experts, mixed by a learned two-way coefficient."""
+    balance_loss: BalanceLoss = "switch"
+    """Form of the load-balancing loss."""
+    balance_loss_scope: LossScope = "group"
+    """Tokens over which the balance loss counts: each routing group, or the whole batch."""
+    aux_loss_weight: float = Field(default=0.01, ge=0)
+    """Weight of the balance loss."""
+    z_loss_weight: float = Field(default=0.0, ge=0)
+    """Weight of the router z-loss."""
+    bias: bool = False
+    """Biases in the experts."""
+    recompute_h: bool = False
+    """Compute the experts' pre-activations again in the backward instead of keeping them: less memory, more time."""
+    backend: Backend = "auto"
+    """Implementation of the operators."""
+    batch_invariant: bool = False
+    """In evaluation the layers give a token the same bits in every batch (slower); model.batch_invariant sets it."""
+
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """Experts of each layer that these options are for; none: no layer has experts."""
+        raise NotImplementedError
+
+    @property
+    def is_dropless(self) -> bool:
+        """Whether no capacity is set."""
+        return all(getattr(self, name) is None for name in _FACTORS)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.expert_counts:
+            self._check_counts(min(self.expert_counts))
+        if self.num_limited_groups > self.num_expert_groups:
+            raise FieldError(
+                "num_limited_groups",
+                self.num_limited_groups,
+                f"must be at most num_expert_groups, {self.num_expert_groups}",
+                "lower it or raise num_expert_groups",
+            )
+        if self.router == "expert_choice" and self.score_function == "softmax_after_topk":
+            raise FieldError(
+                "score_function",
+                self.score_function,
+                "needs tokens that choose, and with router=expert_choice experts choose",
+                "use softmax or sigmoid",
+            )
+        if self.batch_invariant:
+            self.check_invariant()
+        self._check_effects()
+        return self
+
+    def _check_counts(self, fewest: int) -> None:
+        if self.top_k > fewest:
+            raise FieldError(
+                "top_k",
+                self.top_k,
+                f"must be at most the fewest experts of a layer, {fewest}",
+                "lower top_k or raise num_experts",
+            )
+        for num_experts in self.expert_counts:
+            if num_experts % self.num_expert_groups:
+                raise FieldError(
+                    "num_expert_groups",
+                    self.num_expert_groups,
+                    f"must divide the number of experts, {num_experts}",
+                    "choose a divisor",
+                )
+        reachable = self.num_limited_groups * (fewest // self.num_expert_groups)
+        if self.num_expert_groups > 1 and self.top_k > reachable:
+            raise FieldError(
+                "top_k",
+                self.top_k,
+                f"must be at most the experts in num_limited_groups={self.num_limited_groups} groups, {reachable}",
+                "lower top_k or raise num_limited_groups",
+            )
+
+    def _check_effects(self) -> None:
+        for row in NO_EFFECT:
+            if not row.where(self):
+                continue
+            for name in row.names or [n for n in type(self).model_fields if n != "num_experts"]:
+                field = type(self).model_fields.get(name)
+                if field is not None and getattr(self, name) != field.default:
+                    raise FieldError(
+                        name,
+                        getattr(self, name),
+                        f"has no effect {row.because.format(**vars(self))}",
+                        f"leave it at {field.default}",
+                    )
+
+    def check_invariant(self, *, under: tuple[str, ...] = ()) -> None:
+        """Refuse what makes a token's result depend on its batch in evaluation.
+
+        Args:
+            under: where this object lies in the configuration that asks.
+
+        Raises:
+            FieldError: an option does.
+        """
+        for name in _FACTORS[1:]:
+            check_invariant_factor((*under, name), getattr(self, name))
+        if self.router == "expert_choice":
+            raise FieldError(
+                (*under, "router"),
+                self.router,
+                "lets experts choose among the tokens of the batch, which batch_invariant rules out",
+                "use another router, or leave batch_invariant out",
+            )
+        if self.backend == "reference":
+            raise FieldError(
+                (*under, "backend"),
+                self.backend,
+                "orders its sums by the batch, which batch_invariant rules out",
+                "use auto, torch or triton, or leave batch_invariant out",
+            )
+
+
+def check_invariant_factor(location: tuple[str, ...], value: float | None) -> None:
+    """Refuse a capacity factor that counts in evaluation, for a layer with batch_invariant.
+
+    Args:
+        location: the names under which the error shows the factor.
+        value: the factor; None and inf mean dropless.
+
+    Raises:
+        FieldError: there is a capacity.
+    """
+    if value is not None and not math.isinf(value):
+        raise FieldError(
+            location,
+            value,
+            "makes drops in evaluation depend on the batch, which batch_invariant rules out",
+            f"leave {location[-1]} out, or batch_invariant",
+        )
+
+
+class LayerOptions(LayerChoices):
+    """The options of one layer that are numbers, words and switches: the keywords of `MoELayer` without its objects.
+
+    Numbers of NumPy count as numbers; nothing else is converted. A capacity factor of inf is None.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    num_experts: int = Field(gt=0)
+    """Experts (E)."""
+    dim: int = Field(gt=0)
+    """Size of a token (D)."""
+    activation: Activation = "swiglu"
+    """Activation of the experts, the shared experts and the residual MLP."""
+    shared_hidden_dim: int | None = Field(default=None, gt=0)
+    """Hidden size of the shared experts' MLP; none: num_shared_experts * hidden_dim."""
+    residual_hidden_dim: int | None = Field(default=None, gt=0)
+    """Hidden size of the residual MLP; none: hidden_dim."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Seed of the initial weights and the hash."""
+    layer_index: int = Field(default=0, ge=0)
+    """Which layer of a model this is."""
+    own_router: bool = False
+    """Whether the router is a module of the user's; `router` then says nothing."""
+    own_experts: bool = False
+    """Whether the experts are modules of the user's."""
+
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """Experts of the layer."""
+        return (self.num_experts,)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_numbers(cls, values: dict[str, Any]) -> dict[str, Any]:
+        plain = {name: _plain_number(value) for name, value in values.items()}
+        return plain | {name: None for name in _FACTORS if plain.get(name) == math.inf}
+
+    def check_invariant(self, *, under: tuple[str, ...] = ()) -> None:
+        """Refuse what makes a token's result depend on its batch in evaluation; see `LayerChoices`."""
+        for name, is_own in (("router", self.own_router), ("experts", self.own_experts)):
+            if is_own:
+                raise FieldError(
+                    (*under, name),
+                    "a module of your own",
+                    "orders its sums itself, and batch_invariant needs sums that the layer orders",
+                    f"leave {name} out, or batch_invariant",
+                )
+        super().check_invariant(under=under)
+
+
+def _plain_number(value: Any) -> Any:
+    """Numbers of NumPy as Python's; anything else as it is."""
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Options that change nothing under a condition, so that a value other than the default is a mistake.
+
+    Attributes:
+        names: names of the options; none: all but num_experts.
+        where: the condition on the other options.
+        because: the condition in words; {option} stands for an option's value.
+    """
+
+    names: tuple[str, ...]
+    where: Callable[[Any], bool]
+    because: str
+
+
+NO_EFFECT = (
+    NoEffect((), lambda c: not c.expert_counts, "in a dense model (num_experts is empty)"),
+    NoEffect(
+        ("num_expert_groups", "bias_update_rate"),
+        lambda c: c.router in ("hash", "expert_choice"),
+        "with router={router}",
+    ),
+    NoEffect(
+        ("router_noise", "input_jitter", "input_dropout", "logit_temperature"),
+        lambda c: c.router == "hash",
+        "with router={router}",
+    ),
+    NoEffect(("cosine_dim",), lambda c: c.router != "cosine", "with router={router}"),
+    NoEffect(("router_noise_std",), lambda c: c.router_noise == "none", "with router_noise=none"),
+    NoEffect(
+        ("min_capacity", "drop_policy"),
+        # a layer's caller may give a capacity per call
+        lambda c: (
+            not isinstance(c, LayerOptions) and (c.is_dropless or c.router == "expert_choice")
+        ),
+        "without capacity_factor, eval_capacity_factor or max_capacity_factor, or with router=expert_choice",
+    ),
+    NoEffect(("residual_hidden_dim",), lambda c: not c.residual, "with residual=False"),
+    NoEffect(
+        ("recompute_h",), lambda c: getattr(c, "own_experts", False), "on experts of your own"
+    ),
+)
+"""Which options of a layer change nothing, and when."""

@@ -1,0 +1,67 @@
+"""Tiles that were measured on a GPU, by architecture and shape: read from a JSON file that a sweep writes.
+
+Beside this module, `measured_tiles.json`: `{"sm_90": [entry, ...]}`; an entry says for which shapes it was measured (`rows_per_expert`,
+`dim`, `hidden_dim`, `num_branches`, `dtype`), the `tiles` of the six GEMMs by their names in `Plan`, and where it comes from (`source`).
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).with_name("measured_tiles.json")
+_NEAR = 2.0
+"""An entry serves from half to twice its rows per expert."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One entry: attributes as in the file, `tiles` by the GEMM's name in `Plan`, then by `Tile`'s attributes."""
+
+    rows_per_expert: float
+    dim: int
+    hidden_dim: int
+    num_branches: int
+    dtype: str
+    tiles: dict[str, dict[str, Any]]
+    source: str
+
+
+@cache
+def entries(file: Path = FILE) -> dict[str, tuple[Measured, ...]]:
+    """All entries by architecture; none where there is no file."""
+    if not file.exists():
+        return {}
+    found = json.loads(file.read_text())
+    names = Measured.__dataclass_fields__
+    return {
+        arch: tuple(Measured(**{name: entry[name] for name in names}) for entry in listed)
+        for arch, listed in found.items()
+    }
+
+
+def nearest(
+    arch: str,
+    dtype: str,
+    *,
+    rows_per_expert: float,
+    dim: int,
+    hidden_dim: int,
+    num_branches: int,
+    file: Path = FILE,
+) -> Measured | None:
+    """The entry of these widths whose rows per expert are nearest, at most twice or half; None: nothing was measured."""
+    rows = max(rows_per_expert, 1e-9)
+
+    def distance(entry: Measured) -> float:
+        return max(entry.rows_per_expert / rows, rows / entry.rows_per_expert)
+
+    fitting = [
+        entry
+        for entry in entries(file).get(arch, ())
+        if (entry.dim, entry.hidden_dim, entry.num_branches, entry.dtype)
+        == (dim, hidden_dim, num_branches, dtype)
+        and distance(entry) <= _NEAR
+    ]
+    return min(fitting, key=distance, default=None)

@@ -1,0 +1,78 @@
+"""The submodules of a layer, from its options."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from expertmesh.config.moe_rules import LayerOptions
+from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
+from expertmesh.moe.router import ROUTERS
+from expertmesh.ops.dtypes import accumulate_dtype
+
+
+def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None) -> nn.Module:
+    """Make the router that the options name, in FP32, or FP64 for a layer in FP64.
+
+    Args:
+        options: the options of the layer.
+        device: device of the parameters, or None.
+        dtype: dtype of the layer, or None.
+    """
+    return ROUTERS[options.router](
+        dim=options.dim,
+        num_experts=options.num_experts,
+        cosine_dim=options.cosine_dim,
+        batch_invariant=options.batch_invariant,
+        backend=options.backend,
+        device=device,
+        dtype=accumulate_dtype(dtype or torch.get_default_dtype()),
+    )
+
+
+def _of_all_mlps(options: LayerOptions) -> dict[str, Any]:
+    names = ("dim", "activation", "bias", "batch_invariant", "backend")
+    return {name: getattr(options, name) for name in names}
+
+
+def make_experts(
+    options: LayerOptions,
+    experts: nn.ModuleList | Callable[[int], nn.Module] | None,
+    **place: Any,
+) -> GroupedExperts | ExpertList:
+    """Make grouped experts, or put the user's modules in a list.
+
+    Args:
+        options: the options of the layer.
+        experts: the user's modules, or a function that makes the e-th of them; None: grouped experts.
+        **place: device and dtype of grouped experts.
+    """
+    if experts is None:
+        return GroupedExperts(
+            num_experts=options.num_experts,
+            hidden_dim=options.hidden_dim,
+            recompute_h=options.recompute_h,
+            **_of_all_mlps(options),
+            **place,
+        )
+    if not isinstance(experts, nn.ModuleList):
+        experts = nn.ModuleList([experts(e) for e in range(options.num_experts)])
+    return ExpertList(experts, backend=options.backend)
+
+
+def make_shared_experts(options: LayerOptions, **place: Any) -> DenseMLP | None:
+    """Make the MLP that every token passes, if there is one; `place` is device and dtype."""
+    hidden_dim = options.shared_hidden_dim or options.num_shared_experts * options.hidden_dim
+    if not hidden_dim:
+        return None
+    return DenseMLP(hidden_dim=hidden_dim, **_of_all_mlps(options), **place)
+
+
+def make_residual(options: LayerOptions, **place: Any) -> tuple[DenseMLP | None, nn.Linear | None]:
+    """Make PR-MoE's residual MLP and the map to its mixture, if wanted; `place` is device and dtype."""
+    if not options.residual:
+        return None, None
+    hidden_dim = options.residual_hidden_dim or options.hidden_dim
+    mlp = DenseMLP(hidden_dim=hidden_dim, **_of_all_mlps(options), **place)
+    return mlp, nn.Linear(options.dim, 2, **place)

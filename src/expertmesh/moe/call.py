@@ -1,0 +1,152 @@
+"""One call of a layer: its arguments checked, flattened and joined with what the layer says for all calls."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.moe.assignment import CapacityOptions
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.random import fresh_key, random_bits
+from expertmesh.moe.shared_groups import SharedGroups, SharedTokens
+from expertmesh.moe.types import Routing, RoutingStats
+from expertmesh.moe.validation import (
+    check_call_factor,
+    check_input,
+    check_routing,
+    check_top_k,
+    flat_argument,
+)
+
+
+@dataclass(frozen=True)
+class CallInputs:
+    """One call of a layer, checked and flattened.
+
+    Attributes:
+        x_TD: tokens; zero where masked.
+        token_mask_T: True for real tokens, or None.
+        token_ids_T: vocabulary ids, or None.
+        given_index_T: int64 global indices of the tokens, or None: 0 to T - 1.
+        routing: a choice to replay, or None.
+        top_k: K in force.
+        training: whether noise, jitter and dropout are on.
+        noise_key: (2,) int64 key of the random numbers.
+        layer_index: which layer of a model this is.
+        expert_bias_E: the balancing bias, or None.
+        group_size: tokens per routing group, or None.
+        choice_factor: capacity factor of expert-choice routing, (numerator, denominator).
+        capacity: what drops choices in this call; None: nothing does.
+        groups: routing groups that other processes share, or None.
+    """
+
+    x_TD: Tensor
+    token_mask_T: Tensor | None
+    token_ids_T: Tensor | None
+    given_index_T: Tensor | None
+    routing: Routing | None
+    top_k: int
+    training: bool
+    noise_key: Tensor
+    layer_index: int
+    expert_bias_E: Tensor | None
+    group_size: int | None
+    choice_factor: tuple[int, int]
+    capacity: CapacityOptions | None
+    groups: SharedGroups | None
+
+    @property
+    def token_index_T(self) -> Tensor:  # noqa: N802
+        """Int64 global indices of the tokens; made when asked for, which is for random numbers only."""
+        if self.given_index_T is not None:
+            return self.given_index_T
+        return torch.arange(self.x_TD.shape[0], device=self.x_TD.device)
+
+    def bits(self, num_columns: int, stream: int) -> Tensor:
+        """(T, num_columns) random 32-bit integers of one stream."""
+        return random_bits(
+            self.noise_key,
+            self.token_index_T,
+            num_columns,
+            layer_index=self.layer_index,
+            stream=stream,
+        )
+
+
+def call_of(
+    layer: Any,
+    x: Tensor,
+    *,
+    token_mask: Tensor | None,
+    token_ids: Tensor | None,
+    token_index: Tensor | None,
+    routing: Routing | RoutingStats | None,
+    top_k: int | None,
+    capacity_factor: float | None,
+    shared_tokens: SharedTokens | None,
+) -> CallInputs:
+    """Check and flatten the arguments of `MoELayer.forward`, whose docstring has their meanings.
+
+    Args:
+        layer: the MoELayer that is called.
+        x: (..., D) its input.
+        token_mask: see there, as for all that follow.
+        token_ids: see there.
+        token_index: see there.
+        routing: see there.
+        top_k: see there.
+        capacity_factor: see there.
+        shared_tokens: see there.
+
+    Raises:
+        ConfigError: an argument does not fit the layer.
+    """
+    grouped = layer.experts if isinstance(layer.experts, GroupedExperts) else None
+    check_input(
+        x,
+        dim=layer.dim,
+        weight=None if grouped is None else grouped.w_in,
+        device=None if grouped is None else grouped.compute_device,
+    )
+    training, E = layer.training, layer.num_experts
+    check_call_factor(capacity_factor, batch_invariant=layer.batch_invariant and not training)
+    if top_k is not None:
+        check_top_k(top_k, E)
+    mask_T, ids_T, index_T = (
+        None if value is None else flat_argument(name, value, x, boolean=name == "token_mask")
+        for name, value in (
+            ("token_mask", token_mask),
+            ("token_ids", token_ids),
+            ("token_index", token_index),
+        )
+    )
+    index_T = None if index_T is None else index_T.to(torch.int64)
+    x_TD = x.reshape(-1, layer.dim)
+    if mask_T is not None:
+        x_TD = x_TD.masked_fill(~mask_T[:, None], 0)
+    if isinstance(routing, RoutingStats):
+        routing = Routing(routing.topk_expert_ids_TK)
+    if routing is not None:
+        check_routing(routing, num_tokens=x_TD.shape[0], num_experts=E, top_k=top_k)
+        top_k = routing.expert_ids_TK.shape[1]
+    rule = layer.capacity_rule
+    capacity = rule.in_call(capacity_factor, training=training)
+    random_drop = capacity is not None and capacity.policy == "random"
+    draws = training and (random_drop or layer.routing_options.needs_noise)
+    return CallInputs(
+        x_TD=x_TD,
+        token_mask_T=mask_T,
+        token_ids_T=ids_T,
+        given_index_T=index_T,
+        routing=routing,
+        top_k=layer.top_k if top_k is None else top_k,
+        training=training,
+        noise_key=fresh_key(x.device) if draws and not layer.noise_is_keyed else layer.noise_key,
+        layer_index=layer.layer_index,
+        expert_bias_E=layer.expert_bias_E,
+        group_size=rule.group_size,
+        choice_factor=rule.choice_factor(capacity_factor, training=training),
+        capacity=capacity,
+        groups=None if shared_tokens is None else SharedGroups(shared_tokens, index_T),
+    )

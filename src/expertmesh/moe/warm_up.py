@@ -1,0 +1,53 @@
+"""Compiling a layer's kernels before they are needed: in a captured CUDA graph nothing may compile."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+from expertmesh.moe.layer import MoELayer
+
+
+def warm_up(
+    layer: MoELayer,
+    token_counts: Iterable[int],
+    *,
+    dtype: torch.dtype | None = None,
+    backward: bool | None = None,
+) -> None:
+    """Run a layer once for every number of tokens, so that calls of these sizes compile no kernel any more.
+
+    Kernels are compiled at their first launch. Tile sizes depend on the number of tokens, so another number may compile again, which
+    fails while a CUDA graph is captured: call this with all numbers that will be captured. Parameters, gradients and buffers stay
+    as they are. With experts over several processes all of them call, with the same numbers.
+
+    Args:
+        layer: on its device and in its mode: evaluation and training need different kernels.
+        token_counts: numbers of tokens, at least 0.
+        dtype: of the tokens; None: that of the experts' parameters.
+        backward: whether to run the backward, too; None: in training only.
+
+    Raises:
+        ConfigError: a number of tokens is negative.
+    """
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    some = next(layer.experts.parameters(), None)
+    device = torch.get_default_device() if some is None else some.device
+    dtype = dtype or (torch.get_default_dtype() if some is None else some.dtype)
+    backward = layer.training if backward is None else backward
+    for count in sorted(set(token_counts)):
+        if count < 0:
+            raise ConfigError(f"token_counts holds {count}; it must be at least 0; leave it out")
+        x_TD = torch.zeros(count, layer.dim, dtype=dtype, device=device, requires_grad=backward)
+        token_ids = torch.arange(count, device=device)
+        with torch.set_grad_enabled(backward):
+            y_TD, stats = layer(x_TD, token_ids=token_ids)
+        if backward:
+            torch.autograd.grad(
+                _sum(y_TD, stats.aux_loss, stats.z_loss), [x_TD, *parameters], allow_unused=True
+            )
+
+
+def _sum(*terms: Tensor) -> Tensor:
+    return torch.stack([term.float().sum() for term in terms]).sum()

@@ -1,0 +1,385 @@
+"""How tokens reach the ranks of their experts and come home: `Alone`, `Fixed` and `Ragged`.
+
+An exchange starts and finishes two moves, out (`start`, `Outbound.finish`) and home (`Outbound.start_home`, `Homebound.finish`).
+What runs between a start and its finish hides the travel, in the backward too. A start never waits for another rank.
+
+A token goes once to each rank that holds an expert of its choice (once to each slice of one, where experts are
+sliced), with its ids and weights; the rank returns one partial sum for it. Capacity and drops are settled before.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_all_to_all
+from expertmesh.comm.collectives import in_flight_all_gather
+from expertmesh.comm.group import RankGroup
+from expertmesh.comm.in_flight import InFlight
+from expertmesh.errors import ConfigError
+from expertmesh.moe.assignment import count_all_choices
+from expertmesh.moe.dispatch import Tokens
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.permute import combine, permute
+from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
+from expertmesh.parallel.experts.plan import Plan
+
+
+@dataclass(frozen=True)
+class Route:
+    """The ranks that one plan lets tokens travel over.
+
+    Attributes:
+        plan: the plan that the route serves.
+        group: ranks that share their tokens.
+        num_experts: E.
+        first_expert: global id of the first expert that this rank computes.
+        places: rank in the group of [block of experts][slice].
+        layer: name for errors and the byte counter.
+    """
+
+    plan: Plan
+    group: RankGroup
+    num_experts: int
+    first_expert: int
+    places: list[list[int]]
+    layer: str
+
+    @property
+    def num_local(self) -> int:
+        """Experts that this rank computes."""
+        return self.num_experts // self.plan.route_e
+
+    def local_ids(self, ids_RK: Tensor, first: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Ids counted from a rank's first expert, `num_local` for those of other ranks; and which are the rank's own."""
+        local_RK = ids_RK - first
+        own_RK = (local_RK >= 0) & (local_RK < self.num_local)
+        return torch.where(own_RK, local_RK, self.num_local), own_RK
+
+
+class Homebound(Protocol):
+    """Partial sums on their way home."""
+
+    def finish(self) -> Tensor:
+        """Wait for them and add them per token, in FP32 (FP64 for FP64) and a fixed order; (T, D)."""
+        ...
+
+
+class Outbound(ABC):
+    """Tokens on their way to their experts."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Send what had to wait for numbers of other ranks, and wait for these; `finish` does it if nobody did."""
+
+    @abstractmethod
+    def finish(self) -> Tokens:
+        """Wait for the tokens of all ranks; their ids are local then.
+
+        Raises:
+            CollectiveError: a rank is gone or late.
+        """
+
+    @abstractmethod
+    def start_home(self, y_RD: Tensor) -> Homebound:
+        """Send a partial sum for each token that arrived back to where it came from."""
+
+
+class Exchange(ABC):
+    """Moves tokens over the ranks of one route. Every rank of it must call, in the same order.
+
+    Args:
+        route: of the tokens.
+    """
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    @abstractmethod
+    def start(self, tokens: Tokens) -> Outbound:
+        """Send tokens out; returns without waiting for other ranks.
+
+        Args:
+            tokens: of this rank, with global ids.
+        """
+
+    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+        """Send tokens out in parts that travel one by one.
+
+        Args:
+            tokens: of this rank, with global ids; some parts may have none.
+            num_parts: the same on all ranks.
+
+        Returns:
+            One for each part, in the order of the tokens; fewer where nothing travels.
+        """
+        return [self.start(part) for part in split(tokens, part_sizes(tokens, num_parts))]
+
+
+def part_sizes(tokens: Tokens, num_parts: int) -> list[int]:
+    """Sizes of parts of some tokens, equal but for one token."""
+    T = len(tokens.x_TD)
+    return [T * (i + 1) // num_parts - T * i // num_parts for i in range(num_parts)]
+
+
+def split(tokens: Tokens, sizes: Sequence[int]) -> list[Tokens]:
+    """Cut tokens into consecutive parts of these sizes, differentiably."""
+    if len(sizes) == 1:
+        return [tokens]
+    columns = (tokens.x_TD, tokens.expert_ids_TK, tokens.weights_TK)
+    parts = zip(*(column.split(list(sizes)) for column in columns), strict=True)
+    return [Tokens(x_TD, ids, weights, tokens.max_rows) for x_TD, ids, weights in parts]
+
+
+@dataclass(frozen=True)
+class _Summed:
+    """Rows on their way home, and how they are added."""
+
+    rows: InFlight
+    add: Callable[[Tensor], Tensor]
+
+    def finish(self) -> Tensor:
+        return self.add(self.rows.finish())
+
+
+@dataclass(frozen=True)
+class _AtHome:
+    y_TD: Tensor
+
+    def finish(self) -> Tensor:
+        return self.y_TD
+
+
+class _Staying(Outbound):
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def advance(self) -> None:
+        """Nothing is under way."""
+
+    def finish(self) -> Tokens:
+        return self._tokens
+
+    def start_home(self, y_RD: Tensor) -> Homebound:
+        return _AtHome(y_RD)
+
+
+class Alone(Exchange):
+    """This rank has all experts of its tokens: nothing moves."""
+
+    def start(self, tokens: Tokens) -> Outbound:
+        """Keep the tokens."""
+        return _Staying(tokens)
+
+    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+        """Keep the tokens, together."""
+        return [self.start(tokens)]
+
+
+class Fixed(Exchange):
+    """Every rank sends equally many tokens to each: the host never waits. For decoding a few tokens at a time.
+
+    Args:
+        route: of the tokens.
+        bound: no rank has more tokens in a call.
+    """
+
+    def __init__(self, route: Route, bound: int) -> None:
+        super().__init__(route)
+        self.bound = bound
+
+    def start(self, tokens: Tokens) -> Outbound:
+        """Send all tokens, padded to the bound, to every rank, which leaves those of others alone.
+
+        Raises:
+            ConfigError: there are more tokens than the bound.
+        """
+        return self.start_parts(tokens, 1)[0]
+
+    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+        """The same in parts, each padded to its part of the bound."""
+        T, bound = len(tokens.x_TD), self.bound
+        if bound < T:
+            raise ConfigError(
+                f"{T} tokens on this rank with fixed_tokens={bound}; raise fixed_tokens, or leave it out"
+            )
+        ends = [bound * i // num_parts for i in range(num_parts + 1)]
+        bounds = [end - start for start, end in pairwise(ends)]
+        parts = split(tokens, [min(end, T) - min(start, T) for start, end in pairwise(ends)])
+        return [
+            _FixedOutbound(self.route, part, size) for part, size in zip(parts, bounds, strict=True)
+        ]
+
+
+class _FixedOutbound(Outbound):
+    def __init__(self, route: Route, tokens: Tokens, bound: int) -> None:
+        self._route, (self._num_tokens, self._top_k) = route, tokens.expert_ids_TK.shape
+        missing = (0, 0, 0, bound - self._num_tokens)
+        where = f"{route.layer}, dispatch"
+        # The value is an id beyond all experts, and a weight that nobody uses.
+        both_BK = nn.functional.pad(
+            _weights_and_ids(tokens.weights_TK, tokens.expert_ids_TK),
+            missing,
+            value=float(route.num_experts),
+        )
+        x_BD = nn.functional.pad(tokens.x_TD, missing)
+        self._both = in_flight_all_gather(both_BK, route.group, where=where)
+        self._x = in_flight_all_gather(x_BD, route.group, where=where)
+
+    def advance(self) -> None:
+        """All is under way."""
+
+    def finish(self) -> Tokens:
+        both_RK, K = self._both.finish().flatten(0, 1), self._top_k
+        x_RD = self._x.finish().flatten(0, 1)
+        ids_RK = both_RK[:, K:].detach().to(torch.int64)
+        local_RK, own_RK = self._route.local_ids(ids_RK, self._route.first_expert)
+        return Tokens(x_RD, local_RK, both_RK[:, :K] * own_RK)
+
+    def start_home(self, y_RD: Tensor) -> Homebound:
+        group = self._route.group
+        rows = in_flight_all_to_all(y_RD, None, group, where=f"{self._route.layer}, combine")
+        return _Summed(rows, self._add)
+
+    def _add(self, home_RD: Tensor) -> Tensor:
+        parts_PTD = home_RD.unflatten(0, (self._route.group.size, -1))[:, : self._num_tokens]
+        exact = accumulate_dtype(home_RD.dtype)
+        return parts_PTD.to(exact).sum(0).to(home_RD.dtype)
+
+
+class Ragged(Exchange):
+    """Every rank sends each as many rows as it has for it; the host waits for their numbers, once."""
+
+    def start(self, tokens: Tokens) -> Outbound:
+        """Tell the other ranks how many rows to expect; `Outbound.advance` sends them."""
+        return self.start_parts(tokens, 1)[0]
+
+    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+        """The same in parts, with one exchange of numbers for all."""
+        parts = split(tokens, part_sizes(tokens, num_parts))
+        found = [_RaggedOutbound(self.route, part) for part in parts]
+        counts_PC = torch.cat([part.counts_PC for part in found], 1)
+        where = f"{self.route.layer}, dispatch"
+        numbers = CountsInFlight(counts_PC, self.route.group, where=where)
+        for i, part in enumerate(found):
+            part.numbers, part.column = numbers, 2 * i
+        return list(found)
+
+
+class _RaggedOutbound(Outbound):
+    def __init__(self, route: Route, tokens: Tokens) -> None:
+        self._route, self._tokens = route, tokens
+        ids_TK = tokens.expert_ids_TK
+        block_TK = torch.where(
+            ids_TK < route.num_experts, ids_TK // route.num_local, route.plan.route_e
+        )
+        self._places_BQ = torch.tensor(route.places, device=ids_TK.device)
+        destination_TS = destinations(block_TK, self._places_BQ, route.group.size)
+        self._slots = destination_TS.shape[1]
+        self._metadata = route_metadata(destination_TS, route.group.size)
+        self.counts_PC = self._new_counts_PC(block_TK)
+        self.numbers: CountsInFlight
+        self.column = 0
+        self._rows: tuple[InFlight, InFlight] | None = None
+
+    def _new_counts_PC(self, block_TK: Tensor) -> Tensor:  # noqa: N802
+        """Rows to each rank, and live slots, so that the receiver can size its buffers."""
+        rows_P = self._metadata.offsets_E.diff().to(torch.int64)
+        slots_B = count_all_choices(block_TK, self._route.plan.route_e)
+        slots_P = torch.empty_like(rows_P)
+        slots_P[self._places_BQ.flatten()] = slots_B.repeat_interleave(self._route.plan.route_f)
+        return torch.stack((rows_P, slots_P), 1)
+
+    def _counts(self) -> list[Counts]:
+        """Of rows and of slots."""
+        return self.numbers.finish()[self.column : self.column + 2]
+
+    def advance(self) -> None:
+        if self._rows is not None:
+            return
+        counts, _ = self._counts()
+        where = f"{self._route.layer}, dispatch"
+        self._metadata = only_rows(self._metadata, sum(counts.send))
+        both_RK, group = self._choices_of_rows(counts), self._route.group
+        both = in_flight_all_to_all(both_RK, counts, group, where=where)
+        x_RD = permute(self._tokens.x_TD, self._metadata)
+        self._rows = both, in_flight_all_to_all(x_RD, counts, group, where=where)
+
+    def _choices_of_rows(self, counts: Counts) -> Tensor:
+        """Per row (R, 2K): weights, and ids local to the receiver, which are exact in FP32 up to 2^24."""
+        route, places_BQ = self._route, self._places_BQ
+        ids_TK = self._tokens.expert_ids_TK
+        first_P = torch.empty(route.group.size, dtype=torch.int64, device=ids_TK.device)
+        blocks = torch.arange(route.plan.route_e, device=ids_TK.device)
+        first_P[places_BQ.flatten()] = (blocks * route.num_local).repeat_interleave(
+            route.plan.route_f
+        )
+        send = torch.tensor(counts.send, device=ids_TK.device)
+        first_R = first_P.repeat_interleave(send, output_size=sum(counts.send))
+        token_of_row_R = self._metadata.token_of_row_N
+        local_RK, own_RK = route.local_ids(ids_TK[token_of_row_R], first_R[:, None])
+        weights_TK = at_least_fp32(self._tokens.weights_TK)
+        return _weights_and_ids(permute(weights_TK, self._metadata) * own_RK, local_RK)
+
+    def finish(self) -> Tokens:
+        self.advance()
+        assert self._rows is not None
+        both_RK, x_RD = (rows.finish() for rows in self._rows)
+        K = self._tokens.expert_ids_TK.shape[1]
+        _, slots = self._counts()
+        return Tokens(
+            x_RD, both_RK[:, K:].detach().to(torch.int64), both_RK[:, :K], sum(slots.receive)
+        )
+
+    def start_home(self, y_RD: Tensor) -> Homebound:
+        counts, _ = self._counts()
+        where = f"{self._route.layer}, combine"
+        rows = in_flight_all_to_all(y_RD, counts.mirrored(), self._route.group, where=where)
+        return _Summed(rows, lambda home_RD: combine(home_RD, self._metadata, self._slots))
+
+
+def at_least_fp32(weights_TK: Tensor) -> Tensor:
+    """Routing weights as they travel: FP32, or FP64 if they are."""
+    return weights_TK if weights_TK.dtype == torch.float64 else weights_TK.float()
+
+
+def _weights_and_ids(weights_RK: Tensor, ids_RK: Tensor) -> Tensor:
+    """(R, 2K): both in one tensor, because they travel together."""
+    weights_RK = at_least_fp32(weights_RK)
+    return torch.cat((weights_RK, ids_RK.to(weights_RK.dtype)), 1)
+
+
+def only_rows(metadata: RouteMetadata, num_rows: int) -> RouteMetadata:
+    """The metadata without what is behind the last live row."""
+    return replace(
+        metadata,
+        token_of_row_N=metadata.token_of_row_N[:num_rows],
+        slot_of_row_N=metadata.slot_of_row_N[:num_rows],
+    )
+
+
+def destinations(block_TK: Tensor, places_BQ: Tensor, none: int) -> Tensor:
+    """(T, S) ranks that each token goes to, each once, and `none` in empty places.
+
+    Args:
+        block_TK: block of experts of each choice; route_e for no choice.
+        places_BQ: (route_e, route_f) rank of each block and slice.
+        none: number of ranks.
+    """
+    T, K = block_TK.shape
+    num_blocks, num_slices = places_BQ.shape
+    if num_blocks <= K:
+        chosen = torch.zeros(T, num_blocks + 1, dtype=torch.bool, device=block_TK.device)
+        chosen = chosen.scatter(1, block_TK, True)[:, :-1]
+        block_TS = torch.arange(num_blocks, device=block_TK.device).expand(T, -1)
+        block_TS = torch.where(chosen, block_TS, num_blocks)
+    else:
+        same_TKK = block_TK[:, :, None] == block_TK[:, None, :]
+        again_TK = same_TKK.tril(-1).any(-1)
+        block_TS = block_TK.masked_fill(again_TK, num_blocks)
+    table = torch.cat((places_BQ, places_BQ.new_full((1, num_slices), none)))
+    return table[block_TS].flatten(1)

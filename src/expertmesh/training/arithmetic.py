@@ -1,0 +1,201 @@
+"""In which type, and by which library, a model's products are fastest here: measured once, and kept with the run.
+
+What a processor says of itself does not tell: one with BF16 instructions and without AMX multiplies FP32 faster than
+BF16, and small products cost as much time in casts and calls as AMX saves.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from expertmesh.costs.products import Product
+from expertmesh.errors import ConfigError
+from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.cpu.products import Library
+
+USUAL_PRODUCTS = (Product(512, 512, 2048), Product(512, 512, 512, count=4))
+"""Measured for a model that names none."""
+
+MARGIN = 0.9
+"""BF16, or another library than the usual one, is taken only where it needs less than this part of the time."""
+
+_ROUGH, _FINE = 1 << 23, 1 << 25  # multiply-adds of one product
+_HOPELESS = 2.0
+_ROUNDS = 5
+_BUDGET_S = 0.12
+
+
+class Way(NamedTuple):
+    """One way to multiply on a CPU.
+
+    Attributes:
+        dtype: of the factors.
+        library: that multiplies FP32.
+    """
+
+    dtype: str
+    library: Library
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        if self.dtype == "bfloat16":
+            return "bfloat16"
+        return f"{self.dtype} by {'oneDNN' if self.library == 'onednn' else 'BLAS'}"
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a run computes in.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        dtype: of matrix products.
+        library: that multiplies FP32 on a CPU.
+        seconds: what each way took for the products of a step, by name, where that decided.
+    """
+
+    device: str
+    dtype: str
+    library: Library
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> str:
+        """The measurement in words, or nothing."""
+        times = sorted(self.seconds.items(), key=lambda item: item[1])
+        return ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times)
+
+
+def fastest(products: Sequence[Product]) -> Arithmetic:
+    """Measure on this CPU, in well under a second of one thread's time, which is the same beside other work.
+
+    Args:
+        products: those that dominate a step, for example of `costs.products.dominant_products`.
+    """
+    return choose(measure(products or USUAL_PRODUCTS))
+
+
+def choose(seconds: Mapping[Way, float]) -> Arithmetic:
+    """The fastest way, where those that are no clear gain count for nothing.
+
+    Args:
+        seconds: of each way; FP32 by the usual library is one of them.
+    """
+    best = Way("float32", cpu_products.usual_library())
+    for way in sorted(seconds, key=lambda way: way.dtype != "float32"):
+        if seconds[way] < MARGIN * seconds[best]:
+            best = way
+    return Arithmetic("cpu", *best, {way.name: found for way, found in seconds.items()})
+
+
+def measure(products: Sequence[Product]) -> dict[Way, float]:
+    """Seconds that each way takes for the products of a forward and backward pass, casts of FP32 weights and inputs included.
+
+    Large products stand for themselves as smaller ones. A way that is far slower than another on the smallest is
+    not measured further.
+    """
+    ways = [Way("float32", cpu_products.usual_library())]
+    if cpu_products.has_onednn():
+        ways += [
+            way for way in (Way("float32", "onednn"), Way("float32", "blas")) if way not in ways
+        ]
+        ways.append(Way("bfloat16", ways[0].library))
+    rough = _measured([_cut(p, _ROUGH) for p in products], ways, rounds=2, budget_s=_BUDGET_S)
+    limit = _HOPELESS * min(rough.values())
+    close = [way for way in ways if rough[way] <= limit or way == ways[0]]
+    if len(close) == 1:
+        return rough
+    fine = _measured([_cut(p, _FINE) for p in products], close, rounds=_ROUNDS, budget_s=_BUDGET_S)
+    return rough | fine
+
+
+def _cut(product: Product, size: int) -> Product:
+    """A product of at most so many multiply-adds, its largest sides halved; the count makes up for it, rounded."""
+    sides = [product.num_rows, product.in_features, product.out_features]
+    while sides[0] * sides[1] * sides[2] > size:
+        largest = sides.index(max(sides))
+        sides[largest] = (sides[largest] + 1) // 2
+    smaller = Product(*sides)
+    return replace(smaller, count=max(1, round(product.count * product.size / smaller.size)))
+
+
+def _measured(
+    products: Sequence[Product], ways: Sequence[Way], *, rounds: int, budget_s: float
+) -> dict[Way, float]:
+    """The shortest time of each product in each way, by turns, after a round that does not count (code is generated)."""
+    best: dict[tuple[Way, Product], float] = {}
+    with torch.no_grad(), _one_thread():
+        for number in range(rounds + 1):
+            began = time.thread_time()
+            for product in products:
+                sides = (product.num_rows, product.in_features, product.out_features)
+                x_MK, w_NK, grad_MN = (
+                    torch.ones(sides[i], sides[j]) for i, j in ((0, 1), (2, 1), (0, 2))
+                )
+                for way in ways:
+                    took = _time(way, x_MK, w_NK, grad_MN)
+                    if number:
+                        best[way, product] = min(took, best.get((way, product), took))
+            if number:
+                budget_s -= time.thread_time() - began
+                if budget_s < 0:
+                    break
+    return {way: sum(best[way, p] * p.count for p in products) for way in ways}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _time(way: Way, x_MK: Tensor, w_NK: Tensor, grad_MN: Tensor) -> float:
+    """Of one product forward and backward, of FP32 values with FP32 gradients."""
+    dtype = getattr(torch, way.dtype)
+    grad = grad_MN.to(dtype)
+    with cpu_products.multiplying_by(way.library):
+        began = time.thread_time()
+        x, w = x_MK.to(dtype), w_NK.to(dtype)
+        cpu_products.product(x, w.T)
+        cpu_products.product(grad, w).float()
+        cpu_products.product(grad.T, x).float()
+        return time.thread_time() - began
+
+
+def read_arithmetic(path: Path) -> Arithmetic | None:
+    """What a run computes in, from its file; None if there is none.
+
+    Raises:
+        ConfigError: the file is unreadable.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+        found = Arithmetic(**values)
+        if found.library not in ("blas", "onednn") or found.device not in ("cpu", "cuda"):
+            raise ValueError(path)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"{path}: is unreadable; delete it, and train.dtype=auto measures anew"
+        ) from None
+    return found
+
+
+def write_arithmetic(path: Path, arithmetic: Arithmetic) -> None:
+    """Write the file by one rename."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(arithmetic), indent=1) + "\n")
+    partial.rename(path)

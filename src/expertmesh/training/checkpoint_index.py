@@ -1,0 +1,87 @@
+"""The index of a checkpoint, read without running anything: it is a pickle, and folders come from strangers.
+
+`torch.distributed.checkpoint` unpickles its `.metadata` with no restriction, so that a folder could run any command. Here
+only the few classes that an index is made of may occur, pieces must lie in the folder itself, and nothing is transformed.
+The tensors' own files are read by `torch.load(weights_only=True)`, inside torch.
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+from expertmesh.errors import CheckpointError
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.storage", "WriteResult"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+    *(
+        (_METADATA, name)
+        for name in (
+            "_MEM_FORMAT_ENCODING",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+        )
+    ),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _CLASSES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of an index")
+
+
+def read_plain(path: Path) -> Any:
+    """What a file of an index, or of a part of it, holds.
+
+    Raises:
+        CheckpointError: it is unreadable, or asks for anything but the classes of an index.
+        OSError: it cannot be opened.
+    """
+    data = path.read_bytes()
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # whatever unpickling of another file raises
+        raise CheckpointError(
+            f"{path}: is unreadable ({error}); choose another checkpoint"
+        ) from error
+
+
+def read_index(folder: Path) -> Metadata:
+    """Where the pieces of a checkpoint's tensors are.
+
+    Raises:
+        CheckpointError: it is unreadable, or points outside the folder.
+    """
+    path = folder / ".metadata"
+    found = read_plain(path)
+    places = list(found.storage_data.values()) if isinstance(found, Metadata) else [None]
+    for place in places:
+        if (
+            not isinstance(place, _StorageInfo)
+            or Path(place.relative_path).name != place.relative_path
+            or place.transform_descriptors is not None
+        ):
+            raise CheckpointError(
+                f"{path}: is unreadable (it is no index of files of this folder); choose another checkpoint"
+            )
+    return found

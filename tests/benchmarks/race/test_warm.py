@@ -1,0 +1,60 @@
+"""Compiling before the race: what is to be compiled, in which shares, and how the autotuner is kept from running."""
+
+import os
+
+import triton
+from benchmarks.race.shapes import chosen
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+from benchmarks.race import warm
+
+
+def test_shares_are_all_builds_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        JITFunction,
+        "warmup",
+        lambda self, grid, **values: asked.append((self.__name__, str(values))),
+    )
+    launches = warm.ours_of(chosen(("qwen3-8k", "mixtral-8k")))
+    alone = warm.compile_launches(launches, "cuda", 0, 1)
+    everything, asked[:] = sorted(asked), []
+    assert len(everything) == alone > 20
+    counts = [warm.compile_launches(launches, "cuda", part, 3) for part in range(3)]
+    assert sum(counts) == alone
+    assert max(counts) - min(counts) <= 1
+    assert sorted(asked) == everything
+    names = {name for name, _ in everything}
+    assert {"_up", "_rows", "_hidden_grad", "_rows_transposed", "_sum_rows"} <= names
+
+
+def test_a_share_that_fails_is_counted_and_the_others_run(tmp_path):
+    def share(part, of):
+        (tmp_path / f"{part} of {of}").touch()
+        if part == 1:
+            os._exit(3)
+        assert part != 2
+
+    assert warm.shared_out(share, 4) == 2
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_candidates_are_compiled_and_none_is_run():
+    asked = []
+
+    class Kernel:
+        arg_names = ("x",)
+
+        def warmup(self, *args, grid, **options):
+            asked.append((args, grid, options["BLOCK"]))
+
+    tuner = object.__new__(Autotuner)
+    tuner.fn = Kernel()
+    tuner.configs = [triton.Config({"BLOCK": n}) for n in range(5)]
+    run = Autotuner.run
+    with warm.only_compiling(1, 2):
+        tuner[(7,)]("x")
+    assert [block for _, _, block in asked] == [1, 3]
+    assert asked[0][:2] == (("x",), (7,))
+    assert Autotuner.run is run

@@ -1,0 +1,70 @@
+"""After warm_up no number of tokens compiles anything: what Triton compiles a kernel for is among what was launched."""
+
+from unittest import mock
+
+import pytest
+import torch
+from tests.support.launches import recorded_launches
+
+from expertmesh import ConfigError, MoELayer, functional
+from expertmesh.kernels import (
+    combine,
+    moe_backward,
+    moe_forward,
+    moe_wgrad,
+    pieces,
+    route_metadata,
+    split_product,
+    tiles,
+    topk,
+)
+
+MODULES = (
+    combine, moe_backward, moe_forward, moe_wgrad, pieces, route_metadata, split_product, topk,
+)  # fmt: skip
+
+
+def make(**options):
+    options = {"dim": 32, "hidden_dim": 48, "num_experts": 4, "top_k": 2} | options
+    return MoELayer(**options, seed=0, backend="triton", dtype=torch.bfloat16)
+
+
+def compiled_for(run):
+    """What Hopper would compile in a run: launches do nothing, so that results are the zeros of fresh memory."""
+    arch = mock.patch.object(tiles, "architecture", lambda device: "sm_90")
+    zeros = mock.patch.object(torch, "empty", torch.zeros)
+    with arch, zeros, recorded_launches(*MODULES) as launches:
+        run()
+    return {launch.key for launch in launches}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_warm_sizes_compile_nothing(training):
+    layer = make().train(training)
+    counts = (1, 3, 40, 200, 256, 600)
+    warm = compiled_for(lambda: functional.warm_up(layer, counts))
+
+    def steps():
+        for count in counts:
+            x = torch.randn(count, 32, dtype=torch.bfloat16, requires_grad=training)
+            with torch.set_grad_enabled(training):
+                y, stats = layer(x)
+            if training:
+                (y.float().sum() + stats.aux_loss).backward()
+
+    assert compiled_for(steps) <= warm
+    cold = compiled_for(lambda: functional.warm_up(layer, [1]))
+    assert not warm <= cold
+
+
+def test_gradients_and_buffers_stay_as_they_are():
+    layer = MoELayer(dim=8, hidden_dim=8, num_experts=4, top_k=2, bias_update_rate=0.1, seed=0)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    functional.warm_up(layer, [0, 1, 5])
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert all(p.grad is None for p in layer.parameters())
+
+
+def test_a_negative_count_is_refused():
+    with pytest.raises(ConfigError, match="token_counts holds -1"):
+        functional.warm_up(make(), [4, -1])

@@ -1,0 +1,95 @@
+"""The same in every process: the world of a pool of ranks, weights, some steps of the trainer on a GPT."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from expertmesh.comm.world import World
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.gpt.task import GPTTask
+from expertmesh.parallel.apply import follow_optimizer
+from expertmesh.parallel.ranks import Ranks
+from expertmesh.training.optim import build_optimizer
+from expertmesh.training.precision import resolve_precision
+from expertmesh.training.step import training_step
+
+
+def world_of(is_half: bool = False) -> World:
+    """The world of all ranks of this pool, or one of its halves: the even ranks, the odd ones. Made once."""
+    return _world_of(is_half)
+
+
+@functools.cache
+def _world_of(is_half: bool) -> World:
+    if not is_half:
+        return World()
+    everyone = range(dist.get_world_size())
+    halves = [dist.new_group(list(everyone[half::2])) for half in (0, 1)]
+    return World(halves[dist.get_rank() % 2])
+
+
+def fill_biases(module: nn.Module, *, scale: float = 1.0) -> None:
+    """Draw biases that are not zero, in FP64 and then rounded, so that all precisions begin with the same numbers."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            if "b_" in name:
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(scale * drawn)
+
+
+def build_gpt(config: GPTRunConfig) -> GPT:
+    """The model of a run, the same in every process, with biases that are not zero."""
+    model = GPT(config.model, dtype=resolve_precision(config.train).master_dtype, seed=1)
+    model.set_activation_checkpointing(config.train.activation_checkpointing)
+    fill_biases(model, scale=0.1)
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered where it is a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def batches(config: GPTRunConfig, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random ids and the next ones, (B, S) each, the same on all ranks."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (config.train.batch_size, config.data.seq_len + 1)
+    for _ in range(count):
+        ids = torch.randint(0, config.model.vocab_size, shape, generator=generator)
+        yield ids[:, :-1], ids[:, 1:]
+
+
+def trainer_steps(
+    config: GPTRunConfig,
+    ranks: Ranks,
+    count: int,
+    *,
+    before: Callable[[int, GPT, Any], None] = lambda step, model, scaler: None,
+) -> Iterator[tuple[GPT, Any, Any]]:
+    """Take the trainer's steps; yields the model, the loss scaler and the step's result after each.
+
+    Args:
+        config: of the run.
+        ranks: the ranks; the model is spread over them as the configuration says.
+        count: number of steps.
+        before: called before each step with its number, the model and the scaler.
+    """
+    model, precision = build_gpt(config), resolve_precision(config.train)
+    if ranks.world is not None:
+        parallelize_gpt(model, config.parallel, world=ranks.world)
+    optimizer = build_optimizer(model, config.optim)
+    follow_optimizer(model, optimizer)
+    scaler = precision.scaler(ranks)
+    for step, batch in enumerate(batches(config, count)):
+        before(step, model, scaler)
+        settings = {"step": step, "precision": precision, "ranks": ranks}
+        result = training_step(GPTTask(config), model, optimizer, scaler, batch, **settings)
+        yield model, scaler, result

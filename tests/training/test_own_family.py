@@ -1,0 +1,253 @@
+"""A family of one's own, all of it in this file: a mixture-of-experts classifier of scikit-learn's digits.
+
+It is trained, killed, resumed, spread over two ranks and reported, by name on the command line, and nothing else in the
+project knows it.
+"""
+
+import io
+import json
+import os
+import signal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from rich.console import Console
+from sklearn.datasets import load_digits
+from tests.support.agent import Agent
+from tests.support.patience import PATIENCE_S
+from torch import nn
+
+from expertmesh import MoELayer
+from expertmesh.cli.main import main
+from expertmesh.config.base import Config
+from expertmesh.config.family import Family, Metric, find_family
+from expertmesh.config.run import OptimConfig, RunConfig, TrainConfig
+from expertmesh.data.tensors import TensorData
+from expertmesh.errors import ConfigError
+from expertmesh.models.family import Baseline, Loss, Task
+from expertmesh.testing.numerics import relative_error
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.run_dir import load_run
+
+NAME = f"{__name__}:DIGITS"
+RELATIVE = 1e-9
+
+
+class DigitsModel(Config):
+    """The classifier."""
+
+    dim: int = Field(default=32, gt=0)
+    """Width."""
+    num_experts: int = Field(default=4, gt=1)
+    """Experts of its only layer of them."""
+
+
+class DigitsRun(RunConfig):
+    """A run of the classifier."""
+
+    family: str = "digits"
+    model: DigitsModel = DigitsModel()
+    optim: OptimConfig = OptimConfig(lr=1e-2, warmup_steps=2)
+    train: TrainConfig = TrainConfig(
+        steps=8, batch_size=16, dtype="float64", device="cpu", run_dir="digits", eval_every=4,
+        checkpoint_every=2, tensorboard=False,
+    )  # fmt: skip
+
+
+class Classifier(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.inner = nn.Linear(64, config.dim)
+        # Groups of eight images, so that the balance loss means the same on any number of ranks.
+        self.moe = MoELayer(
+            dim=config.dim,
+            hidden_dim=16,
+            num_experts=config.num_experts,
+            top_k=2,
+            router_noise="gumbel",
+            routing_group_size=8,
+        )
+        self.outer = nn.Linear(config.dim, 10)
+
+    def forward(self, images_TD, token_index=None):
+        x_TD = F.relu(self.inner(images_TD))
+        y_TD, stats = self.moe(x_TD, token_index=token_index)
+        return self.outer(x_TD + y_TD), stats
+
+
+class Digits(Task):
+    def prepare(self):
+        images, labels = load_digits(return_X_y=True)
+        images = torch.tensor(images, dtype=torch.float64) / 16
+        labels = torch.tensor(labels)
+        return TensorData(
+            (images[:1500], labels[:1500]),
+            (images[1500:], labels[1500:]),
+            seed=self.config.train.seed,
+            source="digits",
+        )
+
+    def build(self, *, device, dtype):
+        return Classifier(self.config.model).to(device, dtype)
+
+    def loss(self, model, batch, part):
+        images, labels = batch
+        logits, stats = model(images, part.token_index(1, images.device))
+        return Loss(F.cross_entropy(logits, labels, reduction="sum"), [stats])
+
+    def measure(self, model, batch, part):
+        images, labels = batch
+        logits, _ = model(images)
+        return {
+            "loss": F.cross_entropy(logits, labels, reduction="sum"),
+            "accuracy": (logits.argmax(1) == labels).sum(),
+            "items": len(labels),
+        }
+
+    def baseline(self, data):
+        return Baseline("a guess", "guess", 0.1)
+
+
+DIGITS = Family(
+    "digits",
+    task=Digits,
+    config=DigitsRun,
+    items="images",
+    metric=Metric("accuracy", "accuracy", "accuracy", higher_is_better=True),
+)
+
+
+def run_of(folder, **changes):
+    return DigitsRun().updated({"train.run_dir": str(folder), "train.resume": "auto"} | changes)
+
+
+def train_quietly(config):
+    return train(config, family=DIGITS, console=Console(file=io.StringIO()))
+
+
+def without_time(folder):
+    return [
+        {k: v for k, v in line.items() if k != "images_per_second"}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_by_name_on_the_command_line(tmp_path, capsys):
+    """Trained, stopped, gone on with, reported; its options are options, and its words are its own."""
+    words = ["--family", NAME, "--train.run-dir", str(tmp_path / "run"), "--train.keep-last", "9"]
+    assert main(["train", *words, "--dry-run", "--model.num-experts", "8"]) == 0
+    assert '"num_experts": 8' in capsys.readouterr().out
+    assert main(["train", *words, "--train.steps", "4", "--optim.schedule-steps", "60"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "1,500 training and 297 validation samples",
+        "images/s",
+        "accuracy",
+        "64 images in",
+    ):
+        assert text in out, out
+    more = ["--train.steps", "60", "--train.resume", "auto"]
+    assert main(["train", "default", *words, *more]) == 0
+    assert main(["report", "--run", str(tmp_path / "run"), "--family", NAME]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "images/s",
+        "validation accuracy, after step 60",
+        "a guess",
+        "better than the guess",
+    ):
+        assert text in out, out
+    assert "sample 1" not in out
+    straight = run_of(tmp_path / "straight", **{"train.steps": 60})
+    assert train_quietly(straight).evaluation["accuracy"] > 0.5
+    assert without_time(tmp_path / "straight") == without_time(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["train", "--family", "digitz"], "--family digitz: unknown, known here: gpt"),
+        (["train", "--family", "nowhere.at.all:X"], "importing 'nowhere.at.all' failed"),
+        (["train", "--family", f"{__name__}:Digits"], "has no expertmesh Family of the name"),
+        (["train", "--family"], "--family needs a value"),
+        (["train", "--family", NAME, "--family", NAME], "given twice"),
+        (["train", "--family", NAME, "gpt-moe-demo"], "unknown recipe 'gpt-moe-demo'"),
+        (["train", "--family", NAME, "--model.top-k", "1"], "unknown option --model.top-k"),
+        (["train", "--family", NAME, "--model.num-experts", "1"], "must be greater than 1"),
+        (["train", "--family", NAME, "--parallel.tp-degree", "2", "--dry-run"], "no such thing"),
+        (
+            ["train", "--family", NAME, "--train.activation-checkpointing", "--train.run-dir", "x"],
+            "--train.activation-checkpointing True: family digits has no such thing",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(words, text, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1, error
+    assert not list(tmp_path.glob("*/checkpoints"))
+
+
+def test_a_run_of_its_own_family_only(tmp_path, capsys):
+    """A run's own word for its family imports nothing."""
+    folder = tmp_path / "run"
+    train_quietly(run_of(folder, **{"train.steps": 2}))
+    assert json.loads((folder / "config.json").read_text())["family"] == "digits"
+    assert load_run(folder, DIGITS).config == run_of(folder, **{"train.steps": 2})
+    assert main(["report", "--run", str(folder)]) == 2
+    assert "is of family digits, which is not of this package" in capsys.readouterr().err
+    assert main(["report", "--run", str(folder), "--family", "gpt"]) == 2
+    assert "is of family digits" in capsys.readouterr().err
+    assert main(["generate", "--run", str(folder), "x"]) == 2
+    with pytest.raises(ConfigError, match="has 4"):
+        train_quietly(run_of(folder, **{"train.steps": 4, "model.num_experts": 8}))
+    with pytest.raises(ConfigError, match="needs a GPTRunConfig, got a DigitsRun"):
+        train(run_of(folder), family=find_family("gpt"))
+
+
+class Forgetful(Digits):
+    """Returns no routing statistics."""
+
+    def loss(self, model, batch, part):
+        return Loss(super().loss(model, batch, part).total)
+
+
+def test_forgotten_statistics_are_one_line(tmp_path):
+    family = Family("digits", task=Forgetful, config=DigitsRun)
+    with pytest.raises(ConfigError, match=r"has 0 entries and the model has 1 MoE layers"):
+        train(run_of(tmp_path / "run"), family=family, console=Console(file=io.StringIO()))
+
+
+class Mortal(Digits):
+    """Kills its process in the first life, in the step after a checkpoint."""
+
+    def loss(self, model, batch, part):
+        if part.step == 5 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch, part)
+
+
+def mortal_main(folder):
+    family = Family("digits", task=Mortal, config=DigitsRun, items="images")
+    train(run_of(folder), family=family, console=Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_killed_and_resumed_on_some_ranks(tmp_path, num_ranks):
+    straight = tmp_path / "straight"
+    train_quietly(run_of(straight))
+    agent = Agent(num_ranks, tmp_path)
+    codes = agent.run(mortal_main, tmp_path / "killed", restarts=1, timeout_s=PATIENCE_S)
+    assert codes == [0] * num_ranks, [agent.printed(rank)[-2000:] for rank in range(num_ranks)]
+    assert agent.num_lives == 2
+    found, expected = without_time(tmp_path / "killed"), without_time(straight)
+    if num_ranks == 1:
+        assert found == expected
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for line, oracle in zip(found, expected, strict=True):
+        for name in ("loss", "grad_norm", "aux_loss"):
+            assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
