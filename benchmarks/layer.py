@@ -135,14 +135,14 @@ def contenders(case: Case, *, einsum: bool = True) -> tuple[list[Contender], lis
     return [*found, products(case)], missing
 
 
-def check(case: Case) -> None:
-    """Compare ours, forward and backward, with others' in this precision and in FP64, at a smaller size.
+def check(case: Case, *, make: Callable[[Case], nn.Module] = make_layer) -> None:
+    """Compare ours, as `make` makes it, with others' in this precision and in FP64, at a smaller size.
 
     Raises:
         AssertionError: ours breaks the two-times rule, or a rival computes something else.
     """
     small = replace(case, num_tokens=48, dim=64, hidden_dim=96, training=True)
-    layer = make_layer(small)
+    layer = make(small)
     exact_case = replace(small, dtype=torch.float64)
     x, grad = (torch.randn(48, 64).to(case.device, torch.bfloat16) for _ in range(2))
 

@@ -12,6 +12,7 @@ their share of a large layer's forward (E=256, K=8), which is at most 5%.
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def one_hot_cumsum(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return (rows_E.cumsum(0) - rows_E)[ids_TK.flatten()] + place_N, rows_E
 
 
-def check() -> None:
+def check(permute: Callable[..., Tensor] = permute) -> None:
     """Both ways give the same rows, and permute followed by combine gives each token K times.
 
     Raises:

@@ -4,6 +4,7 @@ A token's output and gradient depend on that token alone, an expert's weight gra
 sample can be computed exactly at any size, with the tiles and addresses of the timed run.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -146,8 +147,10 @@ def check(
     x_TD: Tensor,
     grad_TD: Tensor,
     generator: torch.Generator,
+    *,
+    run: Callable[[Racer, Sample, Tensor, Tensor], Results] = of_racer,
 ) -> float:
-    """Compare a contender with the oracle; ours by the two-times rule, a peer by whether it computes the same at all.
+    """Compare a contender, run by `run`, with the oracle; ours by the two-times rule, a peer by whether it computes the same at all.
 
     Returns:
         The largest relative distance from the oracle.
@@ -158,7 +161,7 @@ def check(
     racer.take(weights)
     sample = Sample.draw(shape, racer, x_TD, generator)
     router_ED = racer.router().detach()
-    found = of_racer(racer, sample, x_TD, grad_TD)
+    found = run(racer, sample, x_TD, grad_TD)
     racer.take(weights)  # gradients may go
     about = (shape, weights, router_ED, sample, x_TD, grad_TD)
     exact = computed(*about, torch.float64)

@@ -9,7 +9,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli import binding as module
@@ -41,12 +40,7 @@ def sysfs(tmp_path):
     return tmp_path
 
 
-@pytest.fixture
-def one_gpu(monkeypatch):
-    properties = SimpleNamespace(name="X", pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+ONE_GPU = [SimpleNamespace(name="X", pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)]
 
 
 @pytest.mark.parametrize(
@@ -73,21 +67,18 @@ def test_nodes_without_cores_are_left_out(sysfs):
     ],
     ids=str,
 )
-def test_a_rank_belongs_on_the_node_of_its_gpu(monkeypatch, sysfs, one_gpu, cores, mark, part):
-    monkeypatch.setattr(module, "allowed_cores", lambda: cores)
-    found = own_binding(sysfs=sysfs)
+def test_a_rank_belongs_on_the_node_of_its_gpu(sysfs, cores, mark, part):
+    found = own_binding(sysfs=sysfs, cores=cores, gpus=ONE_GPU)
     assert found.gpu == Gpu(0, "X", 1)
     assert found.verdict()[0] == mark
     assert part in found.verdict()[1]
-    without = own_binding(sysfs=sysfs, local_rank=1)
+    without = own_binding(sysfs=sysfs, cores=cores, gpus=ONE_GPU, local_rank=1)
     assert without.gpu is None, "more ranks than GPUs"
 
 
-def test_without_a_gpu_one_node_is_enough(monkeypatch, sysfs):
-    monkeypatch.setattr(module, "allowed_cores", lambda: (0, 1))
-    assert own_binding(sysfs=sysfs).verdict()[0] == "yes"
-    monkeypatch.setattr(module, "allowed_cores", lambda: (0, 4))
-    mark, text = own_binding(sysfs=sysfs).verdict()
+def test_without_a_gpu_one_node_is_enough(sysfs):
+    assert own_binding(sysfs=sysfs, cores=(0, 1), gpus=()).verdict()[0] == "yes"
+    mark, text = own_binding(sysfs=sysfs, cores=(0, 4), gpus=()).verdict()
     assert mark == "no"
     assert "numactl --cpunodebind" in text
 

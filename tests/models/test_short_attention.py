@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from expertmesh.models import short_attention
-from expertmesh.testing.numerics import assert_two_times
+from expertmesh.testing.numerics import Sums, assert_two_times
 
 
 def fused(q, k, v):
@@ -19,6 +19,19 @@ def results(function, tensors, grad):
     return dict(zip(("y", "dq", "dk", "dv"), [y.detach(), *(t.grad for t in leaves)], strict=True))
 
 
+def sums_of(q, k, v, grad):
+    """What each result sums, in absolute values; a probability's own error is at most twice that of its row's scores."""
+    B, H, S, d = q.shape
+    k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
+    scores = (q @ k.mT / d**0.5).masked_fill(torch.ones(S, S).triu(1).bool(), -torch.inf)
+    q, k, v, grad = (t.abs() for t in (q, k, v, grad))
+    p = scores.softmax(-1) * (1 + 2 * (q @ k.mT / d**0.5).amax(-1, keepdim=True))
+    terms = p * (grad @ v.mT)
+    d_scores = (terms + p * terms.sum(-1, keepdim=True)) / d**0.5
+    sizes = {"y": p @ v, "dq": d_scores @ k, "dk": d_scores.mT @ q, "dv": p.mT @ grad}
+    return {name: Sums(size.numpy(), 2 * d + 2 * S + 8) for name, size in sizes.items()}
+
+
 @pytest.mark.parametrize("blocks", ["one", "many"])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 128, 32), (3, 3, 1, 7, 6), (1, 2, 2, 2, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -30,8 +43,11 @@ def test_equals_the_fused_attention(shape, dtype, blocks, monkeypatch):
     grad = torch.randn(B, H, S, d).to(dtype)
     oracle = results(fused, [t.double() for t in tensors], grad.double())
     ours, plain = (results(f, tensors, grad) for f in (short_attention.causal_attention, fused))
+    # few numbers, of which one order of summation may be lucky
+    is_tiny = shape[1] == shape[2] and dtype == torch.float32
+    sums = sums_of(*(t.double() for t in (*tensors, grad))) if is_tiny else {}
     for name in oracle:
-        assert_two_times(ours[name], plain[name], oracle[name], what=name)
+        assert_two_times(ours[name], plain[name], oracle[name], what=name, sums=sums.get(name))
 
 
 def test_takes_any_strides():

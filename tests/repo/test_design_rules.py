@@ -18,6 +18,8 @@ MOST_FILE_LINES = 600
 MOST_FUNCTION_LINES = 100
 MOST_KERNEL_LINES = 150
 MOST_ROOMS, MOST_FLOORS, MOST_ROOM_IMPORTS = 16, 8, 50
+MOST_SETATTR = 52
+MOST_PATCHES = 94
 CATCH_ALL_NAMES = re.compile(
     r"(utils?|common|helpers?|misc|shared|stuff)(_.*)?|.*_(utils?|helpers?)"
 )
@@ -147,6 +149,20 @@ def test_only_families_know_their_models():
     named = re.compile(r"expertmesh\.models\.(?!family\b)|from expertmesh\.models import")
     paths = [p for name in ("training", "infer", "cli") for p in (SOURCE / name).glob("*.py")]
     assert [relative(path) for path in paths if named.search(path.read_text())] == []
+
+
+def test_few_tests_replace_what_they_test():
+    """Seams, arguments and fakes that are passed in say more than attributes that are replaced behind the code's back."""
+    calls = [
+        ast.unparse(node.func)
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    replaced = [c for c in calls if c in ("monkeypatch.setattr", "mock.patch", "mock.patch.object")]
+    patched = [c for c in calls if c in ("patch", "patch.object")]
+    assert 0 < len(replaced) <= MOST_SETATTR
+    assert len(replaced) + len(patched) <= MOST_PATCHES
 
 
 def test_test_files_have_unique_names_in_their_folder_tree():

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,11 +12,47 @@ from expertmesh.ops import reference
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.route_metadata import RouteMetadata
-from expertmesh.testing.numerics import assert_two_times
+from expertmesh.testing.numerics import Sums, assert_two_times
 
 NAMES = ("x", "w_in", "w_out", "weights", "b_in", "b_out")
 ORDERS = 3
 """Orders of summation in which plain PyTorch is computed; the worst counts, as for the whole layer."""
+
+
+def sums_of_experts(
+    x_TD: Tensor,
+    w_in_EGFD: Tensor,
+    w_out_EDF: Tensor,
+    expert_ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    activation: str,
+) -> Sums:
+    """What y of the experts sums, to first order: H's own rounding goes through the activation into the second product.
+
+    Args:
+        x_TD: (T, D).
+        w_in_EGFD: (E, G, F, D).
+        w_out_EDF: (E, D, F).
+        expert_ids_TK: (T, K); E means no expert.
+        weights_TK: (T, K).
+        activation: "swiglu" or "relu2".
+    """
+    x_TD, w_in_EGFD, w_out_EDF = (t.double() for t in (x_TD, w_in_EGFD, w_out_EDF))
+    sizes_TD = torch.zeros_like(x_TD)
+    for (t, j), e in zip(np.ndindex(*expert_ids_TK.shape), expert_ids_TK.flatten(), strict=True):
+        if e == len(w_in_EGFD):
+            continue
+        h_GF, terms_GF = w_in_EGFD[e] @ x_TD[t], w_in_EGFD[e].abs() @ x_TD[t].abs()
+        if activation == "swiglu":
+            gate_F, up_F = torch.nn.functional.silu(h_GF[0]).abs(), h_GF[1].abs()
+            # the slope of silu is at most 1.1
+            a_F = gate_F * up_F + 1.1 * terms_GF[0] * up_F + gate_F * terms_GF[1]
+        else:
+            a_F = h_GF[0].relu() * (h_GF[0] + 2 * terms_GF[0])
+        sizes_TD[t] += weights_TK[t, j].double().abs() * (w_out_EDF[e].abs() @ a_F)
+    length = w_in_EGFD.shape[-1] + w_out_EDF.shape[-1] + expert_ids_TK.shape[1] + 8
+    return Sums(sizes_TD.numpy(), length)
 
 
 def draw_ids(kind: str, num_tokens: int, top_k: int, num_experts: int) -> Tensor:

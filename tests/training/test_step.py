@@ -209,9 +209,14 @@ def test_token_losses_by_the_two_times_rule(dtype, shape):
         assert_two_times(value, reference, exact, what=what)
 
 
+@pytest.fixture
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(objective, "_BLOCK_ELEMENTS_CPU", 20)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_may_take_the_place_of_the_logits(dtype, monkeypatch):
-    monkeypatch.setattr(objective, "_BLOCK_ELEMENTS_CPU", 60)
+@pytest.mark.usefixtures("_small_blocks")
+def test_the_gradient_may_take_the_place_of_the_logits(dtype):
     leaf = torch.randn(2, 5, 30).to(dtype).requires_grad_()
     targets = torch.randint(0, 30, (2, 5))
     found = []
@@ -228,8 +233,8 @@ def test_the_gradient_may_take_the_place_of_the_logits(dtype, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_token_losses_in_fp64(monkeypatch):
-    monkeypatch.setattr(objective, "_BLOCK_ELEMENTS_CPU", 20)
+@pytest.mark.usefixtures("_small_blocks")
+def test_token_losses_in_fp64():
     logits = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 7, (2, 5))
     assert torch.autograd.gradcheck(lambda z: token_losses(z, targets), (logits,))

@@ -5,7 +5,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Mark = Literal["yes", "no", ""]
 SYSFS = Path("/sys")
@@ -67,21 +67,32 @@ class Binding:
         return "no", where + f": not bound, so memory may be far away; {fix}"
 
 
-def own_binding(*, local_rank: int = 0, sysfs: Path = SYSFS) -> Binding:
+def own_binding(
+    *,
+    local_rank: int = 0,
+    sysfs: Path = SYSFS,
+    cores: tuple[int, ...] | None = None,
+    gpus: Sequence[Any] | None = None,
+) -> Binding:
     """The binding of this process.
 
     Args:
         local_rank: number of this process on its host, and of its GPU.
         sysfs: where the kernel describes the machine.
+        cores: numbers of the cores that this process may use; None: asked of the system.
+        gpus: the GPUs' properties as PyTorch gives them; None: asked of PyTorch.
     """
     import torch
 
-    cores = allowed_cores()
+    cores = allowed_cores() if cores is None else cores
+    if gpus is None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
     nodes = numa_nodes(sysfs)
     mine = tuple(node for node, has in nodes.items() if set(has) & set(cores))
     gpu = None
-    if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
-        properties = torch.cuda.get_device_properties(local_rank)
+    if local_rank < len(gpus):
+        properties = gpus[local_rank]
         gpu = Gpu(local_rank, properties.name, _node_of_gpu(properties, sysfs))
     return Binding(platform.node(), cores, mine, len(nodes), torch.get_num_threads(), gpu)
 

@@ -28,32 +28,31 @@ def test_properties_hold():
     assert "bitwise equal" in properties.batch_invariant(step)
 
 
-def test_a_broken_property_is_a_row(monkeypatch):
-
+def test_a_broken_property_is_a_row():
     def broken(step):
         raise AssertionError("y differs")
 
-    monkeypatch.setattr(properties, "ON_ANY_DEVICE", {"bits": broken})
-    (row,) = properties.properties(lambda result: None, device="cpu", tiny=True)
+    broken_one = {"bits": broken}
+    (row,) = properties.properties(
+        lambda result: None, device="cpu", tiny=True, on_any_device=broken_one
+    )
     assert row == {"property": "bits", "holds": "NO", "what was seen": "y differs"}
 
 
 @pytest.mark.parametrize("name", ["w_in", "w_out", "y", "x"])
-def test_the_sampled_oracle_sees_a_small_error(small_race, monkeypatch, name):
+def test_the_sampled_oracle_sees_a_small_error(small_race, name):
     shape, racers, _, weights, inputs, generator = small_race
-    run = check.of_racer
 
     def slightly_wrong(*args):
-        found = run(*args)
+        found = check.of_racer(*args)
         getattr(found, {"y": "y_SD", "x": "x_SD"}.get(name, name)).mul_(1.05)
         return found
 
     about = (weights, inputs.batches[0], inputs.grad_TD, generator)
     for racer in racers:
         assert check.check(shape, racer, *about) < check.FAR_OFF
-    monkeypatch.setattr(check, "of_racer", slightly_wrong)
     with pytest.raises(AssertionError, match="expertmesh at qwen3-8k"):
-        check.check(shape, racers[0], *about)
+        check.check(shape, racers[0], *about, run=slightly_wrong)
 
 
 def test_contenders_share_their_weights(small_race):
