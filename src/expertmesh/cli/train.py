@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.flags import parse_run_config
+from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.launched import said_once
 from expertmesh.config.base import launched_rank
 from expertmesh.config.family import Family
@@ -39,7 +40,9 @@ def run(argv: list[str]) -> int:
     from expertmesh.training.precision import resolve_device
 
     with said_once():
-        resolve_device(parsed.config.train.device)
+        device = resolve_device(parsed.config.train.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     result = train(parsed.config, recipe=parsed.recipe, family=parsed.family)
     if result.is_leader:
         print(summary(result, parsed.family))

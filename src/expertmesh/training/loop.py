@@ -24,7 +24,6 @@ from expertmesh.training.checkpoint import (
     read_state,
 )
 from expertmesh.training.evaluate import Evaluation, evaluate
-from expertmesh.training.heap import keep_freed_memory
 from expertmesh.training.metrics import (
     EventWriter,
     MetricsFile,

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.ops.cpu.activation_passes import Passes, passes_for
-from expertmesh.ops.cpu.compiled_passes import CompiledPasses
+from expertmesh.ops.cpu import activation
 from expertmesh.ops.cpu.forward import hidden, row_weights
-from expertmesh.ops.cpu.padded_runs import PaddedRun, padded_runs
 from expertmesh.ops.cpu.products import product_into
+from expertmesh.ops.cpu.runs import Run, make_runs
 from expertmesh.ops.dtypes import gemm_dtype
 from expertmesh.ops.expert_types import Experts, HiddenGradients, Needs
 from expertmesh.ops.permute import sum_rows
@@ -140,7 +139,6 @@ class _DataBuffers:
         d_a: room for the gradient of A of one run.
         d_x_RD: receives the gradient of the gathered x; no rows where it is not wanted.
         d_s_R: receives the gradient of the rows' weights.
-        passes: the activation.
     """
 
     h_RH: Tensor | None
@@ -148,7 +146,6 @@ class _DataBuffers:
     d_a: Tensor
     d_x_RD: Tensor
     d_s_R: Tensor
-    passes: Passes | CompiledPasses
 
     @staticmethod
     def of(steps: "_Steps", h_RH: Tensor) -> "_DataBuffers":
@@ -158,14 +155,12 @@ class _DataBuffers:
         _, G, F, D = steps.experts.w_in_EGFD.shape
         d_a = steps.new(steps.most, F)
         pad = max((run.padding for run in steps.runs), default=0)
-        passes = passes_for(steps.experts.activation, d_a, num_rows=num_rows, backward=True)
         return _DataBuffers(
             h_RH if saved else None,
             steps.new(0 if saved else steps.most, G * F),
             d_a,
             steps.new(live + pad if steps.needs.x else 0, D),
             torch.empty_like(steps.s_R),
-            passes,
         )
 
 
@@ -181,7 +176,7 @@ class _Steps:
     needs: Needs
     bounds: list[int]
     dtype: torch.dtype
-    runs: list[PaddedRun]
+    runs: list[Run]
     most: int
     s_R: Tensor
     rows: Tensor
@@ -199,7 +194,7 @@ class _Steps:
         dtype = gemm_dtype(x_TD.device, x_TD.dtype)
         _, G, F, D = experts.w_in_EGFD.shape
         most_places = RUN_ELEMENTS // (G * F)
-        runs = padded_runs(bounds, most_places, x_TD.device, dtype, is_narrow=experts.are_narrow)
+        runs = make_runs(bounds, most_places, x_TD.device, dtype, is_narrow=experts.are_narrow)
         most = max((run.num_places for run in runs), default=0)
         s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
         rows = x_TD.new_empty(most, D)
@@ -214,13 +209,13 @@ class _Steps:
         _, G, F, _ = self.experts.w_in_EGFD.shape
         return self.new(num_rows, F), self.new(num_rows, G * F)
 
-    def gather(self, source_TD: Tensor, run: PaddedRun) -> Tensor:
+    def gather(self, source_TD: Tensor, run: Run) -> Tensor:
         """Tokens of a run; the buffer is that of the last call."""
         out = self.rows[: run.num_places]
         torch.index_select(source_TD, 0, run.taken(self.maps.token_of_row_N), out=out)
         return out.to(self.dtype)
 
-    def data(self, run: PaddedRun, data: _DataBuffers, a: Tensor, d_h: Tensor) -> Tensor:
+    def data(self, run: Run, data: _DataBuffers, a: Tensor, d_h: Tensor) -> Tensor:
         """Write A' and dH of a run with zeros in the padding, dx and ds; give the gathered gradient of y."""
         h, rows = self._hidden(run, data)
         d_y, d_a = self.gather(self.grad_TD, run), data.d_a[: run.num_places]
@@ -229,7 +224,8 @@ class _Steps:
             product_into(d_y_e, w, d_a_e)
         # weight gradients sum over places, so the padding weighs nothing: zeros in A' and dH
         s = run.without_padding(run.taken(self.s_R))
-        d_s = data.passes.backward(d_a, h, rows, s, a, d_h)
+        name, num_rows = self.experts.activation, len(self.maps.token_of_row_N)
+        d_s = activation.backward(name, d_a, h, rows, s, a, d_h, num_rows=num_rows)
         if self.experts.b_out_ED is not None:
             for e, d_y_e, d_s_e in zip(run.experts, run.split(d_y), run.split(d_s), strict=True):
                 d_s_e.add_(torch.mv(d_y_e, self.experts.b_out_ED[e].to(self.dtype)))
@@ -244,7 +240,7 @@ class _Steps:
                 product_into(d_h_e, w, d_x_e)
         return d_y
 
-    def _hidden(self, run: PaddedRun, data: _DataBuffers) -> tuple[Tensor, Tensor | None]:
+    def _hidden(self, run: Run, data: _DataBuffers) -> tuple[Tensor, Tensor | None]:
         """H as it was saved or would have been, and which of its rows are at the places of a run; None: all, in order."""
         h, rows = data.h_RH, run.row_of_place
         if h is None:
@@ -261,7 +257,7 @@ class _Steps:
 
     def weights(
         self,
-        run: PaddedRun,
+        run: Run,
         a: Tensor | None,
         d_h: Tensor | None,
         grads: Experts,
@@ -339,7 +335,7 @@ def _put(value: Tensor, out: Tensor, add: bool) -> None:
         out.copy_(value)
 
 
-def _products_into(run: PaddedRun, a: Tensor, b: Tensor, grads: Tensor, add: bool) -> None:
+def _products_into(run: Run, a: Tensor, b: Tensor, grads: Tensor, add: bool) -> None:
     """Write or add a^T b of every expert of a run, as (rows of a^T, columns of b)."""
     direct = grads.dtype == a.dtype and grads.is_contiguous()
     outs = grads.view(grads.shape[0], -1, grads.shape[-1]).unbind() if direct else grads.unbind()

@@ -2,19 +2,16 @@
 
 Buffers are reused from expert to expert so that they stay in the cache, results are written where they belong
 (H), and nothing is copied but the gathered tokens. Nothing here is seen by autograd. The backward is in
-`expert_loop_backward.py`.
+`backward.py`.
 """
-
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from expertmesh.ops.cpu import activation
 from expertmesh.ops.cpu import products as cpu_products
-from expertmesh.ops.cpu.activation_passes import passes_for
-from expertmesh.ops.cpu.products import gemm_rows
+from expertmesh.ops.cpu.runs import Run, make_runs
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
 from expertmesh.ops.expert_types import Experts
 from expertmesh.ops.permute import sum_rows
@@ -32,52 +29,44 @@ def forward(
     num_rows = maps.token_of_row_N.shape[0]
     bounds = maps.offsets_E.tolist()
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
-    narrow = experts.are_narrow
-    pad = _largest_padding(bounds, x_TD.device, dtype, is_narrow=narrow)
+    most_places = FEW_ELEMENTS // (G * F)
+    runs = make_runs(bounds, most_places, x_TD.device, dtype, is_narrow=experts.are_narrow)
     h_all = x_TD.new_empty(num_rows if save_h else 0, G * F)
-    runs = _runs(bounds, FEW_ELEMENTS // (G * F))
-    most = max((run[-1].stop - run[0].start for run in runs), default=0) + pad
+    pad = max((run.padding for run in runs), default=0)
+    most = max((run.rows.stop - run.rows.start for run in runs), default=0) + pad
     x_buffer = x_TD.new_empty(most, D)
     h_buffer, a_buffer = (x_TD.new_empty(most, width, dtype=dtype) for width in (G * F, F))
     y_RD = x_TD.new_empty(bounds[-1] + pad, D, dtype=dtype)
     s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
-    passes = passes_for(experts.activation, a_buffer, num_rows=num_rows, backward=False)
     for run in runs:
-        start, stop = run[0].start, run[-1].stop
-        n, m = stop - start, stop - start + pad
+        start, stop = run.rows.start, run.rows.stop
+        n, m = stop - start, stop - start + run.padding
         x = _gather_tokens(x_TD, maps.token_of_row_N[start:stop], x_buffer[:m], dtype)
         # padding rows land on those of the next experts, which are written later, but never behind the last one
         direct = save_h and dtype == x_TD.dtype and start + m <= num_rows
         h = h_all[start : start + m] if direct else h_buffer[:m]
-        numbers = [block.expert for block in run]
+        a = a_buffer[:m]
         offsets_E = None if save_h else _grouped_offsets(run, experts, maps, dtype)
         if offsets_E is None:
-            sizes = [
-                gemm_rows(block.stop - block.start, x_TD.device, dtype, is_narrow=narrow)
-                for block in run
-            ]
-            for w_in, block, x_nD, h_nH in zip(
-                experts.w_ins(numbers, dtype),
-                run,
-                _views(x, run, sizes),
-                _views(h, run, sizes),
-                strict=True,
-            ):
-                hidden(experts, block.expert, x_nD, h_nH, w_in)
+            x_rows, h_rows = run.rows_of(x, start), run.rows_of(h, start)
+            w_ins = experts.w_ins(run.experts, dtype)
+            for w_in, e, x_nD, h_nH in zip(w_ins, run.experts, x_rows, h_rows, strict=True):
+                hidden(experts, e, x_nD, h_nH, w_in)
         else:
             h = grouped_mm(x, experts.w_in_EGFD.flatten(1, 2).mT, offs=offsets_E)
         if save_h and not direct:
             h_all[start:stop].copy_(h[:n])
-        passes.forward(h[:n], s_R[start:stop], a_buffer)
+        activation.forward(experts.activation, h[:n], s_R[start:stop], a[:n], num_rows=num_rows)
         # oneDNN's AMX products with F not a multiple of 32 read on into the next row and multiply it by zeros
-        a_buffer[n:m].zero_()
+        a[n:].zero_()
         y = y_RD[start : start + m]
         if offsets_E is None:
-            a, w_outs = _views(a_buffer, run, sizes), experts.w_outs(numbers, dtype)
-            for w_out, a_nF, y_nD in zip(w_outs, a, _views(y, run, sizes), strict=True):
+            a_rows, y_rows = run.rows_of(a, start), run.rows_of(y, start)
+            w_outs = experts.w_outs(run.experts, dtype)
+            for w_out, a_nF, y_nD in zip(w_outs, a_rows, y_rows, strict=True):
                 rows_times_weight(a_nF, w_out, y_nD)
         else:
-            y.copy_(grouped_mm(a_buffer, experts.w_out_EDF.mT, offs=offsets_E))
+            y.copy_(grouped_mm(a, experts.w_out_EDF.mT, offs=offsets_E))
     if experts.b_out_ED is not None:
         for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             if stop > start:
@@ -96,42 +85,6 @@ def hidden(experts: Experts, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Tensor)
         cpu_products.linear_into(x_RD, w_in, out_RH, bias_N=bias)
 
 
-class Block(NamedTuple):
-    """The rows [start, stop) of one expert; at least one."""
-
-    expert: int
-    start: int
-    stop: int
-
-
-def _runs(bounds: list[int], most_rows: int) -> list[list[Block]]:
-    """Neighbouring blocks that go through each step together: up to this many rows, or one block.
-
-    One expert's rows at a time are enough work for a step in training; in decoding and for narrow experts the calls
-    would cost more than the work.
-    """
-    runs: list[list[Block]] = []
-    for e, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        if start == stop:
-            continue
-        if runs and stop - runs[-1][0].start <= most_rows:
-            runs[-1].append(Block(e, start, stop))
-        else:
-            runs.append([Block(e, start, stop)])
-    return runs
-
-
-def _views(rows: Tensor, run: list[Block], sizes: list[int]) -> Sequence[Tensor]:
-    """The first sizes[i] rows from the start of block i, in a buffer that begins with the run's first row."""
-    first, last = run[0].start, run[-1].stop
-    if sum(sizes) == last - first:  # no padding, so no overlap: one call
-        return torch.split_with_sizes(rows[: last - first], sizes)
-    return [
-        rows[block.start - first : block.start - first + size]
-        for block, size in zip(run, sizes, strict=True)
-    ]
-
-
 def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
     """Whether PyTorch's grouped product is the best way through the weights of this many experts with rows.
 
@@ -148,7 +101,7 @@ def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
 
 
 def _grouped_offsets(
-    run: list[Block], experts: Experts, maps: RouteMetadata, dtype: torch.dtype
+    run: Run, experts: Experts, maps: RouteMetadata, dtype: torch.dtype
 ) -> Tensor | None:
     """Ends of all experts' rows for PyTorch's grouped product, where it serves best; None: a loop does.
 
@@ -159,11 +112,11 @@ def _grouped_offsets(
         dtype == w_in.dtype
         and experts.b_in_EGF is None
         and w_in.is_contiguous()
-        and grouped_mm_serves(w_in.flatten(1, 2), len(run))
-        and grouped_mm_serves(w_out, len(run))
-        and all(block.stop - block.start < 64 for block in run)  # else gemm_rows pads
+        and grouped_mm_serves(w_in.flatten(1, 2), len(run.experts))
+        and grouped_mm_serves(w_out, len(run.experts))
+        and max(run.counts) < 64  # else gemm_rows pads
     )
-    if not serves or run[0].start != 0 or int(maps.offsets_E[-1]) != run[-1].stop:
+    if not serves or run.rows != slice(0, int(maps.offsets_E[-1])):
         return None
     return maps.offsets_E[1:]
 
@@ -189,14 +142,6 @@ def rows_times_weight(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
         out_RN.copy_(torch.mm(w_NK, x_RK.T).T)
     else:
         out_RN.copy_(torch.mm(w_NK, x_RK.repeat(2, 1).T)[:, :1].T)
-
-
-def _largest_padding(
-    bounds: list[int], device: torch.device, dtype: torch.dtype, *, is_narrow: bool
-) -> int:
-    """The most rows by which an expert's block is padded."""
-    counts = {stop - start for start, stop in zip(bounds, bounds[1:], strict=False)}
-    return max((gemm_rows(n, device, dtype, is_narrow=is_narrow) - n for n in counts), default=0)
 
 
 def _gather_tokens(

@@ -8,8 +8,8 @@ from tests.support.experts_case import ExpertsCase
 from tests.support.poison import poisoned_empty
 
 from expertmesh.ops.cpu import backward as expert_loop_backward
-from expertmesh.ops.cpu.padded_runs import padded_runs
 from expertmesh.ops.cpu.products import gemm_rows
+from expertmesh.ops.cpu.runs import make_runs
 
 CPU = torch.device("cpu")
 COUNTS = [0, 70, 3, 0, 129, 64, 0, 33, 0]
@@ -22,7 +22,7 @@ def bounds_of(counts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("most_places", [0, 100, 150, 10_000])
 def test_runs_hold_every_row_once_and_repeat_the_last_in_the_padding(dtype, most_places):
-    runs = padded_runs(bounds_of(COUNTS), most_places, CPU, dtype, is_narrow=True)
+    runs = make_runs(bounds_of(COUNTS), most_places, CPU, dtype, is_narrow=True)
     num_rows = sum(COUNTS)
     rows = torch.arange(num_rows)
     for run in runs:
@@ -47,7 +47,7 @@ def test_runs_hold_every_row_once_and_repeat_the_last_in_the_padding(dtype, most
 
 def test_experts_go_together_up_to_the_limit():
     def experts(most_places):
-        runs = padded_runs(bounds_of(COUNTS), most_places, CPU, torch.bfloat16, is_narrow=True)
+        runs = make_runs(bounds_of(COUNTS), most_places, CPU, torch.bfloat16, is_narrow=True)
         return [run.experts for run in runs]
 
     assert experts(0) == [[1], [2], [4], [5], [7]]

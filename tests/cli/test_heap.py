@@ -1,6 +1,6 @@
 import sys
 
-from expertmesh.training.heap import keep_freed_memory
+from expertmesh.cli.heap import keep_freed_memory
 
 
 def test_glibc_takes_the_settings_and_others_are_left_alone(monkeypatch):
