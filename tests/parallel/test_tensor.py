@@ -113,7 +113,11 @@ def exhaustive(case):
     return pytest.param(case, marks=pytest.mark.exhaustive)
 
 
-DROPLESS = {"model.moe.capacity_factor": None, "model.moe.routing_group_size": None}
+DROPLESS = {
+    "model.moe.capacity_factor": None,
+    "model.moe.min_capacity": 4,
+    "model.moe.routing_group_size": None,
+}
 GROUPED_QUERY = {"model.num_kv_heads": 2, "model.tie_embeddings": True}
 ODD = {"model.dim": 15, "model.head_dim": 6, "model.vocab_size": 301}
 # Of groups that lie on several ranks
