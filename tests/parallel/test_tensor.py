@@ -390,7 +390,7 @@ def test_mistakes(two_ranks):
             assert "\n" not in message
 
 
-CHOICE = {"model.moe.router": "expert_choice"}
+CHOICE = {"model.moe.min_capacity": 4, "model.moe.router": "expert_choice"}
 WRONG = [
     ({"model.num_heads": 3, "model.dim": 18}, 2, "must divide model.num_heads, 3;.* model: 1$"),
     ({"model.num_kv_heads": 2}, 4, "must divide model.num_kv_heads, 2;.* model: 2$"),
