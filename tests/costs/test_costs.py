@@ -21,7 +21,9 @@ ACTIVATION_TOLERANCE = 0.1
 
 
 def config(*, moe: dict[str, Any] | None = None, **options: Any) -> ModelConfig:
-    experts = {"num_experts": (4,), "top_k": 2, "hidden_dim": 48} | (moe or {})
+    experts: dict[str, Any] = {"num_experts": (4,), "top_k": 2, "hidden_dim": 48}
+    if moe is not None:
+        experts = experts | moe if moe.get("num_experts") != () else moe
     defaults: dict[str, Any] = {
         "vocab_size": 128,
         "max_seq_len": 64,

@@ -27,10 +27,12 @@ def small(**changes):
         "model.moe.hidden_dim": 16,
         "model.moe.num_experts": PYRAMID,
         "model.moe.routing_group_size": S,
-        "model.moe.min_capacity": 1,
         "model.moe.router_noise": "gumbel",
     }
-    return RECIPES["gpt-moe-test"]().updated(values | changes).model
+    model = RECIPES["gpt-moe-test"]().updated(values | changes).model
+    # counts in the calls that bring a capacity, which a run's configuration does not know
+    moe = model.moe.model_copy(update={"min_capacity": 1})
+    return model.model_copy(update={"moe": moe})
 
 
 def build(config):

@@ -113,7 +113,11 @@ def exhaustive(case):
     return pytest.param(case, marks=pytest.mark.exhaustive)
 
 
-DROPLESS = {"model.moe.capacity_factor": None, "model.moe.routing_group_size": None}
+DROPLESS = {
+    "model.moe.capacity_factor": None,
+    "model.moe.min_capacity": 4,
+    "model.moe.routing_group_size": None,
+}
 GROUPED_QUERY = {"model.num_kv_heads": 2, "model.tie_embeddings": True}
 ODD = {"model.dim": 15, "model.head_dim": 6, "model.vocab_size": 301}
 # Of groups that lie on several ranks
@@ -386,7 +390,7 @@ def test_mistakes(two_ranks):
             assert "\n" not in message
 
 
-CHOICE = {"model.moe.router": "expert_choice"}
+CHOICE = {"model.moe.min_capacity": 4, "model.moe.router": "expert_choice"}
 WRONG = [
     ({"model.num_heads": 3, "model.dim": 18}, 2, "must divide model.num_heads, 3;.* model: 1$"),
     ({"model.num_kv_heads": 2}, 4, "must divide model.num_kv_heads, 2;.* model: 2$"),

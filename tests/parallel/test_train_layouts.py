@@ -42,6 +42,7 @@ BASE = {
 # Without routing groups the balance loss is that of the whole batch.
 DROPLESS = {
     "model.moe.capacity_factor": None,
+    "model.moe.min_capacity": 4,
     "model.moe.routing_group_size": None,
     "model.moe.residual": True,
     "model.moe.num_experts": (4, 8),
