@@ -138,8 +138,6 @@ def train(
         precision = ranks.first(lambda: settle(config.train))
         stack.enter_context(precision.products())
         torch.manual_seed(config.train.seed)  # whatever the data have drawn
-        if device.type == "cpu":
-            keep_freed_memory()
         trainer = ranks.each(
             partial(_Trainer, family, task, recipe, run_dir, data, precision, ranks)
         )
