@@ -8,14 +8,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-machines kernels-all gpu check format bench bench-distributed clean
+.PHONY: help install demo test test-fast test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
 
 help:
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
 	@echo "make test    run every test"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
-	@echo "make gpu     on a machine with a GPU: the kernels' GPU tests, then the first table of the race against the peers"
+	@echo "make gpu     on a machine with a GPU: ceilings, the kernels' GPU tests, the time of every kernel; gpu-sweep, gpu-peers: the rest"
 	@echo "make check   run the linters, the type checker and the design rules"
 	@echo "make bench   run the benchmarks"
 	@echo "make bench-distributed  the layer on 1, 2 and 4 ranks of this machine, beside DeepSpeed's where it is installed"
@@ -45,8 +45,14 @@ test-machines: $(STAMP)
 	@$(BIN)/python tools/test_machines.py --workers $(PYTEST_WORKERS) -- $(PYTEST_ARGS)
 
 # Everything under tests/kernels, the slow part too: sweeps in the interpreter, builds for sm_80, sm_90, sm_100, gfx942.
-kernels-all: $(STAMP)
-	@$(PYTEST) tests/kernels $(PYTEST_ARGS)
+# TRITON=3.6.0: the same with this Triton beside the pinned one, from PyPI in a folder of its own.
+TRITON ?=
+TRITON_SITE := .triton-$(TRITON)
+kernels-all: $(STAMP) $(if $(TRITON),$(TRITON_SITE))
+	@$(if $(TRITON),PYTHONPATH=$(TRITON_SITE):src:.) $(PYTEST) tests/kernels $(PYTEST_ARGS)
+
+.triton-%: $(STAMP)
+	@$(BIN)/python -m pip install -q --no-deps --target $@ triton==$*
 
 # GPU_PYTHON=python3: an interpreter that has torch for this GPU, pytest, pydantic and tyro; none: installs into .venv.
 # GPU_WHEELS=folder: packages that it lacks, as `make gpu-wheels` collects them, for a machine without a network.
@@ -54,34 +60,34 @@ GPU_WHEELS ?=
 GPU_SITE := .gpu-site
 GPU_ENV = PYTHONPATH=src:.$(if $(GPU_WHEELS),:$(GPU_SITE)) PYTHONUNBUFFERED=1
 GPU_RUN = $(GPU_ENV) $(or $(GPU_PYTHON),$(BIN)/python) -m
-GPU_WORKERS ?= 8
-GPU_RACE_ARGS ?= --quick
-# Tests of kernels and operators that take a GPU where there is one, and the interpreter elsewhere.
-ON_ANY_DEVICE := tests/kernels/test_row_kernels.py tests/kernels/test_topk_kernel.py tests/kernels/test_ops_triton.py \
-  tests/kernels/test_batch_invariant_kernels.py tests/ops/test_topk.py tests/ops/test_capacity.py
+GPU_OUT ?= runs/race
+# More of a call: GPU_RACE_ARGS="--sanitize", "--shapes qwen3-8k", "--dry-run" (which needs no GPU).
+GPU_RACE_ARGS ?=
 
-# The race is run whatever the tests say: it checks its results itself. -W default: PyTorch's CUDA part warns of its own
-# accord (of TF32, of the synchronisation debug mode), which elsewhere would fail a test.
-GPU_TEST = $(GPU_RUN) pytest -n $(GPU_WORKERS) -W default
-gpu: $(if $(GPU_PYTHON),,$(STAMP)) $(if $(GPU_WHEELS),gpu-site)
-	@failed=0; \
-	$(GPU_TEST) -m gpu tests/kernels tests/benchmarks || failed=1; \
-	$(GPU_TEST) -m "not gpu and not exhaustive" $(ON_ANY_DEVICE) || failed=1; \
-	PYTORCH_ALLOC_CONF=expandable_segments:True $(GPU_RUN) benchmarks.race $(GPU_RACE_ARGS) || failed=1; \
-	exit $$failed
+# Call (a) of three: ceilings, the tests that matter, the time of every kernel at four shapes; eight minutes at most.
+# The others: make gpu-sweep (tiles), make gpu-peers (the race), then make gpu-report.
+gpu: gpu-kernels
+gpu-kernels gpu-sweep gpu-peers: gpu-%: $(if $(GPU_PYTHON),,$(STAMP)) $(if $(GPU_WHEELS),gpu-site)
+	@$(GPU_RUN) benchmarks.race $* $(GPU_OUT) $(GPU_RACE_ARGS)
+
+gpu-report: $(if $(GPU_PYTHON),,$(STAMP))
+	@$(GPU_RUN) benchmarks.race report $(GPU_OUT)
 
 gpu-site:
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
 	  --target $(GPU_SITE) $(GPU_WHEELS)/*.whl
 
-# What the tests and the race need beside torch, triton and transformers, for Linux on x86-64 and Python 3.12.
+# What the tests and the race need beside torch, triton and transformers, for Linux on x86-64 and Python 3.12; the peers' wheels
+# with their versions are in benchmarks/race/peers.toml. Where they are too many to carry at once: pieces of 60 MB in .whl-pieces, which
+# `python3 tools/wheels.py join .whl-pieces .whl` joins on the other side.
 GPU_PYTHON_VERSION ?= 3.12
 gpu-wheels: $(STAMP)
 	$(BIN)/python -m pip download -q --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 	  --platform manylinux2014_x86_64 -c constraints.txt -d $(or $(GPU_WHEELS),.whl) \
 	  pydantic pydantic_core annotated-types typing-inspection typing_extensions tyro docstring_parser typeguard \
-	  liger-kernel
+	  $$($(BIN)/python -m benchmarks.race.peers)
+	python3 tools/wheels.py split $(or $(GPU_WHEELS),.whl) .whl-pieces
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -103,4 +109,4 @@ bench-distributed: $(STAMP)
 	$(BIN)/python -m benchmarks.distributed_layer
 
 clean:
-	rm -rf .venv .gpu-site .whl build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .gpu-site .whl .whl-pieces build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis

@@ -75,11 +75,14 @@ def builds(
 
 
 def ours_of(shapes: Sequence[RaceShape]) -> list[Any]:
-    """What our experts launch for these shapes in training, and for the decoding shapes, each build once."""
+    """What router and experts launch for these shapes in training, and experts for decoding, each build once."""
+    from tests.support.experts_builds import router_launches
+
     arch = here()
     launches: dict[str, Any] = {}
     for shape in shapes:
-        for launch in our_launches(shape, arch, training=True):
+        sizes = (shape.num_tokens, shape.dim, shape.num_experts)
+        for launch in (*our_launches(shape, arch, training=True), *router_launches(arch, sizes)):
             launches.setdefault(launch.key, launch)
     for shape in decode_shapes():
         for launch in our_launches(shape, arch, training=False):

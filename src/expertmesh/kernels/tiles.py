@@ -1,14 +1,17 @@
 """Tile sizes of the experts' GEMMs: a table in host code, read by shapes and architecture, never by values.
 
-Nothing here has run on a GPU. An entry says where it comes from: "published" entries are those that vLLM's tuned
+Nothing here has run on a GPU. Where `measured_tiles.json` has an entry for an architecture and shape, it wins (`measured.py`). An entry says where it comes from: "published" entries are those that vLLM's tuned
 tables give for an H200 and BF16 at this number of rows per expert (E = 128, F = 768); "untuned default" entries were
 chosen by hand from the padding waste, the accumulator's registers and the shared memory, and only build.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from expertmesh.kernels import measured
 
 PUBLISHED = "published"
 UNTUNED = "untuned default"
@@ -190,7 +193,7 @@ def plan_for(
     def fitted(tile: Tile, branches: int = 1, *, indirect: bool = False) -> Tile:
         return _fit_stages(tile, arch, itemsize, branches, indirect)
 
-    return Plan(
+    plan = Plan(
         up=fitted(up, num_branches),
         down=fitted(one_branch),
         hidden_grad=fitted(hidden),
@@ -203,6 +206,18 @@ def plan_for(
         interpreted=arch == "interpreter",
         sharing=num_programs,
     )
+    found = measured.nearest(
+        arch,
+        str(dtype).removeprefix("torch."),
+        rows_per_expert=rows_per_expert,
+        dim=dim,
+        hidden_dim=hidden_dim,
+        num_branches=num_branches,
+    )
+    if found is None:
+        return plan
+    cut: dict[str, Any] = {name: Tile(**tile) for name, tile in found.tiles.items()}
+    return replace(plan, **cut)
 
 
 def described(plan: Plan, *tensors: Tensor) -> Plan:

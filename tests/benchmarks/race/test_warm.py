@@ -26,7 +26,14 @@ def test_shares_are_all_builds_once(monkeypatch):
     assert max(counts) - min(counts) <= 1
     assert sorted(asked) == everything
     names = {name for name, _ in everything}
-    assert {"_up", "_rows", "_hidden_grad", "_rows_transposed", "_sum_rows"} <= names
+    assert {
+        "_up",
+        "_rows",
+        "_hidden_grad",
+        "_rows_transposed",
+        "_sum_rows",
+        "_split_product",
+    } <= names
 
 
 def test_a_share_that_fails_is_counted_and_the_others_run(tmp_path):

@@ -1,0 +1,84 @@
+"""The three calls on a CPU, as one would run them: every part runs, and the report is made of what they wrote."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.race.calls import CALLS, Setting, plan
+from benchmarks.race.verdicts import CUTE, LIGER, SONIC
+
+from expertmesh.kernels.measured import entries
+
+ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.slow
+
+
+def run(call, out, *options, path=""):
+    """Run a call as a command, dry, and give its record's parts."""
+    around = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{path}{os.pathsep}{os.environ['PATH']}",
+    }
+    command = [sys.executable, "-m", "benchmarks.race", call, str(out), "--dry-run", *options]
+    ended = subprocess.run(command, cwd=ROOT, env=around, text=True, capture_output=True)
+    parts = json.loads((out / f"{call}.json").read_text())["parts"]
+    assert ended.returncode == 0, {n: o for n, o in parts.items() if o["state"] != "done"}
+    return parts
+
+
+def test_kernels(tmp_path):
+    stands_in = tmp_path / "compute-sanitizer"
+    stands_in.write_text(
+        '#!/bin/sh\n[ "$1 $3" = "--tool --error-exitcode" ] && shift 4 && exec "$@"\n'
+    )
+    stands_in.chmod(stands_in.stat().st_mode | stat.S_IXUSR)
+    out = tmp_path / "out"
+    parts = run("kernels", out, "--sanitize", path=tmp_path)
+    table = parts["kernels qwen3-8k"]["result"]
+    assert table["check"].startswith("right")
+    rows = {row["kernel"]: row for row in table["kernels"]}
+    for kernel in ("router", "maps", "up", "combine", "w_in_grad", "router_grad"):
+        assert rows[kernel]["us"] > 0 < rows[kernel]["predicted us"]
+    assert set(table["step"]) == {"forward", "backward", "both"}
+    assert table["profile"]
+    assert parts["tests of the experts"]["result"]["passed"] > 0
+    assert parts["sanitizer racecheck"]["result"]["last"] == ["the step ended"]
+    assert all(row["holds"] == "yes" for row in parts["properties"]["result"])
+    assert sorted(p.name for p in out.iterdir()) == ["kernels.json", "kernels.log"]
+
+
+def test_sweep(tmp_path):
+    parts = run("sweep", tmp_path)
+    rows = parts["sweep qwen3-8k up"]["result"]["rows"]
+    assert [row["candidate"] for row in rows] == ["today", "two programs"]
+    assert all(row["us"] > 0 for row in rows)
+    (entry,) = entries(tmp_path / "tiles.json")["interpreter"]
+    assert set(entry.tiles) == {name.split()[-1] for name in parts if name.startswith("sweep")}
+
+
+def test_peers_and_report(tmp_path):
+    parts = run("peers", tmp_path)
+    raced = {row["contender"] for row in parts["layers qwen3-8k"]["result"]["rows"]}
+    assert {LIGER, CUTE, SONIC, "ScatterMoE", "Transformer Engine", "torch grouped_mm"} <= raced
+    alone = {row["contender"] for row in parts["layers qwen3-8k"]["result"]["experts"]}
+    assert {"expertmesh", LIGER, CUTE, SONIC} <= alone
+    blog = {row["contender"] for row in parts["layers blog-e16"]["result"]["rows"]}
+    assert {"einsum", "Tutel"} <= blog
+    command = [sys.executable, "-m", "benchmarks.race", "report", str(tmp_path), "--name", "dry"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    text = (tmp_path / "dry.md").read_text()
+    for words in ("## Hard lines", "## Maps", "## Skewed", "## Decoding", "## Training"):
+        assert words in text
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_fits_a_time_limit_of_ten_minutes(call):
+    parts, budget_s = plan(call, Setting())
+    assert budget_s < 600
+    assert len({part.name for part in parts}) == len(parts)
+    assert sum(seconds for _, seconds in CALLS.values()) <= 25 * 60
