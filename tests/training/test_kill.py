@@ -36,6 +36,7 @@ def test_a_run_survives_being_killed_twenty_times(tiny, run_quietly, tmp_path):
     config_file.write_text(config.model_dump_json())
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__, str(config_file)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
