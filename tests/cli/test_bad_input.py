@@ -510,7 +510,7 @@ GENERATE = {
         generating("--max-new-tokens", "999"), ["999", "max_seq_len=64", "ask for at most"]
     ),
     "negative temperature": Mistake(
-        generating("--temperature", "-1"), ["-1", "above 0", "use greedy"]
+        generating("--temperature", "-1"), ["-1", "at least 0", "use 0"]
     ),
     "top-p above one": Mistake(generating("--top-p", "2"), ["2", "at most 1", "leave it out"]),
     "top-k zero": Mistake(generating("--top-k", "0"), ["0", "at least 1", "leave it out"]),

@@ -179,7 +179,7 @@ MODEL = {
         lambda: generate(model(), [1] * 16), ["16 tokens", "max_seq_len=16", "shorten"]
     ),
     "negative temperature": Mistake(
-        lambda: Sampling(temperature=-1.0), ["temperature=-1.0", "above 0", "use greedy"]
+        lambda: Sampling(temperature=-1.0), ["temperature=-1.0", "at least 0", "use 0"]
     ),
     "missing corpus": Mistake(
         lambda: train(

@@ -1,10 +1,14 @@
 """`expertmesh generate` on a run directory with a random model."""
 
 import io
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.main import main
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
@@ -82,3 +86,73 @@ def test_a_text_that_quotes_the_end_of_text_is_text(
 ) -> None:
     prompt = "x = '<|endoftext|>'"
     assert printed(run_dir, "--max-tokens", "2", capsys=capsys, prompt=prompt).startswith(prompt)
+
+
+def refused(run_dir: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["generate", "--run", str(run_dir), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "unexpected" not in line
+    return line
+
+
+def test_temperature_0_is_greedy_and_the_smallest_one_works(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    greedy = printed(run_dir, "--greedy", "--max-tokens", "8", capsys=capsys)
+    for temperature in ("0", "1e-320"):
+        words = ("--temperature", temperature, "--max-tokens", "8")
+        assert printed(run_dir, *words, capsys=capsys) == greedy
+
+
+@pytest.mark.parametrize("prompt", ["-x", "--debug", "--x"])
+def test_a_prompt_that_begins_like_an_option(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    if prompt != "--debug":  # that is an option before --
+        line = refused(run_dir, prompt, capsys=capsys)
+        assert "write it last, and -- before one that begins with -" in line
+    assert main(["generate", "--run", str(run_dir), "--max-tokens", "2", "--", prompt]) == 0
+    assert capsys.readouterr().out.startswith(prompt)
+
+
+@pytest.mark.parametrize("device", ["mps", "cuda:99", "gpu"])
+def test_errors_of_the_device_name_the_option_of_this_verb(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    line = refused(run_dir, "--device", device, PROMPT, capsys=capsys)
+    assert line.startswith(f"error: --device {device}: ") and "train" not in line
+
+
+def test_a_run_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--run", "~nosuchuser/x", PROMPT]) == 2
+    assert "there is no such user; write the whole path" in capsys.readouterr().err
+
+
+class Pipes(NamedTuple):
+    """How a process's streams are set up, and what is expected of it."""
+
+    setup: str
+    prompt: str
+    code: int
+    said: bytes
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Pipes("", "'\\xff'", 2, b"is not UTF-8 text; convert it"),
+        Pipes("printf '\\377' |", "'-'", 2, b"is not UTF-8 text; convert it"),
+        Pipes("", "'-' <&-", 2, b"is empty; give some text"),
+        Pipes("", "'def' >&-", 2, b"standard output is closed"),
+        Pipes("PYTHONIOENCODING=ascii", "'h\u00e9'", 0, b"h\\xe9"),
+    ],
+    ids=["words", "input", "closed input", "closed output", "ascii output"],
+)
+def test_streams_of_any_kind(run_dir: Path, case: Pipes) -> None:
+    prompt = case.prompt.encode().replace(b"\\xff", b"\xff")
+    words = f"{case.setup} {sys.executable} -m expertmesh generate --run {run_dir} --max-tokens 2 "
+    command = ["/bin/sh", "-c", words.encode() + prompt]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE_S)
+    assert done.returncode == case.code, done.stderr
+    assert case.said in (done.stderr if case.code else done.stdout)
+    assert b"unexpected" not in done.stderr

@@ -110,7 +110,6 @@ def test_sequences_have_their_own_numbers() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 0.0},
         {"temperature": -1.0},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
@@ -125,3 +124,19 @@ def test_bad_options_are_named(options: dict[str, float]) -> None:
     (name, value), *_ = options.items()
     with pytest.raises(ConfigError, match=f"^{name}={value}: .*; "):
         Sampling(**options)
+
+
+def test_temperature_0_is_greedy():
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert Sampling(temperature=0).greedy
+    assert choose(logits, Sampling(temperature=0)).tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 5e-324, 1e-300, 1e300])
+def test_no_temperature_breaks_the_distribution(temperature):
+    logits = torch.tensor([[1.0, 3.0, 2.0], [-1e30, 0.0, 1e30]])
+    for options in ({}, {"top_k": 2}, {"top_p": 0.5}):
+        probs = next_token_probs(logits, Sampling(temperature=temperature, **options))
+        assert torch.isfinite(probs).all()
+        if temperature < 1:
+            assert probs.argmax(-1).tolist() == [1, 2] and probs.amax(-1).tolist() == [1, 1]

@@ -22,12 +22,11 @@ def run(argv: list[str]) -> int:
         CheckpointError: there is no usable checkpoint.
     """
     options = _parser().parse_args(argv)
-    from pathlib import Path
-
     from expertmesh.training.export import export
+    from expertmesh.training.run_dir import expanded
 
-    output = Path(options.output).expanduser()
-    found = export(Path(options.source).expanduser(), output, overwrite=options.overwrite)
+    output = expanded(options.output)
+    found = export(expanded(options.source), output, overwrite=options.overwrite)
     print(
         f"{output}: {found.num_tensors} tensors, {found.num_bytes:,} bytes, of step {found.step} ({found.checkpoint})"
     )

@@ -1,9 +1,11 @@
 """`expertmesh generate --run DIR "prompt"`: continues a text with the newest checkpoint of a run."""
 
+import re
 import sys
 from typing import Any
 
 from expertmesh.cli.flags import OptionParser
+from expertmesh.config.base import FieldError
 from expertmesh.errors import ConfigError
 
 _EXAMPLES = """\
@@ -24,7 +26,7 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
-    options = _parser().parse_args(argv)
+    options = _parse(argv)
     _check(options)
     model, tokenizer, precision = _load(options)
     import torch
@@ -59,6 +61,18 @@ def run(argv: list[str]) -> int:
     return 0
 
 
+def _parse(argv: list[str]) -> Any:
+    """The options; says what to do where a prompt was taken for one."""
+    try:
+        return _parser().parse_args(argv)
+    except ConfigError as error:
+        if "arguments are required: prompt" not in str(error):
+            raise
+        raise ConfigError(
+            "no prompt; write it last, and -- before one that begins with -: generate --run DIR -- '-x'"
+        ) from None
+
+
 def _parser() -> OptionParser:
     from argparse import RawDescriptionHelpFormatter
 
@@ -87,7 +101,7 @@ def _parser() -> OptionParser:
         type=float,
         default=0.8,
         metavar="X",
-        help="below 1: more likely tokens (0.8)",
+        help="below 1: more likely tokens; 0: greedy (0.8)",
     )
     parser.add_argument(
         "--top-k", type=int, metavar="N", help="draw from the N most likely tokens (all)"
@@ -105,8 +119,14 @@ def _parser() -> OptionParser:
 
 def _check(options: Any) -> None:
     """What can be refused before anything is loaded."""
-    if options.prompt == "-":
-        options.prompt = sys.stdin.read()
+    try:
+        if options.prompt == "-":
+            options.prompt = sys.stdin.read()
+        options.prompt.encode()
+    except UnicodeError:
+        raise ConfigError(
+            "prompt: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
+        ) from None
     if not options.prompt:
         raise ConfigError("prompt='': is empty; give some text to continue")
 
@@ -118,17 +138,28 @@ def _load(options: Any) -> tuple[Any, Any, Any]:
     found = load_run(options.run)
     from expertmesh.data.tokenizer import load_tokenizer
     from expertmesh.training import state
-    from expertmesh.training.precision import resolve_precision
 
-    train = found.config.train
-    if options.device is not None:
-        train = found.config.updated({"train.device": options.device}).train
     tokenizer = load_tokenizer(found.path / "tokenizer.json")
-    precision = resolve_precision(train, record=found.arithmetic)
+    precision = _precision(found, options.device)
     task = found.family.open_task(found.config)
     model = task.build(device=precision.device, dtype=precision.master_dtype)
     state.load_weights(found.checkpoint, model)
     return task.decoder(model.eval()), tokenizer, precision
+
+
+def _precision(found: Any, device: str | None) -> Any:
+    """The precision of a run, on the device that was asked for; errors speak of this verb's option."""
+    from expertmesh.training.precision import resolve_precision
+
+    try:
+        config = found.config if device is None else found.config.updated({"train.device": device})
+        return resolve_precision(config.train, record=found.arithmetic)
+    except FieldError as error:
+        raise ConfigError(f"--device {device}: {error.rule}; {error.fix}") from None
+    except ConfigError as error:
+        raise ConfigError(
+            re.sub(r"train\.device=(\S+?):? ", r"--device \1: ", str(error), count=1)
+        ) from None
 
 
 def _write(text: str) -> None:

@@ -7,11 +7,13 @@ a rule; 130 interrupted by Ctrl-C; 141 nobody reads the output any more; 143 sto
 
 import difflib
 import errno
+import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 from expertmesh.cli.launched import leave, tell_launcher
 from expertmesh.config.base import launched_rank
@@ -106,9 +108,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         that it is.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    options = words[: words.index("--")] if "--" in words else words
+    debug = "--debug" in options
+    words = [word for word in options if word != "--debug"] + words[len(options) :]
+    was_closed = _open_streams()
     try:
+        if was_closed and (not words or words[0] != "train"):
+            raise ConfigError(
+                "standard output is closed: the answer has no place; open it, or send it to a file"
+            )
         code = _run(words)
         sys.stdout.flush()
         return code
@@ -140,6 +148,22 @@ def _run(words: list[str]) -> int:
         print(f"expertmesh {__version__}")
         return 0
     return _verb(words[0])(words[1:])
+
+
+def _open_streams() -> bool:
+    """Makes all three streams usable: text that an encoding lacks is escaped, and what is closed leads nowhere.
+
+    Returns:
+        Whether standard output was closed. Files opened later would get its number, and what libraries print.
+    """
+    was_closed = sys.stdout is None
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream: Any = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    return was_closed
 
 
 def _silence_output() -> None:

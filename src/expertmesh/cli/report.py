@@ -165,9 +165,7 @@ def sample(
     if count == 0:
         return []
     tokenizer = load_tokenizer(found.path / "tokenizer.json")
-    sampling = Sampling(
-        greedy=temperature == 0, temperature=temperature or 1.0, top_p=0.95, seed=seed
-    )
+    sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
     prompts = [_PROMPTS[i % len(_PROMPTS)] for i in range(count)]
     prompt_ids = [[END_OF_TEXT_ID, *tokenizer.encode(p).ids] for p in prompts]
     room = model.max_seq_len - max(map(len, prompt_ids))

@@ -14,7 +14,7 @@ class Sampling:
 
     Attributes:
         greedy: take the most likely token (the smallest id on a tie); the other options then have no effect.
-        temperature: logits are divided by this; above 0.
+        temperature: logits are divided by this; 0 is greedy.
         top_k: only the k most likely tokens stay; None: all.
         top_p: of those, the fewest most likely tokens whose probabilities sum to at least p stay (nucleus sampling,
             Holtzman et al. 2020); in (0, 1]; None: all.
@@ -32,10 +32,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        if not 0 < self.temperature < float("inf"):
+        if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
-                f"temperature={self.temperature}: must be above 0; use greedy for the most likely token"
+                f"temperature={self.temperature}: must be at least 0; use 0 for the most likely token"
             )
+        if self.temperature == 0:
+            object.__setattr__(self, "greedy", True)
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(
                 f"top_k={self.top_k}: must be at least 1; leave it out to keep all tokens"
@@ -58,7 +60,9 @@ def next_token_probs(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     Returns:
         (B, V) FP64 probabilities. Where tokens tie at the edge of top-k or top-p, those with smaller ids stay.
     """
-    scaled = logits_BV.double() / sampling.temperature
+    # The largest becomes 0 first, so that no temperature, however small, makes an infinity of it.
+    logits_BV = logits_BV.double()
+    scaled = (logits_BV - logits_BV.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is None and sampling.top_p is None:
         return scaled.softmax(-1)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)

@@ -19,6 +19,18 @@ from expertmesh.training.checkpoint import newest_good
 _PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers", "safetensors")
 
 
+def expanded(path: str | Path) -> Path:
+    """A path with ~ and ~user replaced by the home folder.
+
+    Raises:
+        ConfigError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: there is no such user; write the whole path") from None
+
+
 class RunDir:
     """Paths below a run directory, and the checks on opening it.
 
@@ -27,7 +39,7 @@ class RunDir:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
+        self.path = expanded(path)
         self.config = self.path / "config.json"
         self.arithmetic = self.path / "arithmetic.json"
         self.versions = self.path / "versions.json"
@@ -112,7 +124,7 @@ class RunDir:
             raise ConfigError(
                 f"run {self.path}: has no config.json; give the directory of a training run"
             ) from None
-        except (ValueError, AttributeError, OSError):
+        except (ValueError, AttributeError, TypeError, OSError):
             raise ConfigError(
                 f"run {self.path}: config.json is unreadable; restore it from a copy"
             ) from None
