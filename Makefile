@@ -45,8 +45,14 @@ test-machines: $(STAMP)
 	@$(BIN)/python tools/test_machines.py --workers $(PYTEST_WORKERS) -- $(PYTEST_ARGS)
 
 # Everything under tests/kernels, the slow part too: sweeps in the interpreter, builds for sm_80, sm_90, sm_100, gfx942.
-kernels-all: $(STAMP)
-	@$(PYTEST) tests/kernels $(PYTEST_ARGS)
+# TRITON=3.6.0: the same with this Triton beside the pinned one, from PyPI in a folder of its own.
+TRITON ?=
+TRITON_SITE := .triton-$(TRITON)
+kernels-all: $(STAMP) $(if $(TRITON),$(TRITON_SITE))
+	@$(if $(TRITON),PYTHONPATH=$(TRITON_SITE):src:.) $(PYTEST) tests/kernels $(PYTEST_ARGS)
+
+.triton-%: $(STAMP)
+	@$(BIN)/python -m pip install -q --no-deps --target $@ triton==$*
 
 # GPU_PYTHON=python3: an interpreter that has torch for this GPU, pytest, pydantic and tyro; none: installs into .venv.
 # GPU_WHEELS=folder: packages that it lacks, as `make gpu-wheels` collects them, for a machine without a network.

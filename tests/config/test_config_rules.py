@@ -56,7 +56,11 @@ BROKEN = [
     ({"model.moe.bias_update_rate": -1}, "model.moe.bias_update_rate=-1", "at least 0"),
     ({"model.moe.weight_scale": 0}, "model.moe.weight_scale=0", "greater than 0"),
     ({"model.moe.router": "top_k"}, "model.moe.router=top_k", "did you mean topk?"),
-    ({"model.moe.drop_policy": "last"}, "model.moe.drop_policy=last", "first, priority, random"),
+    (
+        {"model.moe.drop_policy": "last"},
+        "model.moe.drop_policy=last",
+        "first, priority, weight, random",
+    ),
     (
         {"model.moe.router": "expert_choice", "model.moe.score_function": "softmax_after_topk"},
         "model.moe.score_function=softmax_after_topk",

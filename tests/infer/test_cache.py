@@ -10,8 +10,8 @@ from torch import Tensor
 
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.infer.cache import KVCache
-from expertmesh.infer.engine import new_cache, pad_left
+from expertmesh.infer.engine import pad_left
+from expertmesh.models.cache import KVCache
 from expertmesh.models.gpt.model import GPT
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 
@@ -43,7 +43,7 @@ def token_ids(batch: int = 2, seq_len: int = SEQ) -> Tensor:
 def test_cached_logits_equal_uncached_ones(cuts: list[int], qk_norm: bool) -> None:
     gpt = model(qk_norm=qk_norm)
     ids = token_ids()
-    cache = new_cache(gpt, batch_size=2, max_len=SEQ)
+    cache = gpt.new_cache(batch_size=2, max_len=SEQ)
     edges = [0, *cuts, SEQ]
     parts = [
         gpt(ids[:, a:b], cache=cache).logits_BSV for a, b in zip(edges, edges[1:], strict=False)
@@ -68,7 +68,7 @@ def test_left_padded_prompts_get_their_own_logits(
     more %= VOCAB
     padded, mask = pad_left(prompts)
     width = padded.shape[1]
-    cache = new_cache(gpt, batch_size=len(lengths), max_len=width + new_tokens)
+    cache = gpt.new_cache(batch_size=len(lengths), max_len=width + new_tokens)
     first = min(cut, width)
     for part in (slice(0, first), slice(first, width)):
         if part.start < part.stop:
@@ -85,7 +85,7 @@ def test_left_padded_prompts_get_their_own_logits(
 def test_the_cache_matters() -> None:
     gpt = model()
     ids = token_ids()
-    cache = new_cache(gpt, batch_size=2, max_len=SEQ)
+    cache = gpt.new_cache(batch_size=2, max_len=SEQ)
     gpt(ids[:, :-1], cache=cache)
     with_history = gpt(ids[:, -1:], cache=cache).logits_BSV
     assert_differs(gpt(ids[:, -1:]).logits_BSV, with_history, what="logits without history")
@@ -93,7 +93,7 @@ def test_the_cache_matters() -> None:
 
 def test_nothing_is_allocated_while_decoding() -> None:
     gpt = model()
-    cache = new_cache(gpt, batch_size=2, max_len=SEQ)
+    cache = gpt.new_cache(batch_size=2, max_len=SEQ)
     before = (cache._k.data_ptr(), cache._v.data_ptr())
     for column in token_ids().split(1, dim=1):
         gpt(column, cache=cache)
@@ -103,7 +103,7 @@ def test_nothing_is_allocated_while_decoding() -> None:
 
 def test_full_cache_is_an_error() -> None:
     gpt = model()
-    cache = new_cache(gpt, batch_size=2, max_len=4)
+    cache = gpt.new_cache(batch_size=2, max_len=4)
     gpt(token_ids()[:, :3], cache=cache)
     with pytest.raises(ConfigError, match="5 tokens: the cache holds 4"):
         gpt(token_ids()[:, 3:5], cache=cache)
@@ -118,7 +118,7 @@ def test_cache_dtype_follows_autocast() -> None:
     gpt = model(dtype=torch.float32)
     ids = token_ids()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        cache = new_cache(gpt, batch_size=2, max_len=SEQ)
+        cache = gpt.new_cache(batch_size=2, max_len=SEQ)
         parts = [gpt(part, cache=cache).logits_BSV for part in (ids[:, :9], ids[:, 9:])]
     assert cache.num_bytes == 2 * 3 * 2 * 2 * SEQ * 6 * 2
     assert torch.cat(parts, 1).isfinite().all()

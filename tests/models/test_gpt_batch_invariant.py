@@ -8,8 +8,8 @@ from torch import Tensor
 
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.infer.cache import KVCache
 from expertmesh.infer.engine import pad_left
+from expertmesh.models.cache import KVCache
 from expertmesh.models.gpt.model import GPT
 from expertmesh.ops.invariant.attention import attention
 from expertmesh.testing import numerics

@@ -1,6 +1,7 @@
 """Capacity and drop policies against a loop over queues; Random Token Selection is uniform."""
 
 import itertools
+import math
 from fractions import Fraction
 
 import pytest
@@ -67,6 +68,25 @@ def run(
     )
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept"), [("priority", [[0, 2], [1, 2]]), ("weight", [[0, 1], [2, 2]])]
+)
+def test_batch_prioritised_routing_serves_first_choices_first(policy, kept):
+    """Token 0 has the largest weight, but its second choice waits for token 1's first (V-MoE, algorithm 2)."""
+    ids, weights = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0.9, 0.6], [0.5, 0.0]])
+    result = run(
+        ids,
+        weights,
+        num_experts=2,
+        factor=0.5,
+        policy=policy,
+        group_size=None,
+        min_capacity=1,
+        mask=torch.tensor([True, True]),
+    )
+    assert result.expert_ids_TK.tolist() == kept
+
+
 @settings(max_examples=120)
 @given(st.data())
 def test_every_policy_equals_the_loop(data):
@@ -76,7 +96,7 @@ def test_every_policy_equals_the_loop(data):
     factor = data.draw(st.sampled_from([0.1, 0.5, 1.0, 1.1, 1.25, 3.0]))
     min_capacity = data.draw(st.sampled_from([0, 1, 4]))
     group_size = data.draw(st.sampled_from([None, 1, 4, 7, 100]))
-    policy = data.draw(st.sampled_from(["first", "priority", "random"]))
+    policy = data.draw(st.sampled_from(["first", "priority", "weight", "random"]))
     seed = data.draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
     skew = torch.rand(num_tokens, num_experts, generator=generator) ** 3
@@ -89,7 +109,10 @@ def test_every_policy_equals_the_loop(data):
     ids = torch.where(mask[:, None], ids, num_experts)
     if policy == "first":
         keys = torch.zeros_like(weights)
-    elif policy == "priority":
+    elif policy == "priority":  # choice by choice, tokens by their largest live weight
+        largest = weights.masked_fill(ids == num_experts, -math.inf).amax(-1, keepdim=True)
+        keys = 10 * torch.arange(top_k) - largest
+    elif policy == "weight":
         keys = -weights
     else:
         keys = random_bits(

@@ -31,6 +31,7 @@ VARIANTS = {
     "topk": {},
     "topk_first": {"drop_policy": "first"},
     "topk_priority": {"drop_policy": "priority"},
+    "topk_weight": {"drop_policy": "weight"},
     "topk_random": {"drop_policy": "random"},
     "topk_grouped": {"num_expert_groups": (2, 3, 4)},
     "cosine": {},
@@ -56,11 +57,16 @@ def choices(draw, *, variant):
     options["normalize_weights"] = draw(st.sampled_from(["auto", "none", "topk", "kept"]))
     options["weight_scale"] = draw(st.sampled_from([1.0, 2.5]))
     if router != "hash":
-        options["router_noise"] = draw(st.sampled_from(["none", "none", "gumbel", "gaussian"]))
+        options["router_noise"] = draw(
+            st.sampled_from(["none", "none", "gumbel", "gaussian", "gumbel_after_first"])
+        )
         options["logit_temperature"] = draw(st.sampled_from([1.0, 0.7]))
         options["input_jitter"] = draw(st.sampled_from([0.0, 0.0, 0.1]))
     if router in ("topk", "cosine"):
         options["bias_update_rate"] = draw(st.sampled_from([0.0, 0.001]))
+    sets_first_apart = router in ("topk", "cosine") and K > 1 and not options["bias_update_rate"]
+    if options.get("router_noise") == "gumbel_after_first" and (grouped or not sets_first_apart):
+        options["router_noise"] = "gumbel"
     if grouped:
         groups = draw(
             st.sampled_from([g for g in VARIANTS[variant]["num_expert_groups"] if E % g == 0])
@@ -83,13 +89,17 @@ def cases(draw, *, variant, dtype):
         "eval_capacity_factor": draw(st.sampled_from([None, 0.75])),
         "max_capacity_factor": draw(st.sampled_from([None, None, 0.9, 1.5])),
         "min_capacity": draw(st.sampled_from([1, 0] if policy else [1, 0, 4])),
-        "drop_policy": policy or draw(st.sampled_from(["first", "priority", "random"])),
+        "drop_policy": policy or draw(st.sampled_from(["first", "priority", "weight", "random"])),
         "routing_group_size": draw(st.sampled_from([None, 4])),
         "activation": draw(st.sampled_from(GATED_AND_NOT)),
         "bias": draw(st.booleans()),
         "num_shared_experts": draw(st.sampled_from([0, 0, 2])),
         "residual": draw(st.booleans()),
-        "balance_loss": draw(st.sampled_from(["switch", "importance_load", "none"])),
+        "balance_loss": draw(
+            st.sampled_from(
+                ["switch", "importance_load", "none"] + ["gshard"] * (router != "expert_choice")
+            )
+        ),
         "balance_loss_scope": draw(st.sampled_from(["group", "global"])),
         "aux_loss_weight": 0.5,
         "z_loss_weight": draw(st.sampled_from([0.0, 0.1])),
@@ -190,6 +200,7 @@ COVERED = {
     "topk": ("replayed", "masked"),
     "topk_first": ("dropped by first", "dropped and renormalised"),
     "topk_priority": ("dropped by priority", "dropped and renormalised"),
+    "topk_weight": ("dropped by weight",),
     "topk_random": ("dropped by random", "dropped by first"),
     "topk_grouped": ("limited groups",),
     "cosine": ("masked",),

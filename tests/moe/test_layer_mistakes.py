@@ -38,6 +38,18 @@ def make(**kwargs):
         ({"bias": "yes"}, "bias=yes: must be true or false"),
         ({"seed": "a"}, "seed=a: must be a whole number"),
         ({"seed": 2**63}, "seed=9223372036854775808: must be less than"),
+        (
+            {"balance_loss": "gshard", "router": "expert_choice"},
+            "balance_loss=gshard: counts the first choices",
+        ),
+        (
+            {"router_noise": "gumbel_after_first", "top_k": 1},
+            "router_noise=gumbel_after_first: .* which top_k=1 rules out",
+        ),
+        (
+            {"router_noise": "gumbel_after_first", "bias_update_rate": 0.1},
+            "router_noise=gumbel_after_first: .* which bias_update_rate rules out",
+        ),
         ({"residual_hidden_dim": 4}, "residual_hidden_dim=4: has no effect with residual=False"),
         ({"dtype": torch.int32}, "dtype=torch.int32 must be float64"),
         ({"router": None}, "router is a NoneType; it must be a name or an nn.Module"),

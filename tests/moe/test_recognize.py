@@ -1,12 +1,15 @@
 """What is recognised as a feed-forward block, and what is not although it looks like one."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from expertmesh.config.moe_rules import Activation
 from expertmesh.moe.recognize import recognize_activation, recognize_mlp
-from expertmesh.ops.activation import ACTIVATIONS, activate, num_branches
+from expertmesh.ops.activation import activate, num_branches
 from expertmesh.testing.numerics import assert_close_fp64
 
 
@@ -65,7 +68,7 @@ def test_unknown_activations(function):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", get_args(Activation))
 def test_blocks(activation, bias):
     branches = num_branches(activation)
     plain = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}.get(activation, activation)

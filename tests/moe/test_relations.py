@@ -251,7 +251,7 @@ def test_equal_experts_with_normalised_weights_are_one_dense_mlp(name):
     close(y, 2.0 * layer.shared_experts(x).detach(), "y")
 
 
-@pytest.mark.parametrize("policy", ["first", "priority", "random"])
+@pytest.mark.parametrize("policy", ["first", "priority", "weight", "random"])
 @pytest.mark.parametrize("name", DROPLESS_PER_TOKEN)
 def test_a_large_or_infinite_capacity_is_dropless(name, policy):
     x = tokens()
@@ -268,7 +268,7 @@ def test_a_large_or_infinite_capacity_is_dropless(name, policy):
 
 @pytest.mark.parametrize("scope", ["group", "global"])
 @pytest.mark.parametrize("name", [*DROPLESS_PER_TOKEN, "expert_choice"])
-@pytest.mark.parametrize("policy", ["first", "priority", "random"])
+@pytest.mark.parametrize("policy", ["first", "priority", "weight", "random"])
 def test_routing_groups_are_separate_calls(name, policy, scope):
     """Outputs of a batch of groups are those of one call per group, tail included; so is the mean balance loss."""
     size = 8

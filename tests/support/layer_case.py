@@ -114,7 +114,7 @@ class LayerCase:
         )
         if kind == "none" or not self.training or std == 0:
             return None
-        if kind == "gumbel":
+        if kind.startswith("gumbel"):
             return std * oracle_random.gumbel(self._words(num_tokens, E, STREAM_ROUTER_NOISE))
         words = self._words(num_tokens, 2 * E, STREAM_ROUTER_NOISE)
         return std * oracle_random.gaussian(words[:, :E], words[:, E:])

@@ -170,7 +170,7 @@ def sample(
     )
     prompts = [_PROMPTS[i % len(_PROMPTS)] for i in range(count)]
     prompt_ids = [[END_OF_TEXT_ID, *tokenizer.encode(p).ids] for p in prompts]
-    room = model.config.max_seq_len - max(map(len, prompt_ids))
+    room = model.max_seq_len - max(map(len, prompt_ids))
     outputs: list[list[int]] = [[] for _ in prompts]
     is_cut = [True] * count
     steps = generate_batch(

@@ -16,10 +16,10 @@ from expertmesh.config.base import Config, FieldError
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu"]
 ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
 RouterKind = Literal["topk", "cosine", "expert_choice", "hash"]
-RouterNoise = Literal["none", "gumbel", "gaussian"]
+RouterNoise = Literal["none", "gumbel", "gaussian", "gumbel_after_first"]
 NormalizeWeights = Literal["auto", "none", "topk", "kept"]
-DropPolicy = Literal["first", "priority", "random"]
-BalanceLoss = Literal["switch", "importance_load", "none"]
+DropPolicy = Literal["first", "priority", "weight", "random"]
+BalanceLoss = Literal["switch", "gshard", "importance_load", "none"]
 LossScope = Literal["group", "global"]
 Backend = Literal["auto", "triton", "torch", "reference"]
 
@@ -44,7 +44,8 @@ class LayerChoices(Config):
     weight_scale: float = Field(default=1.0, gt=0)
     """Factor on the routing weights (DeepSeek's routed scaling factor)."""
     router_noise: RouterNoise = "none"
-    """Noise on the logits in training: gumbel (DeepSpeed's RSample) or gaussian (Tutel's gate noise)."""
+    """Noise on the logits in training: gumbel (DeepSpeed's RSample), gaussian (Tutel's gate noise), or gumbel_after_first, on all
+    but the best logit (DeepSpeed's sampling of the second expert)."""
     router_noise_std: float = Field(default=1.0, ge=0)
     """Scale of the router noise."""
     input_jitter: float = Field(default=0.0, ge=0, lt=1)
@@ -78,7 +79,7 @@ class LayerChoices(Config):
     residual: bool = False
     """PR-MoE's residual layer: a dense MLP beside the experts, mixed by a learned two-way coefficient."""
     balance_loss: BalanceLoss = "switch"
-    """Form of the load-balancing loss."""
+    """Form of the load-balancing loss: switch counts all choices of a token, gshard the first ones."""
     balance_loss_scope: LossScope = "group"
     """Tokens over which the balance loss counts: each routing group, or the whole batch."""
     aux_loss_weight: float = Field(default=0.01, ge=0)
@@ -122,6 +123,15 @@ class LayerChoices(Config):
                 "needs tokens that choose, and with router=expert_choice experts choose",
                 "use softmax or sigmoid",
             )
+        if self.balance_loss == "gshard" and self.router == "expert_choice":
+            raise FieldError(
+                "balance_loss",
+                self.balance_loss,
+                "counts the first choices of tokens, and with router=expert_choice experts choose",
+                "use switch",
+            )
+        if self.router_noise == "gumbel_after_first":
+            self._check_first_choice()
         if self.batch_invariant:
             self.check_invariant()
         self._check_effects()
@@ -150,6 +160,22 @@ class LayerChoices(Config):
                 self.top_k,
                 f"must be at most the experts in num_limited_groups={self.num_limited_groups} groups, {reachable}",
                 "lower top_k or raise num_limited_groups",
+            )
+
+    def _check_first_choice(self) -> None:
+        """Refuse what does not leave a token's best logit first, for router_noise=gumbel_after_first."""
+        decides = {
+            "router=expert_choice": self.router == "expert_choice",
+            "bias_update_rate": self.bias_update_rate > 0,
+            "num_expert_groups": self.num_expert_groups > 1,
+            "top_k=1": self.top_k == 1,
+        }
+        if by := [name for name, it_does in decides.items() if it_does]:
+            raise FieldError(
+                "router_noise",
+                self.router_noise,
+                f"needs further choices after a first one by the logits alone, which {by[0]} rules out",
+                "use gumbel",
             )
 
     def _check_effects(self) -> None:

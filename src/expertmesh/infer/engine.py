@@ -1,21 +1,21 @@
 """Generation: prompts in, tokens out one by one, with a key-value cache."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.infer.cache import KVCache
 from expertmesh.infer.sampling import Sampling, choose, draw_uniform, sequence_generators
 from expertmesh.infer.text import TextStream
-from expertmesh.models.gpt.model import GPT
-from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.models.decoder import CausalLM, EncoderDecoder
 
 
 def generate(
-    model: GPT,
+    model: CausalLM,
     prompt_ids: Sequence[int],
     *,
     max_new_tokens: int | None = None,
@@ -34,7 +34,7 @@ def generate(
 
 
 def generate_text(
-    model: GPT,
+    model: CausalLM,
     tokenizer: Tokenizer,
     prompt: str,
     *,
@@ -80,22 +80,24 @@ def _text_pieces(ids: Iterator[int], stream: TextStream) -> Iterator[str]:
 
 
 def generate_batch(
-    model: GPT,
+    model: CausalLM,
     prompts: Sequence[Sequence[int]],
     *,
+    sources: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
     eos_id: int | None = None,
 ) -> Iterator[list[int | None]]:
-    """Continue several prompts of any lengths together.
+    """Continue several prompts of any lengths together; of an encoder-decoder, each under its own source.
 
     Shorter prompts are padded on the left; the padding is masked out of attention and experts. Sequence i draws from a
     generator seeded with sampling.seed + i, so what it gets depends on its own prompt and place alone (with a dropless
     model; its logits to rounding, or to the bit where the model's config has batch_invariant). Sets the model to evaluation mode while it computes. Synchronises with the device once per token.
 
     Args:
-        model: the language model.
-        prompts: token ids, none of them empty.
+        model: the language model, or encoder-decoder.
+        prompts: token ids, none of them empty. Those of an encoder-decoder are the beginnings of its outputs.
+        sources: token ids that an encoder-decoder reads first, one list per prompt.
         max_new_tokens: most tokens to generate for each; None: as many as the longest prompt leaves room for.
         sampling: how to choose tokens; None: greedy.
         eos_id: a sequence ends before this token; None: only at max_new_tokens.
@@ -104,23 +106,46 @@ def generate_batch(
         Iterator over steps: the next token of every sequence, None for those that have ended.
 
     Raises:
-        ConfigError: an empty prompt, an id outside the vocabulary, max_new_tokens below 1, or more tokens than the
-            model's max_seq_len. Raised at once and not at the first token.
+        ConfigError: an empty prompt or source, an id outside the vocabulary, max_new_tokens below 1, more tokens than the
+            model's max_seq_len or max_source_len, or sources that the model cannot read, or lacks. Raised at once and
+            not at the first token.
         CheckpointError: while generating, when the model's logits are not finite.
     """
     sampling = Sampling(greedy=True) if sampling is None else sampling
-    _check_prompts(model, prompts)
-    new_tokens = _room(model, prompts, max_new_tokens=max_new_tokens)
-    return _steps(model, prompts, new_tokens=new_tokens, sampling=sampling, eos_id=eos_id)
-
-
-def _check_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> None:
-    vocab = model.config.vocab_size
     if not prompts:
         raise ConfigError("prompts=[]: there is nothing to continue; give at least one prompt")
+    _check_ids(model, prompts, what="prompt")
+    _check_sources(model, sources, num_prompts=len(prompts))
+    new_tokens = _room(model, prompts, max_new_tokens=max_new_tokens)
+    return _steps(model, prompts, sources, new_tokens=new_tokens, sampling=sampling, eos_id=eos_id)
+
+
+def _check_sources(
+    model: CausalLM, sources: Sequence[Sequence[int]] | None, *, num_prompts: int
+) -> None:
+    if not isinstance(model, EncoderDecoder):
+        if sources is not None:
+            raise ConfigError(
+                f"sources: a {type(model).__name__} reads none; put them before the prompts"
+            )
+        return
+    if sources is None or len(sources) != num_prompts:
+        raise ConfigError(
+            f"sources: {0 if sources is None else len(sources)} for {num_prompts} prompts; give one per prompt"
+        )
+    _check_ids(model, sources, what="source")
+    longest = max(map(len, sources))
+    if longest > model.max_source_len:
+        raise ConfigError(
+            f"source of {longest} tokens: the model reads at most {model.max_source_len}; shorten it"
+        )
+
+
+def _check_ids(model: CausalLM, prompts: Sequence[Sequence[int]], *, what: str) -> None:
+    vocab = model.vocab_size
     for prompt in prompts:
         if not len(prompt):
-            raise ConfigError("prompt='': is empty; give at least one token to continue")
+            raise ConfigError(f"{what}='': is empty; give at least one token")
         wrong = [token_id for token_id in prompt if not 0 <= token_id < vocab]
         if wrong:
             raise ConfigError(
@@ -128,9 +153,9 @@ def _check_prompts(model: GPT, prompts: Sequence[Sequence[int]]) -> None:
             )
 
 
-def _room(model: GPT, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None) -> int:
+def _room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None) -> int:
     """The number of new tokens, checked against the longest prompt."""
-    limit, longest = model.config.max_seq_len, max(len(prompt) for prompt in prompts)
+    limit, longest = model.max_seq_len, max(len(prompt) for prompt in prompts)
     if longest >= limit:
         raise ConfigError(
             f"prompt of {longest} tokens: must be shorter than the model's max_seq_len={limit}; shorten the prompt"
@@ -149,22 +174,29 @@ def _room(model: GPT, prompts: Sequence[Sequence[int]], *, max_new_tokens: int |
 
 
 def _steps(
-    model: GPT,
+    model: CausalLM,
     prompts: Sequence[Sequence[int]],
+    sources: Sequence[Sequence[int]] | None,
     *,
     new_tokens: int,
     sampling: Sampling,
     eos_id: int | None,
 ) -> Iterator[list[int | None]]:
-    device = model.embedding.weight.device
+    device = model.device
     ids_BS, token_mask_BS = pad_left(prompts, device=device)
-    cache: KVCache | None = None
+    max_len = ids_BS.shape[1] + new_tokens
+    cache: Any = None
     generators = sequence_generators(sampling.seed, len(prompts))
     running = [True] * len(prompts)
     for _ in range(new_tokens):
         if cache is None:
-            cache = new_cache(model, batch_size=len(prompts), max_len=ids_BS.shape[1] + new_tokens)
-        logits_BV = next_logits(model, ids_BS, token_mask_BS=token_mask_BS, cache=cache)
+            cache = model.new_cache(batch_size=len(prompts), max_len=max_len)
+            if isinstance(model, EncoderDecoder) and sources is not None:
+                source_BS, source_mask_BS = pad_right(sources, device=device)
+                with _evaluating(model):
+                    model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
+        with _evaluating(model):
+            logits_BV = model.next_logits(ids_BS, token_mask_BS=token_mask_BS, cache=cache)
         if not torch.isfinite(logits_BV).all():
             raise CheckpointError(
                 f"logits after {cache.length} tokens are not finite: the weights are damaged, or the compute dtype is too"
@@ -198,36 +230,40 @@ def pad_left(
     Returns:
         (B, S) int64 ids, 0 where padded, and the (B, S) bool mask, False where padded; None if nothing is.
     """
+    return _padded(prompts, on_the_left=True, device=device)
+
+
+def pad_right(
+    prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same, aligned at their beginnings."""
+    return _padded(prompts, on_the_left=False, device=device)
+
+
+def _padded(
+    prompts: Sequence[Sequence[int]], *, on_the_left: bool, device: torch.device | str | None
+) -> tuple[Tensor, Tensor | None]:
     longest = max(len(prompt) for prompt in prompts)
-    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    rows, masks = [], []
+    for prompt in prompts:
+        fill, here = [0] * (longest - len(prompt)), [True] * len(prompt)
+        rows.append(fill + list(prompt) if on_the_left else list(prompt) + fill)
+        masks.append([False] * len(fill) + here if on_the_left else here + [False] * len(fill))
     ids_BS = torch.tensor(rows, dtype=torch.int64, device=device)
-    if all(len(prompt) == longest for prompt in prompts):
+    if all(map(all, masks)):
         return ids_BS, None
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    columns = torch.arange(longest, device=device)
-    return ids_BS, columns >= longest - lengths[:, None]
+    return ids_BS, torch.tensor(masks, device=device)
 
 
-def new_cache(model: GPT, *, batch_size: int, max_len: int) -> KVCache:
-    """A cache in the dtype that the model's attention computes in: its own, or autocast's where that is on."""
-    weight = model.embedding.weight
-    dtype = autocast_dtype(weight.device) or weight.dtype
-    return KVCache(
-        model.config, batch_size=batch_size, max_len=max_len, device=weight.device, dtype=dtype
-    )
-
-
-@torch.no_grad()
-def next_logits(
-    model: GPT, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache
-) -> Tensor:
-    """(B, V) logits of the token after the last column, in evaluation mode; the model's mode is put back."""
-    if not model.training:
-        return model(ids_BS, token_mask_BS=token_mask_BS, cache=cache, num_logits=1).logits_BSV[
-            :, 0
-        ]
-    model.eval()
+@contextmanager
+def _evaluating(model: CausalLM) -> Iterator[None]:
+    """Evaluation mode without gradients; the mode before is put back."""
+    was_training = model.training
+    if was_training:
+        model.train(False)
     try:
-        return next_logits(model, ids_BS, token_mask_BS=token_mask_BS, cache=cache)
+        with torch.no_grad():
+            yield
     finally:
-        model.train()
+        if was_training:
+            model.train()

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.decoder import CausalLM
 from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.apply import degrees_of, parallelize
 from expertmesh.parallel.ranks import Ranks
@@ -193,7 +194,7 @@ class Task(ABC):
         """What a report compares the model with; here, nothing."""
         return None
 
-    def decoder(self, model: nn.Module) -> Any:
+    def decoder(self, model: nn.Module) -> CausalLM:
         """The model as the decoding engine wants it.
 
         Raises:

@@ -18,7 +18,7 @@ from expertmesh.ops.invariant.attention import attention as invariant_attention
 
 
 class LayerCache(Protocol):
-    """What attention needs of a key-value cache; `expertmesh.infer.cache.KVCache` is one."""
+    """What attention needs of a key-value cache; `expertmesh.models.cache.KVCache` is one."""
 
     def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of new tokens and return those of all tokens so far."""

@@ -28,7 +28,7 @@ class CapacityOptions:
     Attributes:
         factor: capacity factor in force, exact; None: dropless.
         min_capacity: least rows per expert and routing group.
-        policy: first, priority or random.
+        policy: first, priority, weight or random.
         group_size: tokens per routing group; None: all tokens of the call.
         renormalize: scale the weights of a token's surviving slots to the sum they had with the dropped ones.
     """
@@ -207,12 +207,23 @@ def _count(values_N: Tensor, end: int) -> Tensor:
 
 
 def _queue_order(
-    weights_TK: Tensor, policy: str, noise_key: Tensor, token_index_T: Tensor, layer_index: int
+    weights_TK: Tensor,
+    live_TK: Tensor,
+    policy: str,
+    noise_key: Tensor,
+    token_index_T: Tensor,
+    layer_index: int,
 ) -> Tensor | None:
     """Order in which slots, counted choice by choice (j * T + t), queue for their experts; None: as counted."""
     if policy == "first":
         return None
     if policy == "priority":
+        T, K = weights_TK.shape
+        largest_T = weights_TK.detach().masked_fill(~live_TK, -math.inf).amax(-1)
+        token_T = torch.sort(-largest_T, stable=True).indices
+        first_slot_K = torch.arange(K, device=weights_TK.device) * T
+        return (first_slot_K[:, None] + token_T).reshape(-1)
+    if policy == "weight":
         keys = -weights_TK.detach()
     else:
         keys = random_bits(
@@ -268,8 +279,9 @@ def assign(
 
     T_g counts the tokens that the mask does not hide, as a tensor; buffer sizes come from the static size, so
     nothing synchronises with the host. Who stays, per `options.policy`: first (all first choices in token order,
-    then second choices, ...; GShard), priority (larger routing weight first; V-MoE, arXiv 2106.05974, for single
-    choices), random (uniform over the queue: DeepSpeed's Random Token Selection), ties in the order of "first".
+    then second choices, ...; GShard), priority (the same with the tokens in descending order of their largest weight:
+    batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2), weight (choices by routing weight: DeepSpeed's
+    `probs`), random (uniform over the queue: DeepSpeed's Random Token Selection), ties in the order of "first".
 
     Args:
         expert_ids_TK: (T, K) int64 in [0, E]; E at slots that are not live.
@@ -293,11 +305,11 @@ def assign(
     capacity_G = capacity_of(valid_G, K, num_experts, factor, min_capacity=least)
     group_T = torch.arange(T, device=expert_ids_TK.device) // size
     segment_TK = expert_ids_TK + group_T[:, None] * (num_experts + 1)
-    order = _queue_order(weights_TK, options.policy, noise_key, token_index_T, layer_index)
+    live_TK = expert_ids_TK < num_experts
+    order = _queue_order(weights_TK, live_TK, options.policy, noise_key, token_index_T, layer_index)
     position_KT = queue_positions(
         segment_TK.t().reshape(-1), order, num_groups * (num_experts + 1)
     ).view(K, T)
-    live_TK = expert_ids_TK < num_experts
     kept_TK = live_TK & (position_KT.t() < capacity_G[group_T][:, None])
     if options.renormalize:
         weights_TK = give_kept_the_sum(weights_TK, live_TK, kept_TK)

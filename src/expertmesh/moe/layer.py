@@ -60,7 +60,7 @@ class MoELayer(nn.Module):
         normalize_weights: divide the weights by their sum over the chosen experts ("topk"), or over those that survive
             the capacity ("kept"); "none"; "auto": topk if top_k > 1, and none for expert_choice.
         weight_scale: factor on the routing weights.
-        router_noise: "gumbel" or "gaussian" noise on the logits in training. It decides on the choice only: weights and
+        router_noise: "gumbel" or "gaussian" noise on the logits in training, or "gumbel_after_first" on all but the best one. It decides on the choice only: weights and
             losses come from the clean logits (as DeepSpeed's RSample), so replaying the choice replays the weights.
         router_noise_std: factor on the noise, in logits.
         input_jitter: the router's input times a uniform factor in 1 +- this, in training.
@@ -76,8 +76,9 @@ class MoELayer(nn.Module):
         eval_capacity_factor: the same in evaluation.
         min_capacity: least rows per expert and routing group when a capacity is set.
         max_capacity_factor: upper bound on the factor, for a dropless layer as well; None: no bound.
-        drop_policy: who stays when an expert is over capacity: "first", "priority" (by routing weight) or "random"
-            (in training; "first" in evaluation).
+        drop_policy: who stays when an expert is over capacity: "first" (all first choices in token order, then all
+            second ones), "priority" (the same with tokens in order of their largest weight: batch-prioritised
+            routing), "weight" (choices by routing weight) or "random" (in training; "first" in evaluation).
         routing_group_size: tokens per routing group, for capacity and losses; None: all tokens of a call.
         experts: an nn.ModuleList of E modules of your own, or a function from the expert's index to a module; each is
             called on its (n, D) rows. They synchronise with the host. None: grouped experts.
@@ -90,7 +91,7 @@ class MoELayer(nn.Module):
         residual_hidden_dim: hidden size of the residual MLP; None: hidden_dim.
         recompute_h: grouped experts do not save their pre-activations (T * K * G * F elements) but compute them again in
             the backward, a third of their forward's FLOPs more; the same results to the bit.
-        balance_loss: "switch", "importance_load" or "none".
+        balance_loss: "switch" (over all choices), "gshard" (the same over the first ones), "importance_load" or "none".
         balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call.
         aux_loss_weight: weight of the balance loss in `RoutingStats.aux_loss`.
         z_loss_weight: weight of the router z-loss in `RoutingStats.z_loss`.

@@ -65,12 +65,17 @@ def weighted_losses(
     if groups is not None and spans:
         routed, token_mask_T = groups.balanced(routed), groups.gather_mask(token_mask_T)
     ids_TK, scores_TE = routed.topk_expert_ids_TK, routed.scores_TE
-    counts_GE = None if size is None else count_choices(ids_TK, num_experts, size)
+    counted_TK = ids_TK[:, :1] if options.kind == "gshard" else ids_TK
+    counts_GE = None if size is None else count_choices(counted_TK, num_experts, size)
+    counts_all = counts_GE is not None and not spans and options.kind != "gshard"
     counts_E = sum_over_processes(
-        count_all_choices(own_ids_TK, num_experts)
-        if counts_GE is None or spans
-        else counts_GE.sum(0)
+        counts_GE.sum(0)
+        if counts_GE is not None and counts_all
+        else count_all_choices(own_ids_TK, num_experts)
     )
+    balanced_GE = counts_E[None] if counts_GE is None else counts_GE
+    if counts_GE is None and options.kind == "gshard":
+        balanced_GE = sum_over_processes(count_all_choices(counted_TK, num_experts))[None]
     aux_loss = z_loss = routed.topk_weights_TK.new_zeros(())
     with without_autocast(aux_loss.device):
         if options.aux_loss_weight and scores_TE is not None and options.kind != "none":
@@ -79,7 +84,7 @@ def weighted_losses(
                 loss = partial(importance_load_loss, load_TE=routed.load_TE)
             aux_loss = options.aux_loss_weight * loss(
                 scores_TE,
-                counts_E[None] if counts_GE is None else counts_GE,
+                balanced_GE,
                 token_mask_T=token_mask_T,
                 group_size=size,
                 sum_over_processes=sum_over_processes if counts_GE is None else None,

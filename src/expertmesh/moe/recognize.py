@@ -28,7 +28,7 @@ class RecognizedMLP:
         out_name: name of the linear map F -> D.
         dim: D.
         hidden_dim: F.
-        bias: whether any of the linear maps has a bias.
+        biased: names of those linear maps that have a bias.
     """
 
     activation: Activation
@@ -36,7 +36,12 @@ class RecognizedMLP:
     out_name: str
     dim: int
     hidden_dim: int
-    bias: bool
+    biased: tuple[str, ...]
+
+    @property
+    def bias(self) -> bool:
+        """Whether any of the linear maps has a bias."""
+        return bool(self.biased)
 
     def weights(self, module: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Collect the weights of a module of this form.
@@ -135,7 +140,7 @@ def _holds_more(module: nn.Module, linears: dict[str, nn.Linear]) -> bool:
 def _candidates(linears: dict[str, nn.Linear]) -> list[RecognizedMLP]:
     """Every reading of two or three linear maps whose shapes fit."""
     found = []
-    bias = any(linear.bias is not None for linear in linears.values())
+    biased = tuple(name for name, linear in linears.items() if linear.bias is not None)
     for names in permutations(linears):
         *into, out = names
         w_out = linears[out]
@@ -144,7 +149,7 @@ def _candidates(linears: dict[str, nn.Linear]) -> list[RecognizedMLP]:
             continue
         branches = len(into)
         found += [
-            RecognizedMLP(name, tuple(into), out, *shape, bias)
+            RecognizedMLP(name, tuple(into), out, *shape, biased)
             for name in get_args(Activation)
             if num_branches(name) == branches
         ]

@@ -149,7 +149,7 @@ def _noise(call: CallInputs, options: RoutingOptions, dtype: torch.dtype) -> Ten
     if not call.training or options.noise == "none":
         return None
     E = options.selection.num_experts
-    if options.noise == "gumbel":
+    if options.noise.startswith("gumbel"):
         return options.selection.noise_std * gumbel(call.bits(E, STREAM_ROUTER_NOISE), dtype)
     bits = call.bits(2 * E, STREAM_ROUTER_NOISE)
     return options.selection.noise_std * gaussian(bits[:, :E], bits[:, E:], dtype)
@@ -163,6 +163,10 @@ def _choose(logits_TE: Tensor, call: CallInputs, options: RoutingOptions) -> Rou
         ids_TK = call.routing.expert_ids_TK
         return RouterOutput(ids_TK, logits_TE.new_zeros(ids_TK.shape), scores_TE, logits_TE)
     noise_TE = _noise(call, options, logits_TE.dtype)
+    if noise_TE is not None and options.noise == "gumbel_after_first":
+        # the best logit with the largest noise stays the best
+        best_T1 = logits_TE.detach().argmax(-1, keepdim=True)
+        noise_TE = noise_TE.scatter(-1, best_T1, noise_TE.amax(-1, keepdim=True))
     if options.kind == "expert_choice":
         return choose_by_expert(
             logits_TE,

@@ -18,9 +18,6 @@ _INNER = {
     "relu2": "relu2",
     "silu": "silu",
 }
-ACTIVATIONS = tuple(_INNER)
-"""Names of all activations."""
-
 _GATED = frozenset({"swiglu", "geglu", "reglu"})
 
 

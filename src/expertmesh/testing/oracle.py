@@ -229,21 +229,30 @@ def _assign(
             continue
         for e in range(options.num_experts):
             queue = [(k, t) for k in range(ids_TK.shape[1]) for t in members if ids_TK[t, k] == e]
-            if options.drop_policy == "priority":
-                key = [-weights_TK[t, k] for k, t in queue]
+            if (
+                options.drop_policy == "priority"
+            ):  # V-MoE, algorithm 2: by choice, then by the token's largest weight
+                key = [(k, -max(weights_TK[t, ids_TK[t] < options.num_experts])) for k, t in queue]
+            elif options.drop_policy == "weight":
+                key = [(0, -weights_TK[t, k]) for k, t in queue]
             elif options.drop_policy == "random":
                 assert inputs.keys_TK is not None or len(queue) <= limit, "random drops need keys"
-                key = [0.0 if inputs.keys_TK is None else inputs.keys_TK[t, k] for k, t in queue]
+                drawn = inputs.keys_TK
+                key = [(0, 0.0 if drawn is None else drawn[t, k]) for k, t in queue]
             else:
-                key = [0.0 for _ in queue]
+                key = [(0, 0.0) for _ in queue]
             order = sorted(range(len(queue)), key=lambda i: (key[i], queue[i]))
             for i in order[limit:]:
                 kept_TK[queue[i][1], queue[i][0]] = False
             if limit < len(queue) and options.drop_policy != "first":
-                last, first_out = key[order[limit - 1]] if limit else -np.inf, key[order[limit]]
-                is_constant = options.router == "hash" or -last == options.weight_scale
-                if not (options.drop_policy == "priority" and is_constant):
-                    gaps.append(first_out - last)
+                last, first_out = (
+                    key[order[limit - 1]] if limit else (-1, -np.inf),
+                    key[order[limit]],
+                )
+                is_constant = options.router == "hash" or -last[1] == options.weight_scale
+                by_weight = options.drop_policy in ("priority", "weight")
+                if last[0] == first_out[0] and not (by_weight and is_constant):
+                    gaps.append(first_out[1] - last[1])
     return kept_TK
 
 

@@ -22,9 +22,14 @@ def _choice_counts(ids_TK: Array, valid: list[int], num_experts: int) -> Array:
     return np.array([(ids_TK[valid] == e).sum() for e in range(num_experts)], dtype=np.float64)
 
 
+def _balanced_choices(routed: Routed, options: OracleOptions) -> Array:
+    return routed.ids_TK[:, :1] if options.balance_loss == "gshard" else routed.ids_TK
+
+
 def balance_loss(routed: Routed, mask_T: Array, options: OracleOptions) -> float:
     """Unweighted balance loss: the mean over groups, each weighing as many as it has valid tokens.
 
+    gshard: the same as switch with the tokens' first choices only.
     switch: E * sum_e f_e P_e, with f_e the share of the group's rows that chose e before dropping and P_e the
     mean probability. importance_load: (CV^2(importance) + CV^2(load)) / 2, CV^2 the variance (of the population)
     over the squared mean; importance_e the sum of probabilities, load_e the (expected) number of rows.
@@ -34,8 +39,8 @@ def balance_loss(routed: Routed, mask_T: Array, options: OracleOptions) -> float
     total = 0.0
     for valid, share in _loss_groups(mask_T, options):
         importance_E = routed.probabilities_TE[valid].sum(0)
-        counts_E = _choice_counts(routed.ids_TK, valid, options.num_experts)
-        if options.balance_loss == "switch":
+        counts_E = _choice_counts(_balanced_choices(routed, options), valid, options.num_experts)
+        if options.balance_loss in ("switch", "gshard"):
             rows = max(counts_E.sum(), 1.0)
             total += (
                 share * options.num_experts * float(counts_E / rows @ importance_E) / len(valid)
@@ -67,8 +72,10 @@ def balance_loss_backward(
     if options.balance_loss == "none" or options.router == "hash":
         return dp_TE, dload_TE
     for valid, share in _loss_groups(mask_T, options):
-        if options.balance_loss == "switch":
-            counts_E = _choice_counts(routed.ids_TK, valid, options.num_experts)
+        if options.balance_loss in ("switch", "gshard"):
+            counts_E = _choice_counts(
+                _balanced_choices(routed, options), valid, options.num_experts
+            )
             rows = max(counts_E.sum(), 1.0)
             dp_TE[valid] = dloss * share * options.num_experts * counts_E / rows / len(valid)
         else:

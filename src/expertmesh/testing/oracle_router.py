@@ -97,8 +97,15 @@ def route(inputs: OracleInputs, options: OracleOptions) -> Routed:
     else:
         ids_TK = np.zeros((len(x_TD), options.top_k), dtype=np.int64)
         for t in range(len(x_TD)):
-            noisy = logits_TE[t] if inputs.noise_TE is None else logits_TE[t] + inputs.noise_TE[t]
             is_real = inputs.token_mask_T is None or inputs.token_mask_T[t]
+            noise = np.zeros_like(logits_TE[t]) if inputs.noise_TE is None else inputs.noise_TE[t]
+            if options.router_noise == "gumbel_after_first" and inputs.noise_TE is not None:
+                first, *rest = np.argsort(-logits_TE[t], kind="stable")
+                if is_real and rest:
+                    gaps.append(float(logits_TE[t, first] - logits_TE[t, rest[0]]))
+                noise = noise.copy()
+                noise[first] = noise.max()
+            noisy = logits_TE[t] + noise
             ids_TK[t] = _choose(noisy, inputs.expert_bias_E, options, gaps if is_real else [])
     raw_TK = np.zeros(ids_TK.shape)
     for t, ids_K in enumerate(ids_TK):

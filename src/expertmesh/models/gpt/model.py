@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.cache import KVCache
 from expertmesh.models.layers import Attention, LayerCache, RMSNorm, rope_tables
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import draw_seed, init_normal_
@@ -20,7 +21,7 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.shared_groups import SharedTokens
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.cpu import products as cpu_products
-from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.invariant.attention import first_token
 
@@ -44,7 +45,7 @@ torch.utils._pytree.register_dataclass(
 
 
 class SequenceCache(LayerCache, Protocol):
-    """What the model needs of a key-value cache; `expertmesh.infer.cache.KVCache` is one."""
+    """What the model needs of a key-value cache; `expertmesh.models.cache.KVCache` is one."""
 
     def begin(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None
@@ -274,6 +275,35 @@ class GPT(nn.Module):
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Keep only the input of every layer in training, and compute the rest again in the backward pass."""
         self.activation_checkpointing = enabled
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.config.vocab_size
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of a sequence."""
+        return self.config.max_seq_len
+
+    @property
+    def device(self) -> torch.device:
+        """Of the embedding, where ids are expected."""
+        return self.embedding.weight.device
+
+    def new_cache(self, *, batch_size: int, max_len: int) -> KVCache:
+        """A cache in the dtype that attention computes in: the parameters', or autocast's where that is on."""
+        dtype = autocast_dtype(self.device) or self.embedding.weight.dtype
+        return KVCache(
+            self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype
+        )
+
+    def next_logits(
+        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        """(B, V) logits of the token after the last column; see `expertmesh.models.decoder.CausalLM`."""
+        output: GPTOutput = self(ids_BS, token_mask_BS=token_mask_BS, cache=cache, num_logits=1)
+        return output.logits_BSV[:, 0]
 
     def share_sequences(self, shared: SharedSequences) -> None:
         """From now on this rank computes its own positions, and its own heads; called by `parallelize_gpt`."""

@@ -10,6 +10,7 @@ from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.data.corpus import texts
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.text import TextData
+from expertmesh.models.decoder import CausalLM
 from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
@@ -90,8 +91,9 @@ class GPTTask(Task):
         value = trigram.bits_per_byte(texts(data.corpus.validation))
         return Baseline("byte trigram with back-off (Witten-Bell)", "trigram model", value)
 
-    def decoder(self, model: nn.Module) -> nn.Module:
+    def decoder(self, model: nn.Module) -> CausalLM:
         """The model itself."""
+        assert isinstance(model, GPT)
         return model
 
 

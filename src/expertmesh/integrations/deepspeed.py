@@ -1,0 +1,296 @@
+"""DeepSpeed's `MoE` on our layer: the same signature, the documented semantics, state dicts in both directions.
+
+Change `from deepspeed.moe.layer import MoE` to `from expertmesh.integrations.deepspeed import MoE`; DeepSpeed itself is not
+needed. Where DeepSpeed's code does something else than its documentation says, this follows the documentation:
+
+* random token selection, jitter and the sampling of the second expert are for training; evaluation is deterministic;
+* without random token selection the first tokens stay (there, any);
+* `drop_tokens=False` drops nothing and pads nothing;
+* fewer tokens than `min_capacity`, no tokens, and k > 2 work; `used_token` counts for every k, in losses and results.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from expertmesh.comm.world import World
+from expertmesh.config.moe_rules import DropPolicy, RouterNoise
+from expertmesh.errors import ConfigError
+from expertmesh.moe.dispatch import LocalDispatcher
+from expertmesh.moe.foreign_names import ForeignName, from_foreign, to_foreign
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.recognize import RecognizedMLP, recognize_mlp
+from expertmesh.parallel.experts.dispatcher import spread_experts
+
+_EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts layer with the interface of `deepspeed.moe.layer.MoE`.
+
+    An `expert` of two nn.Linear, or of three with a gate, becomes grouped experts, which one operator runs; any other module
+    is copied `num_experts` times. Experts begin equal, as there. `state_dict` speaks DeepSpeed's names
+    (`deepspeed_moe.gate.wg.weight`, `deepspeed_moe.experts.deepspeed_experts.0...`, `mlp...`, `coefficient...`) until the
+    experts are spread over ranks.
+
+    Args:
+        hidden_size: size of a token (D).
+        expert: the module that is copied; it maps (n, D) to (n, D), or to a tuple whose first entry that is.
+        num_experts: E, of all ranks together.
+        ep_size: ranks that share one copy of the experts, from `set_deepspeed_parallelism` on.
+        k: experts per token. k = 1 weighs by the probability, k > 1 divides by the sum over the choices that stay.
+        capacity_factor: rows per expert as a ratio of the even share, in training.
+        eval_capacity_factor: the same in evaluation.
+        min_capacity: least rows per expert.
+        use_residual: y = a MoE(x) + b expert(x) with (a, b) a learned softmax (PR-MoE, arXiv 2201.05596).
+        noisy_gate_policy: None, "Jitter" (the router's input times 1 +- 0.01) or "RSample" (Gumbel noise on the choice; k = 1).
+        drop_tokens: False: no capacity.
+        use_rts: random token selection for k = 1; otherwise the first tokens stay (k = 2), or those with the largest weights
+            (k > 2).
+        use_tutel: without effect; our operators are always used.
+        enable_expert_tensor_parallelism: refused; slice experts with `expertmesh.parallel` (es_degree).
+        top2_2nd_expert_sampling: for k = 2 in training, choose the second expert with Gumbel noise.
+
+    Raises:
+        ConfigError: an argument breaks a rule.
+
+    Example:
+        >>> expert = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> moe = MoE(64, expert, num_experts=8, k=1)
+        >>> y, l_aux, exp_counts = moe(torch.randn(2, 16, 64))
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        super().__init__()
+        _check(num_experts, ep_size, k, noisy_gate_policy, enable_expert_tensor_parallelism)
+        self.num_experts, self.ep_size, self.k = num_experts, ep_size, k
+        self.use_residual = use_residual
+        self.num_local_experts = num_experts // ep_size
+        self.expert_group_name = f"ep_size_{ep_size}"
+        self._mlp = _recognized(expert, hidden_size)
+        weight = next(expert.parameters(), torch.empty(0))
+        self._layer = MoELayer(
+            dim=hidden_size,
+            hidden_dim=self._mlp.hidden_dim if self._mlp else hidden_size,
+            num_experts=num_experts,
+            top_k=k,
+            experts=None if self._mlp else lambda _: _First(copy.deepcopy(expert)),
+            activation=self._mlp.activation if self._mlp else "gelu",
+            bias=bool(self._mlp and self._mlp.bias),
+            normalize_weights="none" if k == 1 else "kept" if drop_tokens else "topk",
+            capacity_factor=capacity_factor if drop_tokens else None,
+            eval_capacity_factor=eval_capacity_factor if drop_tokens else None,
+            min_capacity=min_capacity,
+            drop_policy=_drop_policy(k, use_rts),
+            input_jitter=0.01 if noisy_gate_policy == "Jitter" else 0.0,
+            router_noise=_noise(k, noisy_gate_policy, top2_2nd_expert_sampling),
+            balance_loss="gshard" if k == 2 else "switch",
+            aux_loss_weight=1.0,
+            device=weight.device,
+            dtype=weight.dtype if weight.is_floating_point() else None,
+        )
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2, device=weight.device, dtype=weight.dtype)
+        self._fill(expert)
+        for parameter in self._layer.experts.parameters():
+            self._tag(parameter)
+        self.register_state_dict_post_hook(_to_theirs)
+        self.register_load_state_dict_pre_hook(_to_ours)
+
+    def _fill(self, expert: nn.Module) -> None:
+        """Give every expert the weights of the module."""
+        if self._mlp is None:
+            return
+        experts = dict(self._layer.experts.named_parameters())
+        with torch.no_grad():
+            for name, values in zip(_FUSED, self._mlp.weights(expert), strict=True):
+                if values is not None:
+                    experts[name].copy_(values.expand_as(experts[name]))
+
+    def _tag(self, parameter: nn.Parameter) -> None:
+        """What DeepSpeed's engine and optimisers know parameters of experts by."""
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        parameter.group_name = self.expert_group_name  # type: ignore[attr-defined]
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Spread the experts over torch.distributed's ranks: `ep_size` of them share a copy, the others have copies.
+
+        Gradients of experts are then averaged over all ranks, as those of the other parameters are by data parallelism. Call it once,
+        on every rank, before the optimiser is built. Without a process group, or with one rank, nothing happens.
+
+        Args:
+            use_data_before_expert_parallel_: copies of an expert are on neighbouring ranks; refused, see `expert_order`.
+
+        Raises:
+            ConfigError: `ep_size` does not divide the ranks.
+        """
+        if use_data_before_expert_parallel_:
+            raise ConfigError(
+                "use_data_before_expert_parallel_=True: ranks that share a copy of the experts are neighbours here; leave it "
+                "out, or spread the layer with expertmesh.parallel and a world of another order"
+            )
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        if dist.get_world_size() % self.ep_size:
+            raise ConfigError(
+                f"ep_size={self.ep_size}: must divide the {dist.get_world_size()} ranks; choose a divisor"
+            )
+        device = next(self.parameters()).device.type
+        world = World(device_type=device)
+        spread_experts(self._layer, world, num_replicas=world.size // self.ep_size)
+        for parameter in self._layer.experts.parameters():
+            self._tag(parameter)
+            parameter.register_hook(lambda grad: grad / world.size)
+
+    def forward(
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Route every token through its experts.
+
+        Args:
+            hidden_states: (..., D).
+            used_token: one number per token, in any shape; 0 for padding, which takes no part.
+
+        Returns:
+            The output, of the input's shape; the balance loss, 1.0 for uniform routing; and (E,) int64, the choices per
+            expert before dropping.
+
+        Raises:
+            ConfigError: the input does not fit the layer.
+        """
+        mask = None
+        if used_token is not None:
+            if used_token.numel() != hidden_states.shape[:-1].numel():
+                raise ConfigError(
+                    f"used_token has {used_token.numel()} entries for {hidden_states.shape[:-1].numel()} tokens; give one each"
+                )
+            mask = used_token.reshape(hidden_states.shape[:-1]) != 0
+        y, stats = self._layer(hidden_states, token_mask=mask)
+        if self.use_residual:
+            dense = self.mlp(hidden_states)
+            dense = dense[0] if isinstance(dense, tuple) else dense
+            mix = torch.softmax(self.coefficient(hidden_states).float(), -1)
+            y = (y * mix[..., :1] + dense * mix[..., 1:]).to(y.dtype)
+        return y, stats.aux_loss, stats.num_tokens_per_expert_E
+
+
+class _First(nn.Module):
+    """An expert whose tuple output counts by its first entry."""
+
+    def __init__(self, expert: nn.Module) -> None:
+        super().__init__()
+        self.expert = expert
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        y = self.expert(x_RD)
+        first: Tensor = y[0] if isinstance(y, tuple) else y
+        return first
+
+
+_FUSED = ("w_in", "w_out", "b_in", "b_out")
+
+
+def _check(
+    num_experts: int, ep_size: int, k: int, noisy_gate_policy: str | None, slices: bool
+) -> None:
+    if not isinstance(num_experts, int):
+        raise ConfigError(
+            f"num_experts={num_experts!r}: must be one number; build one MoE per layer of a pyramid"
+        )
+    if ep_size < 1 or num_experts % ep_size:
+        raise ConfigError(
+            f"ep_size={ep_size}: must divide num_experts={num_experts}; choose a divisor"
+        )
+    if noisy_gate_policy not in (None, "None", "Jitter", "RSample"):
+        raise ConfigError(
+            f"noisy_gate_policy={noisy_gate_policy!r}: must be None, 'Jitter' or 'RSample'; choose one"
+        )
+    if noisy_gate_policy == "RSample" and k > 1:
+        raise ConfigError(
+            f"noisy_gate_policy='RSample' with k={k}: it has an effect for k=1 only; use 'Jitter' or None"
+        )
+    if slices:
+        raise ConfigError(
+            "enable_expert_tensor_parallelism=True: experts are sliced by expertmesh.parallel (es_degree); leave it out"
+        )
+
+
+def _drop_policy(k: int, use_rts: bool) -> DropPolicy:
+    if k == 1:
+        return "random" if use_rts else "first"
+    return "first" if k == 2 else "weight"
+
+
+def _noise(k: int, noisy_gate_policy: str | None, samples_second: bool) -> RouterNoise:
+    if noisy_gate_policy == "RSample":
+        return "gumbel"
+    return "gumbel_after_first" if k == 2 and samples_second else "none"
+
+
+def _recognized(expert: nn.Module, hidden_size: int) -> RecognizedMLP | None:
+    """The expert's form, if grouped experts have the same parameters."""
+    mlp = recognize_mlp(expert)
+    if mlp is None or mlp.dim != hidden_size or len(mlp.biased) not in (0, len(mlp.in_names) + 1):
+        return None
+    return mlp
+
+
+def _names(moe: MoE) -> list[ForeignName]:
+    """DeepSpeed's names of all tensors of the layer."""
+    mlp, found = moe._mlp, [ForeignName("deepspeed_moe.gate.wg.weight", "router.proj.weight")]
+    if mlp is None:
+        own = [n for n in moe._layer.state_dict() if n.startswith("experts.")]
+        return found + [
+            ForeignName(f"{_EXPERTS}.{n.replace('experts.', '').replace('.expert.', '.', 1)}", n)
+            for n in own
+        ]
+    for e in range(moe.num_experts):
+        places = [(name, "in", (e, g)) for g, name in enumerate(mlp.in_names)]
+        for name, side, part in [*places, (mlp.out_name, "out", (e,))]:
+            found.append(ForeignName(f"{_EXPERTS}.{e}.{name}.weight", f"experts.w_{side}", part))
+            if name in mlp.biased:
+                found.append(ForeignName(f"{_EXPERTS}.{e}.{name}.bias", f"experts.b_{side}", part))
+    return found
+
+
+def _to_theirs(moe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    assert isinstance(moe, MoE)
+    if isinstance(moe._layer.dispatcher, LocalDispatcher):
+        to_foreign(state, _names(moe), prefix=prefix, own_prefix="_layer.")
+
+
+def _to_ours(
+    moe: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    _local: Mapping[str, Any],
+    _strict: bool,
+    _missing: list[str],
+    _unexpected: list[str],
+    errors: list[str],
+) -> None:
+    assert isinstance(moe, MoE)
+    if isinstance(moe._layer.dispatcher, LocalDispatcher):
+        errors += from_foreign(state, _names(moe), moe._layer, prefix=prefix, own_prefix="_layer.")

@@ -1,0 +1,79 @@
+"""What decoding needs of a model: a language model continues tokens, an encoder-decoder reads sources first.
+
+`expertmesh.infer.engine` decodes anything that has these attributes; `Task.decoder` of a family returns one.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+class DecodingCache(Protocol):
+    """What a model keeps of the tokens that it has seen, all in the model's own hands."""
+
+    length: int
+    """Tokens of every sequence so far, padding included."""
+
+
+@runtime_checkable
+class CausalLM(Protocol):
+    """A model that continues sequences of tokens; `expertmesh.models.gpt.model.GPT` is one. All of them are modules."""
+
+    training: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        ...
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of a sequence, new ones included."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids are expected."""
+        ...
+
+    def new_cache(self, *, batch_size: int, max_len: int) -> Any:
+        """An empty `DecodingCache` for so many sequences of so many tokens each, in the type that the model computes in now."""
+        ...
+
+    def next_logits(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Any) -> Tensor:
+        """Read new tokens, keep them in the cache, and give the logits of the token after the last column.
+
+        Args:
+            ids_BS: (B, S) int64; the whole prompts at first, padded on the left, then one token of each sequence.
+            token_mask_BS: (B, S) bool, False for padding; None: there is none.
+            cache: of `new_cache`.
+
+        Returns:
+            (B, V), of any floating dtype.
+        """
+        ...
+
+    def train(self, mode: bool = True) -> Any:
+        """Set training or evaluation mode."""
+        ...
+
+
+@runtime_checkable
+class EncoderDecoder(CausalLM, Protocol):
+    """A model whose sequences each continue under the eye of a source, which it reads once."""
+
+    @property
+    def max_source_len(self) -> int:
+        """Most tokens of a source."""
+        ...
+
+    def encode(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Any) -> None:
+        """Read the sources and keep in the cache what every later token of the same row looks at.
+
+        Args:
+            ids_BS: (B, S) int64, padded on the right.
+            token_mask_BS: (B, S) bool, False for padding; None: there is none.
+            cache: of `new_cache`, still empty.
+        """
+        ...
