@@ -9,9 +9,9 @@ from tests.support.poison import poisoned_empty
 
 from expertmesh.config.model import Activation
 from expertmesh.ops.activation import num_branches, pointwise, pointwise_backward
-from expertmesh.ops.cpu import activation as passes
 from expertmesh.ops.cpu import compiled_passes
-from expertmesh.ops.cpu.compiled_passes import serves
+from expertmesh.ops.cpu.activation_passes import Passes, passes_for
+from expertmesh.ops.cpu.compiled_passes import CompiledPasses, serves
 from expertmesh.testing.numerics import assert_two_times
 
 KINDS = [(name, torch.bfloat16) for name in Activation.__args__]
@@ -34,18 +34,13 @@ def draw(activation, dtype, num_rows, hidden_dim, num_places):
     return randn(num_places, hidden_dim), h_RH, rows_P, s_P
 
 
-MANY = 1 << 30
-"""Rows of a call that takes compiled loops."""
-
-
-def results(name, call, num_rows):
+def results(passes, call):
     """out, dh and ds of the backward, with memory that shows what is not written."""
     grad_PF, h_RH, rows_P, s_P = call
     P = len(h_RH) if rows_P is None else len(rows_P)
     out_PF = torch.full_like(grad_PF, float("nan"))
     d_h_PH = h_RH.new_full((P, h_RH.shape[1]), float("nan"))
-    given = (grad_PF.clone(), h_RH, rows_P, s_P, out_PF, d_h_PH)
-    d_s_P = passes.backward(name, *given, num_rows=num_rows)
+    d_s_P = passes.backward(grad_PF.clone(), h_RH, rows_P, s_P, out_PF, d_h_PH)
     return out_PF, d_h_PH, d_s_P
 
 
@@ -55,8 +50,9 @@ def results(name, call, num_rows):
 def test_is_what_the_passes_are(activation, dtype, sizes):
     call = draw(activation, dtype, *sizes)
     wide = [t.double() if t.is_floating_point() else t for t in call]
-    ours, plain = results(activation, call, MANY), results(activation, call, 1)
-    exact = results(activation, wide, MANY)
+    blocks = Passes.allocate(activation, call[0], backward=True)
+    ours, plain = results(CompiledPasses(activation), call), results(blocks, call)
+    exact = results(Passes.allocate(activation, wide[0], backward=True), wide)
     for what, *found in zip(("out", "dh"), ours[:2], plain[:2], exact[:2], strict=True):
         assert_two_times(*found, what=what, dtype=dtype)
     if len(call[0]) > 1:  # one sum alone may be near zero, and the other way's order lucky
@@ -68,18 +64,20 @@ def test_is_what_the_passes_are(activation, dtype, sizes):
 def test_forward_and_backward_have_the_same_activation(activation, dtype):
     grad_PF, h_RH, _, s_P = draw(activation, dtype, 12, 40, 12)
     out_RF = torch.full((15, 40), float("nan")).to(dtype)
-    passes.forward(activation, h_RH, s_P, out_RF[:12], num_rows=MANY)
-    out_PF, *_ = results(activation, (grad_PF, h_RH, None, s_P), MANY)
+    CompiledPasses(activation).forward(h_RH, s_P, out_RF)
+    out_PF, *_ = results(CompiledPasses(activation), (grad_PF, h_RH, None, s_P))
     assert torch.equal(out_RF[:12], out_PF)
+    assert out_RF[12:].isnan().all(), "rows behind the last one"
     blocks = torch.empty_like(out_PF)
-    passes.forward(activation, h_RH, s_P, blocks, num_rows=1)
+    Passes.allocate(activation, blocks, backward=False).forward(h_RH, s_P, blocks)
     assert_two_times(out_PF, blocks, blocks.double(), what="out", dtype=dtype)
 
 
 @needs_compiler
 def test_what_they_serve():
     rows_RF = torch.empty(5, 1 << 10)
-    assert not serves("relu", rows_RF, num_rows=1 << 11, backward=True)
+    of = [type(passes_for("relu", rows_RF, num_rows=1 << n, backward=True)) for n in (11, 12)]
+    assert of == [Passes, CompiledPasses]
     assert serves("swiglu", rows_RF.bfloat16(), num_rows=1 << 12, backward=True)
     assert not serves("swiglu", rows_RF.double(), num_rows=1 << 12, backward=True)
     assert not serves("swiglu", rows_RF[:, :1], num_rows=1 << 22, backward=False)
@@ -98,7 +96,7 @@ def test_the_experts_take_them(kind, activation, dtype, recompute_h):
     case = ExpertsCase.draw(shape, kind=kind, activation=activation, dtype=dtype, bias=True)
     with (
         patch.object(compiled_passes, "SMALLEST", 1),
-        patch.object(passes, "pointwise", side_effect=AssertionError),
+        patch.object(Passes, "allocate", side_effect=AssertionError),
         poisoned_empty(),
     ):
         found = case.run("torch", recompute_h=recompute_h)

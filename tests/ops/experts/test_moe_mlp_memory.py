@@ -9,7 +9,7 @@ from expertmesh import MoELayer
 from expertmesh.functional import WeightGradients, moe_mlp
 from expertmesh.ops.cpu import backward as expert_loop_backward
 from expertmesh.ops.cpu import forward as expert_loop
-from expertmesh.ops.cpu.activation import BLOCK_ELEMENTS
+from expertmesh.ops.cpu.activation_passes import BLOCK_ELEMENTS
 from expertmesh.ops.cpu.backward import RUN_ELEMENTS
 from expertmesh.ops.cpu.forward import FEW_ELEMENTS
 from expertmesh.ops.cpu.products import gemm_rows, goes_to_onednn
@@ -73,7 +73,7 @@ def rows_of_largest(case, dtype):
 
 def scratch_bytes(rows, hidden_dim, dtype, *, backward):
     narrow = dtype != torch.float32
-    buffers = (8 if narrow else 5) if backward else (5 if narrow else 1)
+    buffers = (6 if narrow else 2) if backward else (2 if narrow else 0)
     return buffers * 4 * min(rows * hidden_dim, BLOCK_ELEMENTS * torch.get_num_threads())
 
 

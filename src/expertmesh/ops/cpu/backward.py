@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.ops.cpu import activation
+from expertmesh.ops.cpu.activation_passes import Passes, passes_for
+from expertmesh.ops.cpu.compiled_passes import CompiledPasses
 from expertmesh.ops.cpu.forward import hidden, row_weights
 from expertmesh.ops.cpu.products import product_into
 from expertmesh.ops.cpu.runs import Run, make_runs
@@ -139,6 +140,7 @@ class _DataBuffers:
         d_a: room for the gradient of A of one run.
         d_x_RD: receives the gradient of the gathered x; no rows where it is not wanted.
         d_s_R: receives the gradient of the rows' weights.
+        passes: the activation.
     """
 
     h_RH: Tensor | None
@@ -146,6 +148,7 @@ class _DataBuffers:
     d_a: Tensor
     d_x_RD: Tensor
     d_s_R: Tensor
+    passes: Passes | CompiledPasses
 
     @staticmethod
     def of(steps: "_Steps", h_RH: Tensor) -> "_DataBuffers":
@@ -155,12 +158,14 @@ class _DataBuffers:
         _, G, F, D = steps.experts.w_in_EGFD.shape
         d_a = steps.new(steps.most, F)
         pad = max((run.padding for run in steps.runs), default=0)
+        passes = passes_for(steps.experts.activation, d_a, num_rows=num_rows, backward=True)
         return _DataBuffers(
             h_RH if saved else None,
             steps.new(0 if saved else steps.most, G * F),
             d_a,
             steps.new(live + pad if steps.needs.x else 0, D),
             torch.empty_like(steps.s_R),
+            passes,
         )
 
 
@@ -224,8 +229,7 @@ class _Steps:
             product_into(d_y_e, w, d_a_e)
         # weight gradients sum over places, so the padding weighs nothing: zeros in A' and dH
         s = run.without_padding(run.taken(self.s_R))
-        name, num_rows = self.experts.activation, len(self.maps.token_of_row_N)
-        d_s = activation.backward(name, d_a, h, rows, s, a, d_h, num_rows=num_rows)
+        d_s = data.passes.backward(d_a, h, rows, s, a, d_h)
         if self.experts.b_out_ED is not None:
             for e, d_y_e, d_s_e in zip(run.experts, run.split(d_y), run.split(d_s), strict=True):
                 d_s_e.add_(torch.mv(d_y_e, self.experts.b_out_ED[e].to(self.dtype)))

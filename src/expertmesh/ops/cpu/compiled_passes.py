@@ -1,10 +1,11 @@
 """The activation of many rows and its gradient on a CPU, each in one pass: every number is read and written once.
 
-What `activation` does with up to fifteen operators of PyTorch per block, compiled into a loop that also gathers H.
+What `activation_passes` does with up to fifteen operators of PyTorch per block, compiled into a loop that also gathers H.
 The arithmetic is the same, FP32 rounded once at the end; only exponentials may differ in their last bit, and sums in order.
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -18,7 +19,7 @@ SMALLEST = 1 << 22
 
 
 def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -> bool:
-    """Whether a loop can do this pass; the first large call of an activation and type has its loop made.
+    """Whether `CompiledPasses` can do this pass; the first large call of an activation and type has its loop made.
 
     Args:
         activation: its name.
@@ -32,9 +33,40 @@ def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -
     return (backward_loop if backward else forward_loop)(activation, dtype).run is not None
 
 
+@dataclass(frozen=True)
+class CompiledPasses:
+    """`Passes`, each a loop; for an activation and a type that `serves` says so of.
+
+    Attributes:
+        activation: its name.
+    """
+
+    activation: str
+
+    def forward(self, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> None:
+        """As `Passes.forward`."""
+        forward_loop(self.activation, h_RH.dtype)(h_RH, s_R, out_RF[: h_RH.shape[0]])
+
+    def backward(
+        self,
+        grad_PF: Tensor,
+        h_RH: Tensor,
+        rows_P: Tensor | None,
+        s_P: Tensor,
+        out_PF: Tensor,
+        d_h_PH: Tensor,
+    ) -> Tensor:
+        """As `Passes.backward`, but h may not lie in the place of its gradient, and grad stays as it is."""
+        if rows_P is None:
+            rows_P = torch.arange(len(h_RH), dtype=torch.int32, device=h_RH.device)
+        return backward_loop(self.activation, h_RH.dtype)(
+            grad_PF, h_RH, rows_P, s_P, out_PF, *d_h_PH.split(out_PF.shape[1], 1)
+        )
+
+
 @cache
 def forward_loop(activation: str, dtype: torch.dtype) -> Loop:
-    """Make the loop of the forward: (h, s, out) as `activation.forward` takes them."""
+    """Make the loop of the forward."""
     hidden = num_branches(activation) * 80
     example = (
         example_values(7, hidden, dtype=dtype),
@@ -46,7 +78,7 @@ def forward_loop(activation: str, dtype: torch.dtype) -> Loop:
 
 @cache
 def backward_loop(activation: str, dtype: torch.dtype) -> Loop:
-    """Make the loop of the backward: (grad, h, rows, s, out, the branches of d_h); h may not lie where its gradient does."""
+    """Make the loop of the backward."""
     hidden = num_branches(activation) * 80
     grad_PF, h_RH = example_values(5, 80, dtype=dtype), example_values(7, hidden, dtype=dtype)
     rows_P = torch.tensor([6, 0, 2, 2, 1], dtype=torch.int32, device="cpu")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from expertmesh.ops.cpu import activation
 from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.cpu.activation_passes import passes_for
 from expertmesh.ops.cpu.runs import Run, make_runs
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
 from expertmesh.ops.expert_types import Experts
@@ -38,6 +38,7 @@ def forward(
     h_buffer, a_buffer = (x_TD.new_empty(most, width, dtype=dtype) for width in (G * F, F))
     y_RD = x_TD.new_empty(bounds[-1] + pad, D, dtype=dtype)
     s_R = row_weights(weights_TK, maps, bounds[-1], x_TD.dtype)
+    passes = passes_for(experts.activation, a_buffer, num_rows=num_rows, backward=False)
     for run in runs:
         start, stop = run.rows.start, run.rows.stop
         n, m = stop - start, stop - start + run.padding
@@ -56,7 +57,7 @@ def forward(
             h = grouped_mm(x, experts.w_in_EGFD.flatten(1, 2).mT, offs=offsets_E)
         if save_h and not direct:
             h_all[start:stop].copy_(h[:n])
-        activation.forward(experts.activation, h[:n], s_R[start:stop], a[:n], num_rows=num_rows)
+        passes.forward(h[:n], s_R[start:stop], a)
         # oneDNN's AMX products with F not a multiple of 32 read on into the next row and multiply it by zeros
         a[n:].zero_()
         y = y_RD[start : start + m]
