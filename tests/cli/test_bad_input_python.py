@@ -58,25 +58,30 @@ class Mistake:
 
 LAYER = {
     "more choices than experts": Mistake(
-        lambda: layer(top_k=5), ["top_k=5", "from 1 to num_experts=4", "lower top_k"]
+        lambda: layer(top_k=5),
+        ["top_k=5", "at most the fewest experts of a layer, 4", "lower top_k"],
     ),
-    "no choice": Mistake(lambda: layer(top_k=0), ["top_k=0", "from 1", "lower top_k or add"]),
+    "no choice": Mistake(lambda: layer(top_k=0), ["top_k=0", "greater than 0", "for example 2"]),
     "half an expert": Mistake(
-        lambda: layer(num_experts=2.5), ["num_experts=2.5", "integer", "give"]
+        lambda: layer(num_experts=2.5), ["num_experts=2.5", "whole number", "change it"]
     ),
     "negative capacity": Mistake(
-        lambda: layer(capacity_factor=-1.0), ["capacity_factor=-1.0", "above 0", "leave it out"]
+        lambda: layer(capacity_factor=-1.0),
+        ["capacity_factor=-1.0", "greater than 0", "leave it out"],
     ),
     "NaN capacity": Mistake(
         lambda: layer(capacity_factor=float("nan")),
-        ["capacity_factor=nan", "above 0", "leave it out"],
+        ["capacity_factor=nan", "finite number", "leave it out"],
     ),
     "unknown activation": Mistake(
-        lambda: layer(activation="swigul"), ["'swigul'", "not one of", "did you mean 'swiglu'?"]
+        lambda: layer(activation="swigul"),
+        ["activation=swigul", "must be one of", "did you mean swiglu?"],
     ),
-    "unknown router": Mistake(lambda: layer(router="top2"), ["'top2'", "not one of", "topk"]),
+    "unknown router": Mistake(
+        lambda: layer(router="top2"), ["router=top2", "must be one of", "did you mean topk?"]
+    ),
     "unknown backend": Mistake(
-        lambda: layer(backend="cuda"), ["'cuda'", "not one of", "use one of"]
+        lambda: layer(backend="cuda"), ["backend=cuda", "must be one of auto", "choose one"]
     ),
     "integer parameters": Mistake(
         lambda: layer(dtype=torch.int32), ["torch.int32", "must be float64", "choose"]
@@ -85,10 +90,11 @@ LAYER = {
         lambda: layer(num_expert_groups=3), ["num_expert_groups=3", "must divide", "divisor"]
     ),
     "jitter of one": Mistake(
-        lambda: layer(input_jitter=1.0), ["input_jitter=1.0", "[0, 1)", "give 0"]
+        lambda: layer(input_jitter=1.0), ["input_jitter=1.0", "less than 1", "for example 0.0"]
     ),
     "negative loss weight": Mistake(
-        lambda: layer(aux_loss_weight=-1.0), ["aux_loss_weight=-1.0", "at least 0", "give 0"]
+        lambda: layer(aux_loss_weight=-1.0),
+        ["aux_loss_weight=-1.0", "at least 0", "for example 0.01"],
     ),
     "too few modules": Mistake(
         lambda: layer(experts=nn.ModuleList([nn.Identity()])),

@@ -18,7 +18,7 @@ SHAPE = {"num_experts": 8, "dim": 512, "hidden_dim": 1024, "num_branches": 2}
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tiles_do_not_follow_the_number_of_rows(arch, dtype, monkeypatch):
     monkeypatch.setattr(tiles, "architecture", lambda device: arch)
-    monkeypatch.setattr(tiles, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 132)
     device = torch.device("cuda")
     plans = [
         [

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from expertmesh.moe.assignment import CapacityOptions
 from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens
 from expertmesh.moe.random import fresh_key, random_bits
-from expertmesh.moe.shared_groups import SharedGroups, SharedTokens
 from expertmesh.moe.types import Routing, RoutingStats
 from expertmesh.moe.validation import (
     check_call_factor,

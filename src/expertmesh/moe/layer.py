@@ -25,13 +25,13 @@ from expertmesh.moe.assignment import Assignment, CapacityRule, all_kept, assign
 from expertmesh.moe.build import make_experts, make_residual, make_router, make_shared_experts
 from expertmesh.moe.call import CallInputs, call_of
 from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher, Tokens
+from expertmesh.moe.groups_over_ranks import SharedTokens, assign_shared
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.losses import LossOptions, weighted_losses
 from expertmesh.moe.phases import phase
 from expertmesh.moe.reset import reset_layer
 from expertmesh.moe.router import keep_full_precision
 from expertmesh.moe.routing import RoutingOptions, route
-from expertmesh.moe.shared_groups import SharedTokens, assign_shared
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
 from expertmesh.moe.validation import check_dtype, check_parts
 from expertmesh.ops.dtypes import accumulate_dtype

@@ -14,7 +14,7 @@ from expertmesh.moe.assignment import (
     group_sizes,
     valid_tokens_per_group,
 )
-from expertmesh.moe.shared_groups import SharedGroups
+from expertmesh.moe.groups_over_ranks import SharedGroups
 from expertmesh.moe.types import RouterOutput
 from expertmesh.ops.dtypes import without_autocast
 

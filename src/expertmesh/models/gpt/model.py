@@ -16,9 +16,9 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
 from expertmesh.models.layers import Attention, LayerCache, RMSNorm, rope_tables
 from expertmesh.moe.experts import DenseMLP
+from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.shared_groups import SharedTokens
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
