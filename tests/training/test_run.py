@@ -409,3 +409,20 @@ def test_a_broken_line_of_metrics_takes_no_other_with_it(tmp_path, broken):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     MetricsFile(path, last_step=2).close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_saved_run_with_options_without_effect_is_read(tiny):
+    """They were once accepted, so a run that has them must still be read."""
+    config = tiny()
+    run_dir = RunDir(config.train.run_dir)
+    run_dir.path.mkdir(parents=True)
+    run_dir.write_description(config, recipe="old", files={})
+    values = json.loads(run_dir.config.read_text())
+    values["optim"]["decay_fraction"] = 0.5
+    values["model"]["moe"] |= {"min_capacity": 1, "cosine_dim": 7}
+    run_dir.config.write_text(json.dumps(values))
+    read, _ = run_dir.read_config()
+    assert (read.optim.decay_fraction, read.model.moe.min_capacity) == (0.5, 1)
+    del values["recipe"]
+    with pytest.raises(ConfigError, match="no effect"):
+        type(config).model_validate(values)

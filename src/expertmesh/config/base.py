@@ -40,6 +40,10 @@ class FieldError(ConfigError):
         return FieldError((*outer, *self.location), self.value, self.rule, self.fix)
 
 
+SAVED = {"saved": True}
+"""Context of validation for the configuration of a run that exists: options without effect were once accepted."""
+
+
 class Config(BaseModel):
     """A frozen, validated, torch-free group of options.
 

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from expertmesh.config.base import SAVED
 from expertmesh.config.family import FAMILIES, GPT, Family
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
@@ -150,7 +151,7 @@ class RunDir:
             raise ConfigError(
                 f"family={family.name}: the run {self.path} is of family {name}; name that one"
             )
-        return family.config.model_validate(values), family
+        return family.config.model_validate(values, context=SAVED), family
 
 
 class Run(NamedTuple):

@@ -72,15 +72,6 @@ def test_in_every_mode_and_with_more_threads_than_it_was_made_with(mode, threads
     assert not found.requires_grad
 
 
-@needs_compiler
-def test_a_row_has_the_same_sums_in_whatever_block_it_is():
-    x_RK, w_ENK, experts_B, rows_B4 = make_call((9, 3, 40, 70, 6), torch.float16)
-    experts_B[:], rows_B4[2, 3] = 1, 5
-    expected = product(x_RK, w_ENK, experts_B, rows_B4)[2, 3]
-    alone = torch.full((2, 4), 5, dtype=torch.int32)
-    assert torch.equal(product(x_RK, w_ENK, experts_B[:2], alone)[1, 0], expected)
-
-
 @pytest.fixture
 def _any_size():
     with patch.object(compiled_products, "SMALLEST", 1):
