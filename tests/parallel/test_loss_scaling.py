@@ -31,8 +31,10 @@ LAYOUTS = [
 
 def training(dtype, parallel, model_changes, *, steps, before=None):
     """Steps on all ranks (parallel None: one process); yields the model, the scaler and the result after each."""
+    is_dense = model_changes.get("model.moe.num_experts") == ()
+    model = {k: v for k, v in MODEL.items() if not (is_dense and k.startswith("model.moe."))}
     config = RECIPES["gpt-moe-test"]().updated(
-        MODEL
+        model
         | model_changes
         | {"train.dtype": dtype}
         | {f"parallel.{name}": value for name, value in (parallel or {}).items()}
@@ -50,7 +52,7 @@ def overflow_on_rank_1(step, model, scaler):
 
 def gradients(parallel):
     """Of a dense model, whose FP16 and FP64 versions choose the same experts."""
-    dense = {"model.moe.num_experts": (), "model.moe.routing_group_size": None}
+    dense = {"model.moe.num_experts": ()}
     found = []
     for dtype, layout in (("float16", parallel), ("float16", None), ("float64", None)):
         ((model, _, result),) = training(dtype, layout, dense, steps=1)

@@ -2,7 +2,9 @@
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,8 +42,22 @@ class FieldError(ConfigError):
         return FieldError((*outer, *self.location), self.value, self.rule, self.fix)
 
 
-SAVED = {"saved": True}
-"""Context of validation for the configuration of a run that exists: options without effect were once accepted."""
+_is_saved: ContextVar[bool] = ContextVar("_is_saved", default=False)
+
+
+@contextmanager
+def saved_run() -> Iterator[None]:
+    """Validate the configuration of a run that exists inside: options without effect were once accepted."""
+    token = _is_saved.set(True)
+    try:
+        yield
+    finally:
+        _is_saved.reset(token)
+
+
+def refuses_idle_options() -> bool:
+    """Whether options without effect are mistakes: everywhere but inside `saved_run`."""
+    return not _is_saved.get()
 
 
 class Config(BaseModel):

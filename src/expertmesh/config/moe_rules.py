@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from expertmesh.config.base import SAVED, Config, FieldError
+from expertmesh.config.base import Config, FieldError, refuses_idle_options
 
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu"]
 ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
@@ -106,7 +106,7 @@ class LayerChoices(Config):
         return all(getattr(self, name) is None for name in _FACTORS)
 
     @model_validator(mode="after")
-    def _check(self, info: ValidationInfo) -> Self:
+    def _check(self) -> Self:
         if self.expert_counts:
             self._check_counts(min(self.expert_counts))
         if self.num_limited_groups > self.num_expert_groups:
@@ -134,7 +134,7 @@ class LayerChoices(Config):
             self._check_first_choice()
         if self.batch_invariant:
             self.check_invariant()
-        if info.context != SAVED:
+        if refuses_idle_options():
             self._check_effects()
         return self
 

@@ -3,9 +3,9 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from expertmesh.config.base import SAVED, Config, FieldError
+from expertmesh.config.base import Config, FieldError, refuses_idle_options
 from expertmesh.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -48,9 +48,10 @@ class OptimConfig(Config):
     """Largest global gradient norm."""
 
     @model_validator(mode="after")
-    def _check(self, info: ValidationInfo) -> Self:
+    def _check(self) -> Self:
         usual = type(self).model_fields["decay_fraction"].default
-        if self.schedule == "cosine" and self.decay_fraction != usual and info.context != SAVED:
+        is_idle = self.schedule == "cosine" and self.decay_fraction != usual
+        if is_idle and refuses_idle_options():
             raise FieldError(
                 "decay_fraction",
                 self.decay_fraction,

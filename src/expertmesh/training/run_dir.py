@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from expertmesh.config.base import SAVED
+from expertmesh.config.base import saved_run
 from expertmesh.config.family import FAMILIES, GPT, Family
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
@@ -151,7 +151,8 @@ class RunDir:
             raise ConfigError(
                 f"family={family.name}: the run {self.path} is of family {name}; name that one"
             )
-        return family.config.model_validate(values, context=SAVED), family
+        with saved_run():
+            return family.config.model_validate(values), family
 
 
 class Run(NamedTuple):

@@ -78,8 +78,13 @@ def scratch_bytes(rows, hidden_dim, dtype, *, backward):
 
 
 def product_bytes(rows, shape, dtype):
-    """One expert's product before it is copied to its place, and a copy of one factor, where oneDNN multiplies FP32."""
+    """One expert's product before it is copied to its place, and a copy of one factor, where oneDNN multiplies FP32.
+
+    With AMX oneDNN also copies a factor of BF16 products into its tiles' order.
+    """
     _, D, F, _, _ = shape
+    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return dtype.itemsize * rows * max(D, F)
     if not goes_to_onednn(dtype, torch.device("cpu")):
         return 0
     return 4 * (G * F * max(rows, D) + rows * max(D, F))
