@@ -69,7 +69,9 @@ class Case:
     def config(self) -> GPTRunConfig:
         """Of all ranks."""
         layout = {f"parallel.{name}": value for name, value in self.layout.items()}
-        return RECIPES["gpt-moe-test"]().updated(MODEL | self.model | layout)
+        is_dense = self.model.get("model.moe.num_experts") == ()
+        base = {k: v for k, v in MODEL.items() if not (is_dense and k.startswith("model.moe."))}
+        return RECIPES["gpt-moe-test"]().updated(base | self.model | layout)
 
 
 def train_steps(config, ranks):
@@ -194,7 +196,7 @@ def test_each_token_is_dispatched_by_one_rank(four_ranks, layout):
 
 def precision_of(dtype, layout):
     """Loss and gradients of a dense model in a precision, on all ranks and on one, and in FP64."""
-    dense = {"model.moe.num_experts": (), "model.moe.routing_group_size": None}
+    dense: dict[str, Any] = {"model.moe.num_experts": ()}
     # Logits so large that the faster products of matrices are worth their way in.
     dense |= {"model.vocab_size": 8192}
     found = []
