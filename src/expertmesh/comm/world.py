@@ -95,9 +95,9 @@ class World:
         found = self._group if len(mine) == self.size and self.size > 1 else None
         widest = max(map(len, cells))
         for cell in cells if 1 < widest < self.size else ():
-            # In torch's default world every rank takes part in making every group; elsewhere only the members may, and
-            # ranks alone make one, too, so that all have made equally many.
-            if (self._is_default and len(cell) > 1) or (not self._is_default and cell == mine):
+            # In torch's default world every rank takes part in making every group; elsewhere only the members may. Ranks
+            # alone make one, too, so that all are in equally many: torch names the groups of some ranks by that number.
+            if self._is_default or cell == mine:
                 made = self._torch_group(cell)
                 found = made if cell == mine else found
         return RankGroup(
