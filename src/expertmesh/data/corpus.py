@@ -276,7 +276,8 @@ def _pieces(path: Path, name: str, size: int) -> list[Candidate] | None:
     text = TextFile(path)()
     if text is None:
         return None
-    pieces, start, first_byte = [], 0, 0
+    pieces: list[Candidate] = []
+    start = first_byte = 0
     while start < len(text):
         end = start + size
         newline = text.find("\n", end, end + size)

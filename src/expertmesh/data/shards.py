@@ -26,6 +26,7 @@ from expertmesh.errors import ConfigError
 
 FORMAT_VERSION = 1
 _BATCH_DOCUMENTS = 32
+_BLOCK = 1 << 22
 _FILES = ("tokenizer.json", "training.bin", "validation.bin")
 _PARTIAL = re.compile(r"(tokens-[0-9a-f]+)\.partial-\d+")
 
@@ -147,7 +148,10 @@ def damage_of_cache(folder: Path) -> str | None:
 
 
 def _sha256(file: BinaryIO) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    while block := file.read(_BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _remove_leftovers(base: Path, *, mine: str) -> None:
