@@ -1,6 +1,6 @@
 """Speed of transformers' experts on ours against its own implementations, forward and backward, CPU time of one thread.
 
-    python -m benchmarks.transformers_door [--tokens 4096] [--rounds 3] [--names qwen3_moe gpt_oss]
+python -m benchmarks.transformers_door [--tokens 4096] [--rounds 3] [--names qwen3_moe gpt_oss]
 """
 
 import argparse
@@ -85,7 +85,9 @@ def main():
             found = compare(name, dtype, options)
             best = min(found["grouped_mm"], found["eager"])
             times = ", ".join(f"{n} {t:.3f} s" for n, t in found.items())
-            print(f"{name:10} {str(dtype)[6:]:9} {best / found['expertmesh']:.2f} x the faster ({times})")
+            print(
+                f"{name:10} {str(dtype)[6:]:9} {best / found['expertmesh']:.2f} x the faster ({times})"
+            )
 
 
 if __name__ == "__main__":

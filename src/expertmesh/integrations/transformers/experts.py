@@ -14,7 +14,7 @@ from transformers.integrations.moe import _default_apply_gate
 from expertmesh.functional import combine, grouped_linear, moe_mlp, permute, route_metadata
 from expertmesh.ops.dtypes import autocast_dtype
 
-_INNER: dict[type[nn.Module], str] = {
+_INNER: dict[Any, str] = {
     nn.SiLU: "silu",
     SiLUActivation: "silu",
     nn.ReLU: "relu",

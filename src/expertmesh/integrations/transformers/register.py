@@ -59,7 +59,8 @@ def apply(model: nn.Module) -> int:
             "older kind); use a mixture-of-experts model of transformers 5, or expertmesh's upcycle for a dense one"
         )
     for experts in found:
-        experts.config._experts_implementation = NAME
+        config: Any = experts.config
+        config._experts_implementation = NAME
     return len(found)
 
 
