@@ -47,10 +47,10 @@ def test_auto_precision_is_what_was_measured_and_says_so():
         )
 
 
-@pytest.mark.parametrize(("holds_back", "expected"), [(True, "oneDNN"), (False, "as torch")])
-def test_who_multiplies_fp32(monkeypatch, holds_back, expected):
-    monkeypatch.setattr(cpu_products, "mkl_holds_back", lambda: holds_back)
-    detail = details(doctor.matrix_products())["large FP32 products"].detail
+@pytest.mark.parametrize(("library", "expected"), [("onednn", "oneDNN"), ("blas", "as torch")])
+def test_who_multiplies_fp32(library, expected):
+    with cpu_products.multiplying_by(library):
+        detail = details(doctor.matrix_products())["large FP32 products"].detail
     assert detail.startswith(expected)
 
 
