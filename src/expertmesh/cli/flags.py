@@ -38,6 +38,7 @@ class _Option:
     is_bool: bool
     is_tuple: bool
     is_optional: bool
+    is_repeated: bool = False  # may be given several times, a value each
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -240,7 +241,9 @@ def _split(
                 if negated and texts:
                     raise ConfigError(f"{spelled} takes no value; leave {shown(texts[0])!r} out")
                 texts = ["false" if negated else "true"]
-            if option.name in flags:
+            if option.name in flags and option.is_repeated:
+                texts = [*flags[option.name][1], *texts]
+            elif option.name in flags:
                 raise ConfigError(f"{flag_name(option.name)} is given twice; give it once")
             flags[option.name] = (option, texts)
     return words, flags, switches
@@ -258,6 +261,7 @@ def _options(config_type: type[BaseModel], prefix: str = "") -> dict[str, _Optio
                 is_bool=kind is bool,
                 is_tuple=typing.get_origin(kind) is tuple,
                 is_optional=type(None) in typing.get_args(kind),
+                is_repeated=any(typing.get_origin(k) is tuple for k in typing.get_args(kind)),
             )
     return found
 
@@ -307,6 +311,8 @@ def _value(option: _Option, texts: list[str]) -> Any:
     if option.is_tuple:
         words = [word for text in texts for word in text.split(",") if word]
         return () if [word.lower() for word in words] == ["none"] else tuple(words)
+    if len(texts) > 1:
+        return tuple(texts)
     if option.is_optional and texts[0].lower() == "none":
         return None
     return texts[0]
