@@ -10,6 +10,7 @@ A language model of one's own text, from training to sampling:
     print(em.generate(model, tokenizer, "Once upon a time", max_tokens=50))
 
 MoELayer      the layer, for a model of your own
+Routing       a choice of experts to replay; RoutingStats: what a call of the layer tells
 GPT           a language model with such layers
 functional    what the layer is made of: operators and losses
 upcycle       the feed-forward blocks of a dense model become such layers; moeify: those that you name

@@ -72,9 +72,6 @@ class Kept:
         self.lines.append(dict(values))
         self.experts.append(experts)
 
-    def close(self):
-        raise AssertionError("it is the user's to close")
-
 
 def test_a_tracker_gets_every_step_and_a_resumed_run_has_one_record_of_each(tiny):
     mine = Kept()

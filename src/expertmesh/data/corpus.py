@@ -346,7 +346,7 @@ class _Constant:
 def _dataset(name: str) -> list[Candidate]:
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
-            f"data.dataset={name}: needs the package 'datasets'; install it with: pip install 'expertmesh[train]'"
+            f"data.dataset={name}: needs the package 'datasets'; install it with: pip install datasets"
         )
     import datasets
 

@@ -32,7 +32,7 @@ from expertmesh.training.run_dir import RunDir
 from expertmesh.training.state import RunProgress, TrainState, check_same_data, check_same_run
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
-from expertmesh.training.trackers import Files, Tracker, open_tensorboard
+from expertmesh.training.trackers import Files, OwnTracker, Tracker, open_tensorboard
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _Trainer:
         trackers: list[Tracker] = []
         if self.ranks.is_leader:
             files = [MetricsFile(p, last_step=first) for p in self.run_dir.records]
-            own: list[Tracker] = [Files(*files)]
+            own: list[OwnTracker] = [Files(*files)]
             if config.train.tensorboard and first < config.train.steps:
                 own += open_tensorboard(self.run_dir.tensorboard, last_step=first)
             for tracker in own:

@@ -25,8 +25,12 @@ class Tracker(Protocol):
         """
         ...
 
+
+class OwnTracker(Tracker, Protocol):
+    """A tracker that the run has opened."""
+
     def close(self) -> None:
-        """The run is over; called for the run's own trackers only."""
+        """The run is over."""
         ...
 
 
@@ -79,7 +83,7 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_tensorboard(folder: Path, *, last_step: int) -> list[Tracker]:
+def open_tensorboard(folder: Path, *, last_step: int) -> list[OwnTracker]:
     """TensorBoard where it is installed, else nothing."""
     if importlib.util.find_spec("tensorboard") is None:
         return []
