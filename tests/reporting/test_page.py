@@ -1,5 +1,6 @@
 """The page of a report: what is in it for any kind of run, and what a browser makes of it."""
 
+import itertools
 import json
 import re
 import shutil
@@ -151,29 +152,32 @@ def browser():
         found.close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_browser_draws_every_plot(width, scheme, browser, run, tmp_path):
+def test_a_browser_draws_every_plot(browser, run, tmp_path):
     """From disk and offline, beside a run that diverged: nothing on the console, nothing wider than the window."""
     diverged(run, tmp_path / "other")
     path = em.report(run, tmp_path / "other", page=tmp_path / "both.html")
-    context = browser.new_context(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True
-    )
+    context = browser.new_context(offline=True)
     page = context.new_page()
     page.set_default_timeout(1000 * PATIENCE_S)
     said = []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(Path(path).as_uri())
-    page.wait_for_function("document.querySelectorAll('.plot .main-svg').length > 0")
-    plots = page.locator(".plot")
-    assert plots.count() == 6 + 2 * 4
-    for i in range(plots.count()):
-        drawn = plots.nth(i).locator(".scatterlayer .trace, .heatmaplayer image")
-        assert drawn.count() > 0, f"plot {i} is empty"
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    page.locator(".token").nth(3).hover()
-    assert re.search(r"layer 1: expert \d+ \(\d\.\d\d\)", page.locator("#tip").inner_text())
+    backgrounds = set()
+    for width, scheme in itertools.product(WIDTHS, ("light", "dark")):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
+        plots = page.locator(".plot")
+        assert plots.count() == 6 + 2 * 4
+        for i in range(plots.count()):
+            drawn = plots.nth(i).locator(".scatterlayer .trace, .heatmaplayer image")
+            assert drawn.count() > 0, f"plot {i} is empty"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.locator(".token").nth(3).hover()
+        assert re.search(r"layer 1: expert \d+ \(\d\.\d\d\)", page.locator("#tip").inner_text())
+        backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        lines = page.locator(".gridlayer path").first
+        backgrounds.add(lines.evaluate("line => getComputedStyle(line).stroke"))
+    assert len(backgrounds) == 4, "page and plots follow the scheme"
     assert said == []
     context.close()

@@ -89,7 +89,7 @@ def test_a_tracker_gets_every_step_and_a_resumed_run_has_one_record_of_each(tiny
 
 def test_two_ranks_record_what_one_does(tiny, tmp_path, two_ranks, run_quietly):
     """Counts and sums of weights are those of the whole batch, whoever has the tokens."""
-    config = tiny().updated({"train.steps": 1, "train.dtype": "float64"})
+    config = tiny().updated({"train.steps": 2, "train.dtype": "float64"})
     run_quietly(config)
     spread = config.updated({"train.run_dir": str(tmp_path / "spread")})
     two_ranks.run(_train, spread.model_dump_json())
