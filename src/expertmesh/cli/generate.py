@@ -19,6 +19,10 @@ examples:
   expertmesh generate --run runs/gpt-moe-demo --interactive
 """
 
+_NO_PROMPT = (
+    "no prompt; write it last, and -- before one that begins with -: generate --run DIR -- '-x'"
+)
+
 
 def run(argv: list[str]) -> int:
     """Prints each prompt and its continuation, a single one piece by piece as it is generated, and returns 0.
@@ -79,12 +83,15 @@ def run(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> Any:
     """The options; says what to do where a prompt was taken for one."""
-    options = _parser().parse_args(argv)
+    try:
+        options = _parser().parse_args(argv)
+    except ConfigError as error:
+        if not str(error).startswith(f"unknown option {argv[-1]}; see"):
+            raise
+        raise ConfigError(_NO_PROMPT) from None
     ways = [bool(options.prompt), options.prompt_file is not None, options.interactive]
     if not any(ways):
-        raise ConfigError(
-            "no prompt; write it last, and -- before one that begins with -: generate --run DIR -- '-x'"
-        )
+        raise ConfigError(_NO_PROMPT)
     if sum(ways) > 1:
         raise ConfigError(
             "prompts, --prompt-file and --interactive are three ways to say the same; use one of them"
