@@ -36,12 +36,18 @@ def run(argv: list[str]) -> int:
     """
     options = _parse(argv)
     prompts = _prompts(options)
-    model, tokenizer, precision = _load(options)
+    _, model, tokenizer, precision = load_decoder(options.run, options.device)
     import torch
 
     from expertmesh.data.tokenizer import END_OF_TEXT_ID
     from expertmesh.infer.engine import generate_text, generate_texts
     from expertmesh.infer.sampling import Sampling
+    from expertmesh.models.decoder import EncoderDecoder
+
+    if isinstance(model, EncoderDecoder):
+        raise ConfigError(
+            f"--run {options.run}: the model reads one text and writes another; use expertmesh translate"
+        )
 
     settings = {
         "max_new_tokens": options.max_tokens,
@@ -185,20 +191,29 @@ def _asked() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _load(options: Any) -> tuple[Any, Any, Any]:
-    """The model with its weights, the tokenizer, and the precision of the run on this machine."""
+def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
+    """What generates the text of a run: its task, the model as `Task.decoder` gives it, the tokenizer, and the precision here.
+
+    Args:
+        run_dir: of the run, with a checkpoint.
+        device: that of the command line; None: that of the training.
+
+    Raises:
+        ConfigError: there is no such run or device, or models of its family generate no text.
+        CheckpointError: the run has no usable checkpoint or tokenizer.
+    """
     from expertmesh.training.run_dir import load_run
 
-    found = load_run(options.run)
+    found = load_run(run_dir)
     from expertmesh.data.tokenizer import load_tokenizer
     from expertmesh.training import state
 
     tokenizer = load_tokenizer(found.path / "tokenizer.json")
-    precision = _precision(found, options.device)
+    precision = _precision(found, device)
     task = found.family.open_task(found.config)
     model = task.build(device=precision.device, dtype=precision.master_dtype)
     state.load_weights(found.checkpoint, model)
-    return task.decoder(model.eval()), tokenizer, precision
+    return task, task.decoder(model.eval()), tokenizer, precision
 
 
 def _precision(found: Any, device: str | None) -> Any:

@@ -39,6 +39,18 @@ def _generate(argv: list[str]) -> int:
     return run(argv)
 
 
+def _translate(argv: list[str]) -> int:
+    from expertmesh.cli.translate import run
+
+    return run(argv)
+
+
+def _data(argv: list[str]) -> int:
+    from expertmesh.cli.data import run
+
+    return run(argv)
+
+
 def _report(argv: list[str]) -> int:
     from expertmesh.cli.report import run
 
@@ -66,11 +78,16 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         _generate,
         'continue a text:              expertmesh generate --run runs/demo "def main"',
     ),
+    "translate": (
+        _translate,
+        'translate a text:             expertmesh translate --run runs/translate-multi30k --to de "a dog"',
+    ),
     "report": (_report, "summarise a run:              expertmesh report --run runs/demo"),
     "export": (
         _export,
         "weights as one file:          expertmesh export runs/demo --output demo.safetensors",
     ),
+    "data": (_data, "make parallel text:           expertmesh data lohelp --packages debs/"),
     "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
 }
 

@@ -165,14 +165,19 @@ def generate_batch(
     if not prompts:
         raise ConfigError("prompts=[]: there is nothing to continue; give at least one prompt")
     _check_ids(model, prompts, what="prompt")
-    _check_sources(model, sources, num_prompts=len(prompts))
-    new_tokens = _room(model, prompts, max_new_tokens=max_new_tokens)
+    check_sources(model, sources, num_prompts=len(prompts))
+    new_tokens = check_room(model, prompts, max_new_tokens=max_new_tokens)
     return _steps(model, prompts, sources, new_tokens=new_tokens, sampling=sampling, eos_id=eos_id)
 
 
-def _check_sources(
+def check_sources(
     model: CausalLM, sources: Sequence[Sequence[int]] | None, *, num_prompts: int
 ) -> None:
+    """Whether the model reads sources, and can read these, one per prompt.
+
+    Raises:
+        ConfigError: it does not, or cannot.
+    """
     if not isinstance(model, EncoderDecoder):
         if sources is not None:
             raise ConfigError(
@@ -203,8 +208,14 @@ def _check_ids(model: CausalLM, prompts: Sequence[Sequence[int]], *, what: str) 
             )
 
 
-def _room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None) -> int:
-    """The number of new tokens, checked against the longest prompt."""
+def check_room(
+    model: CausalLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None
+) -> int:
+    """The number of new tokens, checked against the longest prompt.
+
+    Raises:
+        ConfigError: they do not fit the model's longest sequence.
+    """
     limit, longest = model.max_seq_len, max(len(prompt) for prompt in prompts)
     if longest >= limit:
         raise ConfigError(
@@ -243,9 +254,9 @@ def _steps(
             cache = model.new_cache(batch_size=len(prompts), max_len=max_len)
             if isinstance(model, EncoderDecoder) and sources is not None:
                 source_BS, source_mask_BS = pad_right(sources, device=device)
-                with _evaluating(model):
+                with evaluating(model):
                     model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
-        with _evaluating(model):
+        with evaluating(model):
             logits_BV = model.next_logits(ids_BS, token_mask_BS=token_mask_BS, cache=cache)
         if not torch.isfinite(logits_BV).all():
             raise CheckpointError(
@@ -306,7 +317,7 @@ def _padded(
 
 
 @contextmanager
-def _evaluating(model: CausalLM) -> Iterator[None]:
+def evaluating(model: CausalLM) -> Iterator[None]:
     """Evaluation mode without gradients; the mode before is put back."""
     was_training = model.training
     if was_training:

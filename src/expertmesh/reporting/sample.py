@@ -11,7 +11,7 @@ from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
 from expertmesh.infer.engine import generate_batch
 from expertmesh.infer.sampling import Sampling
 from expertmesh.infer.text import TextStream
-from expertmesh.models.decoder import CausalLM
+from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.training.precision import resolve_precision
@@ -88,6 +88,8 @@ def sample_of_run(path: str, *, seed: int = 0) -> list[dict[str, Any]]:
     module = task.build(device=precision.device, dtype=precision.master_dtype)
     load_weights(run.checkpoint, module)
     model = task.decoder(module.eval())
+    if isinstance(model, EncoderDecoder):
+        return []  # it writes about what it reads
     room = min(_TOKENS, model.max_seq_len - 1)
     sampling = Sampling(temperature=0.7, top_p=0.95, seed=seed)
     with precision.autocast():

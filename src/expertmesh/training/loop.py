@@ -32,6 +32,7 @@ from expertmesh.training.run_dir import RunDir
 from expertmesh.training.state import RunProgress, TrainState, check_same_data, check_same_run
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
+from expertmesh.training.teacher import copy_layers, open_teacher
 from expertmesh.training.trackers import Files, OwnTracker, Tracker, open_tensorboard
 
 
@@ -162,6 +163,9 @@ class _Trainer:
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
         self.data, self.precision = data, precision
         model = task.place(device=precision.device, dtype=precision.master_dtype, ranks=ranks)
+        task.teacher = open_teacher(family, task, data, precision=precision, ranks=ranks)
+        if task.teacher is not None and config.distill.init_from_teacher:
+            copy_layers(model, task.teacher)
         optimizer = build_optimizer(model, config.optim)
         follow_optimizer(model, optimizer)
         self.state = TrainState(model, optimizer, precision.scaler(ranks), RunProgress(), ranks)
@@ -169,7 +173,6 @@ class _Trainer:
             run_dir.checkpoints, keep_last=config.train.keep_last, ranks=ranks
         )
         self.saved_step: int | None = None
-        self.total_schedule_steps = config.optim.schedule_steps or config.train.steps
 
     def resume(self) -> int:
         """Load the newest good checkpoint, if there is one; returns the steps done."""
@@ -245,7 +248,7 @@ class _Trainer:
         config, progress = self.config.train, self.state.progress
         began = time.perf_counter()
         lr = learning_rate(
-            progress.step, total_steps=self.total_schedule_steps, config=self.config.optim
+            progress.step, total_steps=self.config.total_schedule_steps, config=self.config.optim
         )
         result, num_items = self._update(lr)
         seconds = time.perf_counter() - began
