@@ -301,6 +301,7 @@ def shell_commands(text):
             fenced = not fenced
         elif fenced or line.startswith("    "):
             command = line.strip().removeprefix("$ ").partition(" #")[0].strip()
+            command = command.removeprefix(".venv/bin/")
             if command.startswith(("make ", "expertmesh ", "python -m expertmesh ")):
                 commands.append(command)
     return commands
