@@ -31,12 +31,10 @@ def test_report_names_every_section_and_backend(capsys):
 
 def test_versions_are_those_installed(monkeypatch):
     assert details(doctor.versions())["torch"].detail == importlib.metadata.version("torch")
-
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert details(doctor.versions())["datasets"].detail.startswith("not installed (--data.dataset")
+    monkeypatch.setitem(doctor.PACKAGES, "of-nobody", "--data.dataset; extra 'train'")
+    assert details(doctor.versions())["of-nobody"].detail.startswith(
+        "not installed (--data.dataset"
+    )
 
 
 def test_auto_precision_is_what_was_measured_and_says_so():
