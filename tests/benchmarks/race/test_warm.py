@@ -2,12 +2,13 @@
 
 import os
 
+import pytest
 import triton
 from benchmarks.race.shapes import chosen
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from benchmarks.race import warm
+from benchmarks.race import sweep, warm
 
 
 def test_shares_are_all_builds_once(monkeypatch):
@@ -17,7 +18,7 @@ def test_shares_are_all_builds_once(monkeypatch):
         "warmup",
         lambda self, grid, **values: asked.append((self.__name__, str(values))),
     )
-    launches = warm.ours_of(chosen(("qwen3-8k", "mixtral-8k")))
+    launches = warm.ours_of(chosen(("qwen3-8k", "mixtral-8k")), "sm_90")
     alone = warm.compile_launches(launches, "cuda", 0, 1)
     everything, asked[:] = sorted(asked), []
     assert len(everything) == alone > 20
@@ -34,6 +35,23 @@ def test_shares_are_all_builds_once(monkeypatch):
         "_sum_rows",
         "_split_product",
     } <= names
+
+
+@pytest.mark.parametrize("part", [warm.builds, sweep.builds])
+def test_the_process_that_forks_has_not_touched_a_gpu(monkeypatch, part):
+    """CUDA cannot be used in the forks of a process that has."""
+    asked, shared = [], []
+
+    def here():
+        asked.append(None)
+        return "sm_90"
+
+    monkeypatch.setattr(warm, "here", here)
+    for module in (warm, sweep):
+        monkeypatch.setattr(module, "shared_out", lambda share, count: shared.append(count) or 0)
+    found = part(lambda result: None, shapes=("qwen3-8k",), device="cuda", tiny=True)
+    assert found["failed"] == 0
+    assert (len(asked), len(shared)) == (0, 1)
 
 
 def test_a_share_that_fails_is_counted_and_the_others_run(tmp_path):
