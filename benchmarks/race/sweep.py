@@ -18,7 +18,7 @@ from benchmarks.race.kernels import Experts, Launched, launches_of, resources
 from benchmarks.race.layers import release
 from benchmarks.race.parts import Keep
 from benchmarks.race.shapes import RaceShape, chosen
-from benchmarks.race.warm import compile_launches, here_from_outside, jobs, our_launches, shared_out
+from benchmarks.race.warm import compile_launches, from_outside, jobs, our_launches, shared_out
 
 from expertmesh.kernels import tables as tables_of
 from expertmesh.kernels import tiles
@@ -85,7 +85,7 @@ def planned(shape: RaceShape, arch: str, table: str = tables_of.DEFAULT) -> Plan
 
 def builds(keep: Keep, *, shapes: Sequence[str], device: str, tiny: bool = False) -> dict[str, Any]:
     """A part: compile all candidates of all GEMMs for these shapes, in as many processes as there are cores."""
-    arch, count = here_from_outside(), jobs()
+    arch, count = from_outside(), jobs()
     launches: dict[str, Any] = {}
     for shape in chosen(tuple(shapes))[: 1 if tiny else None]:
         plan, plans = planned(shape, arch), every_table(shape, arch)

@@ -29,7 +29,13 @@ def jobs() -> int:
 
 
 def shared_out(share: Callable[[int, int], object], count: int) -> int:
-    """Run share(part, count) for each part in a forked process; give how many failed. Must not have touched a GPU."""
+    """Run share(part, count) for each part in a forked process; give how many failed.
+
+    Raises:
+        RuntimeError: this process has touched a GPU, which its forks then cannot use.
+    """
+    if torch.cuda.is_initialized():
+        raise RuntimeError("builds cannot be shared out: this process has used the GPU already")
     processes = []
     for part in range(count):
         process = os.fork()
@@ -62,7 +68,7 @@ def builds(
     found, began = chosen(tuple(shapes)), time.monotonic()
     result: dict[str, Any] = {"processes": jobs()}
 
-    launches = ours_of(found[: 1 if tiny else None], here_from_outside())
+    launches = ours_of(found[: 1 if tiny else None], from_outside())
 
     def ours(part: int, of: int) -> None:
         compile_launches(launches, device, part, of, tiny=tiny)
@@ -98,20 +104,22 @@ def here() -> str:
     return architecture(torch.device("cuda")) if torch.cuda.is_available() else DRY_TARGET
 
 
-def here_from_outside() -> str:
-    """The same, found out by a process of its own: this one then has not touched a GPU, and its forks can."""
+def from_outside(ask: Callable[[], str] = here) -> str:
+    """What a process of its own answers: this one has then not touched a GPU, and its forks can."""
     reader, writer = os.pipe()
     process = os.fork()
     if process == 0:
-        os.write(writer, here().encode())
-        os._exit(0)
+        try:
+            os.write(writer, ask().encode())
+        finally:
+            os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as found:
-        name = found.read()
+        answer = found.read()
     os.waitpid(process, 0)
-    if not name:
+    if not answer:
         raise RuntimeError("the process that asks for the GPU's name ended without one")
-    return name
+    return answer
 
 
 def our_launches(shape: RaceShape, arch: str, *, training: bool) -> list[Any]:

@@ -49,10 +49,8 @@ def test_the_programs_of_a_tile_fit_a_multiprocessor_together(arch, table, branc
 def test_a_flag_selects_a_table(monkeypatch):
     def plan(table):
         monkeypatch.setenv(tables.FLAG, table)
-        monkeypatch.setattr(tiles, "architecture", lambda device: "sm_90")
-        return tiles.choose_plan(
-            torch.device("cpu"), torch.bfloat16,
-            num_rows=65_536, num_experts=128, dim=2048, hidden_dim=768, num_branches=2,
+        return tiles.plan_for(
+            "sm_90", torch.bfloat16, rows_per_expert=512, dim=2048, hidden_dim=768, num_branches=2, table=tables.selected(),
         )  # fmt: skip
 
     default = plan("")
@@ -61,6 +59,9 @@ def test_a_flag_selects_a_table(monkeypatch):
     assert plan("group-4").w_in_grad.group_m == 4
     with pytest.raises(ConfigError, match="EXPERTMESH_TILES=tow: sm_90 has no such table"):
         plan("tow")
+    sizes = {"num_rows": 64, "num_experts": 4, "dim": 32, "hidden_dim": 48, "num_branches": 2}
+    monkeypatch.setenv(tables.FLAG, "group-16")
+    assert tiles.choose_plan(torch.device("cpu"), torch.float32, **sizes).up.group_m == 16
 
 
 def test_descriptors_need_weights_that_begin_at_16_bytes():

@@ -8,7 +8,7 @@ from benchmarks.race.shapes import chosen
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from benchmarks.race import sweep, warm
+from benchmarks.race import warm
 
 
 def test_shares_are_all_builds_once(monkeypatch):
@@ -37,21 +37,12 @@ def test_shares_are_all_builds_once(monkeypatch):
     } <= names
 
 
-@pytest.mark.parametrize("part", [warm.builds, sweep.builds])
-def test_the_process_that_forks_has_not_touched_a_gpu(monkeypatch, part):
-    """CUDA cannot be used in the forks of a process that has."""
-    asked, shared = [], []
-
-    def here():
-        asked.append(None)
-        return "sm_90"
-
-    monkeypatch.setattr(warm, "here", here)
-    for module in (warm, sweep):
-        monkeypatch.setattr(module, "shared_out", lambda share, count: shared.append(count) or 0)
-    found = part(lambda result: None, shapes=("qwen3-8k",), device="cuda", tiny=True)
-    assert found["failed"] == 0
-    assert (len(asked), len(shared)) == (0, 1)
+def test_the_name_of_the_gpu_is_asked_for_in_another_process():
+    asked = []
+    assert warm.from_outside(lambda: asked.append(None) or "sm_89") == "sm_89"
+    assert asked == []
+    with pytest.raises(RuntimeError, match="ended without"):
+        warm.from_outside(lambda: "")
 
 
 def test_a_share_that_fails_is_counted_and_the_others_run(tmp_path):
