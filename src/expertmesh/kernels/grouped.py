@@ -10,7 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor, store_ragged
+from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from expertmesh.kernels.route_metadata import tile_table
@@ -276,7 +276,8 @@ def _store_branch(
     BLOCK_M: tl.constexpr = value.shape[0]
     BLOCK_N: tl.constexpr = value.shape[1]
     if RAGGED:
-        store_ragged(h, first, end - first, [0, g, n], value.reshape(BLOCK_M, 1, BLOCK_N))
+        top, behind, place = to_ragged_indices(first, end - first, 0)
+        h.store([top, behind, place, g, n], value.reshape(1, 1, BLOCK_M, 1, BLOCK_N))
     else:
         column = n + tl.arange(0, BLOCK_N)
         places = h + row[:, None] * stride + (g * width + column)[None, :]
@@ -289,10 +290,13 @@ def store_rows(out, value, row, live, first, end, n, N, RAGGED: tl.constexpr):
 
     If RAGGED, out is a `ragged_descriptor`: the copy engine reads the tile from shared memory while the program goes on.
     """
+    BLOCK_M: tl.constexpr = value.shape[0]
+    BLOCK_N: tl.constexpr = value.shape[1]
     if RAGGED:
-        store_ragged(out, first, end - first, [0, n], value.to(out.dtype))
+        top, behind, place = to_ragged_indices(first, end - first, 0)
+        out.store([top, behind, place, n], value.to(out.dtype).reshape(1, 1, BLOCK_M, BLOCK_N))
     else:
-        column = n + tl.arange(0, value.shape[1])
+        column = n + tl.arange(0, BLOCK_N)
         places = out + row[:, None] * N + column[None, :]
         mask = live[:, None] & (column < N)[None, :]
         tl.store(places, value.to(out.dtype.element_ty), mask=mask)
