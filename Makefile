@@ -8,12 +8,13 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo translate test test-fast test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
+.PHONY: help install demo translate test test-fast test-all test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
 
 help:
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
 	@echo "make translate  train a small encoder-decoder on parallel text, then translate and score (DATA=folder, FROM=en, TO=de)"
 	@echo "make test    run every test"
+	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make gpu     on a machine with a GPU: ceilings, the kernels' GPU tests, the time of every kernel; gpu-sweep, gpu-peers: the rest"
@@ -51,6 +52,9 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	@$(PYTEST) -m "not slow and not exhaustive" $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 # AVX2, AVX-512 without BF16, all instructions; one, two and four threads: one after the other, a table at the end.
 test-machines: $(STAMP)

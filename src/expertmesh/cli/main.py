@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from expertmesh.cli.launched import leave, tell_launcher
+from expertmesh.cli.program import spell_program
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import (
     CheckpointError,
@@ -229,7 +230,7 @@ def _os_error_text(error: OSError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    line = "error: " + " ".join(message.split())
+    line = "error: " + spell_program(" ".join(message.split()))
     print(line, file=sys.stderr)
     tell_launcher(line)
     return code

@@ -235,7 +235,20 @@ class DistillConfig(Config):
 
 
 class RunConfig(Config):
-    """Everything that defines a training run. A family of models has a subclass with a model and data of its own."""
+    """Everything that defines a training run. A family of models has a subclass with a model and data of its own.
+
+    Sections may be given as dictionaries. `updated` makes a changed copy, by dotted names. A run of a GPT on text is a
+    `expertmesh.config.gpt.GPTRunConfig`, which `expertmesh.recipe` returns.
+
+    Raises:
+        ConfigError: a name is unknown or a value breaks a rule.
+
+    Example:
+        >>> config = em.RunConfig(train={"steps": 100, "run_dir": "runs/mine"})
+        >>> longer = config.updated({"train.steps": 200, "optim.lr": 3e-4})
+        >>> longer.train.steps
+        200
+    """
 
     family: str = ""
     """Family of the model: gpt, or module:name of your own."""
@@ -277,3 +290,26 @@ class RunConfig(Config):
                 "lower it, or raise train.steps",
             )
         return self
+
+
+def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes to a recipe, and its warm-up shortened where it would not fit into fewer steps any more.
+
+    Args:
+        default: the recipe.
+        changes: new values by dotted name. A warm-up among them is kept as it is.
+
+    Returns:
+        The changes; where the steps are too few for the recipe's warm-up, with one of the same share of the steps.
+    """
+    steps = changes.get("optim.schedule_steps", changes.get("train.steps"))
+    warmup = default.optim.warmup_steps
+    if steps is None or "optim.warmup_steps" in changes:
+        return dict(changes)
+    try:
+        wanted = int(str(steps))
+    except ValueError:
+        return dict(changes)  # the configuration refuses the text of `steps` itself
+    if wanted > 0 and warmup > wanted:
+        warmup = warmup * wanted // (default.optim.schedule_steps or default.train.steps)
+    return {**changes, "optim.warmup_steps": warmup}

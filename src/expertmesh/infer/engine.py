@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -67,6 +67,56 @@ def generate_text(
         model, prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id
     )
     return _text_pieces(ids, TextStream(tokenizer))
+
+
+class Continuation(NamedTuple):
+    """What a model went on with.
+
+    Attributes:
+        text: of the new tokens.
+        ids: prompt, its start token included, and new tokens.
+        is_cut: whether it ended at its length, not at the end of the text.
+    """
+
+    text: str
+    ids: list[int]
+    is_cut: bool
+
+
+def generate_texts(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int | None = None,
+    sampling: Sampling | None = None,
+    eos_id: int | None = None,
+    start_id: int | None = None,
+) -> list[Continuation]:
+    """Continue several texts together; arguments and errors as `generate_text` has them.
+
+    Returns:
+        One continuation for each prompt, in their order.
+    """
+    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    if start_id is not None:
+        ids = [[start_id, *one] if one else one for one in ids]
+    new: list[list[int]] = [[] for _ in ids]
+    is_cut = [True] * len(ids)
+    steps = generate_batch(
+        model, ids, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id
+    )
+    for step in steps:
+        for place, token_id in enumerate(step):
+            if token_id is None:
+                is_cut[place] = False
+            else:
+                new[place].append(token_id)
+    texts = ["".join(_text_pieces(iter(one), TextStream(tokenizer))) for one in new]
+    return [
+        Continuation(text, [*start, *one], cut)
+        for text, start, one, cut in zip(texts, ids, new, is_cut, strict=True)
+    ]
 
 
 def _text_pieces(ids: Iterator[int], stream: TextStream) -> Iterator[str]:
