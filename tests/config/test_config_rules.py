@@ -155,6 +155,7 @@ def test_edge_of_a_rule_is_allowed(changes):
 
 # Values that would change something elsewhere, and that a dense model, or the condition of a row, leaves without effect.
 OTHER = {
+    "shared_hidden_dim": 5,
     "router": "cosine",
     "score_function": "sigmoid",
     "normalize_weights": "kept",

@@ -242,6 +242,13 @@ def test_autocast_is_as_exact_as_plain_pytorch_under_autocast():
     assert seen["compared"] > 20, seen
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_gate_of_shared_experts(dtype):
+    options = {"dim": 8, "hidden_dim": 8, "num_experts": 4, "top_k": 2, "router": "topk"}
+    case = LayerCase({**options, "num_shared_experts": 1, "shared_gate": True, "dtype": dtype})
+    assert check(case, 17, 5)
+
+
 FAULTY = LayerCase(
     {
         "num_experts": 4,

@@ -162,6 +162,7 @@ FLIPS = {
     "activation": ({}, "geglu", "eval y"),
     "bias": ({}, True, "parameters"),
     "num_shared_experts": ({}, 1, "parameters"),
+    "shared_gate": ({"num_shared_experts": 1}, True, "parameters"),
     "shared_hidden_dim": ({"num_shared_experts": 1}, 5, "parameters"),
     "residual": ({}, True, "parameters"),
     "residual_hidden_dim": ({"residual": True}, 5, "parameters"),

@@ -39,6 +39,8 @@ def make_params(rng, options, *, bias=True, shared=True, residual=True):
             params[prefix + "w_out"] = rng.normal(size=(D, F))
             params[prefix + "b_in"] = rng.normal(size=(groups, F))
             params[prefix + "b_out"] = rng.normal(size=D)
+    if shared:
+        params["shared_gate.weight"] = rng.normal(size=(1, D))
     if residual:
         params["residual_coefficient.weight"] = rng.normal(size=(2, D))
         params["residual_coefficient.bias"] = rng.normal(size=2)

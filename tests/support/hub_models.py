@@ -36,7 +36,7 @@ FUSED = {
 }
 
 
-def tiny_experts(name, dtype=torch.float32, scale=0.3):
+def tiny_experts(name, dtype=torch.float32, scale=0.3, num_experts=E):
     """Experts of one family with random weights."""
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     config = SimpleNamespace(
@@ -52,7 +52,7 @@ def tiny_experts(name, dtype=torch.float32, scale=0.3):
         post_norm_eps=1e-6,
         _experts_implementation="eager",
         **dict.fromkeys(
-            ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), E
+            ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), num_experts
         ),
     )
     experts = getattr(module, EXPERTS[name])(config)

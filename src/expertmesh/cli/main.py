@@ -63,6 +63,12 @@ def _export(argv: list[str]) -> int:
     return run(argv)
 
 
+def _convert(argv: list[str]) -> int:
+    from expertmesh.cli.convert import run
+
+    return run(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from expertmesh.cli.doctor import run
 
@@ -86,6 +92,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "export": (
         _export,
         "weights as one file:          expertmesh export runs/demo --output demo.safetensors",
+    ),
+    "convert": (
+        _convert,
+        "hub checkpoints in and out:   expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
     ),
     "data": (_data, "make parallel text:           expertmesh data lohelp --packages debs/"),
     "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),

@@ -10,6 +10,7 @@ from expertmesh.cli.program import program
 from expertmesh.config.base import launched_rank
 from expertmesh.config.family import Family
 from expertmesh.config.run import ParallelConfig, RunConfig
+from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertmesh.costs.run import RunCosts
@@ -30,6 +31,7 @@ def run(argv: list[str]) -> int:
     """
     with said_once():
         parsed = parse_run_config(argv)
+        parsed = parsed._replace(config=begun_from_another(parsed.config))
     if parsed.dry_run:
         rank, num_ranks = launched_rank()
         num_ranks = max(num_ranks, fewest_ranks(parsed.config.parallel) if num_ranks == 1 else 1)
@@ -48,6 +50,26 @@ def run(argv: list[str]) -> int:
     if result.is_leader:
         print(summary(result, parsed.family))
     return 0 if result.stopped_by is None else 128 + int(result.stopped_by)
+
+
+def begun_from_another(config: RunConfig) -> RunConfig:
+    """The configuration with the model options and the tokenizer of the run that it begins with, if there is one.
+
+    Raises:
+        ConfigError: that is no run, or of a family that is not this one's.
+    """
+    if config.train.init_from is None:
+        return config
+    from expertmesh.training.run_dir import load_run
+
+    begin = load_run(config.train.init_from)
+    if begin.config.family != config.family or config.family != "gpt":
+        raise ConfigError(
+            f"train.init_from={config.train.init_from}: is of family {begin.config.family} and this run of {config.family}; "
+            "begin a gpt with a gpt"
+        )
+    model = begin.config.model_dump()["model"]
+    return config.updated({"model": model, "data.encode_with": str(begin.path / "tokenizer.json")})
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:

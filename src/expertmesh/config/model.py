@@ -1,6 +1,6 @@
 """Options of the GPT model family and of the mixture-of-experts layers in it."""
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -57,16 +57,24 @@ class ModelConfig(Config):
     """Activation of experts and dense feed-forward layers."""
     qk_norm: bool = False
     """RMSNorm on queries and keys of every head."""
+    qk_norm_scope: Literal["head", "projection"] = "head"
+    """What that norm is over: each head, or all queries (and all keys) of a token together, as in OLMoE."""
+    qkv_bias: bool = False
+    """Biases on queries, keys and values."""
     tie_embeddings: bool = True
     """One matrix for input embedding and output projection."""
     rope_base: float = Field(default=10000.0, gt=1)
     """Base of the rotary position embedding."""
+    rope_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Share of each head's dimensions that turn with the position; the others stay as they are."""
     norm_eps: float = Field(default=1e-6, gt=0)
     """Epsilon of RMSNorm."""
     init_std: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
     moe_every: int = Field(default=1, gt=0)
     """Every n-th layer is MoE, counted from the first group's last layer (2: layers 1, 3, 5, ...)."""
+    first_dense_layers: int = Field(default=0, ge=0)
+    """So many layers at the beginning are dense in any case."""
     batch_invariant: bool = False
     """In evaluation a token's logits are the same to the bit in every batch; slower. No effect in training."""
     moe: MoEConfig = MoEConfig()
@@ -85,7 +93,7 @@ class ModelConfig(Config):
     def experts_per_layer(self) -> tuple[int, ...]:
         """Number of experts of every layer; 0 where the feed-forward is dense."""
         counts = self.moe.num_experts
-        moe_layers = [i for i in range(self.num_layers) if i % self.moe_every == self.moe_every - 1]
+        moe_layers = self._moe_layers()
         if not counts or not moe_layers:
             return (0,) * self.num_layers
         counts = counts * len(moe_layers) if len(counts) == 1 else counts
@@ -97,6 +105,10 @@ class ModelConfig(Config):
         experts = dict(zip(moe_layers, counts, strict=True))
         return tuple(experts.get(i, 0) for i in range(self.num_layers))
 
+    def _moe_layers(self) -> list[int]:
+        layers = range(self.first_dense_layers, self.num_layers)
+        return [i for i in layers if i % self.moe_every == self.moe_every - 1]
+
     @property
     def moe_layer(self) -> MoEConfig:
         """The mixture-of-experts layers as the model builds them: batch_invariant if the model is."""
@@ -107,7 +119,7 @@ class ModelConfig(Config):
     @property
     def num_moe_layers(self) -> int:
         """Layers with experts; 0 for a dense model."""
-        return self.num_layers // self.moe_every if self.moe.num_experts else 0
+        return len(self._moe_layers()) if self.moe.num_experts else 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -135,6 +147,21 @@ class ModelConfig(Config):
                 f"rotary positions need an even head size, this gives {head_dim}",
                 "set head_dim to an even number",
             )
+        if self.qk_norm_scope != "head" and not self.qk_norm:
+            raise FieldError(
+                "qk_norm_scope",
+                self.qk_norm_scope,
+                "has no effect without qk_norm",
+                "leave it at head, or set qk_norm",
+            )
+        turning = head_dim * self.rope_fraction
+        if turning != int(turning) or turning % 2:
+            raise FieldError(
+                "rope_fraction",
+                self.rope_fraction,
+                f"must turn an even number of the {head_dim} dimensions of a head, not {turning:g}",
+                f"use a multiple of {2 / head_dim:g}",
+            )
         if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
             raise FieldError(
                 "num_kv_heads",
@@ -151,6 +178,13 @@ class ModelConfig(Config):
                 self.moe_every,
                 f"must be at most num_layers, {self.num_layers}",
                 "lower it, or give no moe.num_experts for a dense model",
+            )
+        if self.first_dense_layers and not self.num_moe_layers:
+            raise FieldError(
+                "first_dense_layers",
+                self.first_dense_layers,
+                "leaves no layer with experts",
+                "lower it, or leave it out of a dense model",
             )
         if given not in (0, 1, self.num_moe_layers):
             raise FieldError(

@@ -76,6 +76,10 @@ class LayerChoices(Config):
     """Tokens per routing group for capacity and balance loss; none: all tokens of a call."""
     num_shared_experts: int = Field(default=0, ge=0)
     """Experts that every token passes, beside the routed ones."""
+    shared_hidden_dim: int | None = Field(default=None, gt=0)
+    """Hidden size of the shared experts' MLP; none: num_shared_experts * hidden_dim."""
+    shared_gate: bool = False
+    """The shared experts' output times the sigmoid of a learned linear map of the token (Qwen2-MoE)."""
     residual: bool = False
     """PR-MoE's residual layer: a dense MLP beside the experts, mixed by a learned two-way coefficient."""
     balance_loss: BalanceLoss = "switch"
@@ -253,8 +257,6 @@ class LayerOptions(LayerChoices):
     """Size of a token (D)."""
     activation: Activation = "swiglu"
     """Activation of the experts, the shared experts and the residual MLP."""
-    shared_hidden_dim: int | None = Field(default=None, gt=0)
-    """Hidden size of the shared experts' MLP; none: num_shared_experts * hidden_dim."""
     residual_hidden_dim: int | None = Field(default=None, gt=0)
     """Hidden size of the residual MLP; none: hidden_dim."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
@@ -335,6 +337,11 @@ NO_EFFECT = (
             not isinstance(c, LayerOptions) and (c.is_dropless or c.router == "expert_choice")
         ),
         "without capacity_factor, eval_capacity_factor or max_capacity_factor, or with router=expert_choice",
+    ),
+    NoEffect(
+        ("shared_gate",),
+        lambda c: not c.num_shared_experts and not c.shared_hidden_dim,
+        "without shared experts",
     ),
     NoEffect(("residual_hidden_dim",), lambda c: not c.residual, "with residual=False"),
     NoEffect(

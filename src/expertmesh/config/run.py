@@ -79,6 +79,8 @@ class TrainConfig(Config):
     """auto, cpu, cuda or cuda:N."""
     dtype: Dtype = "auto"
     """Compute precision; auto: bfloat16 or float32, what is faster here for this model, measured once and kept with the run."""
+    init_from: str | None = None
+    """Run whose newest weights, model options and tokenizer this one begins with, for instance a converted one; none: new ones."""
     resume: Resume = "never"
     """auto: from the newest good checkpoint if there is one; never: the run directory must be new; required."""
     checkpoint_every: int = Field(default=200, gt=0)
@@ -99,6 +101,7 @@ class TrainConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_not_empty("run_dir", self.run_dir)
+        check_not_empty("init_from", self.init_from)
         if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device) is None:
             raise FieldError(
                 "device", self.device, "must be auto, cpu, cuda or cuda:N", "for example cpu"

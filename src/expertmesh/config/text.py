@@ -25,12 +25,14 @@ class TextConfig(Config):
     """Use only about this many bytes of the corpus, chosen by a hash of the document's name; none: all."""
     seq_len: int = Field(default=256, gt=0)
     """Tokens per training sequence; at most model.max_seq_len."""
+    encode_with: str | None = None
+    """The byte-level tokenizer.json with which the text becomes tokens; none: one is learned from the corpus."""
     cache_dir: str | None = None
     """Folder for tokenizers and token shards; none: the user's cache folder."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("dataset", "cache_dir", "tokenizer"):
+        for name in ("dataset", "cache_dir", "tokenizer", "encode_with"):
             check_not_empty(name, getattr(self, name))
         paths = (self.path,) if isinstance(self.path, str) else self.path or ()
         for path in paths:

@@ -90,7 +90,7 @@ def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> 
             dim=dim, hidden_dim=hidden_dim, activation=config.activation, bias=False
         )
 
-    shared = mlp(moe.num_shared_experts * moe.hidden_dim)
+    shared = mlp(moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim)
     shared += mlp(config.ffn_hidden_dim) + 4 * dim if moe.residual else 0
     return ForwardFlops(
         projections_flops=len(layers) * 2 * dim * (heads * config.head_size + width),

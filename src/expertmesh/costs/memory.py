@@ -97,8 +97,9 @@ def layer_activation_bytes(
         return bytes_per_token + _mlp_elements(config.ffn_hidden_dim, config) * compute
     branches = 2 if config.activation in GATED_ACTIVATIONS else 1
     elements = config.dim + (0 if moe.recompute_h else moe.top_k * branches * moe.hidden_dim)
-    if moe.num_shared_experts:
-        elements += _mlp_elements(moe.num_shared_experts * moe.hidden_dim, config)
+    if moe.num_shared_experts or moe.shared_hidden_dim:
+        hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
+        elements += _mlp_elements(hidden_dim, config)
     if moe.residual:
         # Beside the MLP's own, both outputs wait for the gradient of their coefficients.
         elements += _mlp_elements(config.ffn_hidden_dim, config) + 2 * config.dim

@@ -67,6 +67,7 @@ _PART_OF = {
     "router": "router",
     "experts": "experts",
     "shared_experts": "shared",
+    "shared_gate": "shared",
     "residual_mlp": "residual",
     "residual_coefficient": "residual",
 }
@@ -149,11 +150,15 @@ def _layer_shapes(config: ModelConfig, num_experts: int) -> Iterator[_Shape]:
     D, head = config.dim, config.head_size
     width = config.num_heads * head
     yield "attention_norm.weight", (D,), None
-    yield "attention.qkv.weight", (width + 2 * config.kv_heads * head, D), 0
+    rows = width + 2 * config.kv_heads * head
+    yield "attention.qkv.weight", (rows, D), 0
+    if config.qkv_bias:
+        yield "attention.qkv.bias", (rows,), 0
     yield "attention.out.weight", (D, width), 1
     if config.qk_norm:
-        yield "attention.q_norm.weight", (head,), None
-        yield "attention.k_norm.weight", (head,), None
+        whole = config.qk_norm_scope == "projection"
+        yield "attention.q_norm.weight", (width if whole else head,), None
+        yield "attention.k_norm.weight", (config.kv_heads * head if whole else head,), None
     yield "ffn_norm.weight", (D,), None
     if not num_experts:
         yield from _mlp_shapes("ffn", config, config.ffn_hidden_dim, bias=False)
@@ -167,9 +172,11 @@ def _layer_shapes(config: ModelConfig, num_experts: int) -> Iterator[_Shape]:
         yield "moe.router.proj.weight", (num_experts, D), None
     experts = _mlp_shapes("moe.experts", config, moe.hidden_dim, bias=moe.bias)
     yield from ((name, (num_experts, *shape), None) for name, shape, _ in experts)
-    if moe.num_shared_experts:
-        hidden_dim = moe.num_shared_experts * moe.hidden_dim
+    if moe.num_shared_experts or moe.shared_hidden_dim:
+        hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
         yield from _mlp_shapes("moe.shared_experts", config, hidden_dim, bias=moe.bias)
+        if moe.shared_gate:
+            yield "moe.shared_gate.weight", (1, D), None
     if moe.residual:
         yield from _mlp_shapes("moe.residual_mlp", config, config.ffn_hidden_dim, bias=moe.bias)
         yield "moe.residual_coefficient.weight", (2, D), None

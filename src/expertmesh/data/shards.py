@@ -21,7 +21,12 @@ from expertmesh.config.base import user_cache_dir
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
 from expertmesh.data.news import Progress
-from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
+from expertmesh.data.tokenizer import (
+    END_OF_TEXT,
+    given_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from expertmesh.errors import ConfigError
 
 FORMAT_VERSION = 1
@@ -91,6 +96,10 @@ def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
     """
     corpus = load_corpus(config)
     identity = f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{corpus.digest}"
+    given: Tokenizer | None = None
+    if config.encode_with is not None:
+        given = given_tokenizer(Path(config.encode_with).expanduser(), vocab_size=vocab_size)
+        identity += f"|{given.to_str()}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:24]
     base = Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_dir()
     folder = base / f"tokens-{key}"
@@ -102,7 +111,7 @@ def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
                 if folder.exists():
                     _log.warning("token cache %s: %s; it is made anew", folder, damage)
                 _remove_leftovers(base, mine=folder.name)
-                _build(corpus, folder, vocab_size=vocab_size)
+                _build(corpus, folder, given, vocab_size=vocab_size)
     training, validation = (open_shard(folder, name) for name in ("training", "validation"))
     for name, shard in (("training", training), ("validation", validation)):
         if len(shard.tokens_N) <= config.seq_len:
@@ -181,14 +190,16 @@ def open_shard(folder: Path, name: str) -> Shard:
     return Shard(tokens, entry["num_documents"], entry["num_bytes"])
 
 
-def _build(corpus: Corpus, folder: Path, *, vocab_size: int) -> None:
+def _build(corpus: Corpus, folder: Path, given: Tokenizer | None, *, vocab_size: int) -> None:
     """Write a cache entry beside its place, then rename it."""
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _log.info("learning a tokenizer of %d tokens", vocab_size, extra={"is_progress": True})
-        tokenizer = train_tokenizer(texts(corpus.training), vocab_size=vocab_size)
+        tokenizer = given
+        if tokenizer is None:
+            _log.info("learning a tokenizer of %d tokens", vocab_size, extra={"is_progress": True})
+            tokenizer = train_tokenizer(texts(corpus.training), vocab_size=vocab_size)
         (partial / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         # Encode with what was saved, which is what everybody will use.
         tokenizer = load_tokenizer(partial / "tokenizer.json")
@@ -218,12 +229,13 @@ def _write_tokens(
     path: Path, documents: Sequence[Document], tokenizer: Tokenizer, dtype: str
 ) -> int:
     num_tokens = num_bytes = 0
+    end_id = tokenizer.token_to_id(END_OF_TEXT)
     progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
     with path.open("wb") as file:
         for start in range(0, len(documents), _BATCH_DOCUMENTS):
             batch = [document.read() for document in documents[start : start + _BATCH_DOCUMENTS]]
             for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                ids = np.array([*encoding.ids, END_OF_TEXT_ID], dtype=dtype)
+                ids = np.array([*encoding.ids, end_id], dtype=dtype)
                 file.write(ids.tobytes())
                 num_tokens += len(ids)
             num_bytes += sum(d.num_bytes for d in documents[start : start + _BATCH_DOCUMENTS])

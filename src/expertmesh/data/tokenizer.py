@@ -1,12 +1,13 @@
 """Byte-level BPE (Radford et al. 2019, 2.2; Sennrich et al. 2016), trained on the training split only."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from expertmesh.errors import CheckpointError
+from expertmesh.errors import CheckpointError, ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
@@ -57,6 +58,37 @@ def load_tokenizer(path: Path) -> Tokenizer:
         ) from None
     # Not in the file: without it a text that quotes the end-of-text token would become that token.
     tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
+    """Read a tokenizer that was made elsewhere.
+
+    Args:
+        path: a tokenizer.json.
+        vocab_size: V of the model.
+
+    Raises:
+        ConfigError: it is missing, no byte-level one, larger than the vocabulary, or has no end of text.
+    """
+    try:
+        tokenizer = load_tokenizer(path)
+    except CheckpointError as error:
+        raise ConfigError(f"data.encode_with={error}") from None
+    kind = json.loads(tokenizer.to_str()).get("decoder") or {}
+    kinds = [kind, *kind.get("decoders", [])]
+    if not any(one.get("type") == "ByteLevel" for one in kinds):
+        raise ConfigError(
+            f"data.encode_with={path}: is no byte-level one, so that bits per byte mean nothing; use a model that has one"
+        )
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ConfigError(
+            f"data.encode_with={path}: has {tokenizer.get_vocab_size()} tokens, model.vocab_size is {vocab_size}; raise it"
+        )
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise ConfigError(
+            f"data.encode_with={path}: has no token {END_OF_TEXT} for the end of a document; add one"
+        )
     return tokenizer
 
 

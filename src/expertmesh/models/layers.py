@@ -4,7 +4,7 @@ The dense feed-forward layer is `expertmesh.moe.experts.DenseMLP`, the same modu
 """
 
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -63,11 +63,12 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without bias, on a CPU by its fastest library."""
+    """`nn.Linear`, on a CPU by its fastest library."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return cpu_products.linear(x, self.weight)
+        y = cpu_products.linear(x, self.weight)
+        return y if self.bias is None else y + self.bias
 
 
 def rope_tables(
@@ -76,24 +77,28 @@ def rope_tables(
     head_dim: int,
     base: float,
     dtype: torch.dtype,
+    fraction: float = 1.0,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
 
-    Pair i of a head turns by position * base^(-2 i / head_dim).
+    Pair i of a head turns by position * base^(-2 i / (fraction * head_dim)), and the pairs behind that fraction not at all.
 
     Args:
         positions_S: (S,) or (B, S) integer positions.
         head_dim: size of one head, even.
         base: base of the frequencies.
         dtype: FP32 or FP64.
+        fraction: share of the pairs that turn.
         batch_invariant: an entry has the same bits wherever it stands in the table.
 
     Returns:
         Cosines and sines, each (..., S, head_dim / 2).
     """
-    half = torch.arange(0, head_dim, 2, device=positions_S.device, dtype=dtype)
-    frequency = torch.pow(base, -half / head_dim)
+    turning = round(head_dim * fraction)
+    half = torch.arange(0, turning, 2, device=positions_S.device, dtype=dtype)
+    frequency = torch.pow(base, -half / turning)
+    frequency = F.pad(frequency, (0, (head_dim - turning) // 2))
     angle = positions_S.to(dtype)[..., None] * frequency
     if batch_invariant:
         return invariant.pointwise(angle, "cos"), invariant.pointwise(angle, "sin")
@@ -127,7 +132,9 @@ class Attention(nn.Module):
         num_heads: query heads.
         num_kv_heads: key and value heads, a divisor of num_heads.
         head_dim: size of one head, even.
-        qk_norm: RMSNorm over head_dim on queries and keys, before the rotation.
+        qk_norm: RMSNorm on queries and keys, before the rotation.
+        qk_norm_scope: whether that is over each "head", or over all queries (keys) of a token, the "projection".
+        qkv_bias: whether queries, keys and values have biases.
         norm_eps: its epsilon.
         layer_index: which layer of a cache is this one's.
         batch_invariant: in evaluation a token's result is the same to the bit in every batch.
@@ -145,6 +152,8 @@ class Attention(nn.Module):
         qk_norm: bool,
         norm_eps: float,
         layer_index: int,
+        qk_norm_scope: Literal["head", "projection"] = "head",
+        qkv_bias: bool = False,
         batch_invariant: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -153,15 +162,17 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.layer_index, self.batch_invariant = layer_index, batch_invariant
         rows = (num_heads + 2 * num_kv_heads) * head_dim
-        self.qkv = Linear(dim, rows, bias=False, device=device, dtype=dtype)
+        self.qkv = Linear(dim, rows, bias=qkv_bias, device=device, dtype=dtype)
         self.out = Linear(num_heads * head_dim, dim, bias=False, device=device, dtype=dtype)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
+        self.norms_heads = qk_norm_scope == "head"
         if qk_norm:
             norm = partial(
                 RMSNorm, eps=norm_eps, batch_invariant=batch_invariant, device=device, dtype=dtype
             )
-            self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
+            sizes = (1, 1) if self.norms_heads else (num_heads, num_kv_heads)
+            self.q_norm, self.k_norm = (norm(size * head_dim) for size in sizes)
 
     def forward(
         self,
@@ -188,7 +199,10 @@ class Attention(nn.Module):
         group = self.num_heads // self.num_kv_heads
         invariant_now = self.batch_invariant and not self.training
         linear = invariant.linear if invariant_now else cpu_products.linear
-        qkv = linear(x_BSD, self.qkv.weight).view(B, S, self.num_kv_heads, group + 2, self.head_dim)
+        qkv = linear(x_BSD, self.qkv.weight)
+        if self.qkv.bias is not None:
+            qkv = qkv + self.qkv.bias
+        qkv = qkv.view(B, S, self.num_kv_heads, group + 2, self.head_dim)
         q, k, v = (t.flatten(2, 3) for t in qkv.split([group, 1, 1], dim=3))
         q, k = (
             self._norm_and_rope(t, norm, cos, sin)
@@ -216,6 +230,8 @@ class Attention(nn.Module):
         self, x_BSHd: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor
     ) -> Tensor:
         """(B, S, H, head_dim) -> (B, H, S, head_dim), normalised and turned."""
+        if norm is not None and not self.norms_heads:
+            x_BSHd, norm = norm(x_BSHd.flatten(2)).view(x_BSHd.shape), None
         plain = self.training or not self.batch_invariant
         if plain and row_blocks.serves(x_BSHd) and cos.ndim == 2:
             weight = None if norm is None else norm.weight

@@ -69,6 +69,11 @@ def make_shared_experts(options: LayerOptions, **place: Any) -> DenseMLP | None:
     return DenseMLP(hidden_dim=hidden_dim, **_of_all_mlps(options), **place)
 
 
+def make_shared_gate(options: LayerOptions, **place: Any) -> nn.Linear | None:
+    """Make the map D -> 1 to the share of the shared experts, if wanted; `place` is device and dtype."""
+    return nn.Linear(options.dim, 1, bias=False, **place) if options.shared_gate else None
+
+
 def make_residual(options: LayerOptions, **place: Any) -> tuple[DenseMLP | None, nn.Linear | None]:
     """Make PR-MoE's residual MLP and the map to its mixture, if wanted; `place` is device and dtype."""
     if not options.residual:

@@ -22,7 +22,13 @@ from expertmesh.config.moe_rules import (
 )
 from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import Assignment, CapacityRule, all_kept, assign
-from expertmesh.moe.build import make_experts, make_residual, make_router, make_shared_experts
+from expertmesh.moe.build import (
+    make_experts,
+    make_residual,
+    make_router,
+    make_shared_experts,
+    make_shared_gate,
+)
 from expertmesh.moe.call import CallInputs, call_of
 from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher, Tokens
 from expertmesh.moe.groups_over_ranks import SharedTokens, assign_shared
@@ -43,7 +49,7 @@ class MoELayer(nn.Module):
 
     Parameters, by their names in `state_dict()`: `router.proj.weight` (E, D), `experts.w_in` (E, G, F, D) with G = 2
     (gate, up) for gated activations and 1 otherwise, `experts.w_out` (E, D, F), with bias `experts.b_in` (E, G, F)
-    and `experts.b_out` (E, D); optional `shared_experts.*`, `residual_mlp.*`, `residual_coefficient.*`; buffers
+    and `experts.b_out` (E, D); optional `shared_experts.*`, `shared_gate.*`, `residual_mlp.*`, `residual_coefficient.*`; buffers
     `expert_bias_E` (with bias_update_rate) and `router.hash_key` (hash router). The router and the balancing bias stay
     FP32 (FP64 in an FP64 layer) whatever the layer's dtype, under `layer.to(torch.bfloat16)` too.
 
@@ -86,6 +92,7 @@ class MoELayer(nn.Module):
         bias: biases in them.
         num_shared_experts: experts that every token passes: one dense MLP of this many times hidden_dim.
         shared_hidden_dim: hidden size of that MLP; None: num_shared_experts * hidden_dim.
+        shared_gate: its output times sigmoid(g . x), with a learned g, per token (Qwen2-MoE).
         residual: PR-MoE's residual layer, y = a * MoE(x) + b * MLP(x) with (a, b) = softmax(W_c x + b_c) (arXiv
             2201.05596, section 4.1.2). Shared experts are added outside.
         residual_hidden_dim: hidden size of the residual MLP; None: hidden_dim.
@@ -153,6 +160,7 @@ class MoELayer(nn.Module):
         bias: bool = False,
         num_shared_experts: int = 0,
         shared_hidden_dim: int | None = None,
+        shared_gate: bool = False,
         residual: bool = False,
         residual_hidden_dim: int | None = None,
         recompute_h: bool = False,
@@ -201,6 +209,7 @@ class MoELayer(nn.Module):
             bias=bias,
             num_shared_experts=num_shared_experts,
             shared_hidden_dim=shared_hidden_dim,
+            shared_gate=shared_gate,
             residual=residual,
             residual_hidden_dim=residual_hidden_dim,
             recompute_h=recompute_h,
@@ -239,6 +248,7 @@ class MoELayer(nn.Module):
         self.router: nn.Module = router
         self.experts = make_experts(options, experts, **place)
         self.shared_experts = make_shared_experts(options, **place)
+        self.shared_gate = make_shared_gate(options, **place)
         self.residual_mlp, self.residual_coefficient = make_residual(options, **place)
         exact = accumulate_dtype(dtype or torch.get_default_dtype())
         bias_E = torch.zeros(self.num_experts, device=device, dtype=exact)
@@ -445,6 +455,8 @@ class MoELayer(nn.Module):
             mix_T2 = self._mixture(self.residual_coefficient, x_TD)
             residual_TD = self.residual_mlp(x_TD)
         shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
+        if shared_TD is not None and self.shared_gate is not None:
+            shared_TD = shared_TD * self._share(self.shared_gate, x_TD)
         return mix_T2, residual_TD, shared_TD
 
     def _add_dense(
@@ -463,6 +475,14 @@ class MoELayer(nn.Module):
         if call.token_mask_T is not None:
             y_TD = y_TD.masked_fill(~call.token_mask_T[:, None], 0)
         return y_TD
+
+    def _share(self, gate: nn.Linear, x_TD: Tensor) -> Tensor:
+        """(T, 1) share of the shared experts."""
+        if self.training or not self.batch_invariant:
+            return gate(x_TD).sigmoid()
+        backend = self.routing_options.selection.backend
+        raw_T1 = invariant.linear(x_TD, gate.weight, backend=backend)
+        return invariant.sigmoid(raw_T1.to(accumulate_dtype(x_TD.dtype))).to(x_TD.dtype)
 
     def _mixture(self, coefficient: nn.Linear, x_TD: Tensor) -> Tensor:
         """(T, 2) shares of the experts and of the residual MLP, FP32 or FP64."""

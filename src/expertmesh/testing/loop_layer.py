@@ -227,5 +227,8 @@ def loop_forward(inputs: LoopInputs, options: OracleOptions) -> tuple[Tensor, Te
         dense = loop_mlp(x_TD, params, "residual_mlp.", options.activation)
         y_TD = ab[:, :1] * y_TD + ab[:, 1:] * dense
     if "shared_experts.w_in" in params:
-        y_TD = y_TD + loop_mlp(x_TD, params, "shared_experts.", options.activation)
+        shared_TD = loop_mlp(x_TD, params, "shared_experts.", options.activation)
+        if "shared_gate.weight" in params:
+            shared_TD = shared_TD * F.linear(x_TD, params["shared_gate.weight"]).sigmoid()
+        y_TD = y_TD + shared_TD
     return y_TD.masked_fill(~inputs.mask_T[:, None], 0.0), aux, z

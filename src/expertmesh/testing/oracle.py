@@ -288,8 +288,16 @@ def _beside_forward(
             mlp = mlp_of(params, "residual_mlp.", options.activation)
             y_TD[t] = a * moe_TD[t] + b * mlp.forward(x_D)
         if "shared_experts.w_in" in params:
-            y_TD[t] += mlp_of(params, "shared_experts.", options.activation).forward(x_D)
+            shared = mlp_of(params, "shared_experts.", options.activation)
+            y_TD[t] += _shared_part(params, x_D) * shared.forward(x_D)
     return y_TD
+
+
+def _shared_part(params: dict[str, Array], x_D: Array) -> float:
+    """Share of the shared experts: sigmoid(g . x), or 1 without a gate."""
+    if "shared_gate.weight" not in params:
+        return 1.0
+    return float(1.0 / (1.0 + np.exp(-params["shared_gate.weight"][0] @ x_D)))
 
 
 def _coefficients(params: dict[str, Array], x_D: Array) -> Array:
@@ -323,5 +331,10 @@ def _beside_backward(
         if "shared_experts.w_in" in params:
             into = mlp_of(grads, "shared_experts.", options.activation)
             shared = mlp_of(params, "shared_experts.", options.activation)
-            dx_TD[t] += shared.backward(x_D, dy_TD[t], into)
+            part = _shared_part(params, x_D)
+            dx_TD[t] += shared.backward(x_D, part * dy_TD[t], into)
+            if "shared_gate.weight" in params:
+                slope = part * (1.0 - part) * (dy_TD[t] @ shared.forward(x_D))
+                grads["shared_gate.weight"][0] += slope * x_D
+                dx_TD[t] += slope * params["shared_gate.weight"][0]
     return dmoe_TD, dx_TD

@@ -5,8 +5,10 @@ tensor, and plain texts), then the tensors. It is written tensor by tensor, so t
 """
 
 import json
+import math
 import os
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from expertmesh.training.checkpoint_tensors import tensor_dtypes, tensor_shapes,
 from expertmesh.training.run_dir import load_run
 
 _MODEL = "model."
-_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -31,6 +33,7 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""What safetensors files call types."""
 _ALIGNMENT = 8
 
 
@@ -66,7 +69,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
         CheckpointError: the checkpoint is damaged, or there is none.
     """
     _check_output(output, overwrite=overwrite)
-    checkpoint = _find_checkpoint(source)
+    checkpoint = find_checkpoint(source)
     state = read_state(checkpoint)
     shapes, dtypes = tensor_shapes(checkpoint), tensor_dtypes(checkpoint)
     names = sorted(name for name in shapes if name.startswith(_MODEL))
@@ -77,7 +80,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
         with partial.open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
             for tensor in whole_tensors(checkpoint, names):
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+                file.write(tensor_bytes(tensor))
             file.flush()
             os.fsync(file.fileno())
         _check_output(output, overwrite=overwrite)
@@ -104,7 +107,13 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"output={output}: there is no folder {output.parent}; make it first")
 
 
-def _find_checkpoint(source: Path) -> Path:
+def find_checkpoint(source: Path) -> Path:
+    """The newest good checkpoint of a run directory, or a checkpoint itself.
+
+    Raises:
+        ConfigError: it is neither.
+        CheckpointError: it is damaged.
+    """
     if not source.is_dir():
         raise ConfigError(
             f"{source}: is no folder; give a run directory, or a checkpoint inside one"
@@ -132,17 +141,32 @@ def _header(
     dtypes: dict[str, torch.dtype],
     texts: dict[str, str],
 ) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": texts}
+    tensors = [(name.removeprefix(_MODEL), dtypes[name], shapes[name]) for name in names]
+    return file_header(tensors, texts)
+
+
+def file_header(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], texts: Mapping[str, str]
+) -> bytes:
+    """The header of a safetensors file, its length not included.
+
+    Args:
+        tensors: name, dtype and shape of each, in the order of their bytes.
+        texts: plain texts that go with them.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(texts)}
     end = 0
-    for name in names:
-        begin, size = end, dtypes[name].itemsize
-        for length in shapes[name]:
-            size *= length
-        end = begin + size
-        entries[name.removeprefix(_MODEL)] = {
-            "dtype": _NAMES[dtypes[name]],
-            "shape": list(shapes[name]),
+    for name, dtype, shape in tensors:
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        entries[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries).encode()
     return text + b" " * (-len(text) % _ALIGNMENT)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, as a file has them."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

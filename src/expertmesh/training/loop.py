@@ -28,8 +28,14 @@ from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, r
 from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
 from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
-from expertmesh.training.run_dir import RunDir
-from expertmesh.training.state import RunProgress, TrainState, check_same_data, check_same_run
+from expertmesh.training.run_dir import RunDir, load_run
+from expertmesh.training.state import (
+    RunProgress,
+    TrainState,
+    check_same_data,
+    check_same_run,
+    load_weights,
+)
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
 from expertmesh.training.teacher import copy_layers, open_teacher
@@ -180,6 +186,8 @@ class _Trainer:
             self.store.remove_leftovers()
         path = newest_good(self.run_dir.checkpoints, self.ranks)
         if path is None:
+            if (begin := self.config.train.init_from) is not None:
+                self.ranks.each(lambda: load_weights(load_run(begin).checkpoint, self.state.model))
             return 0
         values = read_state(path)
         self.ranks.first(

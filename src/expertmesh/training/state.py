@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.config.base import saved_run
 from expertmesh.config.family import GPT, Family
 from expertmesh.config.run import DistillConfig, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
@@ -148,6 +149,11 @@ def check_same_run(
     Raises:
         ConfigError: names the first option that differs.
     """
+    try:
+        with saved_run():  # options that were not there yet have their defaults
+            saved = family.config.model_validate(dict(saved)).model_dump(mode="json")
+    except ConfigError:
+        pass
     old_fields, new_fields = (
         _flat({"family": GPT.name, "distill": DistillConfig().model_dump(), **saved}),
         _flat(config.model_dump(mode="json")),

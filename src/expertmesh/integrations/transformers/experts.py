@@ -12,6 +12,7 @@ from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLU
 from transformers.integrations.moe import _default_apply_gate
 
 from expertmesh.functional import combine, grouped_linear, moe_mlp, permute, route_metadata
+from expertmesh.integrations.transformers.lora import Adapter, weight_and_adapters
 from expertmesh.ops.dtypes import autocast_dtype
 
 _INNER: dict[Any, str] = {
@@ -21,20 +22,6 @@ _INNER: dict[Any, str] = {
     ReLUSquaredActivation: "relu2",
 }
 _GATED = {"silu": "swiglu", "relu": "reglu", "gelu": "geglu"}
-
-
-class Adapter(NamedTuple):
-    """A low-rank addition to a stack of matrices, W + scaling * lhs @ rhs.
-
-    Attributes:
-        lhs: (E, rows, r).
-        rhs: (E, r, columns).
-        scaling: its factor.
-    """
-
-    lhs: Tensor
-    rhs: Tensor
-    scaling: float
 
 
 class Stack(NamedTuple):
@@ -121,22 +108,5 @@ def fused_activation(experts: Any) -> str | None:
 
 def _stack(experts: Any, name: str) -> Stack:
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    whole, adapters = _with_adapters(experts, name)
+    whole, adapters = weight_and_adapters(experts, name)
     return Stack(whole, bias, adapters, experts.is_transposed)
-
-
-def _with_adapters(experts: Any, name: str) -> tuple[Tensor, tuple[Adapter, ...]]:
-    """A weight and the adapters on it; where they cannot be told apart, their sum.
-
-    Reading the attribute of a parametrised module makes the sum, which is as large as all experts, and gives autograd reason
-    to make the gradient of all of it.
-    """
-    parametrised = getattr(experts, "parametrizations", {})
-    if name not in parametrised:
-        return getattr(experts, name), ()
-    added = list(parametrised[name])
-    if not all(all(hasattr(one, field) for field in Adapter._fields) for one in added):
-        return getattr(experts, name), ()
-    return parametrised[name].original, tuple(
-        Adapter(one.lhs, one.rhs, one.scaling) for one in added
-    )

@@ -8,6 +8,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.transformers.experts import forward
+from expertmesh.integrations.transformers.lora import lend_factors
 
 NAME = "expertmesh"
 """Value of `experts_implementation`."""
@@ -30,6 +31,7 @@ def apply(model: nn.Module) -> int:
     """Run the experts of a loaded model on ours from now on; weights stay where they are.
 
     The choice of experts, their weights, shared experts and losses stay transformers' own. The choice is not saved with the model.
+    Low-rank adapters of peft (`target_parameters`) that are there already run as the factors that they are.
 
     Args:
         model: a model of transformers with mixture-of-experts layers, one that peft has wrapped, or one such layer.
@@ -61,6 +63,7 @@ def apply(model: nn.Module) -> int:
     for experts in found:
         config: Any = experts.config
         config._experts_implementation = NAME
+    lend_factors(model, NAME)
     return len(found)
 
 

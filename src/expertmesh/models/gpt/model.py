@@ -133,6 +133,8 @@ class Block(nn.Module):
             num_kv_heads=config.kv_heads,
             head_dim=config.head_size,
             qk_norm=config.qk_norm,
+            qk_norm_scope=config.qk_norm_scope,
+            qkv_bias=config.qkv_bias,
             norm_eps=eps,
             layer_index=layer_index,
             batch_invariant=invariant,
@@ -274,6 +276,9 @@ class GPT(nn.Module):
             if name.endswith("norm.weight"):
                 nn.init.ones_(parameter)
                 continue
+            if name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+                continue
             returns = name.endswith(("attention.out.weight", "ffn.w_out"))
             init_normal_(
                 parameter, std=out_std if returns else std, seed=seed, name=name, per_expert=False
@@ -389,6 +394,7 @@ class GPT(nn.Module):
             positions_S,
             head_dim=self.config.head_size,
             base=self.config.rope_base,
+            fraction=self.config.rope_fraction,
             dtype=accumulate_dtype(self.embedding.weight.dtype),
             batch_invariant=invariant_now,
         )

@@ -51,7 +51,7 @@ def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
         assert isinstance(block, Block)
         plan[f"layers.{index}.attention"] = Sliced(
             group,
-            {"qkv.weight": 0, "out.weight": 1},
+            {"qkv.weight": 0, "out.weight": 1} | ({"qkv.bias": 0} if model.config.qkv_bias else {}),
             dim=1,
             where=f"layer {index}, attention",
         )
@@ -91,13 +91,18 @@ def check_degrees(
 
 
 def _check_slices(model: ModelConfig, tp: int) -> None:
+    if model.qk_norm and model.qk_norm_scope == "projection":
+        raise ConfigError(
+            f"parallel.tp_degree={tp}: cuts attention by heads, and model.qk_norm_scope=projection is over all of them; use 1"
+        )
     experts = model.experts_per_layer()
     moe = model.moe_layer
     sizes = {"model.num_heads": model.num_heads, "model.num_kv_heads": model.kv_heads}
     if 0 in experts or (any(experts) and moe.residual):
         sizes["model.ffn_hidden_dim"] = model.ffn_hidden_dim
-    if any(experts) and moe.num_shared_experts:
-        sizes["model.moe.num_shared_experts x hidden_dim"] = moe.num_shared_experts * moe.hidden_dim
+    if any(experts) and (moe.num_shared_experts or moe.shared_hidden_dim):
+        hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
+        sizes["hidden size of model.moe's shared experts"] = hidden_dim
     for name, size in sizes.items():
         if size % tp:
             fits = [d for d in divisors(math.gcd(*sizes.values())) if d <= tp]

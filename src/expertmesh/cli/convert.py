@@ -1,0 +1,51 @@
+"""`expertmesh convert --from DIR --to DIR`: checkpoints of the hub in and out."""
+
+from argparse import RawDescriptionHelpFormatter
+
+from expertmesh.cli.flags import OptionParser
+
+_EXAMPLES = """\
+examples:
+  expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3        # then: expertmesh generate --run runs/qwen3 ...
+  expertmesh convert --from runs/gpt-moe-demo --to models/demo          # for transformers and vLLM
+  expertmesh convert --from runs/gpt-moe-demo --to demo.safetensors     # one file, our names
+"""
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def run(argv: list[str]) -> int:
+    """Converts, says what it made, and returns 0.
+
+    Args:
+        argv: words after `convert`.
+
+    Raises:
+        ConfigError: a path or an option of the model breaks a rule.
+        CheckpointError: the source is damaged, or a tensor does not fit.
+    """
+    options = _parser().parse_args(argv)
+    import torch
+
+    from expertmesh.integrations.hub import convert
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    made = convert(options.source, options.target, dtype=dtype)
+    print(f"{made.path}: {made.what}")
+    return 0
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser(
+        prog="expertmesh convert",
+        description="Turns a Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE or GLM-4-MoE of the hub into a run, or a run into one of these.",
+        epilog=_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--from", dest="source", required=True, metavar="DIR", help="hub folder, run or checkpoint"
+    )
+    parser.add_argument(
+        "--to", dest="target", required=True, metavar="DIR", help="new folder, or *.safetensors"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; as they are if not given")
+    return parser

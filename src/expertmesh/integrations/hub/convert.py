@@ -1,0 +1,122 @@
+"""From a hub folder to a run directory of ours, and from a run or a checkpoint of ours to a hub folder or a single file."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from expertmesh.config.base import saved_run
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.errors import ConfigError
+from expertmesh.integrations.hub.configs import hub_family
+from expertmesh.integrations.hub.load import load_pretrained, read_config
+from expertmesh.integrations.hub.save import EXTRAS, save_pretrained
+from expertmesh.training.checkpoint import CheckpointStore, read_state
+from expertmesh.training.export import export, find_checkpoint
+from expertmesh.training.run_dir import RunDir, expanded
+from expertmesh.training.state import RunProgress
+
+_BESIDE = ("config.json", "generation_config.json", "chat_template.jinja")
+
+
+class Converted(NamedTuple):
+    """What a conversion made.
+
+    Attributes:
+        path: of the folder or file.
+        what: in words.
+    """
+
+    path: Path
+    what: str
+
+
+def convert(
+    source: str | Path, target: str | Path, *, dtype: torch.dtype | None = None
+) -> Converted:
+    """Convert a checkpoint; the direction follows from what the source is.
+
+    Args:
+        source: a folder as transformers saves one, or a run directory or checkpoint of ours.
+        target: a folder that does not exist yet: a run directory of ours in the first case, a folder under hub names in the
+            second; or a file named *.safetensors, which gets our names.
+        dtype: of the weights; None: as they are.
+
+    Returns:
+        What was made.
+
+    Raises:
+        ConfigError: a path or an option of the model breaks a rule.
+        CheckpointError: a tensor of the source is missing, extra, of a wrong shape or type, or cut short; names it.
+
+    Example:
+        >>> convert("models/Qwen3-30B-A3B", "runs/qwen3")
+    """
+    source, target = expanded(source), expanded(target)
+    if not source.is_dir():
+        raise ConfigError(f"from={source}: is no folder; give a hub model's or a run's")
+    if (source / "config.json").is_file() and "model_type" in read_config(source):
+        return _from_hub(source, target, dtype)
+    if target.suffix == ".safetensors":
+        if dtype is not None:
+            raise ConfigError(
+                f"dtype={dtype}: a file under our names has the types of the checkpoint; leave it out"
+            )
+        found = export(source, target)
+        return Converted(target, f"{found.num_tensors} tensors under the names of expertmesh")
+    checkpoint = find_checkpoint(source)
+    run_dir = checkpoint.parent.parent
+    with saved_run():
+        config = GPTRunConfig.model_validate(read_state(checkpoint)["config"])
+    family = save_pretrained(checkpoint, run_dir, config, target, dtype=dtype)
+    return Converted(target, f"a {family.architecture} of {checkpoint}")
+
+
+def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converted:
+    if target.exists():
+        raise ConfigError(f"to={target}: exists already; choose another folder")
+    family = hub_family(read_config(source))
+    if not (source / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"from={source}: has no tokenizer.json; save the tokenizer there with transformers' save_pretrained"
+        )
+    model = load_pretrained(source, dtype=dtype)
+    seq_len = min(model.config.max_seq_len, 1024)
+    config = GPTRunConfig.model_validate(
+        {"model": model.config, "data": {"seq_len": seq_len}, "train": {"run_dir": str(target)}}
+    )
+    recipe = f"from {family.model_type}"
+    run_dir = RunDir(target)
+    run_dir.path.mkdir(parents=True)
+    run_dir.write_description(
+        config, recipe=recipe, files={"tokenizer.json": source / "tokenizer.json"}
+    )
+    (target / EXTRAS).mkdir()
+    for path in sorted(source.iterdir()):
+        if (
+            path.name in _BESIDE
+            or "token" in path.name
+            or path.name in ("vocab.json", "merges.txt")
+        ):
+            shutil.copyfile(path, target / EXTRAS / path.name)
+    store = CheckpointStore(run_dir.checkpoints, keep_last=1)
+    try:
+        store.save(
+            0,
+            {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
+            {
+                "progress": asdict(RunProgress()),
+                "scaler": {},
+                "config": config.model_dump(mode="json"),
+                "recipe": recipe,
+                "data_key": "",
+            },
+            eval_loss=None,
+        )
+        store.wait()
+    finally:
+        store.close()
+    parameters = sum(p.numel() for p in model.parameters())
+    return Converted(target, f"a run of {recipe}, {parameters:,} parameters")

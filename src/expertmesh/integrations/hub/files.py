@@ -1,0 +1,159 @@
+"""Safetensors files, read through memory maps: one of them, or shards with an index. Nothing is trusted that was not compared."""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.training.export import DTYPE_NAMES
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class Entry(NamedTuple):
+    """One tensor of the files.
+
+    Attributes:
+        path: of its file.
+        dtype: its type, or the file's name of a type that torch's common ones lack.
+        shape: its shape.
+        begin: its first byte in the file.
+    """
+
+    path: Path
+    dtype: torch.dtype | str
+    shape: tuple[int, ...]
+    begin: int
+
+
+class HubFiles:
+    """The tensors of a folder by name.
+
+    Args:
+        folder: has `model.safetensors`, or shards and `model.safetensors.index.json`.
+
+    Raises:
+        ConfigError: it has neither.
+        CheckpointError: a file is missing, or ends before one of its tensors does.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._maps: dict[Path, np.memmap[Any, Any]] = {}
+        self.entries: dict[str, Entry] = {}
+        index = folder / INDEX
+        if index.is_file():
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        elif (folder / SINGLE).is_file():
+            names = [SINGLE]
+        else:
+            raise ConfigError(
+                f"{folder}: has neither {SINGLE} nor {INDEX}; give a folder as transformers saves one"
+            )
+        for name in names:
+            self.entries |= _header(folder / name)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor whose memory is the file; not to be written to."""
+        path, dtype, shape, begin = self.entries[name]
+        assert isinstance(dtype, torch.dtype)
+        if path not in self._maps:
+            # copy on write: torch wants memory that it might write to
+            self._maps[path] = np.memmap(path, dtype=np.uint8, mode="c")
+        end = begin + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        part = torch.from_numpy(self._maps[path][begin:end])
+        if begin % dtype.itemsize:  # a header of an odd length
+            part = part.clone()
+        return part.view(dtype).view(shape)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that is an object.
+
+    Raises:
+        ConfigError: it is missing or unreadable.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: is missing; restore it from the hub") from None
+    except (ValueError, OSError):
+        raise ConfigError(f"{path}: is unreadable; restore it from the hub") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: is no JSON object; restore it from the hub")
+    return values
+
+
+def check_tensors(
+    files: HubFiles, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, *, wide: str
+) -> None:
+    """Compare names, shapes and types of all tensors with what the model needs.
+
+    Args:
+        files: the folder.
+        shapes: what the model needs, by the hub's names.
+        dtype: of all tensors.
+        wide: end of the names that may have FP32 in any case.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra, transposed or of another shape or type; names it.
+    """
+    where, found = files.folder, files.entries
+    if missing := sorted(set(shapes) - set(found)):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CheckpointError(
+            f"{where}: has no tensor {missing[0]}{more}; restore the files from the hub"
+        )
+    if extra := sorted(set(found) - set(shapes)):
+        raise CheckpointError(
+            f"{where}: has a tensor {extra[0]} that config.json says nothing of; use the config.json of these files"
+        )
+    for name, shape in shapes.items():
+        entry = found[name]
+        if entry.shape != shape:
+            turned = " (it is transposed)" if entry.shape == shape[::-1] else ""
+            raise CheckpointError(
+                f"{where}: {name} has shape {entry.shape} and must have {shape}{turned}; restore the files from the hub"
+            )
+        if entry.dtype != dtype and not (name.endswith(wide) and entry.dtype == torch.float32):
+            raise CheckpointError(
+                f"{where}: {name} has dtype {entry.dtype} and config.json says {dtype}; use weights of one type, not quantised"
+            )
+
+
+def _header(path: Path) -> dict[str, Entry]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > size:
+                raise ValueError
+            values = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: is missing, and the index names it; restore it from the hub"
+        ) from None
+    except (ValueError, struct.error, OSError):
+        raise CheckpointError(
+            f"{path}: is no safetensors file, or cut short; restore it from the hub"
+        ) from None
+    found = {}
+    for name, entry in values.items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        if 8 + length + end > size:
+            raise CheckpointError(
+                f"{path}: is cut short within {name}: {size:,} bytes of at least {8 + length + end:,}; restore it from the hub"
+            )
+        dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+        found[name] = Entry(path, dtype, tuple(entry["shape"]), 8 + length + begin)
+    return found

@@ -1,0 +1,139 @@
+"""A GPT of ours with the weights of a hub checkpoint."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from expertmesh.config.model import ModelConfig
+from expertmesh.errors import ConfigError
+from expertmesh.integrations.hub.configs import hub_family, model_config
+from expertmesh.integrations.hub.files import HubFiles, check_tensors, read_json
+from expertmesh.integrations.hub.layout import Piece, pieces
+from expertmesh.models.gpt.model import GPT
+from expertmesh.training.run_dir import expanded
+
+_WIDE = "e_score_correction_bias"
+
+
+def load_pretrained(
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> GPT:
+    """Make a GPT of ours from a folder as transformers saves one, and load its weights.
+
+    Files are read through memory maps, part by part into the parameters, so that the peak is the model and one matrix.
+
+    Args:
+        folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE or GLM-4-MoE.
+        device: of the parameters.
+        dtype: of the parameters (the router keeps FP32); None: that of the files.
+
+    Returns:
+        The model, in training mode as every fresh module.
+
+    Raises:
+        ConfigError: the folder or its config.json is not of such a model.
+        CheckpointError: a tensor is missing, extra, transposed, of a wrong type or cut short; names it.
+
+    Example:
+        >>> model = load_pretrained("models/Qwen3-30B-A3B")
+    """
+    folder = expanded(folder)
+    values = read_config(folder)
+    config = model_config(values)
+    model = GPT(config, device="meta", dtype=dtype or hub_dtype(values, folder))
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
+    fill(model, folder)
+    return model
+
+
+def fill(model: nn.Module, folder: Path) -> None:
+    """Write the weights of a hub checkpoint into a model, whole or spread over ranks: each rank reads what it holds.
+
+    Args:
+        model: a GPT of the folder's `model_config`, with memory.
+        folder: see `load_pretrained`.
+
+    Raises:
+        ConfigError: see `load_pretrained`.
+        CheckpointError: see `load_pretrained`; nothing is written then.
+    """
+    values = read_config(folder)
+    config, family = model_config(values), hub_family(values)
+    files = HubFiles(folder)
+    found = list(pieces(config, family.model_type))
+    shapes = {piece.theirs: piece.theirs_shape for piece in found}
+    check_tensors(files, shapes, hub_dtype(values, folder), wide=_WIDE)
+    copy_pieces(found, files, model.state_dict())
+
+
+def copy_pieces(found: Iterable[Piece], files: HubFiles, tensors: dict[str, Tensor]) -> None:
+    """Copy each piece into the tensor of ours that has it, or into the part of it that this rank holds."""
+    with torch.no_grad():
+        for piece in found:
+            source = files.tensor(piece.theirs)[piece.theirs_at]
+            sizes = [at.stop - at.start for at in piece.ours_at]
+            for local, offsets in _chunks(tensors[piece.ours]):
+                ours, theirs = [], []
+                for at, offset, length in zip(piece.ours_at, offsets, local.shape, strict=True):
+                    start, stop = max(at.start, offset), min(at.stop, offset + length)
+                    ours.append(slice(start - offset, max(stop, start) - offset))
+                    theirs.append(slice(start - at.start, max(stop, start) - at.start))
+                if all(at.stop > at.start for at in ours):
+                    local[tuple(ours)].copy_(source.reshape(sizes)[tuple(theirs)])
+
+
+def _chunks(tensor: Tensor) -> Iterable[tuple[Tensor, tuple[int, ...]]]:
+    """What this rank holds of a tensor, and where that lies in the whole."""
+    if not isinstance(tensor, DTensor):
+        return [(tensor, (0,) * tensor.dim())]
+    local: Any = tensor.to_local()
+    chunks = tensor.__create_chunk_list__()
+    return [(local, tuple(chunk.offsets)) for chunk in chunks] if local.numel() else []
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder.
+
+    Raises:
+        ConfigError: there is no such folder or file, or the weights are quantised.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: is no folder; give one with config.json and safetensors files"
+        )
+    values = read_json(folder / "config.json")
+    if values.get("quantization_config"):
+        raise ConfigError(
+            f"{folder}: quantization_config is set; expertmesh reads float32, bfloat16 and float16, so dequantise it first"
+        )
+    return values
+
+
+def hub_dtype(values: dict[str, Any], folder: Path) -> torch.dtype:
+    """The type of a checkpoint's weights, as config.json says.
+
+    Raises:
+        ConfigError: it says none, or another than float32, bfloat16 and float16.
+    """
+    name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"{folder}: dtype={name} in config.json; expertmesh reads float32, bfloat16 and float16; convert the weights"
+        )
+    return dtype
+
+
+def config_of(folder: str | Path) -> ModelConfig:
+    """Our configuration of the model in a folder of the hub."""
+    return model_config(read_config(expanded(folder)))

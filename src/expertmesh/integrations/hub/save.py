@@ -1,0 +1,178 @@
+"""A checkpoint of ours as a folder under the hub's names, written tensor by tensor."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.config.model import ModelConfig
+from expertmesh.data.tokenizer import END_OF_TEXT, load_tokenizer
+from expertmesh.errors import ConfigError
+from expertmesh.integrations.hub.configs import HubFamily, export_family, hub_config
+from expertmesh.integrations.hub.files import INDEX, SINGLE
+from expertmesh.integrations.hub.layout import Piece, pieces
+from expertmesh.training.checkpoint_tensors import tensor_dtypes, whole_tensors
+from expertmesh.training.export import file_header, tensor_bytes
+
+EXTRAS = "hub"
+"""Folder of a run directory that came from the hub, with the files that are no weights."""
+SHARD_BYTES = 5 * 10**9
+"""Most bytes of a file, unless one tensor is larger."""
+_MODEL = "model."
+
+
+class _Target(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def save_pretrained(
+    checkpoint: Path,
+    run_dir: Path,
+    config: GPTRunConfig,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> HubFamily:
+    """Write a checkpoint as transformers, vLLM and SGLang read one; the folder is visible when it is complete.
+
+    Args:
+        checkpoint: of any number of ranks.
+        run_dir: has tokenizer.json, and the files beside the weights if the model came from the hub.
+        config: of the run.
+        folder: where to; it must not exist.
+        dtype: of the weights; None: that of the experts in the checkpoint.
+        shard_bytes: most bytes of a file.
+
+    Returns:
+        The architecture that it has there.
+
+    Raises:
+        ConfigError: an option has no counterpart there, or the folder exists.
+    """
+    family = export_family(config.model)
+    if folder.exists():
+        raise ConfigError(f"to={folder}: exists already; choose another folder")
+    if not folder.parent.is_dir():
+        raise ConfigError(f"to={folder}: there is no folder {folder.parent}; make it first")
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        written = dtype or _dtype_of(checkpoint)
+        _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)
+        _write_rest(run_dir, config.model, family, partial, written)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return family
+
+
+def _dtype_of(checkpoint: Path) -> torch.dtype:
+    """Of the experts; the router is FP32 in any case."""
+    found = tensor_dtypes(checkpoint)
+    return next(dtype for name, dtype in found.items() if name.endswith("experts.w_in"))
+
+
+def _write_weights(
+    checkpoint: Path,
+    config: ModelConfig,
+    family: HubFamily,
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
+    by_ours = [
+        (o, list(g)) for o, g in groupby(pieces(config, family.model_type), lambda p: p.ours)
+    ]
+    targets = [t for _, several in by_ours for t in _targets(several, dtype)]
+    shards: list[list[_Target]] = [[]]
+    for target in targets:
+        if shards[-1] and sum(t.num_bytes for t in shards[-1]) + target.num_bytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(target)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = [SINGLE] if len(shards) == 1 else names
+    values = _values(checkpoint, by_ours, dtype)
+    for name, shard in zip(names, shards, strict=True):
+        header = file_header(shard, {"format": "pt"})
+        with (folder / name).open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for _ in shard:
+                file.write(tensor_bytes(next(values)))
+            file.flush()
+            os.fsync(file.fileno())
+    if len(shards) > 1:
+        weight_map = {
+            t.name: name for name, shard in zip(names, shards, strict=True) for t in shard
+        }
+        total = sum(t.num_bytes for t in targets)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _targets(several: list[Piece], dtype: torch.dtype) -> list[_Target]:
+    """Their tensors that one of ours becomes, in the order of their first parts."""
+    shapes = {piece.theirs: piece.theirs_shape for piece in several}
+    is_bias = several[0].ours.endswith("expert_bias_E")
+    return [_Target(n, torch.float32 if is_bias else dtype, s) for n, s in shapes.items()]
+
+
+def _values(
+    checkpoint: Path, by_ours: list[tuple[str, list[Piece]]], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    tensors = whole_tensors(checkpoint, [_MODEL + ours for ours, _ in by_ours])
+    for (_, several), tensor in zip(by_ours, tensors, strict=True):
+        for name, of_type, shape in _targets(several, dtype):
+            found = torch.empty(shape, dtype=of_type)
+            for piece in several:
+                if piece.theirs == name:
+                    part = found[piece.theirs_at]
+                    part.copy_(tensor[piece.ours_at].reshape(part.shape))
+            yield found
+
+
+def _write_rest(
+    run_dir: Path, config: ModelConfig, family: HubFamily, folder: Path, dtype: torch.dtype
+) -> None:
+    values = hub_config(config, family, dtype=str(dtype).removeprefix("torch."))
+    extras = run_dir / EXTRAS
+    if extras.is_dir():
+        for path in sorted(extras.iterdir()):
+            if path.name != "config.json":
+                shutil.copyfile(path, folder / path.name)
+        saved = json.loads((extras / "config.json").read_bytes())
+        ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+        values |= {name: saved[name] for name in ids if name in saved}
+    elif (run_dir / "tokenizer.json").is_file():
+        shutil.copyfile(run_dir / "tokenizer.json", folder / "tokenizer.json")
+        end = load_tokenizer(run_dir / "tokenizer.json").token_to_id(END_OF_TEXT)
+        values |= {"bos_token_id": end, "eos_token_id": end}
+        _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": [end]})
+        _write_json(
+            folder / "tokenizer_config.json",
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": END_OF_TEXT,
+                "eos_token": END_OF_TEXT,
+                "model_max_length": config.max_seq_len,
+                "clean_up_tokenization_spaces": False,
+            },
+        )
+    _write_json(folder / "config.json", values)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")

@@ -1,0 +1,269 @@
+"""Checkpoints of the hub in and out: our GPT computes what transformers does, and nothing is lost or guessed on the way."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.hub_models import tiny_model
+from transformers import AutoModelForCausalLM
+
+from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.costs.parameters import count_parameters
+from expertmesh.data.tokenizer import train_tokenizer
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.integrations.hub import convert, load_pretrained
+from expertmesh.integrations.hub.configs import export_family, hub_config, model_config
+from expertmesh.testing import numerics
+
+VOCAB = 300
+CHANGES = {
+    "mixtral": {"sliding_window": None, "num_key_value_heads": 1},
+    "qwen3_moe": {"decoder_sparse_step": 2, "num_key_value_heads": 1},
+    "qwen2_moe": {"decoder_sparse_step": 1, "qkv_bias": True},
+    "olmoe": {"num_key_value_heads": 1},
+    "glm4_moe": {
+        "attention_bias": True,
+        "num_key_value_heads": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.7,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+EXPORTED = ("mixtral", "qwen3_moe", "glm4_moe")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Folders as transformers saves them, by family, with a tokenizer, and the models."""
+    found = {}
+    tokenizer = train_tokenizer(["a few words of some text " * 9], vocab_size=VOCAB)
+    for name, changes in CHANGES.items():
+        model = tiny_model(name, num_experts=4, top_k=2, vocab_size=VOCAB, **changes).eval()
+        with torch.no_grad():
+            for key, tensor in model.state_dict().items():
+                if tensor.dim() == 1:
+                    tensor.add_(torch.randn(tensor.shape) * (0.1 if "norm" in key else 0.3))
+        folder = tmp_path_factory.mktemp(name) / "hub"
+        model.save_pretrained(folder)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        found[name] = folder, model
+    return found
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        found = model(ids)
+    return found.logits if hasattr(found, "logits") else found.logits_BSV
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_our_gpt_computes_the_same_logits(hub, name):
+    folder, model = hub[name]
+    ours = load_pretrained(folder).eval()
+    assert count_parameters(ours.config).total == sum(p.numel() for p in ours.parameters())
+    ids = torch.randint(VOCAB, (2, 9))
+    oracle = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    numerics.assert_two_times(
+        logits_of(ours, ids), logits_of(model, ids), logits_of(oracle, ids), what=name
+    )
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_round_trip_changes_no_bit(hub, name, dtype, tmp_path):
+    folder, model = hub[name]
+    if dtype == torch.bfloat16:
+        folder = tmp_path / "half"
+        model = copy.deepcopy(model).to(dtype)
+        for module in model.modules():
+            if hasattr(module, "e_score_correction_bias"):  # FP32 on the hub
+                module.e_score_correction_bias = module.e_score_correction_bias.float()
+        model.save_pretrained(folder)
+        (folder / "tokenizer.json").write_bytes((hub[name][0] / "tokenizer.json").read_bytes())
+    convert(folder, tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "again")
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]) and tensor.dtype == after[key].dtype, key
+    reloaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "again", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    ids = torch.randint(VOCAB, (1, 5))
+    original = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(logits_of(reloaded, ids), logits_of(original, ids))
+
+
+def test_shards_are_read_and_written(hub, tmp_path):
+    from expertmesh.integrations.hub.save import save_pretrained
+    from expertmesh.training.run_dir import load_run
+
+    folder, model = hub["qwen3_moe"]
+    model.save_pretrained(tmp_path / "shards", max_shard_size="30KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    whole, parts = load_pretrained(folder), load_pretrained(tmp_path / "shards")
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, parts.state_dict()[name]), name
+    convert(folder, tmp_path / "run")
+    run = load_run(tmp_path / "run")
+    save_pretrained(run.checkpoint, run.path, run.config, tmp_path / "out", shard_bytes=30_000)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+
+
+def spoiled(folder, target, change):
+    """A copy of the folder with changed weights."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(DOWN), f"has no tensor {DOWN}"),
+        (lambda t: t.update({"model.new": torch.zeros(1)}), "has a tensor model.new"),
+        (lambda t: t.update({DOWN: t[DOWN].T.contiguous()}), f"{DOWN}.*transposed"),
+        (lambda t: t.update({DOWN: t[DOWN].half()}), f"{DOWN} has dtype torch.float16"),
+    ],
+    ids=["missing", "extra", "transposed", "dtype"],
+)
+def test_a_tensor_that_does_not_fit_is_refused_by_its_name(hub, tmp_path, change, words):
+    folder = spoiled(hub["qwen3_moe"][0], tmp_path / "spoiled", change)
+    with pytest.raises(CheckpointError, match=words):
+        load_pretrained(folder)
+
+
+def test_a_file_cut_short_is_refused_by_the_tensor_in_it(hub, tmp_path):
+    folder = spoiled(hub["mixtral"][0], tmp_path / "cut", lambda tensors: None)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match="cut short within model"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("mixtral", {"sliding_window": 8}, "sliding_window=8"),
+        ("olmoe", {"clip_qkv": 3.0}, "clip_qkv=3.0"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ("qwen3_moe", {"hidden_act": "gelu_new"}, "hidden_act='gelu_new'"),
+        ("qwen3_moe", {"model_type": "llama"}, "model_type='llama'"),
+        ("qwen3_moe", {"quantization_config": {"bits": 4}}, "quantization_config is set"),
+    ],
+)
+def test_what_our_gpt_cannot_compute_is_refused_by_name(hub, tmp_path, name, change, words):
+    folder = spoiled(hub[name][0], tmp_path / "other", lambda tensors: None)
+    values = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=words):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "moe", "words"),
+    [
+        ({"activation": "gelu"}, {}, "model.activation=gelu"),
+        ({}, {"router": "cosine"}, "model.moe.router=cosine"),
+        ({}, {"residual": True}, "model.moe.residual=True"),
+        ({}, {"num_shared_experts": 1}, "model.moe.num_shared_experts=1"),
+        ({"num_layers": 2}, {"num_experts": (4, 8)}, "model.moe.num_experts"),
+        ({"moe_every": 2}, {}, "model.moe_every=2"),
+    ],
+)
+def test_what_the_hub_has_not_is_refused_by_name(options, moe, words):
+    config = ModelConfig(**options, moe=MoEConfig(**{"num_experts": (4,), **moe}))
+    with pytest.raises(ConfigError, match=words):
+        export_family(config)
+
+
+def test_a_configuration_survives_the_way_out_and_in():
+    config = ModelConfig(qk_norm=True, moe_every=2, rope_base=5e5, moe=MoEConfig(num_experts=(6,)))
+    family = export_family(config)
+    assert family.architecture == "Qwen3MoeForCausalLM"
+    back = model_config(hub_config(config, family, dtype="float32"))
+    normalized = config.moe.model_copy(update={"normalize_weights": "topk"})
+    assert back == config.model_copy(
+        update={"moe": normalized, "head_dim": 64, "num_kv_heads": 4, "activation": "swiglu"}
+    )
+
+
+def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
+    from expertmesh.cli.train import begun_from_another
+    from expertmesh.config.gpt import GPTRunConfig
+    from expertmesh.training.checkpoint_tensors import whole_tensors
+    from expertmesh.training.loop import train
+    from expertmesh.training.run_dir import load_run
+
+    convert(hub["qwen3_moe"][0], tmp_path / "run")
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{number} words of some text. " * 99)
+    values = {
+        "data": {
+            "path": str(tmp_path / "text"),
+            "seq_len": 16,
+            "cache_dir": str(tmp_path / "cache"),
+        },
+        "train": {
+            "init_from": str(tmp_path / "run"),
+            "run_dir": str(tmp_path / "tuned"),
+            "steps": 1,
+            "batch_size": 2,
+            "eval_batches": 1,
+            "device": "cpu",
+            "dtype": "float32",
+            "tensorboard": False,
+        },
+        # a step too small to change a number
+        "optim": {"lr": 1e-30},
+    }
+    config = begun_from_another(GPTRunConfig.model_validate(values))
+    begin = load_run(tmp_path / "run")
+    assert config.model == begin.config.model
+    result = train(config)
+    same = (tmp_path / "tuned" / "tokenizer.json").read_bytes()
+    assert (
+        json.loads(same)["model"]
+        == json.loads((tmp_path / "run" / "tokenizer.json").read_bytes())["model"]
+    )
+    names = [f"model.{name}" for name in load_pretrained(hub["qwen3_moe"][0]).state_dict()]
+    pairs = zip(
+        *(whole_tensors(at, names) for at in (begin.checkpoint, result.checkpoint)), strict=True
+    )
+    for name, (before, after) in zip(names, pairs, strict=True):
+        assert torch.equal(before, after), name
+
+
+def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    from expertmesh.data.tokenizer import given_tokenizer
+
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
+    with pytest.raises(ConfigError, match="is no byte-level one"):
+        given_tokenizer(path, vocab_size=300)
+    train_tokenizer(["words " * 99], vocab_size=270).save(str(path))
+    with pytest.raises(ConfigError, match="model.vocab_size is 9"):
+        given_tokenizer(path, vocab_size=9)
