@@ -7,18 +7,11 @@ from expertmesh.moe.warm_up import warm_up
 from expertmesh.ops.capacity import combine_capacity, dispatch_capacity, weighted_combine
 from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.ops.experts.moe_mlp import moe_mlp
-from expertmesh.ops.experts.parts import (
-    HiddenRows,
-    moe_mlp_data_grads,
-    moe_mlp_forward,
-    moe_mlp_weight_grads,
-)
 from expertmesh.ops.permute import combine, permute, unpermute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.ops.topk import choose_experts
 
 __all__ = [
-    "HiddenRows",
     "RouteMetadata",
     "WeightGradients",
     "choose_experts",
@@ -28,9 +21,6 @@ __all__ = [
     "dispatch_capacity",
     "importance_load_loss",
     "moe_mlp",
-    "moe_mlp_data_grads",
-    "moe_mlp_forward",
-    "moe_mlp_weight_grads",
     "permute",
     "route_metadata",
     "router_z_loss",
