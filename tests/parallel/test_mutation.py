@@ -65,12 +65,16 @@ def other_half(group):
     return world_of().group(cells, name="another")
 
 
-def tokens_return_over(choose):
+def is_backward(where):
+    return where.endswith("backward")
+
+
+def tokens_return_over(choose, is_wrong=is_backward):
     """The gradient of an all-to-all goes over another group; rows that do not fit there are cut or zero."""
     start = flat.start_all_to_all
 
     def mistaken(x_RD, send, receive, group, *, where):
-        if not where.endswith("backward"):
+        if not is_wrong(where):
             return start(x_RD, send, receive, group, where=where)
         wrong = choose(group)
         counts = torch.zeros(wrong.size, 1, dtype=torch.int64)
@@ -125,18 +129,8 @@ def a_sum_of_a_node_counted_twice():
 
 
 @mutant("nodes")
-def tokens_enter_a_node_of_another():
-    """Ranks are taken for neighbours that are not."""
-    right = dispatcher.ExpertDispatcher._nodes_of
-
-    def mistaken(self, route):
-        nodes = right(self, route)
-        if nodes.inside.size == 1:
-            return nodes
-        others = [[0, 2], [1, 3]]
-        return hierarchical.Nodes(others, nodes.inside)
-
-    return [(dispatcher.ExpertDispatcher, "_nodes_of", mistaken)]
+def sums_of_a_node_are_taken_over_other_ranks():
+    return tokens_return_over(other_half, lambda where: where.endswith("combine inside a node"))
 
 
 @mutant("parts")

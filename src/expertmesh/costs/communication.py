@@ -214,7 +214,7 @@ def faster_all_to_all(
 
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
     """An all-gather (or reduce-scatter) of so many bytes in all over a ring."""
-    if num_ranks == 1:
+    if num_ranks == 1 or not num_bytes:
         return 0.0
     step = num_bytes / num_ranks / link.bytes_per_s + link.latency_s
     return (num_ranks - 1) * step

@@ -392,9 +392,10 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
         ("es_degree", parallel.es_degree),
         ("route_degree", parallel.route_degree),
         ("overlap_degree", parallel.overlap_degree),
-        ("shadow_experts", parallel.shadow_experts and parallel.shadow_experts + 1),
+        ("shadow_experts", parallel.shadow_experts),
     ):
-        if ranks.size == 1 and (degree or 1) > 1:
+        idle = 0 if name == "shadow_experts" else 1
+        if ranks.size == 1 and (degree or idle) > idle:
             raise ConfigError(
                 f"parallel.{name}={degree}: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh"
                 " train ..."
