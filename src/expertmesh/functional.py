@@ -6,6 +6,7 @@ from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_lo
 from expertmesh.moe.warm_up import warm_up
 from expertmesh.ops.capacity import combine_capacity, dispatch_capacity, weighted_combine
 from expertmesh.ops.expert_types import WeightGradients
+from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.permute import combine, permute, unpermute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
@@ -19,6 +20,7 @@ __all__ = [
     "combine_capacity",
     "count_choices",
     "dispatch_capacity",
+    "grouped_linear",
     "importance_load_loss",
     "moe_mlp",
     "permute",
