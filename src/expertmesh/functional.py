@@ -1,4 +1,11 @@
-"""Operators and losses for other mixture-of-experts systems: what our layer is made of, without the layer."""
+"""Operators and losses for other mixture-of-experts systems: what our layer is made of, without the layer.
+
+Example:
+    >>> import torch
+    >>> ids_TK = torch.tensor([[0, 2], [2, 1], [0, 2]])
+    >>> em.functional.count_choices(ids_TK, 3, None).tolist()
+    [[2, 1, 3]]
+"""
 
 from expertmesh.moe.assignment import count_choices
 from expertmesh.moe.checkpointing import routing_checkpoint_contexts, routing_checkpoint_policy
