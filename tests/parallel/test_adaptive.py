@@ -110,7 +110,7 @@ def tuned(cache_dir):
 
             first._choose = noted
             losses = []
-            for _ in range(40):
+            for _ in range(24):
                 x = inputs(0, world.position).requires_grad_()
                 with world.traffic.logged() as log:
                     y, aux_loss = model(x)
