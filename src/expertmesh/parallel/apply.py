@@ -98,10 +98,8 @@ def parallelize(
     prefetcher = Prefetcher()
     per_node, adaptive = config.ranks_per_node, adaptive or config.adaptive
     nodes = None if per_node is None else [rank // per_node for rank in range(world.size)]
-    network = USUAL_NETWORK
-    if moe_layers and (adaptive or config.all_to_all == "auto"):
-        topology = Topology.of(_device_name(world), world.nodes() if nodes is None else nodes)
-        network = Ranks(world).first(lambda: load_network(network_path(topology))) or network
+    models_cost = bool(moe_layers) and (adaptive or config.all_to_all == "auto")
+    topology, network = _network(world, nodes) if models_cost else (None, USUAL_NETWORK)
     for index, layer in enumerate(moe_layers):
         ep_degree = config.ep_degree_of(index, num_moe_layers=len(moe_layers))
         es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
@@ -130,7 +128,7 @@ def parallelize(
             offload=config.offload,
             prefetcher=prefetcher,
         )
-    if moe_layers and adaptive:
+    if adaptive and topology is not None:
         _adapt(moe_layers, config, world, topology, network)
     experts = {p for layer in moe_layers for p in layer.experts.parameters()}
     if degrees.tp > 1:
@@ -147,11 +145,23 @@ def parallelize(
             offload_policy=policy if config.offload else OffloadPolicy(),
             shard_placement_fn=partial(_axis_of_shards, num_parts=degrees.dp_shard),
         )
+    _sum_gradients(model)
+    return world
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Let FSDP2 add gradients over ranks, where it would take means."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return world
+
+
+def _network(world: World, nodes: list[int] | None) -> tuple[Topology, Network]:
+    """The ranks, and their links as the leader finds them measured, or as is usual; every rank must call."""
+    topology = Topology.of(_device_name(world), world.nodes() if nodes is None else nodes)
+    found = Ranks(world).first(lambda: load_network(network_path(topology)))
+    return topology, found or USUAL_NETWORK
 
 
 def _adapt(
