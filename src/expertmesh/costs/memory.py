@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.costs.parameters import (
@@ -52,12 +53,6 @@ def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
     branches = 2 if config.activation in GATED_ACTIVATIONS else 1
     kept = branches * hidden_dim + (2 * hidden_dim if branches == 2 else hidden_dim)
     return config.dim + kept
-
-
-SHORT_SEQUENCE = 256
-"""Tokens up to which attention in BF16 on a CPU goes by, and keeps, its probabilities (`models/short_attention.py`)."""
-HALVED_SEQUENCE = 64
-"""Tokens from which on it leaves out the keys that the first half of the queries cannot see."""
 
 
 def layer_activation_bytes(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.router import router_linear
+from expertmesh.ops.router_linear import router_linear
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
 

@@ -110,7 +110,7 @@ def call_of(
         device=None if grouped is None else grouped.compute_device,
     )
     training, E = layer.training, layer.num_experts
-    check_call_factor(capacity_factor, batch_invariant=layer.batch_invariant and not training)
+    check_call_factor(capacity_factor, arithmetic=layer.arithmetic.in_mode(training))
     if top_k is not None:
         check_top_k(top_k, E)
     mask_T, ids_T, index_T = (

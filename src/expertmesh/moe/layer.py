@@ -35,7 +35,7 @@ from expertmesh.moe.routing import RoutingOptions, route
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
 from expertmesh.moe.validation import check_dtype, check_parts
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.row_arithmetic import row_arithmetic
 
 
 class MoELayer(nn.Module):
@@ -221,7 +221,10 @@ class MoELayer(nn.Module):
         """Make submodules and buffers."""
         self.options = options
         self.dim, self.num_experts, self.top_k = options.dim, options.num_experts, options.top_k
-        self.layer_index, self.batch_invariant = options.layer_index, options.batch_invariant
+        self.layer_index, self.arithmetic = (
+            options.layer_index,
+            row_arithmetic(options.batch_invariant),
+        )
         # plain dataclasses, which torch.compile reads
         self.routing_options = RoutingOptions.of(options)
         self.capacity_rule, self.loss_options = CapacityRule.of(options), LossOptions.of(options)
@@ -459,8 +462,6 @@ class MoELayer(nn.Module):
     def _mixture(self, coefficient: nn.Linear, x_TD: Tensor) -> Tensor:
         """(T, 2) shares of the experts and of the residual MLP, FP32 or FP64."""
         exact = accumulate_dtype(x_TD.dtype)
-        if self.training or not self.batch_invariant:
-            return coefficient(x_TD).to(exact).softmax(-1)
-        backend = self.routing_options.selection.backend
-        raw_T2 = invariant.linear(x_TD, coefficient.weight, coefficient.bias, backend=backend)
-        return invariant.softmax(raw_T2.to(exact))
+        arithmetic, backend = self.arithmetic.in_mode(self.training), self.options.backend
+        raw_T2 = arithmetic.linear(x_TD, coefficient.weight, coefficient.bias, backend=backend)
+        return arithmetic.softmax(raw_T2.to(exact))

@@ -10,7 +10,7 @@ from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
 from expertmesh.moe.random import STREAM_HASH, philox4x32
 from expertmesh.moe.types import RouterOutput
-from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic, row_arithmetic
 from expertmesh.ops.topk import choose_experts, runs_fused
 
 
@@ -27,7 +27,7 @@ class SelectionOptions:
     noise_std: float = 0.0
     by_expert: bool = False
     backend: str = "auto"
-    batch_invariant: bool = False
+    arithmetic: RowArithmetic = ORDINARY
 
     @staticmethod
     def of(options: LayerOptions) -> "SelectionOptions":
@@ -42,7 +42,7 @@ class SelectionOptions:
             noise_std=options.router_noise_std,
             by_expert=options.router == "expert_choice",
             backend=options.backend,
-            batch_invariant=options.batch_invariant,
+            arithmetic=row_arithmetic(options.batch_invariant),
         )
 
     def normalizes(self, top_k: int) -> bool:
@@ -55,20 +55,13 @@ class SelectionOptions:
 def scores_of(logits_TE: Tensor, options: SelectionOptions) -> Tensor:
     """Logits -> scores: sigmoid, or softmax over all experts (for softmax_after_topk as well)."""
     if options.score_function == "sigmoid":
-        return invariant.sigmoid(logits_TE) if options.batch_invariant else logits_TE.sigmoid()
-    return _softmax(logits_TE, options)
-
-
-def _softmax(logits_TE: Tensor, options: SelectionOptions) -> Tensor:
-    return invariant.softmax(logits_TE) if options.batch_invariant else logits_TE.softmax(-1)
+        return options.arithmetic.sigmoid(logits_TE)
+    return options.arithmetic.softmax(logits_TE)
 
 
 def normalized(scores_TE: Tensor, options: SelectionOptions) -> Tensor:
     """Divide by the sum over the experts, safely where all scores are zero."""
-    if options.batch_invariant:
-        total = invariant.row_sum(scores_TE)
-    else:
-        total = scores_TE.sum(-1, keepdim=True)
+    total = options.arithmetic.row_sum(scores_TE)
     return scores_TE / total.clamp_min(torch.finfo(scores_TE.dtype).tiny)
 
 
@@ -104,7 +97,7 @@ def weights_at(
         chosen_TK = logits_TE.gather(-1, index_TK).masked_fill(~live_TK, -math.inf)
         # A token without any choice has only -inf: softmax gives NaN there, in the gradient too, so shift it to 0.
         chosen_TK = chosen_TK.masked_fill(~live_TK.any(-1, keepdim=True), 0.0)
-        weights_TK = _softmax(chosen_TK, options).masked_fill(~live_TK, 0.0)
+        weights_TK = options.arithmetic.softmax(chosen_TK).masked_fill(~live_TK, 0.0)
     else:
         weights_TK = scores_TE.gather(-1, index_TK).masked_fill(~live_TK, 0.0)
         if normalize:
@@ -122,7 +115,7 @@ def _weights_of_live(
 ) -> Tensor:
     """`weights_at` without the masks, which change nothing where every choice is an expert."""
     if options.score_function == "softmax_after_topk":
-        weights_TK = _softmax(logits_TE.gather(-1, expert_ids_TK), options)
+        weights_TK = options.arithmetic.softmax(logits_TE.gather(-1, expert_ids_TK))
     else:
         weights_TK = scores_TE.gather(-1, expert_ids_TK)
         if normalize:
@@ -188,7 +181,7 @@ def choose_by_token(
     """
     normalize = options.normalizes(top_k)
     # the fused kernel divides a row's sums among threads by the number of rows
-    if not options.batch_invariant and runs_fused(logits_TE, options.backend):
+    if not options.arithmetic.batch_invariant and runs_fused(logits_TE, options.backend):
         ids_TK, weights_TK, scores_TE = choose_experts(
             logits_TE,
             top_k,

@@ -10,7 +10,7 @@ from expertmesh.ops.activation import inner_name
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.cpu.forward import row_weights
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
-from expertmesh.ops.expert_types import Experts
+from expertmesh.ops.expert_types import Experts, WeightGradients, Weights
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.invariant import operators as invariant
@@ -24,29 +24,34 @@ _CHUNK_ROWS = 1024
 
 def invariant_moe_mlp(
     x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
+    w_in_EGFD: Weights,
+    w_out_EDF: Weights,
     weights_TK: Tensor,
     metadata: RouteMetadata,
     *,
     activation: str,
-    b_in_EGF: Tensor | None = None,
+    b_in_EGF: Weights | None = None,
     b_out_ED: Tensor | None = None,
+    recompute_h: bool = False,
+    main_grads: WeightGradients | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`moe_mlp` with a fixed order of every sum; its arguments and result, to rounding.
 
-    Differentiable once, by computing everything again with `moe_mlp`: made for inference. On the torch backend it
-    synchronises with a GPU to read the offsets.
+    Differentiable once, by computing everything again with `moe_mlp`: made for inference, where `recompute_h` and
+    `main_grads` say nothing. Slices are joined by a copy. On the torch backend it synchronises with a GPU to read the
+    offsets.
 
     Raises:
         ConfigError: the backend is "reference", which promises nothing.
     """
     dtype = autocast_dtype(x_TD.device)
-    if dtype is not None and x_TD.dtype != torch.float64:
-        x_TD, w_in_EGFD, w_out_EDF = x_TD.to(dtype), w_in_EGFD.to(dtype), w_out_EDF.to(dtype)
-        b_in_EGF = None if b_in_EGF is None else b_in_EGF.to(dtype)
-        b_out_ED = None if b_out_ED is None else b_out_ED.to(dtype)
+    if dtype is None or x_TD.dtype == torch.float64:
+        dtype = x_TD.dtype
+    w_in, w_out, b_in, b_out = (
+        None if w is None else (w if isinstance(w, Tensor) else torch.cat(list(w), 2)).to(dtype)
+        for w in (w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED)
+    )
     if backend == "reference":
         raise ConfigError(
             "backend='reference' with batch_invariant: its sums follow the batch; use auto, torch or triton"
@@ -57,7 +62,7 @@ def invariant_moe_mlp(
         metadata.slot_of_row_N,
         metadata.row_of_slot_N,
     )
-    inputs = (x_TD, w_in_EGFD, w_out_EDF, weights_TK, b_in_EGF, b_out_ED)
+    inputs = (x_TD.to(dtype), w_in, w_out, weights_TK, b_in, b_out)
     y_TD: Tensor = _moe_mlp(*inputs, *maps, activation, backend)
     return y_TD
 

@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 def norm_and_rope(
     x_BSHd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """RMSNorm over each head, if there is a weight, then the rotation of `layers.apply_rope`; differentiable once.
+    """RMSNorm over each head, if there is a weight, then the rotation of `models.layers.apply_rope`; differentiable once.
 
     Args:
         x_BSHd: (B, S, H, head_dim) queries or keys on the CPU, any strides.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.costs.memory import HALVED_SEQUENCE, SHORT_SEQUENCE
+from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
 
 _BLOCK_ELEMENTS = 1 << 19
 
