@@ -280,3 +280,19 @@ class ExpertList(nn.ModuleList):
     def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
         """The tokens and the experts of one call, which an heir may put something before."""
         return x_TD, list(self.children())
+
+
+class FirstOutput(nn.Module):
+    """An expert whose tuple output counts by its first entry; None stands for one that is on another rank."""
+
+    def __init__(self, expert: nn.Module | None) -> None:
+        """Hold the expert as `expert`."""
+        super().__init__()
+        self.expert = expert
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        """(n, D) -> (n, D)."""
+        assert self.expert is not None, "the expert is on another rank"
+        y = self.expert(x_RD)
+        first: Tensor = y[0] if isinstance(y, tuple) else y
+        return first

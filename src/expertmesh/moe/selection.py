@@ -72,7 +72,6 @@ def weights_at(
     *,
     normalize: bool,
     options: SelectionOptions,
-    all_live: bool = False,
 ) -> Tensor:
     """Routing weights of given choices, differentiable.
 
@@ -85,12 +84,7 @@ def weights_at(
         expert_ids_TK: (T, K) int64 in [0, E]; choices equal to E get weight 0.
         normalize: see above.
         options: of the layer.
-        all_live: the caller knows that no choice equals E.
     """
-    if all_live:
-        return _weights_of_live(
-            logits_TE, scores_TE, expert_ids_TK, normalize=normalize, options=options
-        )
     live_TK = expert_ids_TK < options.num_experts
     index_TK = expert_ids_TK.clamp(max=options.num_experts - 1)
     if options.score_function == "softmax_after_topk":
@@ -103,24 +97,6 @@ def weights_at(
         if normalize:
             weights_TK = normalized(weights_TK, options)
     return weights_TK * options.weight_scale
-
-
-def _weights_of_live(
-    logits_TE: Tensor,
-    scores_TE: Tensor,
-    expert_ids_TK: Tensor,
-    *,
-    normalize: bool,
-    options: SelectionOptions,
-) -> Tensor:
-    """`weights_at` without the masks, which change nothing where every choice is an expert."""
-    if options.score_function == "softmax_after_topk":
-        weights_TK = options.arithmetic.softmax(logits_TE.gather(-1, expert_ids_TK))
-    else:
-        weights_TK = scores_TE.gather(-1, expert_ids_TK)
-        if normalize:
-            weights_TK = normalized(weights_TK, options)
-    return weights_TK if options.weight_scale == 1.0 else weights_TK * options.weight_scale
 
 
 def _limit_groups(selection_TE: Tensor, options: SelectionOptions) -> Tensor:
@@ -197,9 +173,7 @@ def choose_by_token(
     else:
         raw_TE = scores_of(logits_TE, options)
         ids_TK = selection_scores(logits_TE, noise_TE, bias_E, options).topk(top_k, dim=-1).indices
-        weights_TK = weights_at(
-            logits_TE, raw_TE, ids_TK, normalize=normalize, options=options, all_live=True
-        )
+        weights_TK = weights_at(logits_TE, raw_TE, ids_TK, normalize=normalize, options=options)
         scores_TE = balance_scores(raw_TE, options)
     load_TE = None
     if with_load and noise_TE is not None:

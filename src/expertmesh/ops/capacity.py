@@ -158,16 +158,11 @@ def _fill_places(
     return kernels.fill_places(x_TD, offsets_E, token_of_row_N, slot_of_row_N, capacity)
 
 
-@_fill_places.register_fake
-def _(
-    x_TD: Tensor,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    capacity: int,
-) -> Tensor:
-    return x_TD.new_empty(offsets_E.shape[0] - 1, capacity, x_TD.shape[1])
+_fill_places.register_fake(
+    lambda x, offsets, tokens, slots, rows, capacity: x.new_empty(
+        offsets.shape[0] - 1, capacity, x.shape[1]
+    )
+)
 
 
 @torch.library.custom_op("expertmesh::weighted_sum", mutates_args=())
@@ -198,18 +193,11 @@ def _index_and_bound(
     return places_N, (offsets_E.shape[0] - 1) * capacity
 
 
-@_weighted_sum.register_fake
-def _(
-    y_RD: Tensor,
-    weights_TK: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    top_k: int,
-    capacity: int | None,
-) -> Tensor:
-    return y_RD.new_empty(row_of_slot_N.shape[0] // top_k, y_RD.shape[1])
+_weighted_sum.register_fake(
+    lambda y, weights, offsets, tokens, slots, rows, top_k, capacity: y.new_empty(
+        rows.shape[0] // top_k, y.shape[1]
+    )
+)
 
 
 @torch.library.custom_op("expertmesh::weighted_sum_backward", mutates_args=())
@@ -240,20 +228,12 @@ def _weighted_sum_backward(
     return d_y, combine.dot_rows(grad_TD, y_RD, bound, index_N, top_k, weights_TK.dtype)
 
 
-@_weighted_sum_backward.register_fake
-def _(
-    grad_TD: Tensor,
-    y_RD: Tensor,
-    weights_TK: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    top_k: int,
-    capacity: int | None,
-) -> tuple[Tensor, Tensor]:
-    d_weights = grad_TD.new_empty(0) if weights_TK is None else torch.empty_like(weights_TK)
-    return torch.empty_like(y_RD), d_weights
+_weighted_sum_backward.register_fake(
+    lambda grad, y, weights, *rest: (
+        torch.empty_like(y),
+        grad.new_empty(0) if weights is None else torch.empty_like(weights),
+    )
+)
 
 
 def _save_fill(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -55,7 +55,7 @@ def _tokens_to_rows(
     offsets_E: Tensor,
     token_of_row_N: Tensor,
     row_of_slot_N: Tensor,
-    backend: str = "torch",
+    backend: str,
 ) -> Tensor:
     if backend == "triton":
         from expertmesh.kernels import permute as kernels
@@ -71,15 +71,9 @@ def _tokens_to_rows(
     return torch.where(live[:, None], x_TD[token_of_row_N], 0)
 
 
-@_tokens_to_rows.register_fake
-def _(
-    x_TD: Tensor,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    backend: str = "torch",
-) -> Tensor:
-    return x_TD.new_empty(token_of_row_N.shape[0], x_TD.shape[1])
+_tokens_to_rows.register_fake(
+    lambda x, offsets, tokens, slots, backend: x.new_empty(tokens.shape[0], x.shape[1])
+)
 
 
 def sum_rows(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int) -> Tensor:
@@ -120,7 +114,7 @@ def _sum_rows(
     token_of_row_N: Tensor,
     row_of_slot_N: Tensor,
     top_k: int,
-    backend: str = "torch",
+    backend: str,
 ) -> Tensor:
     if backend == "triton":
         from expertmesh.kernels import combine as kernels
@@ -129,16 +123,9 @@ def _sum_rows(
     return sum_rows(y_RD, offsets_E, row_of_slot_N, top_k)
 
 
-@_sum_rows.register_fake
-def _(
-    y_RD: Tensor,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    top_k: int,
-    backend: str = "torch",
-) -> Tensor:
-    return y_RD.new_empty(row_of_slot_N.shape[0] // top_k, y_RD.shape[1])
+_sum_rows.register_fake(
+    lambda y, offsets, tokens, rows, top_k, backend: y.new_empty(rows.shape[0] // top_k, y.shape[1])
+)
 
 
 @torch.library.custom_op("expertmesh::rows_to_slots", mutates_args=())
@@ -147,7 +134,7 @@ def _rows_to_slots(
     offsets_E: Tensor,
     slot_of_row_N: Tensor,
     row_of_slot_N: Tensor,
-    backend: str = "torch",
+    backend: str,
 ) -> Tensor:
     if backend == "triton":
         from expertmesh.kernels import permute as kernels
@@ -159,15 +146,9 @@ def _rows_to_slots(
     return torch.where(live[:, None], y_RD[torch.where(live, row_of_slot_N, 0)], 0)
 
 
-@_rows_to_slots.register_fake
-def _(
-    y_RD: Tensor,
-    offsets_E: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    backend: str = "torch",
-) -> Tensor:
-    return y_RD.new_empty(row_of_slot_N.shape[0], y_RD.shape[1])
+_rows_to_slots.register_fake(
+    lambda y, offsets, slots, rows, backend: y.new_empty(rows.shape[0], y.shape[1])
+)
 
 
 @torch.library.custom_op("expertmesh::slots_to_rows", mutates_args=())
@@ -176,7 +157,7 @@ def _slots_to_rows(
     offsets_E: Tensor,
     slot_of_row_N: Tensor,
     row_of_slot_N: Tensor,
-    backend: str = "torch",
+    backend: str,
 ) -> Tensor:
     if backend == "triton":
         from expertmesh.kernels import permute as kernels
@@ -186,15 +167,9 @@ def _slots_to_rows(
     return torch.where(live[:, None], slots_ND[slot_of_row_N], 0)
 
 
-@_slots_to_rows.register_fake
-def _(
-    slots_ND: Tensor,
-    offsets_E: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    backend: str = "torch",
-) -> Tensor:
-    return slots_ND.new_empty(slot_of_row_N.shape[0], slots_ND.shape[1])
+_slots_to_rows.register_fake(
+    lambda values, offsets, slots, rows, backend: values.new_empty(slots.shape[0], values.shape[1])
+)
 
 
 # Each copy is the transpose of another one, so they are each other's gradients, to any order.
