@@ -1,7 +1,6 @@
 """The mixture-of-experts layer: route -> assign -> dispatch -> experts -> combine (+ shared)."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,18 +20,18 @@ from expertmesh.config.moe_rules import (
     ScoreFunction,
 )
 from expertmesh.errors import ConfigError
-from expertmesh.moe.assignment import Assignment, CapacityRule, all_kept, assign
+from expertmesh.moe.assignment import CapacityRule
 from expertmesh.moe.build import make_experts, make_residual, make_router, make_shared_experts
-from expertmesh.moe.call import CallInputs, call_of
+from expertmesh.moe.call import call_of
+from expertmesh.moe.dense_parts import dense_parts
 from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher, Tokens
-from expertmesh.moe.groups_over_ranks import SharedTokens, assign_shared
-from expertmesh.moe.init import draw_seed
+from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.losses import LossOptions, weighted_losses
 from expertmesh.moe.phases import phase
 from expertmesh.moe.reset import reset_layer
 from expertmesh.moe.router import keep_full_precision
 from expertmesh.moe.routing import RoutingOptions, route
-from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
+from expertmesh.moe.types import Routing, RoutingStats
 from expertmesh.moe.validation import check_dtype, check_parts
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.row_arithmetic import row_arithmetic
@@ -208,7 +207,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
         self._build(options, router, experts, device, dtype)
-        reset_layer(self, self._seed(None), std=None, out_std=None, custom=False)
+        reset_layer(self, options.seed, std=None, out_std=None, custom=False)
 
     def _build(
         self,
@@ -244,37 +243,18 @@ class MoELayer(nn.Module):
 
     @classmethod
     def from_config(
-        cls,
-        moe: MoEConfig,
-        *,
-        dim: int,
-        num_experts: int,
-        activation: Activation,
-        residual_hidden_dim: int | None = None,
-        layer_index: int = 0,
-        seed: int | None = None,
-        dispatcher: TokenDispatcher | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        cls, moe: MoEConfig, *, residual_hidden_dim: int | None = None, **own: Any
     ) -> "MoELayer":
-        """Build one layer of a model from its configuration; see the class for the arguments."""
-        return cls(
-            dim=dim,
-            num_experts=num_experts,
-            activation=activation,
-            residual_hidden_dim=residual_hidden_dim if moe.residual else None,
-            layer_index=layer_index,
-            seed=seed,
-            dispatcher=dispatcher,
-            device=device,
-            dtype=dtype,
-            **moe.model_dump(exclude={"num_experts"}),
-        )
+        """Build one layer of a model from its configuration.
 
-    def _seed(self, seed: int | None) -> int:
-        if seed is not None:
-            return seed
-        return draw_seed() if self.options.seed is None else self.options.seed
+        Args:
+            moe: the options of all layers with experts.
+            residual_hidden_dim: hidden size of the residual MLP, if the options ask for one.
+            **own: keywords of this class that are not among the options: dim, num_experts, activation, layer_index, ...
+        """
+        if moe.residual:
+            own["residual_hidden_dim"] = residual_hidden_dim
+        return cls(**own, **moe.model_dump(exclude={"num_experts"}))
 
     def reset_parameters(
         self, seed: int | None = None, *, std: float | None = None, out_std: float | None = None
@@ -291,7 +271,8 @@ class MoELayer(nn.Module):
             out_std: the same for the matrices back to D (w_out); None: std's rule.
         """
         out_std = std if out_std is None else out_std
-        reset_layer(self, self._seed(seed), std=std, out_std=out_std, custom=True)
+        seed = self.options.seed if seed is None else seed
+        reset_layer(self, seed, std=std, out_std=out_std, custom=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoELayer":
         before = self.expert_bias_E
@@ -382,7 +363,7 @@ class MoELayer(nn.Module):
         )
         with phase("route"):
             routed = route(self.router, call, self.routing_options)
-            assigned = self._assign(routed, call)
+            assigned = call.assign(routed, num_experts=self.num_experts)
         with phase("dispatch"):
             tokens = Tokens(
                 call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, assigned.max_rows
@@ -399,10 +380,10 @@ class MoELayer(nn.Module):
             groups=call.groups,
         )
         journey.advance()
-        dense = self._dense(call.x_TD)  # while tokens travel
+        dense = dense_parts(self, call.x_TD)  # while tokens travel
         combined_TD = journey.finish(self.experts)
         with phase("combine"):
-            y_TD = self._add_dense(call, combined_TD, *dense)
+            y_TD = dense.add_to(combined_TD, call.token_mask_T)
         num_dropped = assigned.num_dropped
         if call.capacity is not None:
             num_dropped = self.dispatcher.sum_over_processes(num_dropped)
@@ -415,53 +396,3 @@ class MoELayer(nn.Module):
             topk_weights_TK=routed.topk_weights_TK.detach(),
         )
         return y_TD.to(x.dtype).reshape(x.shape), stats
-
-    def _assign(self, routed: RouterOutput, call: CallInputs) -> Assignment:
-        """Apply the capacity; expert-choice routing has applied its own."""
-        chosen = (routed.topk_expert_ids_TK, routed.topk_weights_TK)
-        if call.capacity is None:
-            return all_kept(*chosen)
-        decide = assign if call.groups is None else partial(assign_shared, groups=call.groups)
-        return decide(
-            *chosen,
-            num_experts=self.num_experts,
-            options=call.capacity,
-            token_mask_T=call.token_mask_T,
-            noise_key=call.noise_key,
-            token_index_T=call.token_index_T,
-            layer_index=self.layer_index,
-        )
-
-    def _dense(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What does not depend on the experts: shares (T, 2), residual MLP and shared experts, as far as there are."""
-        mix_T2 = residual_TD = None
-        if self.residual_mlp is not None:
-            assert self.residual_coefficient is not None
-            mix_T2 = self._mixture(self.residual_coefficient, x_TD)
-            residual_TD = self.residual_mlp(x_TD)
-        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
-        return mix_T2, residual_TD, shared_TD
-
-    def _add_dense(
-        self,
-        call: CallInputs,
-        y_TD: Tensor,
-        mix_T2: Tensor | None,
-        residual_TD: Tensor | None,
-        shared_TD: Tensor | None,
-    ) -> Tensor:
-        """Mix in the residual MLP, add the shared experts, and hide masked tokens."""
-        if mix_T2 is not None and residual_TD is not None:
-            y_TD = mix_T2[:, :1] * y_TD + mix_T2[:, 1:] * residual_TD
-        if shared_TD is not None:
-            y_TD = y_TD + shared_TD
-        if call.token_mask_T is not None:
-            y_TD = y_TD.masked_fill(~call.token_mask_T[:, None], 0)
-        return y_TD
-
-    def _mixture(self, coefficient: nn.Linear, x_TD: Tensor) -> Tensor:
-        """(T, 2) shares of the experts and of the residual MLP, FP32 or FP64."""
-        exact = accumulate_dtype(x_TD.dtype)
-        arithmetic, backend = self.arithmetic.in_mode(self.training), self.options.backend
-        raw_T2 = arithmetic.linear(x_TD, coefficient.weight, coefficient.bias, backend=backend)
-        return arithmetic.softmax(raw_T2.to(exact))
