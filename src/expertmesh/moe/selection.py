@@ -104,11 +104,11 @@ def _limit_groups(selection_TE: Tensor, options: SelectionOptions) -> Tensor:
 
     A group's score is the sum of the two best (biased) scores in it.
     """
-    grouped_TGE = selection_TE.unflatten(-1, (options.num_expert_groups, -1))
-    best = grouped_TGE.topk(min(2, grouped_TGE.shape[-1]), dim=-1).values.sum(-1)
+    grouped_TXE = selection_TE.unflatten(-1, (options.num_expert_groups, -1))
+    best = grouped_TXE.topk(min(2, grouped_TXE.shape[-1]), dim=-1).values.sum(-1)
     groups = best.topk(options.num_limited_groups, dim=-1).indices
-    allowed_TG = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
-    return grouped_TGE.masked_fill(~allowed_TG[..., None], -math.inf).flatten(-2)
+    allowed_TX = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
+    return grouped_TXE.masked_fill(~allowed_TX[..., None], -math.inf).flatten(-2)
 
 
 def selection_scores(
@@ -242,10 +242,10 @@ def choose_by_expert(
         grouped = padded.view(num_groups, size, E)
         largest = min(capacity_of(size, top_k, E, factor, min_capacity=1), size)
         best = grouped.topk(largest, dim=1)
-        valid_G = valid_tokens_per_group(T, group_size, token_mask_T, logits_TE.device)
-        limit_G = capacity_of(valid_G, top_k, E, factor, min_capacity=1)
+        valid_U = valid_tokens_per_group(T, group_size, token_mask_T, logits_TE.device)
+        limit_U = capacity_of(valid_U, top_k, E, factor, min_capacity=1)
         rank = torch.arange(largest, device=logits_TE.device)[None, :, None]
-        within = (rank < limit_G[:, None, None]) & (best.values > -math.inf)
+        within = (rank < limit_U[:, None, None]) & (best.values > -math.inf)
         chosen = torch.zeros_like(grouped, dtype=torch.bool).scatter(1, best.indices, within)
         chosen_TE = chosen.view(num_groups * size, E)[:T]
     experts_E = torch.arange(E, device=logits_TE.device)

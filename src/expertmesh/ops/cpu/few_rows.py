@@ -197,8 +197,8 @@ class _Blocks:
         """As `_multiply`, in FP32."""
         x_RK = rows_RK.float().contiguous()
         out_BMN = compiled_products.product(x_RK, w_ENK, self.experts_B, self.rows_BM)
-        out_PN = out_BMN.flatten(0, 1)
-        return out_PN if len(out_PN) == len(x_RK) else out_PN.index_select(0, self.places_R)
+        out_WN = out_BMN.flatten(0, 1)
+        return out_WN if len(out_WN) == len(x_RK) else out_WN.index_select(0, self.places_R)
 
 
 def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order, blocks: _Blocks | None) -> Tensor:
