@@ -1,24 +1,40 @@
 """Documents: where the text comes from, which of it is used, and on which side of the split it is.
 
-A document is a name and a way to read its text. Nothing is kept in memory but names, sizes and digests, so a corpus
-may be larger than memory.
+A document is a name and a way to read its text. Nothing is kept in memory but names, sizes and digests (and the text of
+packed files that are cut), so a corpus may be larger than memory.
 """
 
 import hashlib
 import importlib.util
+import logging
+import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from expertmesh.config.text import TextConfig
+from expertmesh.data.files import (
+    NOT_READABLE,
+    NOT_TEXT,
+    LeftOut,
+    TextFile,
+    check_is_file,
+    find_files,
+    is_packed,
+    printable,
+)
+from expertmesh.data.news import Progress
 from expertmesh.errors import ConfigError
 
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _PIECE_BYTES = 65_536
 _LEAST_PIECES = 40
 _LEAST_PIECE_BYTES = 512
+# A split is said to be far from what was asked for beyond this ratio.
+_FAR = 2.0
+
+_log = logging.getLogger("expertmesh.data")
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ class Corpus:
         source: what the corpus is, in words.
         training: documents to train on, in order of a hash of their names.
         validation: documents to evaluate on; none of them has the text of a training document.
-        num_skipped: files left out because they are not UTF-8 text.
+        num_skipped: files left out: not UTF-8 text, not readable, no regular files.
         digest: hex SHA-256 of all names and texts, in the order above, and of the split.
     """
 
@@ -72,37 +88,69 @@ def load_corpus(config: TextConfig) -> Corpus:
     Raises:
         ConfigError: the path is missing, is binary or has no text, or too few documents for two sides.
     """
-    source, candidates = _candidates(config)
-    documents, num_skipped, num_bytes = [], 0, 0
+    source, candidates, left_out = _candidates(config)
+    documents, num_bytes = [], 0
+    progress = Progress("read", total=config.max_bytes)
     for name, read in sorted(candidates, key=lambda c: (_hash("order", c[0]), c[0])):
         if config.max_bytes is not None and num_bytes >= config.max_bytes:
             break
-        text = read()
+        try:
+            text = read()
+        except OSError as error:
+            left_out.add(f"{NOT_READABLE}, {error.strerror or error}", name)
+            continue
         if text is None:
-            num_skipped += 1
+            left_out.add(NOT_TEXT, name)
             continue
         if not text:
             continue
         data = text.encode()
         num_bytes += len(data)
+        progress.at(num_bytes)
         documents.append(Document(name, len(data), hashlib.sha256(data).digest(), _reader(read)))
     if not documents:
-        raise ConfigError(
-            f"{_option(config)}: has no text ({num_skipped} files are not UTF-8 text, the others are empty); "
-            "give text files in UTF-8"
+        why = (
+            f"{left_out.total} files are left out: {left_out}" if left_out.total else "it is empty"
         )
+        raise ConfigError(f"{_option(config)}: has no text ({why}); give text files in UTF-8")
+    if left_out.total:
+        _log.warning("%s: %d files are left out: %s", _option(config), left_out.total, left_out)
     training, validation = split_documents(documents, config.validation_fraction)
     if not training or not validation:
         raise ConfigError(
             f"{_option(config)}: {len(documents)} different documents cannot be split into training and validation; "
             "give more text"
         )
+    _warn_of_split(training, validation, config)
     digest = hashlib.sha256()
     for side in (training, validation):
         digest.update(f"{len(side)}\n".encode())
         for document in side:
-            digest.update(document.name.encode() + b"\0" + document.digest)
-    return Corpus(source, tuple(training), tuple(validation), num_skipped, digest.hexdigest())
+            digest.update(os.fsencode(document.name) + b"\0" + document.digest)
+    return Corpus(source, tuple(training), tuple(validation), left_out.total, digest.hexdigest())
+
+
+def _warn_of_split(
+    training: Sequence[Document], validation: Sequence[Document], config: TextConfig
+) -> None:
+    """Say that whole documents made another split than was asked for."""
+    sizes = [sum(document.num_bytes for document in side) for side in (training, validation)]
+    share, wanted = sizes[1] / sum(sizes), config.validation_fraction
+    ratios = (
+        share / wanted,
+        wanted / share,
+        (1 - share) / (1 - wanted),
+        (1 - wanted) / (1 - share),
+    )
+    if max(ratios) > _FAR:
+        _log.warning(
+            "%s: %.1f%% of the text is for validation, not the %.1f%% of data.validation_fraction: documents stay whole, and"
+            " there are %d; give more, or another fraction",
+            _option(config),
+            100 * share,
+            100 * wanted,
+            len(training) + len(validation),
+        )
 
 
 def split_documents(
@@ -140,86 +188,107 @@ def texts(documents: Sequence[Document]) -> Iterator[str]:
         yield document.read()
 
 
-Candidate = tuple[str, Callable[[], str | None]]
+class Candidate(NamedTuple):
+    """A document that may be chosen.
+
+    Attributes:
+        name: see `Document`.
+        read: returns its text; None: it is not text.
+    """
+
+    name: str
+    read: Callable[[], str | None]
 
 
-def _candidates(config: TextConfig) -> tuple[str, list[Candidate]]:
+def _candidates(config: TextConfig) -> tuple[str, list[Candidate], LeftOut]:
     if config.dataset is not None:
-        return f"dataset {config.dataset}", _dataset(config.dataset)
+        return f"dataset {config.dataset}", _dataset(config.dataset), LeftOut()
     if config.path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        found = [p for p in _files(root) if p.suffix == ".py"]
-        return "the source of Python's standard library", _named(root, found)
+        # These documents are always whole, so that a program is on one side.
+        files = [path for path in find_files(root, follow_links=False)[0] if path.suffix == ".py"]
+        return "the source of Python's standard library", _whole(root, files), LeftOut()
     path = Path(config.path).expanduser()
     if not path.exists():
-        raise ConfigError(f"data.path={config.path}: does not exist; give a text file or a folder")
+        raise ConfigError(f"{_option(config)}: does not exist; give a text file or a folder")
     if not path.is_dir():
-        return str(path), _pieces(path)
-    found = [p for p in _files(path) if not any(part.startswith(".") for part in p.parts)]
+        check_is_file(path, _option(config))
+        return str(path), _of_one_file(path, config), LeftOut()
+    found, left_out = find_files(path)
+    found = [p for p in found if not any(part.startswith(".") for part in p.parts)]
     if not found:
-        raise ConfigError(f"data.path={config.path}: the folder has no files; give text files")
-    if len(found) == 1:
-        return str(path), _pieces(path / found[0])
-    return str(path), _named(path, found)
+        why = f" ({left_out})" if left_out.total else ""
+        raise ConfigError(f"{_option(config)}: the folder has no files{why}; give text files")
+    if len(found) == 1 and not left_out.total:
+        return str(path), _of_one_file(path / found[0], config), left_out
+    return str(path), list(_of_folder(path, found, config, left_out)), left_out
 
 
-def _files(root: Path) -> list[Path]:
-    """Regular files below a folder, relative to it; no links, no installed packages, no caches."""
-    found = []
-    for folder, subfolders, names in root.walk() if hasattr(root, "walk") else _walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
-        found += [
-            (folder / name).relative_to(root) for name in names if not (folder / name).is_symlink()
-        ]
-    return [path for path in found if (root / path).is_file()]
+def _whole(root: Path, found: Iterable[Path]) -> list[Candidate]:
+    return [Candidate(path.as_posix(), TextFile(root / path)) for path in found]
 
 
-def _walk(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """`Path.walk` for Python 3.11."""
-    entries = sorted(root.iterdir())
-    subfolders = [e.name for e in entries if e.is_dir() and not e.is_symlink()]
-    yield root, subfolders, [e.name for e in entries if not e.is_dir()]
-    for name in subfolders:
-        yield from _walk(root / name)
-
-
-def _named(root: Path, found: Sequence[Path]) -> list[Candidate]:
-    return [(path.as_posix(), _FileText(root / path)) for path in found]
-
-
-@dataclass(frozen=True)
-class _FileText:
-    path: Path
-
-    def __call__(self) -> str | None:
-        """The text, or None if this is not UTF-8 text."""
-        return decode_text(self.path.read_bytes())
-
-
-def decode_text(data: bytes) -> str | None:
-    """UTF-8 text, or None for anything else; a NUL byte is not text."""
-    if b"\0" in data:
-        return None
+def _of_one_file(path: Path, config: TextConfig) -> list[Candidate]:
+    """A single file as many documents; what is wrong with it is the user's business."""
     try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-def _pieces(path: Path) -> list[Candidate]:
-    """A single file as many documents, cut at line ends, so that it can be split."""
-    text = decode_text(path.read_bytes())
-    if text is None:
+        size = TextFile(path).num_bytes()
+        pieces = _pieces(path, path.name, _piece_bytes(size, config))
+    except OSError as error:
+        raise ConfigError(
+            f"{_option(config)}: cannot be read ({error.strerror or error}); change its permissions, or give another file"
+        ) from None
+    if pieces is None:
         raise ConfigError(f"data.path={path}: is a binary file, text must be UTF-8; give text")
-    size = min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, len(text) // _LEAST_PIECES))
-    pieces, start = [], 0
+    return pieces
+
+
+def _of_folder(
+    root: Path, found: Sequence[Path], config: TextConfig, left_out: LeftOut
+) -> Iterator[Candidate]:
+    """A document of each file; files that are a large share of the text are cut as a lone file is."""
+    sizes = {}
+    for path in found:
+        try:
+            sizes[path] = TextFile(root / path).num_bytes()
+        except OSError as error:
+            left_out.add(f"{NOT_READABLE}, {error.strerror or error}", path.as_posix())
+    most = _all_bytes(sum(sizes.values()), config) // _LEAST_PIECES
+    piece_bytes = _piece_bytes(sum(sizes.values()), config)
+    for path, size in sizes.items():
+        pieces = None
+        if size > max(most, _LEAST_PIECE_BYTES):
+            pieces = _pieces(root / path, path.as_posix(), piece_bytes)
+        yield from pieces or _whole(root, [path])
+
+
+def _all_bytes(num_bytes: int, config: TextConfig) -> int:
+    """Of a corpus of so many bytes, those that will be used."""
+    return num_bytes if config.max_bytes is None else min(num_bytes, config.max_bytes)
+
+
+def _piece_bytes(num_bytes: int, config: TextConfig) -> int:
+    share = _all_bytes(num_bytes, config) // _LEAST_PIECES
+    return min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, share))
+
+
+def _pieces(path: Path, name: str, size: int) -> list[Candidate] | None:
+    """A file as documents of about so many characters, cut at line ends, so that it can be split; None: it is not text."""
+    text = TextFile(path)()
+    if text is None:
+        return None
+    pieces: list[Candidate] = []
+    start = first_byte = 0
     while start < len(text):
         end = start + size
         newline = text.find("\n", end, end + size)
         end = newline + 1 if newline >= 0 else end
-        pieces.append(text[start:end])
-        start = end
-    return [(f"{path.name}#{i:06d}", _Constant(piece)) for i, piece in enumerate(pieces)]
+        piece = text[start:end]
+        last_byte = first_byte + len(piece.encode())
+        # Packed files cannot be entered in the middle.
+        read = _Constant(piece) if is_packed(path) else TextFile(path, first_byte, last_byte)
+        pieces.append(Candidate(f"{name}#{len(pieces):06d}", read))
+        start, first_byte = end, last_byte
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -248,7 +317,7 @@ def _dataset(name: str) -> list[Candidate]:
         raise ConfigError(
             f"data.dataset={name}: needs a 'text' column, has {', '.join(rows.column_names)}; choose another dataset"
         )
-    return [(f"{i:012d}", _Row(rows, i)) for i in range(len(rows))]
+    return [Candidate(f"{i:012d}", _Row(rows, i)) for i in range(len(rows))]
 
 
 @dataclass(frozen=True)
@@ -273,10 +342,12 @@ def _reader(read: Callable[[], str | None]) -> Callable[[], str]:
 
 def _hash(purpose: str, name: str) -> int:
     """64 bits that depend on the purpose and the name only."""
-    return int.from_bytes(hashlib.sha256(f"{purpose}:{name}".encode()).digest()[:8], "big")
+    return int.from_bytes(
+        hashlib.sha256(f"{purpose}:".encode() + os.fsencode(name)).digest()[:8], "big"
+    )
 
 
 def _option(config: TextConfig) -> str:
     if config.dataset is not None:
         return f"data.dataset={config.dataset}"
-    return f"data.path={config.path if config.path is not None else 'none'}"
+    return f"data.path={'none' if config.path is None else printable(config.path)}"

@@ -3,12 +3,15 @@
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import tokenizers
@@ -17,11 +20,17 @@ from tokenizers import Tokenizer
 from expertmesh.config.base import user_cache_dir
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
+from expertmesh.data.news import Progress
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.errors import ConfigError
 
 FORMAT_VERSION = 1
-_BATCH_DOCUMENTS = 256
+_BATCH_DOCUMENTS = 32
+_BLOCK = 1 << 22
+_FILES = ("tokenizer.json", "training.bin", "validation.bin")
+_PARTIAL = re.compile(r"(tokens-[0-9a-f]+)\.partial-\d+")
+
+_log = logging.getLogger("expertmesh.data")
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,8 @@ def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
     """Find the corpus, and train the tokenizer and encode the documents unless the cache has them.
 
     Any number of processes may call this at once: one prepares, the others wait for it. The cache entry appears by one
-    rename, so a process killed half-way leaves no half entry.
+    rename, so a process killed half-way leaves no half entry. Checksums are compared in each call, and a damaged entry is
+    made anew.
 
     Args:
         config: of the data.
@@ -84,10 +94,14 @@ def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
     key = hashlib.sha256(identity.encode()).hexdigest()[:24]
     base = Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_dir()
     folder = base / f"tokens-{key}"
-    if not (folder / "index.json").exists():
+    if damage_of_cache(folder) is not None:
         _make_folder(base)
-        with _exclusive(base / f"tokens-{key}.lock"):
-            if not (folder / "index.json").exists():
+        with exclusive(base / f"tokens-{key}.lock"):
+            damage = damage_of_cache(folder)
+            if damage is not None:
+                if folder.exists():
+                    _log.warning("token cache %s: %s; it is made anew", folder, damage)
+                _remove_leftovers(base, mine=folder.name)
                 _build(corpus, folder, vocab_size=vocab_size)
     training, validation = (open_shard(folder, name) for name in ("training", "validation"))
     for name, shard in (("training", training), ("validation", validation)):
@@ -108,6 +122,48 @@ def _make_folder(path: Path) -> None:
         raise ConfigError(
             f"data.cache_dir={path}: is a file or below a file; choose a folder"
         ) from None
+
+
+def damage_of_cache(folder: Path) -> str | None:
+    """What is wrong with a cache entry, or None; reads all of it. Entries of old have no checksums, only sizes."""
+    try:
+        index = json.loads((folder / "index.json").read_bytes())
+        width = np.dtype(index["dtype"]).itemsize
+        sizes = {
+            f"{name}.bin": index[name]["num_tokens"] * width for name in ("training", "validation")
+        }
+        checksums = index.get("sha256", {})
+        for name in _FILES:
+            with (folder / name).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != sizes.get(name, size):
+                    return f"{name} has {size} bytes, not {sizes[name]}"
+                if name in checksums and _sha256(file) != checksums[name]:
+                    return f"{name} has another checksum"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "index.json is unreadable"
+    return None
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(_BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _remove_leftovers(base: Path, *, mine: str) -> None:
+    """Delete what killed processes have not finished; whoever still works holds the lock of its entry."""
+    for path in base.iterdir():
+        found = _PARTIAL.fullmatch(path.name)
+        if found is None:
+            continue
+        with suppress(BlockingIOError), ExitStack() as stack:
+            if found[1] != mine:  # this process holds the lock of that one
+                stack.enter_context(exclusive(base / f"{found[1]}.lock", wait=False))
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def open_shard(folder: Path, name: str) -> Shard:
@@ -131,8 +187,9 @@ def _build(corpus: Corpus, folder: Path, *, vocab_size: int) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
+        _log.info("learning a tokenizer of %d tokens", vocab_size, extra={"is_progress": True})
         tokenizer = train_tokenizer(texts(corpus.training), vocab_size=vocab_size)
-        tokenizer.save(str(partial / "tokenizer.json"))
+        (partial / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         # Encode with what was saved, which is what everybody will use.
         tokenizer = load_tokenizer(partial / "tokenizer.json")
         dtype = "<u2" if vocab_size <= 2**16 else "<u4"
@@ -144,9 +201,14 @@ def _build(corpus: Corpus, folder: Path, *, vocab_size: int) -> None:
                 "num_documents": len(documents),
                 "num_bytes": sum(document.num_bytes for document in documents),
             }
+        checksums = {}
+        for name in _FILES:
+            with (partial / name).open("rb") as file:
+                checksums[name] = _sha256(file)
+        index["sha256"] = checksums
         (partial / "index.json").write_text(json.dumps(index, indent=1))
         if folder.exists():
-            shutil.rmtree(folder)  # Without an index it is the leftover of a deletion.
+            shutil.rmtree(folder)  # It is damaged.
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -155,7 +217,8 @@ def _build(corpus: Corpus, folder: Path, *, vocab_size: int) -> None:
 def _write_tokens(
     path: Path, documents: Sequence[Document], tokenizer: Tokenizer, dtype: str
 ) -> int:
-    num_tokens = 0
+    num_tokens = num_bytes = 0
+    progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
     with path.open("wb") as file:
         for start in range(0, len(documents), _BATCH_DOCUMENTS):
             batch = [document.read() for document in documents[start : start + _BATCH_DOCUMENTS]]
@@ -163,14 +226,24 @@ def _write_tokens(
                 ids = np.array([*encoding.ids, END_OF_TEXT_ID], dtype=dtype)
                 file.write(ids.tobytes())
                 num_tokens += len(ids)
+            num_bytes += sum(d.num_bytes for d in documents[start : start + _BATCH_DOCUMENTS])
+            progress.at(num_bytes)
         file.flush()
         os.fsync(file.fileno())
     return num_tokens
 
 
 @contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock file; the system releases it when the process dies."""
+def exclusive(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold a lock file; the system releases it when the process dies.
+
+    Args:
+        path: the file; made if it does not exist.
+        wait: for a process that holds it.
+
+    Raises:
+        BlockingIOError: another process, or another file of this one, holds it, and `wait` is false.
+    """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield

@@ -1,0 +1,188 @@
+"""Files that hold text: which are found below a folder, why others are left out, and how each is read.
+
+A file is read as bytes, unpacked by the ending of its name (`UNPACKERS`). Names need not be UTF-8; Python's escapes stand
+for their bytes.
+"""
+
+import gzip
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from expertmesh.errors import ConfigError
+
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+_BLOCK = 1 << 20
+
+UNPACKERS: dict[str, Callable[[Path], BinaryIO]] = {
+    ".gz": lambda path: cast("BinaryIO", gzip.GzipFile(path)),
+}
+"""Opens a file of each ending as the bytes that are packed in it."""
+
+
+@dataclass
+class LeftOut:
+    """Files that are not used, by the reason.
+
+    Attributes:
+        counts: how many for each reason.
+        examples: the first name for each reason.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, name: str) -> None:
+        """One more."""
+        self.counts[reason] += 1
+        self.examples.setdefault(reason, name)
+
+    @property
+    def total(self) -> int:
+        """How many there are in all."""
+        return self.counts.total()
+
+    def __str__(self) -> str:
+        """All reasons in one line."""
+        return "; ".join(
+            f"{count} {reason} (for example {printable(self.examples[reason])})"
+            for reason, count in self.counts.items()
+        )
+
+
+NOT_TEXT = "are not UTF-8 text"
+NOT_READABLE = "cannot be read"
+NOT_A_FILE = "are no regular files"
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file of text.
+
+    Attributes:
+        path: where it is.
+        start: first byte of the part that is meant, after unpacking.
+        stop: end of the part; None: of the file.
+    """
+
+    path: Path
+    start: int = 0
+    stop: int | None = None
+
+    def __call__(self) -> str | None:
+        """The text, or None if this is not UTF-8 text.
+
+        Raises:
+            OSError: it cannot be read, or what is packed in it is damaged.
+        """
+        with opened(self.path) as file:
+            if self.start:
+                file.seek(self.start)
+            length = -1 if self.stop is None else self.stop - self.start
+            return decode_text(_read(file, length, self.path))
+
+    def num_bytes(self) -> int:
+        """Bytes of the whole file, unpacked."""
+        if not is_packed(self.path):
+            return self.path.stat().st_size
+        with opened(self.path) as file:
+            return sum(iter(lambda: len(_read(file, _BLOCK, self.path)), 0))
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file as its unpacked bytes."""
+    return UNPACKERS.get(path.suffix.lower(), lambda p: p.open("rb"))(path)
+
+
+def is_packed(path: Path) -> bool:
+    """Whether the bytes of a file are not those of its text."""
+    return path.suffix.lower() in UNPACKERS
+
+
+def _read(file: BinaryIO, length: int, path: Path) -> bytes:
+    try:
+        return file.read(length)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise OSError(f"{printable(str(path))} is damaged: {error}") from error
+
+
+def decode_text(data: bytes) -> str | None:
+    """UTF-8 text, or None for anything else; a NUL byte is not text."""
+    if b"\0" in data:
+        return None
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def check_is_file(path: Path, option: str) -> None:
+    """Refuse what is neither a folder nor a file: a pipe or a device, which would be waited for, or read for ever.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            f"{option}: is no regular file, and text is read more than once; write it to a file and give that"
+        )
+
+
+def find_files(root: Path, *, follow_links: bool = True) -> tuple[list[Path], LeftOut]:
+    """Regular files below a folder, relative to it; no installed packages, no caches.
+
+    Args:
+        root: the folder.
+        follow_links: whether symbolic links count as what they point at; a folder is entered once in each line of descent.
+
+    Returns:
+        The files, and what was left out because it is a pipe, a device, a link to nothing or a folder that cannot be opened.
+    """
+    found, left_out = [], LeftOut()
+    for folder, names in _folders(root, left_out, follow_links=follow_links):
+        for name in names:
+            path = folder / name
+            relative = path.relative_to(root)
+            if path.is_symlink() and not follow_links:
+                continue
+            if path.is_file():
+                found.append(relative)
+            else:
+                left_out.add(NOT_A_FILE, relative.as_posix())
+    return found, left_out
+
+
+def _folders(
+    root: Path, left_out: LeftOut, *, follow_links: bool
+) -> Iterator[tuple[Path, list[str]]]:
+    def complain(error: OSError) -> None:
+        left_out.add(NOT_READABLE, str(error.filename))
+
+    ancestors = {root: frozenset({_identity(root)})}
+    for folder, subfolders, names in os.walk(root, onerror=complain, followlinks=follow_links):
+        above = ancestors.pop(Path(folder))
+        kept = []
+        for name in subfolders:
+            path = Path(folder) / name
+            if name in _SKIPPED_FOLDERS or (path.is_symlink() and not follow_links):
+                continue
+            identity = _identity(path)
+            if identity not in above:
+                kept.append(name)
+                ancestors[path] = above | {identity}
+        subfolders[:] = kept
+        yield Path(folder), names
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def printable(name: str) -> str:
+    """A name with its bytes that are not UTF-8 as `\\xe9`."""
+    return os.fsencode(name).decode(errors="backslashreplace")

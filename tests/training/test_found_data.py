@@ -1,0 +1,341 @@
+"""Text as people have it: large and small files, links, packed files, odd names, what cannot be read, damaged caches."""
+
+import gzip
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expertmesh.config.text import TextConfig
+from expertmesh.data.corpus import load_corpus, texts
+from expertmesh.data.shards import exclusive, prepare_tokens
+from expertmesh.errors import ConfigError
+
+
+def lines(count, word="line"):
+    return "".join(f"{word} {i} of a text that has been found\n" for i in range(count))
+
+
+def small(folder, count=12):
+    for i in range(count):
+        (folder / f"small{i}.txt").write_text(lines(8, f"small {i}"))
+
+
+def large_beside_small(folder):
+    (folder / "large.txt").write_text(lines(8_000))
+    (folder / "small.txt").write_text(lines(50, "small"))
+
+
+def large_and_packed(folder):
+    with gzip.open(folder / "large.txt.gz", "wt") as file:
+        file.write(lines(8_000))
+    (folder / "small.txt").write_text(lines(50, "small"))
+
+
+def two_large(folder):
+    for name in ("a", "b"):
+        (folder / f"{name}.txt").write_text(lines(4_000, name))
+
+
+def large_by_link(folder):
+    (folder.parent / "elsewhere.txt").write_text(lines(8_000))
+    (folder / "link.txt").symlink_to(folder.parent / "elsewhere.txt")
+    (folder / "small.txt").write_text(lines(50, "small"))
+
+
+def large_in_a_sample(folder):
+    """A file that is small beside all, but all there is to what is used of it."""
+    for name in ("a", "b", "c"):
+        (folder / f"{name}.txt").write_text(lines(4_000, name))
+
+
+@pytest.mark.parametrize(
+    "write", [large_beside_small, large_and_packed, two_large, large_by_link, large_in_a_sample]
+)
+def test_a_large_file_is_cut_so_that_the_split_is_near_what_was_asked_for(tmp_path, write):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    write(folder)
+    most = 200_000 if write is large_in_a_sample else None
+    config = TextConfig(path=str(folder), validation_fraction=0.2, max_bytes=most)
+    corpus = load_corpus(config)
+    training, validation = (
+        sum(d.num_bytes for d in side) for side in (corpus.training, corpus.validation)
+    )
+    assert 0.1 < validation / (training + validation) < 0.4
+    names = {d.name.partition("#")[0] for d in corpus.training + corpus.validation}
+    if most is None:
+        assert names == {path.name for path in folder.iterdir()}
+        together = sorted(corpus.training + corpus.validation, key=lambda d: d.name)
+        found = "".join(texts([d for d in together if d.name.startswith(("large", "link", "a"))]))
+        assert found in (lines(8_000), lines(4_000, "a"))
+
+
+@pytest.mark.parametrize(
+    "sizes, fraction, words",
+    [
+        ([400, 1], 0.05, None),  # cut, so near enough
+        ([3, 3], 0.05, ["50.0% of the text is for validation, not the 5.0%", "there are 2"]),
+        ([3, 3, 3], 0.01, ["of data.validation_fraction", "give more"]),
+        ([3, 3], 0.99, ["not the 99.0%"]),
+        ([3, 3], 0.5, None),
+    ],
+)
+def test_a_split_far_from_what_was_asked_for_is_said(tmp_path, caplog, sizes, fraction, words):
+    for i, size in enumerate(sizes):
+        # Below the smallest piece, files stay whole.
+        (tmp_path / f"f{i}.txt").write_text(f"{i} " + "x" * 128 * size + "\n")
+    with caplog.at_level(logging.WARNING, "expertmesh.data"):
+        load_corpus(TextConfig(path=str(tmp_path), validation_fraction=fraction))
+    said = " ".join(record.getMessage() for record in caplog.records)
+    assert bool(said) == (words is not None)
+    assert all(word in said for word in words or ()), said
+
+
+def name_that_is_not_utf8(folder):
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text(lines(8, "odd"))
+    return 13, []
+
+
+def folder_name_that_is_not_utf8(folder):
+    inner = folder / os.fsdecode(b"d\xff")
+    inner.mkdir()
+    (inner / "x.txt").write_text(lines(8, "odd"))
+    return 13, []
+
+
+def packed(folder):
+    (folder / "more.txt.gz").write_bytes(gzip.compress(lines(8, "packed").encode()))
+    return 13, []
+
+
+def packed_in_two_members(folder):
+    parts = [gzip.compress(lines(4, word).encode()) for word in ("one", "two")]
+    (folder / "more.GZ").write_bytes(b"".join(parts))
+    return 13, []
+
+
+def packed_and_cut_off(folder):
+    (folder / "cut.gz").write_bytes(gzip.compress(os.urandom(400))[:-20])
+    return 12, ["cannot be read", "cut.gz"]
+
+
+def not_packed_at_all(folder):
+    (folder / "fake.gz").write_text("text")
+    return 12, ["cannot be read", "fake.gz"]
+
+
+def packed_binary(folder):
+    (folder / "bin.gz").write_bytes(gzip.compress(b"\0\xff"))
+    return 12, ["not UTF-8 text", "bin.gz"]
+
+
+def unreadable(folder):
+    # Its memory is a file that even root cannot read from its beginning.
+    (folder / "mem.txt").symlink_to("/proc/self/mem")
+    return 12, ["cannot be read", "Input/output error", "mem.txt"]
+
+
+def link_to_a_file(folder):
+    (folder.parent / "far.txt").write_text(lines(8, "far"))
+    (folder / "near.txt").symlink_to(folder.parent / "far.txt")
+    return 13, []
+
+
+def link_to_a_folder(folder):
+    (folder.parent / "far").mkdir()
+    (folder.parent / "far" / "x.txt").write_text(lines(8, "far"))
+    (folder / "near").symlink_to(folder.parent / "far")
+    return 13, []
+
+
+def link_to_the_folder_itself(folder):
+    (folder / "loop").symlink_to(folder)
+    return 12, []
+
+
+def link_to_nothing(folder):
+    (folder / "gone.txt").symlink_to(folder / "nothing")
+    return 12, ["no regular files", "gone.txt"]
+
+
+def pipe(folder):
+    os.mkfifo(folder / "pipe")
+    return 12, ["no regular files", "pipe"]
+
+
+def several_kinds(folder):
+    os.mkfifo(folder / "pipe")
+    for name in ("a.bin", "b.bin"):
+        (folder / name).write_bytes(b"\0")
+    return 12, ["3 files are left out", "2 are not UTF-8 text", "1 are no regular files"]
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        name_that_is_not_utf8,
+        folder_name_that_is_not_utf8,
+        packed,
+        packed_in_two_members,
+        packed_and_cut_off,
+        not_packed_at_all,
+        packed_binary,
+        unreadable,
+        link_to_a_file,
+        link_to_a_folder,
+        link_to_the_folder_itself,
+        link_to_nothing,
+        pipe,
+        several_kinds,
+    ],
+)
+def test_what_is_in_a_folder_is_used_or_said(tmp_path, caplog, add):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    small(folder)
+    count, words = add(folder)
+    with caplog.at_level(logging.WARNING, "expertmesh.data"):
+        corpus = load_corpus(TextConfig(path=str(folder), validation_fraction=0.3))
+    assert len(corpus.training) + len(corpus.validation) == count
+    said = " ".join(r.getMessage() for r in caplog.records if "left out" in r.getMessage())
+    assert bool(said) == bool(words) and all(word in said for word in words), said
+    said.encode()  # it can be printed
+    assert all(list(texts(side)) for side in (corpus.training, corpus.validation))
+
+
+def test_a_folder_of_links_is_a_folder_of_texts(tmp_path):
+    real, links = tmp_path / "real", tmp_path / "links"
+    real.mkdir(), links.mkdir()
+    small(real)
+    for path in real.iterdir():
+        (links / path.name).symlink_to(path)
+    one, other = (load_corpus(TextConfig(path=str(p))) for p in (real, links))
+    assert one.digest == other.digest
+
+
+def test_a_packed_file_is_the_same_text_as_the_file(tmp_path):
+    plain, packed_file = tmp_path / "a.txt", tmp_path / "b.gz"
+    plain.write_text(lines(900))
+    packed_file.write_bytes(gzip.compress(plain.read_bytes()))
+    for path in (plain, packed_file):
+        corpus = load_corpus(TextConfig(path=str(path)))
+        documents = sorted(corpus.training + corpus.validation, key=lambda d: d.name)
+        assert "".join(texts(documents)) == lines(900) and corpus.validation
+
+
+def test_pieces_of_a_text_with_long_letters_are_cut_where_letters_end(tmp_path):
+    text = lines(900, "café \U0001f600")
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    corpus = load_corpus(TextConfig(path=str(tmp_path / "a.txt")))
+    documents = sorted(corpus.training + corpus.validation, key=lambda d: d.name)
+    assert "".join(texts(documents)) == text
+    assert sum(d.num_bytes for d in documents) == len(text.encode())
+
+
+def a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def a_cut_file(tmp_path):
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(os.urandom(400))[:-20])
+    return tmp_path / "cut.gz"
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (a_pipe, ["pipe", "no regular file", "write it to a file"]),
+        (lambda _: Path("/dev/zero"), ["/dev/zero", "no regular file"]),
+        (lambda _: Path("/proc/self/mem"), ["cannot be read (Input/output error)", "permissions"]),
+        (a_cut_file, ["cut.gz", "cannot be read", "damaged"]),
+    ],
+)
+def test_a_path_that_cannot_be_read_as_text_is_refused(tmp_path, make, words):
+    with pytest.raises(ConfigError) as info:
+        load_corpus(TextConfig(path=str(make(tmp_path))))
+    assert all(word in str(info.value) for word in words), info.value
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    """A corpus and its token cache."""
+    folder = tmp_path_factory.mktemp("filled")
+    (folder / "texts").mkdir()
+    small(folder / "texts", 30)
+    config = TextConfig(path=str(folder / "texts"), cache_dir=str(folder / "cache"), seq_len=8)
+    prepare_tokens(config, vocab_size=300)
+    return folder
+
+
+def flip(entry, name):
+    data = bytearray((entry / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (entry / name).write_bytes(bytes(data))
+
+
+def shorten(entry, name):
+    (entry / name).write_bytes((entry / name).read_bytes()[:-7])
+
+
+def empty_index(entry):
+    (entry / "index.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "damage, word",
+    [
+        (lambda e: flip(e, "training.bin"), "training.bin has another checksum"),
+        (lambda e: flip(e, "validation.bin"), "validation.bin has another checksum"),
+        (lambda e: flip(e, "tokenizer.json"), "tokenizer.json has another checksum"),
+        (lambda e: shorten(e, "training.bin"), "training.bin has"),
+        (lambda e: shorten(e, "index.json"), "index.json is unreadable"),
+        (lambda e: (e / "validation.bin").unlink(), "validation.bin is missing"),
+        (lambda e: (e / "index.json").unlink(), "index.json is missing"),
+        (empty_index, "index.json is unreadable"),
+    ],
+)
+def test_a_damaged_token_cache_is_made_anew_and_said(tmp_path, filled, caplog, damage, word):
+    shutil.copytree(filled / "cache", tmp_path / "cache")
+    (entry,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
+    before = {path.name: path.read_bytes() for path in entry.iterdir()}
+    damage(entry)
+    config = TextConfig(path=str(filled / "texts"), cache_dir=str(tmp_path / "cache"), seq_len=8)
+    with caplog.at_level(logging.WARNING, "expertmesh.data"):
+        data = prepare_tokens(config, vocab_size=300)
+    assert {path.name: path.read_bytes() for path in entry.iterdir()} == before
+    said = [r.getMessage() for r in caplog.records if "token cache" in r.getMessage()]
+    assert len(said) == 1 and word in said[0] and "made anew" in said[0]
+    assert np.asarray(data.training.tokens_N).tobytes() == before["training.bin"]
+
+
+def test_a_cache_of_old_without_checksums_is_used(tmp_path, filled, caplog):
+    shutil.copytree(filled / "cache", tmp_path / "cache")
+    (entry,) = (tmp_path / "cache").glob("tokens-*[0-9a-f]")
+    index = json.loads((entry / "index.json").read_bytes())
+    del index["sha256"]
+    (entry / "index.json").write_text(json.dumps(index))
+    config = TextConfig(path=str(filled / "texts"), cache_dir=str(tmp_path / "cache"), seq_len=8)
+    prepare_tokens(config, vocab_size=300)
+    assert "sha256" not in json.loads((entry / "index.json").read_bytes())
+
+
+def test_caches_that_killed_processes_left_half_made_are_removed(tmp_path, filled):
+    base = tmp_path / "cache"
+    (done,) = (filled / "cache").glob("tokens-*[0-9a-f]")
+    mine = base / f"{done.name}.partial-999999"
+    dead = base / "tokens-0123456789abcdef.partial-999998"
+    alive = base / "tokens-fedcba9876543210.partial-999997"
+    other = base / "tokens-notes.partial-by-me"
+    for folder in (mine, dead, alive, other):
+        folder.mkdir(parents=True)
+    config = TextConfig(path=str(filled / "texts"), cache_dir=str(base), seq_len=8)
+    with exclusive(base / "tokens-fedcba9876543210.lock"):
+        prepare_tokens(config, vocab_size=300)
+    assert not mine.exists() and not dead.exists()
+    assert alive.is_dir() and other.is_dir()
