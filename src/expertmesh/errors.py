@@ -6,6 +6,13 @@ class ConfigError(ValueError):
 
     The message is one line and says the value, the rule and the fix, so that the command line can
     print it as it is.
+
+    Example:
+        >>> try:
+        ...     MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=5)
+        ... except ConfigError as error:
+        ...     print(error)
+        top_k=5: must be at most the fewest experts of a layer, 4; lower top_k or raise num_experts
     """
 
 

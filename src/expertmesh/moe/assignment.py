@@ -178,7 +178,12 @@ def valid_tokens_per_group(
 
 
 def count_choices(expert_ids_TK: Tensor, num_experts: int, group_size: int | None) -> Tensor:
-    """(number of groups, E) int64, slots that chose each expert; ids equal to E count nowhere."""
+    """(number of groups, E) int64, slots that chose each expert; ids equal to E count nowhere.
+
+    Example:
+        >>> count_choices(torch.tensor([[0, 1], [0, 2]]), 2, None).tolist()  # 2 is "no expert"
+        [[2, 1]]
+    """
     T = expert_ids_TK.shape[0]
     num_groups, size = group_sizes(T, group_size)
     segment_TK = expert_ids_TK

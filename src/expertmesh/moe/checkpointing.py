@@ -43,6 +43,11 @@ def routing_checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> C
         op: the operator.
         args: its arguments.
         kwargs: its keyword arguments.
+
+    Example:
+        >>> layer, x = MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2), torch.randn(5, 8, requires_grad=True)
+        >>> y, stats = checkpoint(layer, x, use_reentrant=False, context_fn=routing_checkpoint_contexts)
+        >>> y.sum().backward()
     """
     if op in CHOOSING_OPERATORS:
         return CheckpointPolicy.MUST_SAVE

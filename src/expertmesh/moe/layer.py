@@ -108,6 +108,12 @@ class MoELayer(nn.Module):
 
     Raises:
         ConfigError: an option breaks a rule; one line with the value, the rule and the fix.
+
+    Example:
+        >>> layer = MoELayer(dim=64, hidden_dim=128, num_experts=8, top_k=2)
+        >>> y, stats = layer(torch.randn(2, 16, 64))
+        >>> loss = y.square().mean() + stats.aux_loss + stats.z_loss
+        >>> loss.backward()
     """
 
     noise_key: Tensor

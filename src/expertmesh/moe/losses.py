@@ -157,6 +157,11 @@ def switch_loss(
 
     Returns:
         Scalar, not weighted. Does not synchronise.
+
+    Example:
+        >>> scores_TE = torch.full((4, 2), 0.5)
+        >>> switch_loss(scores_TE, torch.tensor([[2, 2]])).item()
+        1.0
     """
     valid_U = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
     sums_UE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
@@ -198,6 +203,11 @@ def importance_load_loss(
 
     Returns:
         Scalar, not weighted. Does not synchronise.
+
+    Example:
+        >>> scores_TE = torch.full((4, 2), 0.5)
+        >>> importance_load_loss(scores_TE, torch.tensor([[2, 2]])).item()
+        0.0
     """
     valid_U = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
     importance_UE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
@@ -217,6 +227,10 @@ def router_z_loss(logits_TE: Tensor, *, token_mask_T: Tensor | None = None) -> T
 
     Returns:
         Scalar, not weighted; 0 for no tokens. Does not synchronise.
+
+    Example:
+        >>> router_z_loss(torch.zeros(4, 1)).item()
+        0.0
     """
     squares_T = logits_TE.logsumexp(-1).square()
     if token_mask_T is None:

@@ -14,6 +14,12 @@ class Routing:
         expert_ids_TK: (T, K) integer expert ids in [0, E], before any capacity is applied; E means "no expert".
         weights_TK: (T, K) routing weights, used as they are (no normalisation, no scale), or None: recomputed
             from the router's scores at these ids, so that the router gets its gradient.
+
+    Example:
+        >>> ids_TK = torch.tensor([[0, 3], [1, 2]])
+        >>> y, stats = MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2)(torch.randn(2, 8), routing=Routing(ids_TK))
+        >>> stats.topk_expert_ids_TK.tolist()
+        [[0, 3], [1, 2]]
     """
 
     expert_ids_TK: Tensor
@@ -53,6 +59,11 @@ class RoutingStats:
         num_dropped: scalar int64, rows dropped because an expert was over capacity, detached.
         topk_expert_ids_TK: (T, K) int64 expert ids before dropping, detached; E at masked tokens.
         topk_weights_TK: (T, K) routing weights before dropping, detached; 0 at masked tokens.
+
+    Example:
+        >>> _, stats = MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2)(torch.randn(5, 8))
+        >>> int(stats.num_tokens_per_expert_E.sum()), int(stats.num_dropped)
+        (10, 0)
     """
 
     aux_loss: Tensor

@@ -30,6 +30,9 @@ def warm_up(
 
     Raises:
         ConfigError: a number of tokens is negative.
+
+    Example:
+        >>> warm_up(MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2), token_counts=[1, 4])
     """
     parameters = [p for p in layer.parameters() if p.requires_grad]
     some = next(layer.experts.parameters(), None)

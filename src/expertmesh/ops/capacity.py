@@ -31,6 +31,11 @@ def dispatch_capacity(
 
     Raises:
         ConfigError: the capacity is below 1, or E * C is 2**31 or more.
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[0], [0], [1]]), 2)
+        >>> dispatch_capacity(torch.tensor([[1.0], [2.0], [3.0]]), maps, 1).flatten().tolist()
+        [1.0, 3.0]
     """
     _check(metadata, capacity)
     if resolve_backend(backend, x_TD.device, x_TD.dtype) == "triton":
@@ -68,6 +73,11 @@ def combine_capacity(
 
     Raises:
         ConfigError: the buffers do not fit the metadata, or E * C is 2**31 or more.
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[0], [0], [1]]), 2)
+        >>> combine_capacity(torch.tensor([[[1.0]], [[3.0]]]), maps, 1).flatten().tolist()
+        [1.0, 0.0, 3.0]
     """
     num_experts, capacity, dim = y_ECD.shape
     _check(metadata, capacity)
@@ -97,6 +107,11 @@ def weighted_combine(
 
     Returns:
         (T, D) in the type of y, differentiable (once with triton). Does not synchronise.
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[1, 0]]), 2)
+        >>> weighted_combine(torch.tensor([[2.0], [4.0]]), maps, torch.tensor([[0.25, 0.75]])).tolist()
+        [[2.5]]
     """
     if resolve_backend(backend, y_RD.device, y_RD.dtype) == "triton":
         return _weighted_sum(y_RD, weights_TK, *_maps(metadata), weights_TK.shape[1], None)

@@ -15,6 +15,11 @@ def permute(x_TD: Tensor, metadata: RouteMetadata, *, backend: str = "auto") -> 
     """Copy tokens (T, D) to rows in expert order (R, D); rows behind the last live one are zero.
 
     Differentiable any number of times; no host synchronisation on a GPU.
+
+    Example:
+        >>> x_TD = torch.tensor([[1.0], [2.0]])
+        >>> permute(x_TD, route_metadata(torch.tensor([[1], [0]]), 2)).tolist()
+        [[2.0], [1.0]]
     """
     m, name = metadata, resolve_backend(backend, x_TD.device, x_TD.dtype)
     if name == "reference":
@@ -25,7 +30,13 @@ def permute(x_TD: Tensor, metadata: RouteMetadata, *, backend: str = "auto") -> 
 def unpermute(
     y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str = "auto"
 ) -> Tensor:
-    """Copy rows in expert order (R, D) to slots (T, K, D); dead slots are zero. Differentiable any number of times."""
+    """Copy rows in expert order (R, D) to slots (T, K, D); dead slots are zero. Differentiable any number of times.
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[1], [0]]), 2)
+        >>> unpermute(torch.tensor([[2.0], [1.0]]), maps, 1).tolist()
+        [[[1.0]], [[2.0]]]
+    """
     m, name = metadata, resolve_backend(backend, y_RD.device, y_RD.dtype)
     if name == "reference":
         slots_ND = reference.rows_to_slots(y_RD, m.row_of_slot_N, int(m.offsets_E[-1]))
@@ -38,6 +49,11 @@ def combine(y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str =
     """Sum each token's live rows, (R, D) -> (T, D), in FP32 (FP64 for FP64) and a fixed order.
 
     Differentiable any number of times; bitwise deterministic.
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[1, 0]]), 2)
+        >>> combine(torch.tensor([[2.0], [1.0]]), maps, 2).tolist()
+        [[3.0]]
     """
     m, name = metadata, resolve_backend(backend, y_RD.device, y_RD.dtype)
     if name == "reference":

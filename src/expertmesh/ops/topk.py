@@ -53,6 +53,12 @@ def choose_experts(
 
     Raises:
         ConfigError: an option or shape is wrong, or triton was asked for and cannot do it.
+
+    Example:
+        >>> logits_TE = torch.tensor([[0.0, 2.0, 1.0]])
+        >>> ids_TK, weights_TK, scores_TE = choose_experts(logits_TE, 2, score_function="softmax", normalize=True)
+        >>> ids_TK.tolist()
+        [[1, 2]]
     """
     num_experts = logits_TE.shape[-1]
     if logits_TE.dim() != 2 or not 1 <= top_k <= num_experts:

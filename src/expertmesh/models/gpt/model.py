@@ -204,6 +204,11 @@ class GPT(nn.Module):
 
     Raises:
         ConfigError: a value breaks a rule.
+
+    Example:
+        >>> model = GPT(ModelConfig(vocab_size=64, dim=32, num_layers=2, num_heads=2, max_seq_len=16))
+        >>> model(torch.randint(0, 64, (2, 8))).logits_BSV.shape
+        torch.Size([2, 8, 64])
     """
 
     def __init__(
