@@ -62,7 +62,7 @@ def layer_activation_bytes(
 
     Args:
         config: the model.
-        num_experts: of this layer; 0: dense.
+        num_experts: the number of experts of this layer; 0: dense.
         dtype: compute dtype.
         seq_len: tokens per sequence.
 
@@ -195,7 +195,7 @@ def rank_memory(
     Args:
         config: the model.
         parallel: degrees that fit the model and the ranks.
-        num_ranks: of the world.
+        num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
 
     Returns:

@@ -27,9 +27,9 @@ class RMSNorm(nn.Module):
     Args:
         dim: size of the last axis.
         eps: added to the mean square.
-        arithmetic: of the norm in evaluation.
-        device: of the weight.
-        dtype: of the weight.
+        arithmetic: the arithmetic of the norm in evaluation.
+        device: the device of the weight.
+        dtype: the type of the weight.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Linear(nn.Linear):
     Args:
         in_features: K.
         out_features: N.
-        bias: whether it has one.
-        arithmetic: of the product in evaluation.
-        device: of the parameters.
-        dtype: of the parameters.
+        bias: whether there is a bias (N,).
+        arithmetic: the arithmetic of the product in evaluation.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ def rope_tables(
         head_dim: size of one head, even.
         base: base of the frequencies.
         dtype: FP32 or FP64.
-        arithmetic: of the cosines and sines.
+        arithmetic: the arithmetic of the cosines and sines.
 
     Returns:
         Cosines and sines, each (..., S, head_dim / 2).
@@ -114,7 +114,7 @@ def apply_rope(x_BHSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x_BHSD: (B, H, S, head_dim) queries or keys.
         cos: (S, head_dim / 2), or (B, 1, S, head_dim / 2).
-        sin: like cos.
+        sin: the sines, of the shape of cos.
 
     Returns:
         The turned x, in its dtype; computed in the dtype of the tables.
@@ -136,11 +136,11 @@ class Attention(nn.Module):
         num_kv_heads: key and value heads, a divisor of num_heads.
         head_dim: size of one head, even.
         qk_norm: RMSNorm over head_dim on queries and keys, before the rotation.
-        norm_eps: its epsilon.
+        norm_eps: the epsilon of that norm.
         layer_index: which layer of a cache is this one's.
-        arithmetic: of everything in evaluation.
-        device: of the parameters.
-        dtype: of the parameters.
+        arithmetic: the arithmetic of everything in evaluation.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Attention(nn.Module):
         Args:
             x_BSD: (B, S, D).
             cos: rotary cosines of the S positions, see `apply_rope`.
-            sin: rotary sines.
+            sin: rotary sines of the same positions.
             mask: boolean, broadcastable to (B, H, S, keys), True where a query may look; None: causal.
             cache: holds the keys and values of earlier tokens; the mask is then needed unless S = 1 or it is empty.
 

@@ -54,9 +54,9 @@ def apply_experts(
     """Run experts on tokens that have arrived.
 
     Args:
-        experts: of this process.
-        tokens: with local expert ids.
-        parameters: that the experts compute with; None: their own.
+        experts: the experts of this process.
+        tokens: the tokens, with local expert ids.
+        parameters: the parameters that the experts compute with; None: their own.
 
     Returns:
         (T, D) one partial sum per token.
@@ -82,7 +82,7 @@ class Journey(Protocol):
         """Wait for tokens, run the experts on them, and bring the sums home.
 
         Args:
-            experts: of this process, called on what arrives, perhaps in several parts.
+            experts: the experts of this process, called on what arrives, perhaps in several parts.
 
         Returns:
             (T, D) for the tokens that set out.
@@ -106,7 +106,7 @@ class TokenDispatcher(Protocol):
         """Send tokens out; what the caller computes before `finish` hides their travel, in the backward too.
 
         Args:
-            tokens: of this process, with global expert ids.
+            tokens: the tokens of this process, with global expert ids.
             route_degree: processes that a token may travel over in this call; None: the dispatcher's own choice.
             overlap_degree: parts that the tokens travel in, each while the experts compute on another; None: as for
                 route_degree.
@@ -126,7 +126,7 @@ class LocalJourney:
     """Tokens that stay.
 
     Attributes:
-        tokens: as they were given.
+        tokens: the tokens as they were given.
     """
 
     tokens: Tokens

@@ -102,10 +102,10 @@ class GroupedExperts(nn.Module):
         activation: swiglu, geglu, reglu, gelu, relu, relu2 or silu.
         bias: whether there are b_in and b_out.
         recompute_h: do not save the pre-activations, compute them again in the backward; the same results to the bit.
-        arithmetic: of the operator in evaluation.
+        arithmetic: the arithmetic of the operator in evaluation.
         backend: see `ops.backend.resolve_backend`.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class GroupedExperts(nn.Module):
             expert_ids_TK: (T, K) in [0, E]; E is skipped.
             weights_TK: (T, K).
             max_rows: a bound on the ids below E that the caller guarantees.
-            parameters: of the experts that the ids count, in the place of this module's own.
+            parameters: the parameters of the experts that the ids count, in the place of this module's own.
 
         Returns:
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.

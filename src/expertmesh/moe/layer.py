@@ -72,7 +72,7 @@ class MoELayer(nn.Module):
         cosine_dim: size of the space in which the cosine router compares.
         capacity_factor: rows per expert and routing group in training, as a ratio of the even share K * T_g / E;
             None (or inf): dropless. For expert_choice None is 1.
-        eval_capacity_factor: the same in evaluation.
+        eval_capacity_factor: the capacity factor in evaluation.
         min_capacity: least rows per expert and routing group when a capacity is set.
         max_capacity_factor: upper bound on the factor, for a dropless layer as well; None: no bound.
         drop_policy: who stays when an expert is over capacity: "first" (all first choices in token order, then all
@@ -81,8 +81,8 @@ class MoELayer(nn.Module):
         routing_group_size: tokens per routing group, for capacity and losses; None: all tokens of a call.
         experts: an nn.ModuleList of E modules of your own, or a function from the expert's index to a module; each is
             called on its (n, D) rows. They synchronise with the host. None: grouped experts.
-        activation: of the experts, the shared experts and the residual MLP.
-        bias: biases in them.
+        activation: the activation of the experts, the shared experts and the residual MLP.
+        bias: whether these have biases.
         num_shared_experts: experts that every token passes: one dense MLP of this many times hidden_dim.
         shared_hidden_dim: hidden size of that MLP; None: num_shared_experts * hidden_dim.
         residual: PR-MoE's residual layer, y = a * MoE(x) + b * MLP(x) with (a, b) = softmax(W_c x + b_c) (arXiv
@@ -101,10 +101,10 @@ class MoELayer(nn.Module):
             in, at the price of speed; no effect in training. Refused where the batch decides by definition: capacity in
             evaluation, expert_choice; and for a router, experts or a "reference" backend that are not ours to order.
             A dispatcher must keep it. See docs/numerics.md, section 6.
-        seed: of the initial weights and the hash; None: from torch's default generator.
+        seed: the seed of the initial weights and the hash; None: from torch's default generator.
         layer_index: makes weights and noise of the layers of one model differ.
-        device: of the parameters; "meta" allocates none.
-        dtype: of the parameters but the router's; None: torch's default.
+        device: the device of the parameters; "meta" allocates none.
+        dtype: the type of the parameters but the router's; None: torch's default.
 
     Raises:
         ConfigError: an option breaks a rule; one line with the value, the rule and the fix.
@@ -305,7 +305,7 @@ class MoELayer(nn.Module):
             num_tokens_per_expert_E: (E,) tokens per expert, as in RoutingStats.
 
         Raises:
-            ConfigError: wrong shape.
+            ConfigError: the counts have another shape.
         """
         if self.expert_bias_E is None:
             return
@@ -343,8 +343,8 @@ class MoELayer(nn.Module):
             token_index: (...) integer global indices of the tokens, which key the noise; None: 0 to T - 1.
             routing: a choice to replay, before capacity. A Routing with weights uses these; without, and for the
                 RoutingStats of an earlier call, the weights are recomputed at the given ids.
-            top_k: for this call only.
-            capacity_factor: for this call only; inf: dropless.
+            top_k: experts per token, for this call only.
+            capacity_factor: rows per expert as a ratio of the even share, for this call only; inf: dropless.
             route_degree: for this call only, processes that a token may travel over, of a layer spread over several.
             overlap_degree: for this call only, parts in which tokens travel, of such a layer.
             shared_tokens: processes that have the other tokens of this call, whose order token_index says; routing

@@ -19,9 +19,9 @@ def reset_layer(
 
     Args:
         layer: a MoELayer.
-        seed: of the whole model; None: a fresh one from torch's default generator.
+        seed: the seed of the whole model; None: a fresh one from torch's default generator.
         std: standard deviation of all matrices but w_out; None: 1 / sqrt(fan_in).
-        out_std: of w_out; None: the same rule.
+        out_std: the standard deviation of w_out; None: the same rule.
         custom: reset the user's own router and experts, too.
     """
     seed = draw_seed() if seed is None else seed

@@ -83,7 +83,7 @@ def weights_at(
         scores_TE: (T, E) their scores.
         expert_ids_TK: (T, K) int64 in [0, E]; choices equal to E get weight 0.
         normalize: see above.
-        options: of the layer.
+        options: the options of the layer.
     """
     live_TK = expert_ids_TK < options.num_experts
     index_TK = expert_ids_TK.clamp(max=options.num_experts - 1)
@@ -147,7 +147,7 @@ def choose_by_token(
     Args:
         logits_TE: (T, E) clean logits, FP32 or FP64.
         top_k: K.
-        options: of the layer.
+        options: the options of the layer.
         noise_TE: added to the logits for the choice.
         bias_E: aux-loss-free balancing bias, added to the scores for the choice (DeepSeek-V3, eq. 16).
         with_load: also give the probability of being chosen under Gaussian noise of `options.noise_std`.
@@ -217,7 +217,7 @@ def choose_by_expert(
     Args:
         logits_TE: (T, E) clean logits.
         top_k: mean number of experts per token.
-        options: of the layer.
+        options: the options of the layer.
         factor: capacity factor as an exact ratio.
         group_size: tokens per routing group; None: all.
         token_mask_T: True for real tokens; the others are never chosen.

@@ -31,7 +31,7 @@ def check_call_factor(value: Any, *, arithmetic: RowArithmetic) -> None:
 
     Args:
         value: the factor.
-        arithmetic: of the call.
+        arithmetic: the arithmetic of the call.
     """
     if value is None:
         return
@@ -78,7 +78,7 @@ def check_input(
     Args:
         x: input.
         dim: D.
-        weight: of the experts, if they are grouped.
+        weight: the weight of the experts, if they are grouped.
         device: where they are computed, if not where the weight is.
     """
     if not isinstance(x, Tensor):

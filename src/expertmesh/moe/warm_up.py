@@ -25,7 +25,7 @@ def warm_up(
     Args:
         layer: on its device and in its mode: evaluation and training need different kernels.
         token_counts: numbers of tokens, at least 0.
-        dtype: of the tokens; None: that of the experts' parameters.
+        dtype: the type of the tokens; None: that of the experts' parameters.
         backward: whether to run the backward, too; None: in training only.
 
     Raises:

@@ -63,7 +63,7 @@ def combine_capacity(
 
     Args:
         y_ECD: (E, C, D).
-        metadata: as given to `dispatch_capacity`.
+        metadata: the metadata as given to `dispatch_capacity`.
         top_k: K.
         weights_TK: (T, K) factors of the rows, or None.
         backend: see `resolve_backend`.

@@ -32,10 +32,10 @@ class RowArithmetic:
         linear: (x, w_NK, b_N=None, *, backend="auto") -> x W^T + b.
         router_linear: (x_TD, w_ED, *, backend) -> (T, E) in FP32 or FP64; see `expertmesh.ops.router_linear`.
         softmax: along the last axis.
-        sigmoid: of each element.
+        sigmoid: the sigmoid of each element.
         row_sum: along the last axis, which is kept.
         unit_rows: (x, *, eps) -> x / max(|x|, eps) along the last axis.
-        cos_and_sin: of FP32 or FP64 angles.
+        cos_and_sin: the cosines and sines of FP32 or FP64 angles.
         rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), in x's type.
         norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; gives None where it does not serve.
         attention: (q_BHSd, k_BHLd, v_BHLd, *, mask); see `expertmesh.ops.invariant.attention.attention`.

@@ -106,8 +106,8 @@ class Block(nn.Module):
         config: the model.
         layer_index: which layer this is, from 0.
         num_experts: experts of this layer; 0: a dense feed-forward layer.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
     """
 
     def __init__(
@@ -198,9 +198,9 @@ class GPT(nn.Module):
 
     Args:
         config: the model.
-        device: of the parameters; "meta" makes none (then `to_empty` and `init_weights`).
-        dtype: of the parameters; None: torch's default.
-        seed: of the initial weights; None: a fresh one from torch's default generator.
+        device: the device of the parameters; "meta" makes none (then `to_empty` and `init_weights`).
+        dtype: the type of the parameters; None: torch's default.
+        seed: the seed of the initial weights; None: a fresh one from torch's default generator.
 
     Raises:
         ConfigError: a value breaks a rule.
@@ -354,7 +354,7 @@ class GPT(nn.Module):
             token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
             cache: keys and values of the tokens before these; gets those of these.
             num_logits: only the last so many positions get logits; None: all.
-            top_k: of all MoE layers, for this call only; None: theirs. So are the next two.
+            top_k: the experts per token of all MoE layers, for this call only; None: theirs. So are the next two.
             capacity_factor: inf: dropless.
             route_degree: ranks that a token may travel over, of a model spread over several; all ranks give the same.
 

@@ -22,7 +22,7 @@ def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -
     """Whether `CompiledPasses` can do this pass; the first large call of an activation and type has its loop made.
 
     Args:
-        activation: its name.
+        activation: the name of the activation.
         rows_RF: some rows of A; H and the gradients are of its type.
         num_rows: N, all rows of the call.
         backward: which pass.
@@ -38,7 +38,7 @@ class CompiledPasses:
     """`Passes`, each a loop; for an activation and a type that `serves` says so of.
 
     Attributes:
-        activation: its name.
+        activation: the name of the activation.
     """
 
     activation: str

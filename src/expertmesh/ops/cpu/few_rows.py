@@ -73,7 +73,7 @@ def moe_mlp_of_few(
         w_out_EDF: (E, D, F).
         ids_TK: (T, K) in [0, E]; E is skipped.
         weights_TK: (T, K).
-        activation: its name.
+        activation: the name of the activation.
 
     Returns:
         y (T, D), or None where an expert has so many rows that the general way is better.

@@ -47,7 +47,7 @@ def norm_and_rope(
     Args:
         x_BSHd: (B, S, H, head_dim) queries or keys on the CPU, any strides.
         weight: (head_dim,), or None: no norm.
-        eps: of the norm.
+        eps: the epsilon of the norm.
         cos: (S, head_dim / 2).
         sin: like cos.
 

@@ -24,7 +24,7 @@ class Run:
         starts: first row of each.
         counts: rows of each.
         sizes: places of each: its rows and their padding.
-        device: of the rows.
+        device: the device of the rows.
     """
 
     experts: list[int]
@@ -84,7 +84,7 @@ class Run:
         """As many rows as an expert has places, from its first row: the padding covers other experts' rows.
 
         Args:
-            values: of the rows from `first` on.
+            values: the values of the rows from `first` on.
             first: a row.
         """
         if self.sizes == self.counts:

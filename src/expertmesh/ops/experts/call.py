@@ -30,7 +30,7 @@ class ExpertsCall(NamedTuple):
         b_in: first bias, (E, G, F_i) of every slice; empty without one.
         b_out: second bias (E, D); empty without one.
         maps: the tensors of `RouteMetadata`.
-        activation: its name.
+        activation: the name of the activation.
         backend: "torch" or "triton"; "reference" is for those who look before they call.
     """
 
