@@ -74,7 +74,10 @@ def test_in_every_mode_and_with_more_threads_than_it_was_made_with(mode, threads
 
 @pytest.fixture
 def _any_size():
-    with patch.object(compiled_products, "SMALLEST", 1):
+    with (
+        patch.object(compiled_products, "SMALLEST", 1),
+        patch.object(compiled_products, "mkl_holds_back", return_value=True),
+    ):
         yield
 
 
@@ -115,6 +118,20 @@ def test_weights_that_it_takes():
     assert not rows_at_once(w.mT, [1, 1])
     for dim in range(3):
         assert not rows_at_once(w.narrow(dim, 0, 1).contiguous(), [1, 1])
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.parametrize(
+    ("dtype", "has_products", "rows"),
+    [(torch.float32, True, 0), (torch.bfloat16, True, 2), (torch.bfloat16, False, 4)],
+)
+def test_where_mkl_has_the_processors_own_code(dtype, has_products, rows):
+    with (
+        patch.object(compiled_products, "mkl_holds_back", return_value=False),
+        patch.object(compiled_products, "has_products_of", return_value=has_products),
+    ):
+        assert rows_at_once(torch.zeros(3, 2, 8).to(dtype), [3, 1]) == rows
 
 
 def test_small_weights_need_no_compiler():

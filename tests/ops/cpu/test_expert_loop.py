@@ -8,6 +8,7 @@ from tests.support.poison import poisoned_empty
 
 from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.ops.cpu import forward as expert_loop
+from expertmesh.ops.cpu import products
 from expertmesh.testing.numerics import assert_two_times, sums_of_product
 
 
@@ -57,17 +58,18 @@ def test_runs_of_experts_without_gradients(dtype, num_tokens, limit):
 
 
 @pytest.mark.parametrize(
-    ("change", "is_used"),
+    ("change", "holds_back", "is_used"),
     [
-        ({}, True),
-        ({"dtype": torch.float32}, False),
-        ({"dim": 20}, False),
-        ({"hidden_dim": 20}, False),
-        ({"num_experts": 64}, False),
-        ({"num_tokens": 300}, False),
+        ({}, True, True),
+        ({"dtype": torch.float32}, True, False),
+        ({"dtype": torch.float32}, False, True),
+        ({"dim": 20}, False, False),
+        ({"hidden_dim": 20}, False, False),
+        ({"num_experts": 64}, False, False),
+        ({"num_tokens": 300}, False, False),
     ],
 )
-def test_grouped_product_serves_few_bf16_rows_only(change, is_used):
+def test_grouped_product_serves_few_rows_only(change, holds_back, is_used):
     shape = {
         "num_tokens": 6,
         "num_experts": 6,
@@ -82,6 +84,7 @@ def test_grouped_product_serves_few_bf16_rows_only(change, is_used):
         torch.no_grad(),
         # processors without BF16 products multiply in FP32, and never take the grouped one
         patch.object(expert_loop, "gemm_dtype", lambda device, dtype: dtype),
+        patch.object(products, "mkl_holds_back", lambda: holds_back),
         patch.object(expert_loop, "grouped_mm", wraps=expert_loop.grouped_mm) as grouped,
     ):
         ours = run(tensors, metadata, dtype, "torch")

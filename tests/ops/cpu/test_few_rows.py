@@ -10,7 +10,7 @@ from tests.support.poison import poisoned_empty
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.ops.cpu import compiled_products, few_rows
+from expertmesh.ops.cpu import compiled_products, few_rows, products
 from expertmesh.testing.numerics import assert_two_times
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
@@ -27,6 +27,7 @@ def compiled(cpp_compiler):
     """Compiled products of small weights too; gives what counts them."""
     with (
         patch.object(compiled_products, "SMALLEST", 1),
+        patch.object(compiled_products, "mkl_holds_back", return_value=True),
         patch.object(compiled_products, "product", wraps=compiled_products.product) as product,
     ):
         yield product
@@ -78,8 +79,10 @@ def test_agrees_with_the_oracle(dtype, num_tokens, num_experts, activation):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_weights_as_large_as_those_that_go_first(dtype, num_tokens):
-    check(make_call(dtype, num_tokens=num_tokens, dim=260, hidden_dim=264), "swiglu")
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_weights_as_large_as_those_that_go_first(dtype, num_tokens, holds_back):
+    with patch.object(products, "mkl_holds_back", return_value=holds_back):
+        check(make_call(dtype, num_tokens=num_tokens, dim=260, hidden_dim=264), "swiglu")
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
