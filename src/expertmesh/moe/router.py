@@ -1,7 +1,7 @@
 """Routers: from tokens to logits over the experts. What is chosen with the logits is in selection.py.
 
 To add one: write an nn.Module whose forward takes x_TD and returns logits_TE (or a RouterOutput), add it to
-ROUTERS below, and add its name to RouterKind in config/model.py.
+ROUTERS below, and add its name to RouterKind in config/moe_rules.py.
 """
 
 import math
