@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from expertmesh.cli.launched import leave, tell_launcher
+from expertmesh.cli.program import spell_program
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import (
     CheckpointError,
@@ -34,6 +35,18 @@ def _train(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     from expertmesh.cli.generate import run
+
+    return run(argv)
+
+
+def _translate(argv: list[str]) -> int:
+    from expertmesh.cli.translate import run
+
+    return run(argv)
+
+
+def _data(argv: list[str]) -> int:
+    from expertmesh.cli.data import run
 
     return run(argv)
 
@@ -65,11 +78,16 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         _generate,
         'continue a text:              expertmesh generate --run runs/demo "def main"',
     ),
+    "translate": (
+        _translate,
+        'translate a text:             expertmesh translate --run runs/translate-multi30k --to de "a dog"',
+    ),
     "report": (_report, "summarise a run:              expertmesh report --run runs/demo"),
     "export": (
         _export,
         "weights as one file:          expertmesh export runs/demo --output demo.safetensors",
     ),
+    "data": (_data, "make parallel text:           expertmesh data lohelp --packages debs/"),
     "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
 }
 
@@ -212,7 +230,7 @@ def _os_error_text(error: OSError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    line = "error: " + " ".join(message.split())
+    line = "error: " + spell_program(" ".join(message.split()))
     print(line, file=sys.stderr)
     tell_launcher(line)
     return code

@@ -62,7 +62,12 @@ def run(argv: list[str]) -> int:
         CheckpointError: the run has no usable checkpoint.
     """
     parser = OptionParser(prog="expertmesh report", description="Summarises a run.")
-    parser.add_argument("--run", required=True, help="run directory")
+    parser.add_argument(
+        "--run", required=True, action="append", help="run directory; several are compared"
+    )
+    parser.add_argument(
+        "--page", metavar="FILE", help="the HTML page (report.html in the first run's directory)"
+    )
     parser.add_argument("--family", help="of a run of your own family: module:name")
     parser.add_argument("--samples", type=int, default=8, help="continuations to sample (8)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens for each (100)")
@@ -74,17 +79,32 @@ def run(argv: list[str]) -> int:
             f"--samples {options.samples} --tokens {options.tokens} --temperature {options.temperature}: "
             "must be at least 0, 1 and 0; change them"
         )
-    return _report(options)
+    _write_page(options)  # first, for runs without a checkpoint have one, too
+    return max([_report(options, run) for run in options.run])
 
 
-def _report(options: Any) -> int:
+def _write_page(options: Any) -> None:
+    """The page, or one line that says why there is none: the summary was the answer."""
+    from expertmesh.reporting.page import find_plotly, report
+
+    try:
+        find_plotly()
+    except ConfigError as error:
+        if options.page is not None:
+            raise
+        print(f"no page: {error}")
+        return
+    print(f"page: {report(*options.run, page=options.page)}")
+
+
+def _report(options: Any, run: str) -> int:
     from expertmesh.config.family import find_family
     from expertmesh.training.metrics import evaluations, read_metrics
     from expertmesh.training.run_dir import RunDir, load_run
 
-    found = load_run(options.run, None if options.family is None else find_family(options.family))
+    found = load_run(run, None if options.family is None else find_family(options.family))
     family, metric = found.family, found.family.metric
-    metrics = read_metrics(RunDir(options.run).metrics)
+    metrics = read_metrics(RunDir(run).metrics)
     task: Task = family.open_task(found.config)
     model = _load_model(found, task)
     print(curve_table(metrics, family))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.launched import said_once
+from expertmesh.cli.program import program
 from expertmesh.config.base import launched_rank
 from expertmesh.config.family import Family
 from expertmesh.config.run import ParallelConfig, RunConfig
@@ -124,7 +125,7 @@ def summary(result: "TrainResult", family: Family) -> str:
         lines.append(f"{result.skipped_steps} steps were skipped (not finite)")
     if result.checkpoint is not None:
         lines.append(f"checkpoint: {result.checkpoint}")
-    lines.append(f"try: expertmesh report --run {result.run_dir}")
+    lines.append(f"try: {program()} report --run {result.run_dir}")
     return "\n".join(lines)
 
 

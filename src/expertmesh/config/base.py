@@ -14,6 +14,8 @@ from pydantic_core import ErrorDetails
 from expertmesh.errors import ConfigError
 
 Location = tuple[int | str, ...]
+UNKNOWN = "unknown option"
+_MEANT = "did you mean "
 
 
 class FieldError(ConfigError):
@@ -39,7 +41,10 @@ class FieldError(ConfigError):
 
     def inside(self, outer: Location) -> "FieldError":
         """The same error seen from a configuration that holds this one under `outer`."""
-        return FieldError((*outer, *self.location), self.value, self.rule, self.fix)
+        fix = self.fix
+        if self.rule == UNKNOWN and fix.startswith(_MEANT):
+            fix = f"{_MEANT}{dotted(outer)}.{fix.removeprefix(_MEANT)}"
+        return FieldError((*outer, *self.location), self.value, self.rule, fix)
 
 
 _is_saved: ContextVar[bool] = ContextVar("_is_saved", default=False)
@@ -175,8 +180,8 @@ def shown(value: object) -> str:
 
 def _unknown(location: Location, value: object, names: list[str]) -> FieldError:
     near = nearest_name(dotted(location), names)
-    fix = f"did you mean {near}?" if near else f"known here: {', '.join(names)}"
-    return FieldError(location, value, "unknown option", fix)
+    fix = f"{_MEANT}{near}?" if near else f"known here: {', '.join(names)}"
+    return FieldError(location, value, UNKNOWN, fix)
 
 
 def _holder(config_type: type[BaseModel], location: Location) -> type[BaseModel]:

@@ -16,10 +16,13 @@ class Routing:
             from the router's scores at these ids, so that the router gets its gradient.
 
     Example:
-        >>> ids_TK = torch.tensor([[0, 3], [1, 2]])
-        >>> y, stats = MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2)(torch.randn(2, 8), routing=Routing(ids_TK))
-        >>> stats.topk_expert_ids_TK.tolist()
-        [[0, 3], [1, 2]]
+        >>> import torch
+        >>> layer = em.MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2)
+        >>> x = torch.randn(5, 8)
+        >>> y, stats = layer(x)
+        >>> replayed, _ = layer(x, routing=em.Routing(stats.topk_expert_ids_TK))
+        >>> torch.equal(y, replayed)
+        True
     """
 
     expert_ids_TK: Tensor
@@ -61,9 +64,12 @@ class RoutingStats:
         topk_weights_TK: (T, K) routing weights before dropping, detached; 0 at masked tokens.
 
     Example:
-        >>> _, stats = MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2)(torch.randn(5, 8))
-        >>> int(stats.num_tokens_per_expert_E.sum()), int(stats.num_dropped)
-        (10, 0)
+        >>> import torch
+        >>> layer = em.MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2)
+        >>> y, stats = layer(torch.randn(5, 8))
+        >>> isinstance(stats, em.RoutingStats), stats.num_tokens_per_expert_E.sum().item()
+        (True, 10)
+        >>> (y.square().mean() + stats.aux_loss + stats.z_loss).backward()
     """
 
     aux_loss: Tensor

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,15 +24,7 @@ from expertmesh.training.checkpoint import (
     read_state,
 )
 from expertmesh.training.evaluate import Evaluation, evaluate
-from expertmesh.training.metrics import (
-    EventWriter,
-    MetricsFile,
-    StepMetrics,
-    evaluations,
-    open_tensorboard,
-    read_metrics,
-    write_events,
-)
+from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
 from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
 from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
@@ -40,6 +32,8 @@ from expertmesh.training.run_dir import RunDir
 from expertmesh.training.state import RunProgress, TrainState, check_same_data, check_same_run
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
+from expertmesh.training.teacher import copy_layers, open_teacher
+from expertmesh.training.trackers import Files, OwnTracker, Tracker, open_tensorboard
 
 
 @dataclass(frozen=True)
@@ -79,6 +73,7 @@ def train(
     recipe: str = "none",
     family: Family | None = None,
     console: Console | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> TrainResult:
     """Train, or go on training, in `config.train.run_dir`.
 
@@ -90,6 +85,7 @@ def train(
         recipe: name of the recipe, kept with the run.
         family: what is trained; None: the family that the configuration names.
         console: where progress goes; None: standard output.
+        trackers: of the caller; rank 0 writes to them beside the run's own files, and leaves them open.
 
     Returns:
         How it ended.
@@ -145,7 +141,7 @@ def train(
         stop = stack.enter_context(StopRequest())
         resumed_from = trainer.resume()
         ranks.first(lambda: run_dir.write_description(config, recipe=recipe, files=data.files))
-        trainer.run(stop, console, stack)
+        trainer.run(stop, console, stack, trackers)
         return trainer.result(resumed_from, stop)
 
 
@@ -167,6 +163,9 @@ class _Trainer:
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
         self.data, self.precision = data, precision
         model = task.place(device=precision.device, dtype=precision.master_dtype, ranks=ranks)
+        task.teacher = open_teacher(family, task, data, precision=precision, ranks=ranks)
+        if task.teacher is not None and config.distill.init_from_teacher:
+            copy_layers(model, task.teacher)
         optimizer = build_optimizer(model, config.optim)
         follow_optimizer(model, optimizer)
         self.state = TrainState(model, optimizer, precision.scaler(ranks), RunProgress(), ranks)
@@ -174,7 +173,6 @@ class _Trainer:
             run_dir.checkpoints, keep_last=config.train.keep_last, ranks=ranks
         )
         self.saved_step: int | None = None
-        self.total_schedule_steps = config.optim.schedule_steps or config.train.steps
 
     def resume(self) -> int:
         """Load the newest good checkpoint, if there is one; returns the steps done."""
@@ -192,23 +190,29 @@ class _Trainer:
         self.saved_step = self.state.progress.step
         return self.state.progress.step
 
-    def run(self, stop: StopRequest, console: Console | None, stack: ExitStack) -> None:
+    def run(
+        self,
+        stop: StopRequest,
+        console: Console | None,
+        stack: ExitStack,
+        given: Sequence[Tracker] = (),
+    ) -> None:
         """All remaining steps."""
         config, progress = self.config, self.state.progress
         first = progress.step
-        metrics = None
+        trackers: list[Tracker] = []
         if self.ranks.is_leader:
-            metrics = MetricsFile(self.run_dir.metrics, last_step=first)
-            stack.callback(metrics.close)
+            files = [MetricsFile(p, last_step=first) for p in self.run_dir.records]
+            own: list[OwnTracker] = [Files(*files)]
+            if config.train.tensorboard and first < config.train.steps:
+                own += open_tensorboard(self.run_dir.tensorboard, last_step=first)
+            for tracker in own:
+                stack.callback(tracker.close)
+            trackers = [*own, *given]
         else:
             console = Console(quiet=True)
         if first >= config.train.steps:
             return
-        events = None
-        if config.train.tensorboard and self.ranks.is_leader:
-            events = open_tensorboard(self.run_dir.tensorboard, last_step=first)
-        if events is not None:
-            stack.callback(events.close)
         report = stack.enter_context(
             ProgressReport(
                 console, family=self.family, total_steps=config.train.steps, first_step=first
@@ -221,7 +225,7 @@ class _Trainer:
             report.evaluation(0, before)
             extra = {f"initial_eval_{name}": value for name, value in before.items()}
         while progress.step < config.train.steps and not self.ranks.any(stop.signal is not None):
-            self._one_step(metrics, events, report, extra)
+            self._one_step(trackers, report, extra)
             extra = {}
         if progress.step < config.train.steps and stop.signal is None:
             stop.signal = signal.SIGTERM  # another rank was asked
@@ -236,8 +240,7 @@ class _Trainer:
 
     def _one_step(
         self,
-        metrics: MetricsFile | None,
-        events: EventWriter | None,
+        trackers: Sequence[Tracker],
         report: ProgressReport,
         extra: dict[str, float],
     ) -> None:
@@ -245,7 +248,7 @@ class _Trainer:
         config, progress = self.config.train, self.state.progress
         began = time.perf_counter()
         lr = learning_rate(
-            progress.step, total_steps=self.total_schedule_steps, config=self.config.optim
+            progress.step, total_steps=self.config.total_schedule_steps, config=self.config.optim
         )
         result, num_items = self._update(lr)
         seconds = time.perf_counter() - began
@@ -271,10 +274,8 @@ class _Trainer:
             report.evaluation(progress.step, evaluation)
             extra |= {f"eval_{name}": value for name, value in evaluation.items()}
         values = {**line.named(self.family.items), **extra}
-        if metrics is not None:
-            metrics.write(values)
-        if events is not None:
-            write_events(events, values)
+        for tracker in trackers:
+            tracker.write(values, result.experts)
         self._check_divergence()
         self.store.check()
         due = progress.step % config.checkpoint_every == 0 or progress.step == config.steps

@@ -45,6 +45,8 @@ class RunDir:
         self.arithmetic = self.path / "arithmetic.json"
         self.versions = self.path / "versions.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.experts = self.path / "experts.jsonl"
+        self.records = (self.metrics, self.experts)
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.lock = self.path / "lock"

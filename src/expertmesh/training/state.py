@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config.family import GPT, Family
-from expertmesh.config.run import RunConfig
+from expertmesh.config.run import DistillConfig, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.family import Data
 from expertmesh.parallel.ranks import Ranks
@@ -149,11 +149,15 @@ def check_same_run(
         ConfigError: names the first option that differs.
     """
     old_fields, new_fields = (
-        _flat({"family": GPT.name, **saved}),
+        _flat({"family": GPT.name, "distill": DistillConfig().model_dump(), **saved}),
         _flat(config.model_dump(mode="json")),
     )
     for name, value in new_fields.items():
-        is_fixed = name.startswith("model.") or name in ("family", "train.seed", *family.fixed)
+        is_fixed = name.startswith(("model.", "distill.")) or name in (
+            "family",
+            "train.seed",
+            *family.fixed,
+        )
         if is_fixed and name not in family.free and old_fields.get(name) != value:
             raise ConfigError(
                 f"{name}={value}: the run in {where} has {old_fields.get(name)}; use that value, or another"

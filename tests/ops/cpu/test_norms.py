@@ -55,8 +55,8 @@ def tables(S, d, dtype):
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(norms, "_BLOCK_ELEMENTS", 64)
+def _small_blocks(threshold):
+    threshold(norms, "_BLOCK_ELEMENTS", 64)
 
 
 CASES = [(1, 2), (3, 7), (40, 16), (2, 5, 6)]

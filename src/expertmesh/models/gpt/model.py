@@ -206,9 +206,11 @@ class GPT(nn.Module):
         ConfigError: a value breaks a rule.
 
     Example:
-        >>> model = GPT(ModelConfig(vocab_size=64, dim=32, num_layers=2, num_heads=2, max_seq_len=16))
-        >>> model(torch.randint(0, 64, (2, 8))).logits_BSV.shape
-        torch.Size([2, 8, 64])
+        >>> import torch
+        >>> model = em.GPT(em.recipe("gpt-moe-test").model, seed=0)
+        >>> output = model(torch.randint(512, (2, 16)))
+        >>> output.logits_BSV.shape, len(output.stats)
+        (torch.Size([2, 16, 512]), 2)
     """
 
     def __init__(
