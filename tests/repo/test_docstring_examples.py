@@ -33,14 +33,8 @@ FEWEST_NAMES = 20
 def examples(module):
     """Docstrings of a module that have examples, run where a user would have imported what they name."""
     shared = {name: getattr(functional, name) for name in functional.__all__}
-    shared |= {name: getattr(expertmesh, name) for name in ("ConfigError", "MoELayer", "Routing")}
-    shared |= {
-        "torch": torch,
-        "nn": nn,
-        "checkpoint": checkpoint,
-        "ModelConfig": ModelConfig,
-        "em": expertmesh,
-    }
+    shared |= {name: getattr(expertmesh, name) for name in ("ConfigError", "MoELayer")}
+    shared |= {"torch": torch, "nn": nn, "checkpoint": checkpoint}
     found = doctest.DocTestFinder().find(module, globs=shared | vars(module))
     return [test for test in found if test.examples]
 

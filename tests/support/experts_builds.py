@@ -13,6 +13,7 @@ from expertmesh.kernels import (
     pieces,
     route_metadata,
     split_product,
+    tables,
     tiles,
 )
 from expertmesh.ops.activation import num_branches
@@ -36,6 +37,7 @@ def step_launches(
     precision: str = "ieee",
     recompute_h: bool = False,
     accumulate: bool = False,
+    table: str = tables.DEFAULT,
 ) -> list[Launch]:
     """List what forward and backward launch.
 
@@ -49,6 +51,7 @@ def step_launches(
         precision: of FP32 products.
         recompute_h: the forward saves no H.
         accumulate: weight gradients are added to FP32 buffers.
+        table: of tiles.
     """
     T, D, F, E, K = shape
     G = num_branches(activation)
@@ -69,6 +72,7 @@ def step_launches(
             dim=sizes["dim"],
             hidden_dim=sizes["hidden_dim"],
             num_branches=sizes["num_branches"],
+            table=table,
         )
 
     w_in = empty(E, F, G, D).transpose(1, 2) if interleaved else empty(E, G, F, D)

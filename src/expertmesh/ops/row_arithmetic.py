@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.ops.activation import activate
-from expertmesh.ops.cpu import few_rows, norms, products, short_attention
+from expertmesh.ops.cpu import few_rows, masked_attention, norms, products, short_attention
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.invariant import attention as invariant_attention
@@ -116,6 +116,8 @@ def _attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, *, mask: Tensor |
     causal = mask is None and q_BHSd.shape[2] > 1
     if causal and short_attention.serves(q_BHSd, k_BHLd):
         return short_attention.causal_attention(q_BHSd, k_BHLd, v_BHLd)
+    if mask is not None and masked_attention.serves(q_BHSd, k_BHLd):
+        return masked_attention.masked_attention(q_BHSd, k_BHLd, v_BHLd, mask)
     is_grouped = q_BHSd.shape[1] > k_BHLd.shape[1]
     return F.scaled_dot_product_attention(
         q_BHSd, k_BHLd, v_BHLd, attn_mask=mask, is_causal=causal, enable_gqa=is_grouped

@@ -20,6 +20,7 @@ from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.cpu.masked_attention import masked_attention, serves
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
 
 Memory = tuple[Tensor, Tensor]
@@ -99,7 +100,10 @@ class CrossAttention(nn.Module):
         q = self._heads(self.q(x_BSD))
         # Rows of one source look at it together: its keys are neither copied nor read more than once.
         q = q.unflatten(0, (len(keys), -1)).transpose(1, 2).flatten(2, 3)
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        if mask is not None and serves(q, keys):
+            y = masked_attention(q, keys, values, mask)
+        else:
+            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         y = y.unflatten(2, (-1, S)).transpose(1, 2).flatten(0, 1)
         return self.out(y.transpose(1, 2).reshape(B, S, -1))
 
