@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.support.launches import recorded_launches
+from tests.support.launches import as_on, recorded_launches
 
 from expertmesh import ConfigError, MoELayer, functional
 from expertmesh.kernels import (
@@ -15,7 +15,6 @@ from expertmesh.kernels import (
     pieces,
     route_metadata,
     split_product,
-    tiles,
     topk,
 )
 
@@ -31,9 +30,8 @@ def make(**options):
 
 def compiled_for(run):
     """What Hopper would compile in a run: launches do nothing, so that results are the zeros of fresh memory."""
-    arch = mock.patch.object(tiles, "architecture", lambda device: "sm_90")
     zeros = mock.patch.object(torch, "empty", torch.zeros)
-    with arch, zeros, recorded_launches(*MODULES) as launches:
+    with as_on("sm_90"), zeros, recorded_launches(*MODULES) as launches:
         run()
     return {launch.key for launch in launches}
 

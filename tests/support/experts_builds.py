@@ -20,7 +20,7 @@ from expertmesh.ops.activation import num_branches
 from expertmesh.ops.expert_types import Experts, Needs
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
 from expertmesh.ops.route_metadata import RouteMetadata
-from tests.support.launches import Launch, recorded_launches
+from tests.support.launches import Launch, as_on, recorded_launches
 
 GEMMS = ("up", "rows", "hidden_grad", "rows_transposed")
 """The kernels in which the time goes."""
@@ -111,11 +111,8 @@ def router_launches(
     T, D, E = shape
     x = torch.empty(T, D, dtype=torch.bfloat16, device="meta")
     w, grad = torch.empty(E, D, device="meta"), torch.empty(T, E, device="meta")
-    with (
-        mock.patch.object(split_product, "multiprocessors", lambda device: num_programs),
-        mock.patch.object(tiles, "architecture", lambda device: target),
-        recorded_launches(split_product) as launches,
-    ):
+    on = as_on(target, num_multiprocessors=num_programs)
+    with on, recorded_launches(split_product) as launches:
         split_product.logits(x, w)
         split_product.gradients(grad, x, w, need_x=True, need_w=True)
     return launches

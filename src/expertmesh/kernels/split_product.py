@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from expertmesh.kernels import tiles
 from expertmesh.kernels.launch import launch, next_power_of_2
-from expertmesh.kernels.tiles import multiprocessors, split_tile
 
 _SPLIT_BLOCK = 1024
 _ALIGNED = 16
@@ -106,8 +106,8 @@ def _strides(factor: Tensor) -> tuple[int, ...]:
 def _product(a_ZMK: Tensor, b_ZKN: Tensor, *, dtype: torch.dtype, long_sum: bool) -> Tensor:
     """The product of two sums of parts; long_sum shares K, too, out among programs."""
     (_, M, K), N = a_ZMK.shape, b_ZKN.shape[2]
-    cores = multiprocessors(a_ZMK.device)
-    tile = split_tile(a_ZMK.device, num_rows=M, num_programs=cores)
+    cores = tiles.multiprocessors(a_ZMK.device)
+    tile = tiles.split_tile(a_ZMK.device, num_rows=M, num_programs=cores)
     block_n = min(tile.block_n, max(16, next_power_of_2(N)))
     grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, block_n))
     num_steps = triton.cdiv(K, tile.block_k)
