@@ -11,6 +11,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.expert_types import WeightGradients, Weights
+from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import route_metadata
 from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
@@ -27,6 +28,7 @@ class ExpertParameters:
         b_out_ED: (e, D) or None.
         context: entered around the experts' operator; their owner may decide there what autograd keeps.
         main_grads: see `moe_mlp`; their owner hands the gradients on.
+        late: see `moe_mlp`; their owner asks for the gradients.
     """
 
     w_in_EGFD: Weights
@@ -35,6 +37,7 @@ class ExpertParameters:
     b_out_ED: Tensor | None = None
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     main_grads: WeightGradients | None = None
+    late: LateWeightGradients | None = None
 
     @property
     def num_experts(self) -> int:
@@ -223,6 +226,7 @@ class GroupedExperts(nn.Module):
                 b_out_ED=parameters.b_out_ED,
                 recompute_h=self.recompute_h,
                 main_grads=parameters.main_grads,
+                late=parameters.late,
                 backend=self.backend,
             )
 

@@ -13,6 +13,7 @@ from expertmesh.ops.expert_types import Experts, WeightGradients, Weights
 from expertmesh.ops.experts import operator, triton_backend
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.inputs import make_call
+from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.invariant.operators import BlockProduct
 from expertmesh.ops.permute import sum_rows
@@ -34,12 +35,13 @@ def invariant_moe_mlp(
     b_out_ED: Tensor | None = None,
     recompute_h: bool = False,
     main_grads: WeightGradients | None = None,
+    late: LateWeightGradients | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`moe_mlp` with a fixed order of every sum; its arguments and result, to rounding.
 
-    Differentiable once, by the backward of `moe_mlp`, which computes H again: made for inference, where `recompute_h` and
-    `main_grads` say nothing. Slices are joined by a copy. On the torch backend it synchronises with a GPU to read the
+    Differentiable once, by the backward of `moe_mlp`, which computes H again: made for inference, where `recompute_h`,
+    `main_grads` and `late` say nothing. Slices are joined by a copy. On the torch backend it synchronises with a GPU to read the
     offsets.
 
     Raises:
