@@ -195,7 +195,7 @@ def rank_memory(
     * of dense parameters, 1 / tp of those outside the layers and of two neighbouring layers (one where dp_shard is 1, which
       FSDP2 copies all the same), or of all layers where zero_stage is 1 or 2; with tp > 1 the vocabulary's matrices whole;
     * of experts, 1 / route_degree of two neighbouring MoE layers in the compute dtype, or of all where zero_stage is 1 or 2;
-      none where route_degree = W.
+      none where route_degree = W; and shadow_experts of each layer, from its forward to its backward.
 
     Args:
         config: the model.
@@ -226,19 +226,21 @@ def rank_memory(
             dense[parameter.layer] += whole
     layers = list(dense.values())
     most = sum(layers) if kept else _most_at_once(layers, 2 if dp_shard > 1 else 1)
-    shares = []
+    shares, hot = [], 0
     for index, (layer, num_elements) in enumerate(experts.items()):
         num_experts = config.experts_per_layer()[layer]
         ep_degree = parallel.ep_degree_of(index, num_moe_layers=len(experts))
         slices = parallel.es_degree or W // math.gcd(num_experts, W)
         route = parallel.route_degree or W if ep_degree is None else ep_degree * slices
+        hot += 0 if route == 1 else parallel.shadow_experts * num_elements // num_experts
         shares.append(0 if route == W else num_elements // route)
     return RankMemory(
         parameters_bytes=held * master,
         gradients_bytes=held * master,
         optimizer_bytes=2 * held * master,
         gathered_dense_bytes=(outside + most) * master,
-        gathered_experts_bytes=(sum(shares) if kept else _most_at_once(shares, 2)) * compute,
+        gathered_experts_bytes=(hot + (sum(shares) if kept else _most_at_once(shares, 2)))
+        * compute,
     )
 
 

@@ -14,6 +14,7 @@ from expertmesh.ops.activation import activate, num_branches
 from expertmesh.ops.cpu import few_rows
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.expert_types import WeightGradients, Weights
+from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.invariant.experts import invariant_mlp, invariant_moe_mlp
 from expertmesh.ops.permute import combine, permute
@@ -31,6 +32,7 @@ class ExpertParameters:
         b_out_ED: (e, D) or None.
         context: entered around the experts' operator; their owner may decide there what autograd keeps.
         main_grads: see `moe_mlp`; their owner hands the gradients on.
+        late: see `moe_mlp`; their owner asks for the gradients.
     """
 
     w_in_EGFD: Weights
@@ -39,6 +41,7 @@ class ExpertParameters:
     b_out_ED: Tensor | None = None
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     main_grads: WeightGradients | None = None
+    late: LateWeightGradients | None = None
 
     @property
     def num_experts(self) -> int:
@@ -218,7 +221,12 @@ class GroupedExperts(nn.Module):
         metadata = route_metadata(
             expert_ids_TK, parameters.num_experts, max_rows=max_rows, backend=self.backend
         )
-        run = partial(moe_mlp, recompute_h=self.recompute_h, main_grads=parameters.main_grads)
+        run = partial(
+            moe_mlp,
+            recompute_h=self.recompute_h,
+            main_grads=parameters.main_grads,
+            late=parameters.late,
+        )
         if self.batch_invariant and not self.training:
             _refuse_main_grads(self.main_grads)
             parameters, run = parameters.in_one_piece(), partial(invariant_moe_mlp)

@@ -20,6 +20,7 @@ from expertmesh.config.moe_rules import (
     RouterNoise,
     ScoreFunction,
 )
+from expertmesh.config.way import AllToAll, Way
 from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import Assignment, CapacityRule, all_kept, assign
 from expertmesh.moe.build import make_experts, make_residual, make_router, make_shared_experts
@@ -349,6 +350,8 @@ class MoELayer(nn.Module):
         capacity_factor: float | None = None,
         route_degree: int | None = None,
         overlap_degree: int | None = None,
+        all_to_all: AllToAll | None = None,
+        shadow_experts: int | None = None,
         shared_tokens: SharedTokens | None = None,
     ) -> tuple[Tensor, RoutingStats]:
         """Route every token through its experts.
@@ -365,6 +368,8 @@ class MoELayer(nn.Module):
             capacity_factor: for this call only; inf: dropless.
             route_degree: for this call only, processes that a token may travel over, of a layer spread over several.
             overlap_degree: for this call only, parts in which tokens travel, of such a layer.
+            all_to_all: for this call only, how they travel between its processes: "flat", "hierarchical" or "auto".
+            shadow_experts: for this call only, hot experts whose weights come to the tokens of such a layer.
             shared_tokens: processes that have the other tokens of this call, whose order token_index says; routing
                 groups are then those of all their tokens. Expert-choice routing and the z-loss are of this process's tokens.
 
@@ -392,9 +397,8 @@ class MoELayer(nn.Module):
             tokens = Tokens(
                 call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, assigned.max_rows
             )
-            journey = self.dispatcher.start(
-                tokens, route_degree=route_degree, overlap_degree=overlap_degree
-            )
+            way = Way(route_degree, overlap_degree, all_to_all, shadow_experts)
+            journey = self.dispatcher.start(tokens, way)
         aux_loss, z_loss, counts_E = weighted_losses(
             routed,
             call.token_mask_T,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.model import ModelConfig
+from expertmesh.config.way import AllToAll
 from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
 from expertmesh.models.layers import Attention, LayerCache, RMSNorm, rope_tables
@@ -348,6 +349,9 @@ class GPT(nn.Module):
         top_k: int | None = None,
         capacity_factor: float | None = None,
         route_degree: int | None = None,
+        overlap_degree: int | None = None,
+        all_to_all: AllToAll | None = None,
+        shadow_experts: int | None = None,
     ) -> GPTOutput:
         """Logits of the next token at every position; of this rank's positions where ranks share sequences.
 
@@ -359,9 +363,12 @@ class GPT(nn.Module):
             token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
             cache: keys and values of the tokens before these; gets those of these.
             num_logits: only the last so many positions get logits; None: all.
-            top_k: of all MoE layers, for this call only; None: theirs. So are the next two.
+            top_k: of all MoE layers, for this call only; None: theirs. So are all that follow.
             capacity_factor: inf: dropless.
             route_degree: ranks that a token may travel over, of a model spread over several; all ranks give the same.
+            overlap_degree: parts that tokens travel in, of such a model.
+            all_to_all: "flat", "hierarchical" or "auto", of such a model.
+            shadow_experts: hot experts of each layer whose weights come to the tokens, of such a model.
 
         Returns:
             Logits and the routing statistics of every MoE layer.
@@ -404,6 +411,9 @@ class GPT(nn.Module):
                 "top_k": top_k,
                 "capacity_factor": capacity_factor,
                 "route_degree": route_degree,
+                "overlap_degree": overlap_degree,
+                "all_to_all": all_to_all,
+                "shadow_experts": shadow_experts,
             },
         }
         x_BSD, table_VD = self._embed(ids_BS, context)

@@ -80,6 +80,9 @@ class Homebound(Protocol):
 class Outbound(ABC):
     """Tokens on their way to their experts."""
 
+    travels = True
+    """Whether there is a way that something could hide."""
+
     @abstractmethod
     def advance(self) -> None:
         """Send what had to wait for numbers of other ranks, and wait for these; `finish` does it if nobody did."""
@@ -169,6 +172,8 @@ class _AtHome:
 
 
 class _Staying(Outbound):
+    travels = False
+
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
