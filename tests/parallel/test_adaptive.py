@@ -10,6 +10,7 @@ from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.apply import parallelize
+from expertmesh.parallel.experts import adaptive
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.planner import cache
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
@@ -94,6 +95,7 @@ def tuned(cache_dir):
     """Losses with and without, the ways of each step, and collectives of a step before and after all is settled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "user_cache_dir", lambda: cache_dir)
+        patch.setattr(adaptive, "NUM_FINALISTS", 3)
         world = world_of()
         config = ParallelConfig(ranks_per_node=2, adaptive=True)
         models = [Layers(), Layers(), Layers()]
@@ -110,7 +112,7 @@ def tuned(cache_dir):
 
             first._choose = noted
             losses = []
-            for _ in range(24):
+            for _ in range(20):
                 x = inputs(0, world.position).requires_grad_()
                 with world.traffic.logged() as log:
                     y, aux_loss = model(x)
