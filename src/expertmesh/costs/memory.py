@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.costs.parameters import (
@@ -54,12 +55,6 @@ def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
     return config.dim + kept
 
 
-SHORT_SEQUENCE = 256
-"""Tokens up to which attention in BF16 on a CPU goes by, and keeps, its probabilities (`models/short_attention.py`)."""
-HALVED_SEQUENCE = 64
-"""Tokens from which on it leaves out the keys that the first half of the queries cannot see."""
-
-
 def layer_activation_bytes(
     config: ModelConfig, *, num_experts: int, dtype: str, seq_len: int
 ) -> int:
@@ -67,7 +62,7 @@ def layer_activation_bytes(
 
     Args:
         config: the model.
-        num_experts: of this layer; 0: dense.
+        num_experts: the number of experts of this layer; 0: dense.
         dtype: compute dtype.
         seq_len: tokens per sequence.
 
@@ -200,7 +195,7 @@ def rank_memory(
     Args:
         config: the model.
         parallel: degrees that fit the model and the ranks.
-        num_ranks: of the world.
+        num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
 
     Returns:

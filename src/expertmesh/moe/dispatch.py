@@ -55,9 +55,9 @@ def apply_experts(
     """Run experts on tokens that have arrived.
 
     Args:
-        experts: of this process.
-        tokens: with local expert ids.
-        parameters: that the experts compute with; None: their own.
+        experts: the experts of this process.
+        tokens: the tokens, with local expert ids.
+        parameters: the parameters that the experts compute with; None: their own.
 
     Returns:
         (T, D) one partial sum per token.
@@ -83,7 +83,7 @@ class Journey(Protocol):
         """Wait for tokens, run the experts on them, and bring the sums home.
 
         Args:
-            experts: of this process, called on what arrives, perhaps in several parts.
+            experts: the experts of this process, called on what arrives, perhaps in several parts.
 
         Returns:
             (T, D) for the tokens that set out.
@@ -101,7 +101,7 @@ class TokenDispatcher(Protocol):
         """Send tokens out; what the caller computes before `finish` hides their travel, in the backward too.
 
         Args:
-            tokens: of this process, with global expert ids.
+            tokens: the tokens of this process, with global expert ids.
             way: how they travel in this call.
 
         Raises:
@@ -119,7 +119,7 @@ class LocalJourney:
     """Tokens that stay.
 
     Attributes:
-        tokens: as they were given.
+        tokens: the tokens as they were given.
     """
 
     tokens: Tokens

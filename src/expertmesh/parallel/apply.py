@@ -64,7 +64,7 @@ def parallelize(
         world: the ranks; None: all of torch.distributed.
         blocks: modules whose dense parameters are gathered together, one after the other (the layers of a
             transformer); the model's other parameters make one more block.
-        tensor_plan: with a tp_degree above 1, styles of `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`
+        tensor_plan: the plan of tensor parallelism, needed with a tp_degree above 1, styles of `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`
             by name of module, see `TensorPlan`. Modules without one run on this rank's tokens with whole parameters.
         adaptive: as `config.adaptive`: each layer chooses how its tokens travel, by its load.
 
@@ -218,10 +218,10 @@ def expert_plan(
 
     Args:
         config: the degrees wanted.
-        num_ranks: of one copy of the model.
+        num_ranks: the number of ranks of one copy of the model.
         num_experts: E.
         hidden_dim: F.
-        ep_degree: of the layer, see `ParallelConfig.ep_degree_of`.
+        ep_degree: the degree of expert parallelism of the layer, see `ParallelConfig.ep_degree_of`.
 
     Raises:
         ConfigError: the degrees do not fit.

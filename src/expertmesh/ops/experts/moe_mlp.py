@@ -64,6 +64,13 @@ def moe_mlp(
 
     Raises:
         ConfigError: shapes or types do not fit one another.
+
+    Example:
+        >>> x_TD, weights_TK = torch.randn(5, 8), torch.full((5, 2), 0.5)
+        >>> maps = route_metadata(torch.randint(0, 4, (5, 2)), 4)
+        >>> y_TD = moe_mlp(x_TD, torch.randn(4, 2, 16, 8), torch.randn(4, 8, 16), weights_TK, maps, activation="swiglu")
+        >>> y_TD.shape
+        torch.Size([5, 8])
     """
     call = make_call(
         x_TD,
