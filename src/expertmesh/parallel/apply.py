@@ -95,6 +95,35 @@ def parallelize(
     world = World(timeout_s=config.timeout_s) if world is None else world
     degrees = degrees_of(config, num_ranks=world.size)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    _spread_layers(moe_layers, config, world, degrees, adaptive=adaptive)
+    experts = {p for layer in moe_layers for p in layer.experts.parameters()}
+    if degrees.tp > 1:
+        tensor_mesh = dense_mesh(world, degrees)["tp"]
+        apply_plan(model, tensor_mesh, tensor_group(world, degrees.tp), tensor_plan or {})
+    mesh = data_mesh(world, degrees)
+    policy = CPUOffloadPolicy(pin_memory=world.device_type == "cuda")
+    for module in [*blocks, model]:
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=config.zero_stage == 3,
+            ignored_params=experts,
+            offload_policy=policy if config.offload else OffloadPolicy(),
+            shard_placement_fn=partial(_axis_of_shards, num_parts=degrees.dp_shard),
+        )
+    _sum_gradients(model)
+    return world
+
+
+def _spread_layers(
+    moe_layers: list[MoELayer],
+    config: ParallelConfig,
+    world: World,
+    degrees: DenseDegrees,
+    *,
+    adaptive: bool,
+) -> None:
+    """Spread the experts of all layers, and let the layers choose how their tokens travel if that is asked."""
     prefetcher = Prefetcher()
     per_node, adaptive = config.ranks_per_node, adaptive or config.adaptive
     nodes = None if per_node is None else [rank // per_node for rank in range(world.size)]
@@ -130,23 +159,6 @@ def parallelize(
         )
     if adaptive and topology is not None:
         _adapt(moe_layers, config, world, topology, network)
-    experts = {p for layer in moe_layers for p in layer.experts.parameters()}
-    if degrees.tp > 1:
-        tensor_mesh = dense_mesh(world, degrees)["tp"]
-        apply_plan(model, tensor_mesh, tensor_group(world, degrees.tp), tensor_plan or {})
-    mesh = data_mesh(world, degrees)
-    policy = CPUOffloadPolicy(pin_memory=world.device_type == "cuda")
-    for module in [*blocks, model]:
-        fully_shard(
-            module,
-            mesh=mesh,
-            reshard_after_forward=config.zero_stage == 3,
-            ignored_params=experts,
-            offload_policy=policy if config.offload else OffloadPolicy(),
-            shard_placement_fn=partial(_axis_of_shards, num_parts=degrees.dp_shard),
-        )
-    _sum_gradients(model)
-    return world
 
 
 def _sum_gradients(model: nn.Module) -> None:
