@@ -269,7 +269,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(tiny, run_quietly, mo
     assert run_quietly(config.updated({"train.resume": "auto"})).resumed_from == 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_the_run_goes_on_later(
     tiny, run_quietly, tmp_path, before_steps, monkeypatch, number
 ):

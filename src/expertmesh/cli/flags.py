@@ -53,6 +53,20 @@ class OptionParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
+def chosen_run(word: str | None, option: str | None, prog: str) -> str:
+    """The run directory that a verb was given, as a word or as `--run`.
+
+    Raises:
+        ConfigError: neither, or both.
+    """
+    if (word is None) == (option is None):
+        rule = "no run given" if word is None else f"two runs given, {word} and {option}"
+        raise ConfigError(f"{rule}; write one: {prog} runs/demo (see {prog} --help)")
+    found = word if option is None else option
+    assert found is not None
+    return found
+
+
 def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> ParsedRun:
     """Reads the words after `expertmesh train`.
 

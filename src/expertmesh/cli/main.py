@@ -1,7 +1,8 @@
 """`expertmesh VERB ...`: picks the verb, and turns every expected failure into one line on stderr.
 
 Exit codes: 0 done; 1 the run failed (damaged checkpoint, diverged training, full disk, ...); 2 the user's input breaks
-a rule; 130 interrupted by Ctrl-C; 141 nobody reads the output any more; 143 stopped by SIGTERM. A verb is a module with
+a rule; 129 the terminal was closed; 130 interrupted by Ctrl-C; 141 nobody reads the output any more; 143 stopped by
+SIGTERM. A verb is a module with
 `run(argv) -> int`; it is imported only when it is called, so that `--help` answers without torch.
 """
 
@@ -12,10 +13,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from expertmesh.cli.launched import leave, tell_launcher
+from expertmesh.cli.news import silence_output
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import (
     CheckpointError,
@@ -65,7 +68,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         _generate,
         'continue a text:              expertmesh generate --run runs/demo "def main"',
     ),
-    "report": (_report, "summarise a run:              expertmesh report --run runs/demo"),
+    "report": (_report, "summarise a run:              expertmesh report runs/demo"),
     "export": (
         _export,
         "weights as one file:          expertmesh export runs/demo --output demo.safetensors",
@@ -104,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None: those of this process.
 
     Returns:
-        0, 1, 2, 130, 141 or 143, see the module's docstring. With `--debug`, an error leaves this function as the exception
+        0, 1, 2, 129, 130, 141 or 143, see the module's docstring. With `--debug`, an error leaves this function as the exception
         that it is.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -123,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse after --help
         return stop.code if isinstance(stop.code, int) else 0
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        _silence_output()
+        silence_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if debug:
@@ -164,11 +167,6 @@ def _open_streams() -> bool:
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     return was_closed
-
-
-def _silence_output() -> None:
-    """Lets Python's flush at exit go nowhere, where it would print a traceback of the same broken pipe."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _verb(name: str) -> Callable[[list[str]], int]:
@@ -213,6 +211,7 @@ def _os_error_text(error: OSError) -> str:
 
 def _fail(message: str, code: int) -> int:
     line = "error: " + " ".join(message.split())
-    print(line, file=sys.stderr)
+    with suppress(OSError):  # nobody reads, but the exit code tells
+        print(line, file=sys.stderr, flush=True)
     tell_launcher(line)
     return code

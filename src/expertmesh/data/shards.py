@@ -110,6 +110,8 @@ def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
                 f"data.seq_len={config.seq_len}: the {name} split has only {len(shard.tokens_N)} tokens; "
                 "give more text or lower data.seq_len"
             )
+    for note in corpus.notes:
+        _log.warning(note)
     return TokenData(
         folder, key, corpus.source, training, validation, folder / "tokenizer.json", corpus
     )
@@ -230,6 +232,7 @@ def _write_tokens(
             progress.at(num_bytes)
         file.flush()
         os.fsync(file.fileno())
+    progress.finish()
     return num_tokens
 
 

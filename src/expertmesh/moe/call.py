@@ -18,6 +18,7 @@ from expertmesh.moe.validation import (
     check_top_k,
     flat_argument,
 )
+from expertmesh.ops.transforms import refuse_transforms
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def call_of(
     Raises:
         ConfigError: an argument does not fit the layer.
     """
+    refuse_transforms("a MoE layer", lambda: (x, *layer.parameters()))
     grouped = layer.experts if isinstance(layer.experts, GroupedExperts) else None
     check_input(
         x,

@@ -82,7 +82,7 @@ def train(
 ) -> TrainResult:
     """Train, or go on training, in `config.train.run_dir`.
 
-    SIGTERM or Ctrl-C end the current step, save a checkpoint and return. On CPU the losses depend on the
+    SIGTERM, SIGHUP, Ctrl-C or a dead pipe end the current step, save a checkpoint and return. On CPU the losses depend on the
     configuration only: stopping and resuming changes no bit.
 
     Args:
@@ -129,9 +129,9 @@ def train(
         stack.enter_context(_threads(config.parallel.num_threads))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(config.train.seed)
-        if ranks.size > 1:
-            ranks.first(lambda: task.prepare() is None)  # the leader fills the cache
-        data = ranks.each(task.prepare)
+        prepared: list[Data] = []
+        ranks.first(lambda: prepared.append(task.prepare()))  # fills the cache
+        data = ranks.each(lambda: prepared[0] if prepared else task.prepare())
         ranks.agree(data.key, what="the data")
         products = family.products_of(config, num_parts=ranks.num_row_parts)
         settle = partial(settle_precision, products=products, record=run_dir.arithmetic)
@@ -211,9 +211,14 @@ class _Trainer:
             stack.callback(events.close)
         report = stack.enter_context(
             ProgressReport(
-                console, family=self.family, total_steps=config.train.steps, first_step=first
+                console,
+                family=self.family,
+                total_steps=config.train.steps,
+                first_step=first,
+                on_lost=lambda: stop.ask(signal.SIGPIPE),
             )
         )
+        stop.on_ask = report.asked
         report.message(self._description(first))
         extra: dict[str, float] = {}
         if first == 0:
@@ -228,11 +233,32 @@ class _Trainer:
         if self.saved_step != progress.step and progress.bad_steps_in_row == 0:
             self._save(None)
         self.store.wait()
+        self._say_end(stop, report, first)
+
+    def _say_end(self, stop: StopRequest, report: ProgressReport, first: int) -> None:
+        """Say what stopped the run, and what of it is lost because its last steps were not finite.
+
+        Raises:
+            TrainingDivergedError: none of these steps changed a weight, or no state of the run was worth saving.
+        """
+        progress, paths = self.state.progress, list_checkpoints(self.run_dir.checkpoints)
+        bad = progress.bad_steps_in_row
+        kept = f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
+        if stop.signal is None and bad and (bad >= progress.step - first or not paths):
+            raise TrainingDivergedError(
+                f"step {progress.step}: the last {bad} of {progress.step - first} steps had a non-finite loss or gradient and"
+                f" changed nothing; {kept}; lower optim.lr or the initial weights (model.init_std), or use train.dtype=float32"
+            )
+        saved = f"saved in {self.store.folder}"
+        if bad:
+            saved = f"the last {bad} steps were not finite and are not saved, {kept}"
         if stop.signal is not None:
             report.message(
-                f"stopped by {stop.signal.name} after step {progress.step}, saved in {self.store.folder};"
+                f"stopped by {stop.signal.name} after step {progress.step}, {saved};"
                 " continue with --train.resume auto"
             )
+        elif bad:
+            report.message(saved)
 
     def _one_step(
         self,
