@@ -8,11 +8,13 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
+.PHONY: help install demo translate test test-fast test-all test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
 
 help:
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
+	@echo "make translate  train a small encoder-decoder on parallel text, then translate and score (DATA=folder, FROM=en, TO=de)"
 	@echo "make test    run every test"
+	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
 	@echo "make gpu     on a machine with a GPU: ceilings, the kernels' GPU tests, the time of every kernel; gpu-sweep, gpu-peers: the rest"
@@ -31,6 +33,17 @@ demo: $(STAMP)
 	@$(BIN)/expertmesh train gpt-moe-demo --train.run-dir $(RUN_DIR) --train.resume auto
 	@$(BIN)/expertmesh report --run $(RUN_DIR)
 
+# DATA: a folder with train.LANG, val.LANG, ...; Multi30k where it is beside the project, else what `expertmesh data lohelp` made.
+DATA ?= $(firstword $(wildcard data/multi30k ../shared/data/multi30k) lohelp)
+FROM ?= en
+TO ?= de
+TRANSLATE_DIR ?= runs/translate
+TRANSLATE_ARGS ?=
+translate: $(STAMP)
+	@$(BIN)/expertmesh train translate-multi30k --data.path $(DATA) --data.languages $(FROM),$(TO) --data.pairs $(FROM)-$(TO) \
+	  --train.run-dir $(TRANSLATE_DIR) --train.resume auto $(TRANSLATE_ARGS)
+	@$(BIN)/expertmesh translate --run $(TRANSLATE_DIR) --to $(TO) "Two dogs play in the snow." "A man rides a bicycle."
+
 # One thread per worker: small tensors gain nothing from more, and workers would fight for the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 8
 
@@ -39,6 +52,9 @@ test: $(STAMP)
 
 test-fast: $(STAMP)
 	@$(PYTEST) -m "not slow and not exhaustive" $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 # AVX2, AVX-512 without BF16, all instructions; one, two and four threads: one after the other, a table at the end.
 test-machines: $(STAMP)

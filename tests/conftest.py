@@ -34,6 +34,17 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def threshold(monkeypatch):
+    """A function that moves a constant of a module at which the code takes another way: small tensors then take both."""
+
+    def move(module, name, value):
+        assert name.isupper() and isinstance(getattr(module, name), (int, float))
+        monkeypatch.setattr(module, name, value)
+
+    return move
+
+
 def read_allowed_skips(text: str) -> list[tuple[int, str]]:
     """Lines "MOST PATTERN  # why": at most MOST skipped tests may match the file-name pattern of node ids."""
     rules = []
@@ -75,6 +86,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Each worker of `-n` begins with one half and takes from the other in the end: fixtures of a module are made once."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
 class _SkipCounter:

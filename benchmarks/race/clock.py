@@ -40,7 +40,7 @@ class Stopwatch:
     """Times parts one after another on one device."""
 
     def __init__(self, device: str) -> None:
-        self.is_cuda = device.startswith("cuda")
+        self.is_cuda, self.cuda = device.startswith("cuda"), torch.cuda
         if self.is_cuda:
             size = torch.cuda.get_device_properties(device).L2_cache_size * _FLUSHED_L2
             self._junk = torch.empty(size, dtype=torch.int8, device=device)
@@ -55,16 +55,16 @@ class Stopwatch:
             return [self._wall(part) for part in parts]
         marks = []
         for part in parts:
-            torch.cuda._sleep(HEAD_START_CYCLES)
+            self.cuda._sleep(HEAD_START_CYCLES)
             self._junk.zero_()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (self.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             began = time.perf_counter()
             part()
             host_s = time.perf_counter() - began
             end.record()
             marks.append((start, end, host_s))
-        torch.cuda.synchronize()
+        self.cuda.synchronize()
         return [(start.elapsed_time(end) / 1e3, host_s) for start, end, host_s in marks]
 
     def wait(self) -> None:

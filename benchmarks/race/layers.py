@@ -26,6 +26,7 @@ def race_shape(
     tiny: bool = False,
     rounds: int = 15,
     peers: tuple[str, ...] = (),
+    checked: Callable[..., float] = check,
 ) -> dict[str, Any]:
     """A part: check all contenders of a shape, then time those who are right.
 
@@ -36,6 +37,7 @@ def race_shape(
         tiny: sizes that a CPU runs in seconds, and stand-ins for packages that are not here.
         rounds: timed rounds of each contender.
         peers: names to which peers are limited; none: all.
+        checked: how far a contender is off.
 
     Returns:
         {"rows": a row per contender, "experts": the same for the experts alone, "notes": who is missing and why}.
@@ -69,7 +71,7 @@ def race_shape(
         keep({"rows": [], "experts": [], "notes": notes, "trying": racer.name})
         try:
             _first_run(racer, weights[0], inputs)
-            distances[racer.name] = check(
+            distances[racer.name] = checked(
                 sizes, racer, weights[0], inputs.batches[0], inputs.grad_TD, generator
             )
             ready.append(racer)

@@ -1,7 +1,28 @@
-"""ExpertMesh: a mixture-of-experts system for PyTorch.
+"""ExpertMesh: a mixture-of-experts system for PyTorch. `import expertmesh as em` is all that a script needs.
 
-Importing this package is cheap; torch is imported when a name that needs it is first used (PEP 562), so that
-`expertmesh --help` answers at once.
+A language model of one's own text, from training to sampling:
+
+    import expertmesh as em
+
+    config = em.recipe("gpt-moe-demo", {"data.path": "corpus.txt", "train.run_dir": "runs/mine"})
+    em.train(config)
+    model, tokenizer = em.load("runs/mine")
+    print(em.generate(model, tokenizer, "Once upon a time", max_tokens=50))
+
+MoELayer      the layer, for a model of your own
+Routing       a choice of experts to replay; RoutingStats: what a call of the layer tells
+GPT           a language model with such layers
+functional    what the layer is made of: operators and losses
+upcycle       the feed-forward blocks of a dense model become such layers; moeify: those that you name
+recipe        a complete configuration by its name; RunConfig: one of your own
+train         train a configuration, or a module of your own
+load          a trained model and its tokenizer
+generate      continue a text
+report        a page about one run or several
+parallelize   spread a module of your own over ranks
+
+A mistake is a ConfigError in one line: the value, the rule, the fix. Importing this package is cheap: torch is imported when a
+name that needs it is first used (PEP 562).
 """
 
 from importlib import import_module
@@ -9,32 +30,66 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from expertmesh import functional as functional
+    from expertmesh.api import generate as generate
+    from expertmesh.api import load as load
+    from expertmesh.api import train as train
+    from expertmesh.config.run import RunConfig as RunConfig
     from expertmesh.errors import CheckpointError as CheckpointError
+    from expertmesh.errors import CollectiveError as CollectiveError
     from expertmesh.errors import ConfigError as ConfigError
     from expertmesh.errors import TrainingDivergedError as TrainingDivergedError
+    from expertmesh.models.gpt.model import GPT as GPT
+    from expertmesh.models.upcycle import moeify as moeify
+    from expertmesh.models.upcycle import upcycle as upcycle
     from expertmesh.moe.layer import MoELayer as MoELayer
     from expertmesh.moe.types import Routing as Routing
     from expertmesh.moe.types import RoutingStats as RoutingStats
+    from expertmesh.parallel.apply import parallelize as parallelize
+    from expertmesh.recipes import recipe as recipe
+    from expertmesh.reporting.page import report as report
 
 __version__ = "0.1.0"
 
+# No submodule of the package has one of these names but `functional`, which is one: importing it would take the name's place.
 _HOME = {
-    "MoELayer": "expertmesh.moe.layer",
-    "Routing": "expertmesh.moe.types",
-    "RoutingStats": "expertmesh.moe.types",
-    "ConfigError": "expertmesh.errors",
-    "CheckpointError": "expertmesh.errors",
-    "TrainingDivergedError": "expertmesh.errors",
+    "CheckpointError": "errors",
+    "CollectiveError": "errors",
+    "ConfigError": "errors",
+    "GPT": "models.gpt.model",
+    "MoELayer": "moe.layer",
+    "Routing": "moe.types",
+    "RoutingStats": "moe.types",
+    "RunConfig": "config.run",
+    "TrainingDivergedError": "errors",
+    "generate": "api",
+    "load": "api",
+    "moeify": "models.upcycle",
+    "parallelize": "parallel.apply",
+    "recipe": "recipes",
+    "report": "reporting.page",
+    "train": "api",
+    "upcycle": "models.upcycle",
 }
 
 __all__ = [
     "CheckpointError",
+    "CollectiveError",
     "ConfigError",
+    "GPT",
     "MoELayer",
     "Routing",
     "RoutingStats",
+    "RunConfig",
     "TrainingDivergedError",
     "functional",
+    "generate",
+    "load",
+    "moeify",
+    "parallelize",
+    "recipe",
+    "report",
+    "train",
+    "upcycle",
 ]
 
 
@@ -42,9 +97,9 @@ def __getattr__(name: str) -> Any:
     if name == "functional":
         return import_module("expertmesh.functional")
     if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+        return getattr(import_module(f"expertmesh.{_HOME[name]}"), name)
     raise AttributeError(f"module 'expertmesh' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return list(__all__)

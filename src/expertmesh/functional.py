@@ -1,4 +1,11 @@
-"""Operators and losses for other mixture-of-experts systems: what our layer is made of, without the layer."""
+"""Operators and losses for other mixture-of-experts systems: what our layer is made of, without the layer.
+
+Example:
+    >>> import torch
+    >>> ids_TK = torch.tensor([[0, 2], [2, 1], [0, 2]])
+    >>> em.functional.count_choices(ids_TK, 3, None).tolist()
+    [[2, 1, 3]]
+"""
 
 from expertmesh.moe.assignment import count_choices
 from expertmesh.moe.checkpointing import routing_checkpoint_contexts, routing_checkpoint_policy
@@ -6,6 +13,7 @@ from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_lo
 from expertmesh.moe.warm_up import warm_up
 from expertmesh.ops.capacity import combine_capacity, dispatch_capacity, weighted_combine
 from expertmesh.ops.expert_types import WeightGradients
+from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.experts.parts import (
     HiddenRows,
@@ -26,6 +34,7 @@ __all__ = [
     "combine_capacity",
     "count_choices",
     "dispatch_capacity",
+    "grouped_linear",
     "importance_load_loss",
     "moe_mlp",
     "moe_mlp_data_grads",

@@ -527,10 +527,7 @@ def test_the_table_is_long_enough():
     assert len(MISTAKES) >= 40
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["unknown option", "missing file", "run exists", "binary config.json", "report of nothing"],
-)
+@pytest.mark.parametrize("name", ["unknown option", "run exists"])
 def test_mistake_in_a_process_of_its_own(name, place):
     mistake = MISTAKES[name]
     words = mistake.words(place)

@@ -37,7 +37,10 @@ def test_version(capsys):
     ("word", "message"),
     [
         ("trian", "error: unknown verb 'trian'; did you mean train?\n"),
-        ("x", "error: unknown verb 'x'; use one of train, generate, report, export, doctor\n"),
+        (
+            "x",
+            "error: unknown verb 'x'; use one of train, generate, translate, report, export, data, doctor\n",
+        ),
     ],
 )
 def test_unknown_verb(word, message, capsys):

@@ -156,3 +156,56 @@ def test_streams_of_any_kind(run_dir: Path, case: Pipes) -> None:
     assert done.returncode == case.code, done.stderr
     assert case.said in (done.stderr if case.code else done.stdout)
     assert b"unexpected" not in done.stderr
+
+
+def test_several_prompts_and_a_file_of_them(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each gets what it would get alone, in the order in which they are given."""
+    prompts = ["import os", "def main("]
+    alone = [
+        printed(run_dir, "--greedy", "--max-tokens", "4", capsys=capsys, prompt=p) for p in prompts
+    ]
+    expected = "".join(f"--- {i}\n{text}" for i, text in enumerate(alone, 1))
+    words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "4"]
+    assert main([*words, *prompts]) == 0
+    assert capsys.readouterr().out == expected
+    (tmp_path / "prompts.txt").write_text("\n\n".join(prompts))
+    assert main([*words, "--prompt-file", str(tmp_path / "prompts.txt")]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_interactive(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line is a prompt, until there are no more; one that is too long is said and the next is answered."""
+    alone = printed(run_dir, "--greedy", "--max-tokens", "4", capsys=capsys)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'x ' * 200}\n\n{PROMPT}\n{PROMPT}"))
+    words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "4", "--interactive"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.out == 2 * alone.removeprefix(PROMPT)
+    assert said.err.count("error: ") == 1 and "max_seq_len" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--interactive", "x"), "three ways to say the same"),
+        (("--prompt-file", "nothing.txt", "x"), "three ways to say the same"),
+        (("--prompt-file", "empty.txt"), "has no line"),
+        (("x", ""), "is empty"),
+    ],
+)
+def test_mistakes_with_prompts(
+    words: tuple[str, ...],
+    text: str,
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n")
+    assert main(["generate", "--run", str(run_dir), *words]) == 2
+    assert text in capsys.readouterr().err

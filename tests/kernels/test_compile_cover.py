@@ -1,4 +1,4 @@
-"""A covering set of builds: every kernel, target, type and kind of tile in at most 72 builds, without a GPU.
+"""A covering set of builds: every kernel, target, type and kind of tile in at most 64 builds, without a GPU.
 
 Every launched kernel is built for an NVIDIA target, the GEMMs for all four targets, and the variants where code generation
 differs most for Hopper. The full tables are in test_compile_moe.py and test_compile_routing.py.
@@ -17,7 +17,7 @@ from tests.support.routing_builds import main_cases
 
 import expertmesh.kernels
 
-MOST_BUILDS = 72
+MOST_BUILDS = 64
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # names of launches in the order of a training step; "rows" and "rows_transposed" are launched twice
 UP, DOWN, INPUT, HIDDEN = ("up", 0), ("rows", 0), ("rows", 1), ("hidden_grad", 0)
@@ -34,10 +34,10 @@ EXPERTS = [
     ("sm_80", BF16, MAIN, (UP, DOWN, HIDDEN, W_IN)),
     ("sm_100", BF16, MAIN, (UP, INPUT, HIDDEN, W_OUT)),
     ("gfx942", BF16, MAIN, (UP, DOWN, HIDDEN, W_IN)),
-    ("sm_90", BF16, GEGLU, (UP, HIDDEN)),
+    ("sm_90", BF16, GEGLU, (HIDDEN,)),
     ("sm_90", BF16, DECODE, (UP, DOWN)),
-    ("sm_90", BF16, ODD, (UP, HIDDEN, W_OUT)),
-    ("sm_90", BF16, NARROW, (W_OUT, W_IN, ("cut_pieces", 0), ("add_pieces", 0))),
+    ("sm_90", BF16, ODD, (UP, W_OUT)),
+    ("sm_90", BF16, NARROW, (W_IN, ("cut_pieces", 0), ("add_pieces", 0))),
     ("sm_90", FP32, {"precision": "ieee"}, (UP, W_IN)),
     ("sm_90", FP32, {"precision": "tf32"}, (DOWN, HIDDEN)),
     ("sm_90", FP16, PLAIN, (UP, ("routing_weight_grad", 0), ("sum_columns", 0))),
@@ -48,7 +48,7 @@ ROUTING = {
     "sm_80": ("place_all", "dot", "choose_backward"),
     "sm_90": ("count", "place_tile", "sum", "spread", "choose", "places"),
     "sm_100": ("tile_table", "prefix", "fill"),
-    "gfx942": ("count", "place_tile", "sum", "spread", "choose", "choose_backward"),
+    "gfx942": ("count", "sum", "choose"),
 }
 
 

@@ -82,10 +82,10 @@ def label(row):
 
 
 def by_default():
-    """The cheapest case with tokens of every type and plan."""
-    for key in product(FACTORS["dtype"], PLANS):
-        of_key = [r for r in CASES if r["tokens"] > 1 and (r["dtype"], r["plan"]) == key]
-        yield min(of_key, key=lambda row: steps(row) + row["tokens"] * choices(row))
+    """The cheapest case with tokens of every type, and of every plan."""
+    for name, value in [(n, value) for n in ("dtype", "plan") for value in FACTORS[n]]:
+        of_value = [row for row in CASES if row["tokens"] > 1 and row[name] == value]
+        yield min(of_value, key=lambda row: steps(row) + row["tokens"] * choices(row))
 
 
 DEFAULT = list(by_default())

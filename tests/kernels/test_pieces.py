@@ -80,18 +80,16 @@ def added(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"),
+    ("shape", "kind", "tma"),
     [
-        ((60, 24, 40, 5, 2), "zipf"),
-        ((50, 16, 24, 4, 1), "hot"),
-        ((40, 19, 21, 2, 2), "dropped"),
-        ((40, 16, 16, 1, 1), "uniform"),
+        ((60, 24, 40, 5, 2), "zipf", False),
+        ((50, 16, 24, 4, 1), "hot", True),
+        ((40, 19, 21, 2, 2), "dropped", False),
+        ((40, 20, 24, 2, 2), "dropped", True),
+        ((40, 16, 16, 1, 1), "uniform", False),
     ],
 )
-@pytest.mark.parametrize("tma", [False, True])
 def test_split_gradients_follow_the_two_times_rule(use_plan, added, shape, kind, tma):
-    if tma and (shape[1] % 4 or shape[2] % 4):
-        shape = (shape[0], 20, 24, *shape[3:])
     use_plan(**SPLIT, tma=tma)
     case = ExpertsCase.draw(shape, kind=kind)
 
@@ -107,11 +105,11 @@ def test_bits_of_split_gradients_do_not_depend_on_the_grid_or_the_run(use_plan, 
     case = ExpertsCase.draw((40, 16, 24, 3, 2), kind="zipf")
     use_plan(**SPLIT)
     first = case.run("triton")
-    for num_programs in (1, 7, 10**6):
+    for num_programs in (1, 7):
         use_plan(num_programs=num_programs)
         again = case.run("triton")
         assert all(torch.equal(first[name], again[name]) for name in first)
-    assert len(added) == 8
+    assert len(added) == 6
 
 
 def test_split_gradients_are_added_to_buffers(use_plan, added):

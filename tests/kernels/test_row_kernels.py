@@ -30,10 +30,10 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def _large_blocks(monkeypatch, request):
+def _large_blocks(threshold, request):
     """As for many rows: few programs keep the interpreter fast; one test takes the blocks of small inputs."""
     if "small" not in request.node.name:
-        monkeypatch.setattr(combine_kernels, "_FEW_PROGRAMS", 0)
+        threshold(combine_kernels, "_FEW_PROGRAMS", 0)
 
 
 def with_slow(shapes, slow):

@@ -317,27 +317,6 @@ def test_low_precision_is_as_exact_as_plain_pytorch(name: str) -> None:
     assert_two_times(*results, what="FP32 logits")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_trains(options: dict[str, Any], dtype: torch.dtype) -> None:
-    gpt = model(dtype=torch.float32, **options)
-    ids = token_ids()
-    with torch.autocast("cpu", dtype=dtype):
-        output = gpt(ids)
-    assert output.logits_BSV.dtype == dtype
-    loss = F.cross_entropy(output.logits_BSV.float().flatten(0, 1), ids.flatten())
-    loss.backward()
-    for name, parameter in gpt.named_parameters():
-        assert parameter.grad is not None and parameter.grad.dtype == torch.float32, name
-        assert parameter.grad.isfinite().all(), name
-
-
-def test_a_bfloat16_model_runs(options: dict[str, Any]) -> None:
-    gpt = model(dtype=torch.bfloat16, **options)
-    loss, gradients = loss_and_gradients(gpt, token_ids())
-    assert loss.isfinite()
-    assert all(g.isfinite().all() for g in gradients.values())
-
-
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_compute_the_same(copier: Callable[[GPT], GPT]) -> None:
     gpt = model()
@@ -364,17 +343,3 @@ def test_compiles_into_one_graph(name: str) -> None:
     assert_close_fp64(loss.detach(), eager_loss, what="compiled loss")
     for parameter_name, parameter in gpt.named_parameters():
         assert_close_fp64(parameter.grad, eager[parameter_name], what=parameter_name)
-
-
-def test_short_training_reduces_the_loss(options: dict[str, Any]) -> None:
-    gpt = model(dtype=torch.float32, **(options | {"init_std": 0.02}))
-    ids = token_ids(4)
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        loss = loss_of(gpt(ids), ids)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] / 2

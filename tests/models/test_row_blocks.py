@@ -54,8 +54,8 @@ def tables(S, d, dtype):
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(row_blocks, "_BLOCK_ELEMENTS", 64)
+def _small_blocks(threshold):
+    threshold(row_blocks, "_BLOCK_ELEMENTS", 64)
 
 
 CASES = [(1, 2), (3, 7), (40, 16), (2, 5, 6)]

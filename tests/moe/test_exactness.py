@@ -54,7 +54,8 @@ def choices(draw, *, variant):
     options["router"] = router
     scores = ["softmax", "sigmoid"] + (["softmax_after_topk"] if router != "expert_choice" else [])
     options["score_function"] = draw(st.sampled_from(scores))
-    options["normalize_weights"] = draw(st.sampled_from(["auto", "none", "topk", "kept"]))
+    kept = ["kept"] * (3 if "drop_policy" in VARIANTS[variant] else 1)
+    options["normalize_weights"] = draw(st.sampled_from([*kept, "auto", "none", "topk"]))
     options["weight_scale"] = draw(st.sampled_from([1.0, 2.5]))
     if router != "hash":
         options["router_noise"] = draw(
@@ -81,12 +82,12 @@ def cases(draw, *, variant, dtype):
     """One call of one layer: constructor arguments, call arguments, number of tokens, seed of the values."""
     router, policy = router_of(variant), VARIANTS[variant].get("drop_policy")
     options = draw(choices(variant=variant))
-    T = draw(st.sampled_from(SIZES_T))
+    T = draw(st.sampled_from([T for T in SIZES_T if T >= 5 or not policy]))
     options |= {
         "dim": draw(st.sampled_from(SIZES_D if dtype == torch.float64 else SIZES_D_ROUNDED)),
         "hidden_dim": draw(st.sampled_from(SIZES_F if dtype == torch.float64 else SIZES_F_ROUNDED)),
-        "capacity_factor": draw(st.sampled_from([0.5, 0.7, 1.0] if policy else [None, 0.5, 1.1])),
-        "eval_capacity_factor": draw(st.sampled_from([None, 0.75])),
+        "capacity_factor": draw(st.sampled_from([0.5, 0.7] if policy else [None, 0.5, 1.1])),
+        "eval_capacity_factor": draw(st.sampled_from([0.75] if policy else [None, 0.75])),
         "max_capacity_factor": draw(st.sampled_from([None, None, 0.9, 1.5])),
         "min_capacity": draw(st.sampled_from([1, 0] if policy else [1, 0, 4])),
         "drop_policy": policy or draw(st.sampled_from(["first", "priority", "weight", "random"])),
@@ -117,7 +118,7 @@ def cases(draw, *, variant, dtype):
         keep = draw(st.lists(st.booleans(), min_size=T, max_size=T))
         call["token_mask"] = torch.tensor(keep, dtype=torch.bool)
     if draw(st.integers(0, 3)) == 0:
-        call["capacity_factor"] = draw(st.sampled_from([0.6, float("inf")]))
+        call["capacity_factor"] = draw(st.sampled_from([0.6] if policy else [0.6, float("inf")]))
     if draw(st.integers(0, 3)) == 0 and "num_expert_groups" not in options:
         call["top_k"] = draw(st.integers(1, options["num_experts"]))
     if draw(st.integers(0, 3)) == 0:
@@ -208,15 +209,16 @@ COVERED = {
     "hash": ("replayed", "masked"),
 }
 """What the comparisons in FP64 must have met at least five times."""
-EXAMPLES = {torch.float64: 60, torch.float32: 40, torch.bfloat16: 40, torch.float16: 20}
+EXAMPLES = {torch.float64: 50, torch.float32: 20, torch.bfloat16: 20, torch.float16: 10}
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("dtype", EXAMPLES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_layer_equals_the_oracle(variant, dtype):
+def test_layer_equals_the_oracle(variant, dtype, times):
     seen = Counter()
 
-    @hypothesis.settings(max_examples=EXAMPLES[dtype])
+    @hypothesis.settings(max_examples=times * EXAMPLES[dtype])
     @hypothesis.given(cases(variant=variant, dtype=dtype))
     def sweep(drawn):
         count(seen, drawn, check(*drawn))
@@ -231,13 +233,13 @@ def test_autocast_is_as_exact_as_plain_pytorch_under_autocast():
     """FP32 parameters, BF16 experts, FP32 routing."""
     seen = Counter()
 
-    @hypothesis.settings(max_examples=60)
+    @hypothesis.settings(max_examples=30)
     @hypothesis.given(cases(variant="topk", dtype=torch.float32))
     def sweep(drawn):
         seen["compared"] += bool(check(*drawn, autocast=torch.bfloat16))
 
     sweep()
-    assert seen["compared"] > 40, seen
+    assert seen["compared"] > 20, seen
 
 
 FAULTY = LayerCase(

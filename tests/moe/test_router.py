@@ -380,13 +380,6 @@ def test_router_linear_saves_x_in_its_own_dtype_and_is_exact(dtype):
         assert_two_times(ours, plain, a @ b, what=what, sums=sums)
 
 
-def test_router_linear_gradcheck_twice():
-    x = tokens(5).requires_grad_()
-    w = torch.randn(E, D, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(router_linear, (x, w))
-    assert torch.autograd.gradgradcheck(router_linear, (x, w))
-
-
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "softmax_after_topk"])
 @pytest.mark.parametrize("router", ["topk", "cosine", "expert_choice"])
 def test_replaying_ids_recomputes_the_weights(router, score_function):
@@ -429,8 +422,8 @@ def test_replay_of_routers_without_logits():
     assert torch.equal(stats.topk_weights_TK, torch.tensor([[1 / E, 0.0]]).double().expand(T, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_router_linear_passes_opcheck(dtype):
-    x = tokens(3, dtype).requires_grad_()
-    w = torch.randn(E, D, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.library.opcheck(torch.ops.expertmesh.router_linear, (x, w.requires_grad_()))
+def test_router_linear_gradcheck_twice():
+    x = tokens(5).requires_grad_()
+    w = torch.randn(E, D, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(router_linear, (x, w))
+    assert torch.autograd.gradgradcheck(router_linear, (x, w))

@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.support.calls import calls_of
 
 from expertmesh.moe import assignment, selection
 from expertmesh.moe.selection import SelectionOptions, scores_of, weights_at
@@ -37,18 +38,21 @@ def test_weights_without_masks(score_function, normalize, weight_scale):
 
 def test_a_choice_by_token_needs_no_masks():
     options = SelectionOptions(num_experts=8)
-    with patch.object(selection, "weights_at", wraps=weights_at) as called:
+    with calls_of(weights_at) as calls:
         selection.choose_by_token(torch.randn(4, 8), 2, options=options)
-    assert called.call_args.kwargs["all_live"]
+    assert [variables["all_live"] for variables, _ in calls] == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_router_without_gradients_skips_the_operator(dtype):
     x_TD, w_ED = torch.randn(5, 16).to(dtype), torch.randn(8, 16, requires_grad=True)
-    seen = router_linear.router_linear(x_TD, w_ED)
-    with torch.no_grad(), patch.object(router_linear, "_router_linear") as operator:
-        plain = router_linear.router_linear(x_TD, w_ED)
-    assert not operator.called
+    found = []
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients), torch.profiler.profile() as profile:
+            found.append(router_linear.router_linear(x_TD, w_ED))
+        names = {event.name for event in profile.events()}
+        assert ("expertmesh::router_linear" in names) == gradients
+    seen, plain = found
     assert torch.equal(seen, plain)
     assert seen.requires_grad
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.support.replicas import trainer_steps, whole, world_of
+from tests.support.replicas import dense_or_moe, trainer_steps, whole, world_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -31,11 +31,8 @@ LAYOUTS = [
 
 def training(dtype, parallel, model_changes, *, steps, before=None):
     """Steps on all ranks (parallel None: one process); yields the model, the scaler and the result after each."""
-    is_dense = model_changes.get("model.moe.num_experts") == ()
-    model = {k: v for k, v in MODEL.items() if not (is_dense and k.startswith("model.moe."))}
     config = RECIPES["gpt-moe-test"]().updated(
-        model
-        | model_changes
+        dense_or_moe(MODEL, model_changes)
         | {"train.dtype": dtype}
         | {f"parallel.{name}": value for name, value in (parallel or {}).items()}
     )

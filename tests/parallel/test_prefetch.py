@@ -9,7 +9,6 @@ from tests.support.replicas import world_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.gather import Gather
@@ -55,28 +54,27 @@ def events_of(keep, offload):
     """What happens in the second forward and backward, in order, and the most that is held ahead."""
     model, prefetcher = spread_stack(route_degree=1, keep=keep, offload=offload)
     events, held = [], []
-    start, forward = Gather.__init__, GroupedExperts.forward
+    start = Gather.__init__
     number = {id(layer.experts): n for n, layer in enumerate(model.layers)}
 
     def starting(self, source, layout, dtype):
         start(self, source, layout, dtype)
         events.append(f"gather {number[id(source.experts)]}")
 
-    def computing(self, *args, **kwargs):
-        n = number[id(self)]
-        events.append(f"experts {n}")
+    def computing(experts, _):
+        events.append(f"experts {number[id(experts)]}")
         held.append(prefetcher.num_held)
-        y = forward(self, *args, **kwargs)
-        y.register_hook(lambda _: events.append(f"backward {n}"))
+
+    def computed(experts, _, y):
+        y.register_hook(lambda _: events.append(f"backward {number[id(experts)]}"))
         y.register_hook(lambda _: held.append(prefetcher.num_held))
-        return y
 
     x = torch.ones(4, D, dtype=torch.float64, requires_grad=True)
     model(x).sum().backward()
-    with (
-        patch.object(Gather, "__init__", starting),
-        patch.object(GroupedExperts, "forward", computing),
-    ):
+    for layer in model.layers:
+        layer.experts.register_forward_pre_hook(computing)
+        layer.experts.register_forward_hook(computed)
+    with patch.object(Gather, "__init__", starting):
         model(x).sum().backward()
     return events, max(held), prefetcher.num_held
 

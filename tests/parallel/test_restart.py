@@ -127,6 +127,7 @@ def torchrun(restarts, *words):
         *("--max-restarts", str(restarts), __file__, *map(str, words)),
     ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # this file imports others of the tests
     return subprocess.run(
         command,
         capture_output=True,

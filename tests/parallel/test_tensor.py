@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.replicas import batches, build_gpt, trainer_steps, whole, world_of
+from tests.support.replicas import batches, build_gpt, dense_or_moe, trainer_steps, whole, world_of
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -28,7 +28,7 @@ from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relativ
 from expertmesh.training.precision import resolve_precision
 from expertmesh.training.step import accumulate_gradients
 
-B, S, STEPS = 8, 16, 5
+B, S, STEPS = 8, 16, 2
 
 # Noise and random dropping are on; a routing group is a quarter of a sequence, which one of four ranks has whole.
 MODEL = {
@@ -69,9 +69,7 @@ class Case:
     def config(self) -> GPTRunConfig:
         """Of all ranks."""
         layout = {f"parallel.{name}": value for name, value in self.layout.items()}
-        is_dense = self.model.get("model.moe.num_experts") == ()
-        base = {k: v for k, v in MODEL.items() if not (is_dense and k.startswith("model.moe."))}
-        return RECIPES["gpt-moe-test"]().updated(base | self.model | layout)
+        return RECIPES["gpt-moe-test"]().updated(dense_or_moe(MODEL, self.model) | layout)
 
 
 def train_steps(config, ranks):

@@ -19,6 +19,8 @@ PUBLISHED_SIZES = {
     "gpt-1.3b-moe128": (52.0, 1.0),
     "gpt-350m-prmoe": (4.0, 1.0),
     "gpt-1.3b-prmoe": (31.0, 1.0),
+    "gpt-350m-mos": (3.5, 0.1),
+    "gpt-1.3b-mos": (27.0, 1.0),
 }
 
 

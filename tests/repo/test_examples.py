@@ -3,12 +3,15 @@
 import os
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from torch.distributed.run import get_args_parser
 
+import expertmesh as em
 from expertmesh.cli.main import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -88,22 +91,59 @@ def test_the_words_are_understood(find, tmp_path, monkeypatch, capsys):
     assert f"of each of {NODES * GPUS} ranks" in capsys.readouterr().out
 
 
+def said_by(name, capsys, *words):
+    """The lines that an example prints."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name, *words])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
+
+
 def test_train_your_own(tmp_path, monkeypatch, capsys):
-    """It trains, and started again it goes on; the run is reported by the family's name."""
+    """It trains, and started again it goes on; the model that it saved is the one that is loaded."""
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        runpy.run_path(str(EXAMPLES / "train_your_own.py"), run_name="__main__")
-        said = capsys.readouterr().out.splitlines()[-1]
-        right, steps = said.split("% right after ")
+        right, steps = said_by("train_your_own.py", capsys)[-1].split("% right after ")
         assert float(right) > 75 and steps == "200 steps"
-    monkeypatch.syspath_prepend(EXAMPLES)
-    words = ["report", "--run", "runs/quadrants", "--family", "train_your_own:QUADRANTS"]
-    assert main(words) == 0
-    assert "validation accuracy, after step 200" in capsys.readouterr().out
+    names = runpy.run_path(str(EXAMPLES / "train_your_own.py"))
+    model, tokenizer = em.load("runs/quadrants", module=names["Classifier"])
+    assert tokenizer is None and not model.training
+    x = torch.randn(500, 16)
+    y = 2 * (x[:, 0] > 0) + (x[:, 1] > 0)
+    assert names["measure"](model, x, y)["accuracy"] > 0.75
+
+
+def test_layer_in_your_model(capsys):
+    lines = said_by("layer_in_your_model.py", capsys)
+    assert float(lines[-1].removesuffix("% right")) > 75
+
+
+def test_gpt_from_python(capsys):
+    lines = said_by("gpt_from_python.py", capsys)
+    first, last = (float(line.split("loss ")[1].split(",")[0]) for line in lines[:3:2])
+    assert last < first and lines[-1].startswith("To be, or")
+
+
+def test_own_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = "".join(f"line {i} of a text, and {i * i} is its square\n" for i in range(3000))
+    (tmp_path / "text.txt").write_text(text)
+    lines = said_by("own_text.py", capsys, str(tmp_path / "text.txt"), "gpt-moe-test", "3")
+    assert sum(line.startswith("---") for line in lines) == 2
+    assert any("bits per byte after 3 steps" in line for line in lines)
+
+
+def test_examples_are_short():
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, path.name
 
 
 def test_all_examples_are_looked_at():
     assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == {
+        "gpt_from_python.py",
+        "layer_in_your_model.py",
+        "own_text.py",
         "train_your_own.py",
         "slurm.sbatch",
         "kubernetes.yaml",

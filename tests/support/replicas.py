@@ -21,6 +21,12 @@ from expertmesh.training.precision import resolve_precision
 from expertmesh.training.step import training_step
 
 
+def dense_or_moe(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Values of a configuration with changes; without options of experts where the changes leave none."""
+    is_dense = changes.get("model.moe.num_experts") == ()
+    return {k: v for k, v in values.items() if not (is_dense and "model.moe." in k)} | changes
+
+
 def world_of(is_half: bool = False) -> World:
     """The world of all ranks of this pool, or one of its halves: the even ranks, the odd ones. Made once."""
     return _world_of(is_half)

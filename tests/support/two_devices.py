@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from expertmesh.parallel.experts import storage
 from expertmesh.parallel.offload import HostMemory
 
 
@@ -67,23 +68,18 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage:
 def two_devices() -> Iterator[TwoDevices]:
     """Watch all operators, and all that `HostMemory` moves."""
     watch = TwoDevices()
-    rest, to_host, to_device = HostMemory.rest, HostMemory.to_host, HostMemory.to_device
 
-    def resting(self: HostMemory, tensor: Tensor) -> Tensor:
-        return watch.put(rest(self, tensor), on_host=True)
+    class Watched(HostMemory):
+        def rest(self, tensor: Tensor) -> Tensor:
+            return watch.put(super().rest(tensor), on_host=True)
 
-    def moved_to_host(self: HostMemory, tensor: Tensor) -> Tensor:
-        return watch.put(to_host(self, tensor), on_host=True)
+        def to_host(self, tensor: Tensor) -> Tensor:
+            return watch.put(super().to_host(tensor), on_host=True)
 
-    def moved_to_device(self: HostMemory, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        copy = to_device(self, tensor, dtype)
-        shared = copy.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-        return copy if shared else watch.put(copy, on_host=False)
+        def to_device(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+            copy = super().to_device(tensor, dtype)
+            shared = copy.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            return copy if shared else watch.put(copy, on_host=False)
 
-    with (
-        patch.object(HostMemory, "rest", resting),
-        patch.object(HostMemory, "to_host", moved_to_host),
-        patch.object(HostMemory, "to_device", moved_to_device),
-        watch,
-    ):
+    with patch.object(storage, "HostMemory", Watched), watch:
         yield watch

@@ -16,26 +16,25 @@ from pathlib import Path
 import pytest
 from tests.support.patience import PATIENCE_S
 
-LIVES = 20
 SEED = 7
 # No life gets further than this, so that a fast machine cannot finish before the last of them.
 STEPS_PER_LIFE = 2
-STEPS = LIVES * (STEPS_PER_LIFE + 2)
 # Where a save can be cut: before and after every function that changes the disk.
 STAGES = ("write_tensors", "_write_manifest", "_sync", "_sha256", "_delete", "_prune")
 
 
 @pytest.mark.slow
-def test_a_run_survives_being_killed_twenty_times(tiny, run_quietly, tmp_path):
-    changes = {"train.steps": STEPS, "train.checkpoint_every": 1, "train.eval_every": 10}
-    changes |= {"train.keep_last": 1}
+@pytest.mark.parametrize("kills", [10, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_a_run_survives_being_killed_many_times(tiny, run_quietly, tmp_path, kills):
+    changes = {"train.steps": kills * (STEPS_PER_LIFE + 2), "train.keep_last": 1}
+    changes |= {"train.checkpoint_every": 1, "train.eval_every": 10}
     straight = tiny(**changes, **{"train.run_dir": str(tmp_path / "straight")})
     run_quietly(straight)
     config = straight.updated({"train.run_dir": str(tmp_path / "killed"), "train.resume": "auto"})
     config_file = tmp_path / "config.json"
     config_file.write_text(config.model_dump_json())
     done = subprocess.run(
-        [sys.executable, "-W", "error", __file__, str(config_file)],
+        [sys.executable, "-W", "error", __file__, str(config_file), str(kills)],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
@@ -44,7 +43,7 @@ def test_a_run_survives_being_killed_twenty_times(tiny, run_quietly, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lives = json.loads(done.stdout.splitlines()[-1])
-    assert [life["status"] for life in lives[:-1]] == [signal.SIGKILL] * LIVES, lives
+    assert [life["status"] for life in lives[:-1]] == [signal.SIGKILL] * kills, lives
     assert lives[-1]["status"] == 0
     assert len({life["stage"] for life in lives}) > 4, lives
     killed, whole = (
@@ -121,7 +120,7 @@ def _newest(run_dir):
     return max((int(name.removeprefix("step_")) for name in names), default=0)
 
 
-def main(config_file):
+def main(config_file, kills):
     import torch
 
     import expertmesh.training.loop  # noqa: F401  # imported here so that the children need not
@@ -129,7 +128,7 @@ def main(config_file):
     torch.set_num_threads(1)
     generator = random.Random(SEED)
     lives = []
-    for number in range(LIVES):
+    for number in range(int(kills)):
         if number % 2:
             stage, call, seconds = generator.choice(STAGES), generator.randint(1, 6), None
         else:
@@ -142,4 +141,4 @@ def main(config_file):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from tests.support.calls import calls_of
 
 from expertmesh.data.text import TextData
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
@@ -86,16 +87,15 @@ def test_twenty_steps_are_ten_and_ten(tiny, run_quietly, tmp_path, dtype):
         assert torch.equal(a, b), name
 
 
-def test_another_batch_size_goes_on_where_the_data_stopped(tiny, run_quietly, monkeypatch):
+def test_another_batch_size_goes_on_where_the_data_stopped(tiny, run_quietly):
     config = tiny(**{"train.steps": 3})
     run_quietly(config)
-    seen = []
-    batch = TextData.batch
-    monkeypatch.setattr(
-        TextData, "batch", lambda self, i, n: (seen.append((i, n)), batch(self, i, n))[1]
-    )
-    run_quietly(config.updated({"train.steps": 5, "train.batch_size": 6, "train.resume": "auto"}))
-    assert seen == [(12, 6), (18, 6)]
+    with calls_of(TextData.batch) as calls:
+        changes = {"train.steps": 5, "train.batch_size": 6, "train.resume": "auto"}
+        run_quietly(config.updated(changes))
+    assert [
+        tuple(variables[n] for n in ("first_sample", "num_samples")) for variables, _ in calls
+    ] == [(12, 6), (18, 6)]
 
 
 def test_a_finished_run_has_nothing_left_to_do(tiny, run_quietly):
@@ -288,7 +288,7 @@ def test_a_signal_saves_and_the_run_goes_on_later(
 
 
 @pytest.mark.parametrize("later", [True, False], ids=["later", "of the same moment"])
-def test_a_second_ctrl_c(tiny, run_quietly, before_steps, monkeypatch, later):
+def test_a_second_ctrl_c(tiny, run_quietly, before_steps, threshold, later):
     """It interrupts at once, but not within a second: torchrun hands on what the terminal has already sent."""
 
     @before_steps
@@ -297,33 +297,11 @@ def test_a_second_ctrl_c(tiny, run_quietly, before_steps, monkeypatch, later):
         os.kill(os.getpid(), signal.SIGINT)
 
     if later:
-        monkeypatch.setattr(stop, "SAME_S", -1.0)
+        threshold(stop, "SAME_S", -1.0)
         with pytest.raises(KeyboardInterrupt):
             run_quietly(tiny())
     else:
         assert run_quietly(tiny()).stopped_by == signal.SIGINT
-
-
-def test_accumulation_trains_the_same_model(tiny, run_quietly, tmp_path):
-    common = {"train.dtype": "float64", "model.moe.routing_group_size": 16}
-    whole = tiny(**common, **{"train.run_dir": str(tmp_path / "whole")})
-    parts = tiny(
-        **common, **{"train.run_dir": str(tmp_path / "parts"), "train.micro_batch_size": 2}
-    )
-    run_quietly(whole)
-    run_quietly(parts)
-    a, b = ([m["loss"] for m in lines(config)] for config in (whole, parts))
-    assert all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a, b, strict=True))
-
-
-def test_activation_checkpointing_changes_no_loss(tiny, run_quietly, tmp_path):
-    kept = tiny(**STOCHASTIC, **{"train.run_dir": str(tmp_path / "kept")})
-    again = kept.updated(
-        {"train.activation_checkpointing": True, "train.run_dir": str(tmp_path / "again")}
-    )
-    run_quietly(kept)
-    run_quietly(again)
-    assert without_time(lines(kept)) == without_time(lines(again))
 
 
 def test_the_seed_decides_everything(tiny, run_quietly, tmp_path):

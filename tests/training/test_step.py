@@ -210,8 +210,8 @@ def test_token_losses_by_the_two_times_rule(dtype, shape):
 
 
 @pytest.fixture
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(objective, "_BLOCK_ELEMENTS_CPU", 20)
+def _small_blocks(threshold):
+    threshold(objective, "_BLOCK_ELEMENTS_CPU", 20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

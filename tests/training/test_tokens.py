@@ -67,18 +67,15 @@ def test_documents_are_packed_with_an_end_each(corpus_folder, tmp_path, vocab_si
         assert sizes[tokens].sum() == shard.num_bytes
 
 
-def test_the_tokenizer_learns_from_the_training_split_only(corpus_folder, tmp_path, monkeypatch):
-    seen = []
-
-    def spy(training_texts, *, vocab_size):
-        seen.extend(training_texts)
-        return train_tokenizer(seen, vocab_size=vocab_size)
-
-    monkeypatch.setattr(shards, "train_tokenizer", spy)
+def test_the_tokenizer_learns_from_the_training_split_only(corpus_folder, tmp_path):
     config = TextConfig(path=str(corpus_folder), cache_dir=str(tmp_path), seq_len=16)
     data = prepare_tokens(config, vocab_size=300)
-    assert seen == list(texts(data.corpus.training))
-    assert not set(seen) & set(texts(data.corpus.validation))
+    training, validation = (list(texts(s)) for s in (data.corpus.training, data.corpus.validation))
+    assert not set(training) & set(validation)
+    alone, all_texts = (
+        train_tokenizer(t, vocab_size=300) for t in (training, training + validation)
+    )
+    assert load_tokenizer(data.tokenizer_path).to_str() == alone.to_str() != all_texts.to_str()
 
 
 def test_the_cache_is_used_and_depends_on_text_and_vocabulary(make_corpus, tmp_path):

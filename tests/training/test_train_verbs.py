@@ -173,7 +173,6 @@ def test_words_that_a_sample_has_only_a_part_of_do_not_count():
         (["--run", "nowhere"], "does not exist"),
         (["--run", "x", "--tokens", "0"], "--tokens 0"),
         ([], "no run given"),
-        (["x", "--run", "y"], "two runs given"),
     ],
 )
 def test_report_of_nothing_is_one_line(arguments, text, capsys):

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from pydantic import BaseModel
 
+from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.config.base import FieldError, Location, nearest_name, option_names, shown
 from expertmesh.config.family import FAMILIES, GPT, Family, Recipes, find_family
-from expertmesh.config.run import ParallelConfig, RunConfig
+from expertmesh.config.run import ParallelConfig, RunConfig, with_fitting_warmup
 from expertmesh.errors import ConfigError
 
 
@@ -37,6 +38,7 @@ class _Option:
     is_bool: bool
     is_tuple: bool
     is_optional: bool
+    is_repeated: bool = False  # may be given several times, a value each
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -74,7 +76,7 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     share of the steps, unless `--optim.warmup-steps` is given too.
 
     Args:
-        argv: RECIPE, `--section.field value` in any order, `--dry-run`, `--family module:name`. The recipe may be left out where
+        argv: RECIPE, `--section.field value` in any order, `--dry-run`, `--family module:name`, `--config FILE`. The recipe may be left out where
             a family of the user's own has one only.
         recipes: Functions by name; None: those of the family, or of all families of this package.
 
@@ -82,13 +84,18 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
         ConfigError: Something cannot be understood or breaks a rule; one line that names it and the fix.
         SystemExit: With code 0 after `--help`.
     """
-    given, argv = _family(argv)
+    name, argv = _taken("family", argv)
+    given = None if name is None else find_family(name)
+    file, argv = _taken("config", argv)
     families = FAMILIES.values() if given is None else [given]
     if recipes is None:
         recipes = {n: f for family in families for n, f in family.find_recipes().items()}
-    named = next((word for word in argv if word in recipes), None)
+    from_file, saved = ({}, None) if file is None else read_config_file(file)
+    words_and_saved = [*argv, *([] if saved is None else [saved])]
+    named = next((word for word in words_and_saved if word in recipes), None)
     default = (given or GPT).config() if named is None else recipes[named]()
     words, flags, switches = _split(argv, type(default))
+    words = words or ([] if saved is None else [saved])
     if not words and given is not None and len(recipes) == 1:
         words = list(recipes)
     if "help" in switches:
@@ -101,12 +108,10 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
             f"unexpected word {shown(words[1])!r}; options look like --section.field value"
         )
     default = _recipe(words[0], recipes)()
-    values: dict[str, Any] = {
-        name: _value(option, texts) for name, (option, texts) in flags.items()
-    }
-    steps = values.get("optim.schedule_steps", values.get("train.steps"))
-    if steps is not None and "optim.warmup_steps" not in values:
-        values["optim.warmup_steps"] = _fitting_warmup(default, steps)
+    values = {name: _value(option, texts) for name, (option, texts) in flags.items()}
+    if file is not None:
+        values = flat_values(from_file, list(_options(type(default))), file) | values
+    values = with_fitting_warmup(default, values)
     try:
         family = FAMILIES[default.family] if given is None else given
         config = default.updated(values).model_copy(update={"family": family.name})
@@ -115,20 +120,20 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
         raise as_flag_error(error) from None
 
 
-def _family(argv: Sequence[str]) -> tuple[Family | None, list[str]]:
-    """The family that the words name, if they do, and the other words."""
+def _taken(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of an option that is no part of the configuration, if it is given, and the other words."""
     others, found, words = [], None, iter(argv)
     for word in words:
         spelled, equals, text = word.partition("=")
-        if spelled != "--family":
+        if spelled != f"--{option}":
             others.append(word)
             continue
-        name = text if equals else next(words, "")
-        if not name:
-            raise ConfigError("--family needs a value; write it after the option")
+        value = text if equals else next(words, "")
+        if not value:
+            raise ConfigError(f"--{option} needs a value; write it after the option")
         if found is not None:
-            raise ConfigError("--family is given twice; give it once")
-        found = find_family(name)
+            raise ConfigError(f"--{option} is given twice; give it once")
+        found = value
     return found, others
 
 
@@ -197,6 +202,7 @@ def _train_help_head(recipe: str | None, recipes: Recipes) -> str:
         "",
         "  --dry-run        print the resolved configuration, parameter counts and memory, and stop",
         "  --family NAME    a model family of your own, as module:name (docs/extending.md)",
+        "  --config FILE    values from a YAML file, for example a run's config.json; options beside it win",
     ]
     if recipe is None:
         width = max(map(len, recipes), default=0)
@@ -219,18 +225,6 @@ def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:
     near = difflib.get_close_matches(name, recipes, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ConfigError(f"unknown recipe {shown(name)!r}; {hint}known: {', '.join(recipes)}")
-
-
-def _fitting_warmup(default: RunConfig, steps: object) -> int:
-    warmup, usual_steps = (
-        default.optim.warmup_steps,
-        default.optim.schedule_steps or default.train.steps,
-    )
-    try:
-        wanted = int(str(steps))
-    except ValueError:
-        return warmup  # the configuration refuses the text of `steps` itself
-    return warmup if wanted <= 0 or warmup <= wanted else warmup * wanted // usual_steps
 
 
 def _split(
@@ -261,7 +255,9 @@ def _split(
                 if negated and texts:
                     raise ConfigError(f"{spelled} takes no value; leave {shown(texts[0])!r} out")
                 texts = ["false" if negated else "true"]
-            if option.name in flags:
+            if option.name in flags and option.is_repeated:
+                texts = [*flags[option.name][1], *texts]
+            elif option.name in flags:
                 raise ConfigError(f"{flag_name(option.name)} is given twice; give it once")
             flags[option.name] = (option, texts)
     return words, flags, switches
@@ -279,6 +275,7 @@ def _options(config_type: type[BaseModel], prefix: str = "") -> dict[str, _Optio
                 is_bool=kind is bool,
                 is_tuple=typing.get_origin(kind) is tuple,
                 is_optional=type(None) in typing.get_args(kind),
+                is_repeated=any(typing.get_origin(k) is tuple for k in typing.get_args(kind)),
             )
     return found
 
@@ -298,7 +295,7 @@ def _find(spelled: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
         raise ConfigError(
             f"{spelled} is a section; name a field of it, for example {flag_name(inside[0])}"
         )
-    near = nearest_name(name, ["dry_run", "help", "family", *options])
+    near = nearest_name(name, ["dry_run", "help", "family", "config", *options])
     hint = f"did you mean {flag_name(near)}?" if near else "see expertmesh train --help"
     raise ConfigError(f"unknown option {spelled}; {hint}")
 
@@ -328,6 +325,8 @@ def _value(option: _Option, texts: list[str]) -> Any:
     if option.is_tuple:
         words = [word for text in texts for word in text.split(",") if word]
         return () if [word.lower() for word in words] == ["none"] else tuple(words)
+    if len(texts) > 1:
+        return tuple(texts)
     if option.is_optional and texts[0].lower() == "none":
         return None
     return texts[0]

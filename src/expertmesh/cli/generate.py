@@ -2,6 +2,8 @@
 
 import re
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from expertmesh.cli.flags import OptionParser
@@ -12,12 +14,18 @@ _EXAMPLES = """\
 examples:
   expertmesh generate --run runs/gpt-moe-demo "def main("
   expertmesh generate --run runs/gpt-moe-demo --temperature 0.7 --top-p 0.95 --seed 3 "import os"
-  expertmesh generate --run runs/gpt-moe-demo --greedy --max-tokens 50 "class Test"
+  expertmesh generate --run runs/gpt-moe-demo --greedy --max-tokens 50 "class Test" "def main("
+  expertmesh generate --run runs/gpt-moe-demo --prompt-file prompts.txt
+  expertmesh generate --run runs/gpt-moe-demo --interactive
 """
+
+_NO_PROMPT = (
+    "no prompt; write it last, and -- before one that begins with -: generate --run DIR -- '-x'"
+)
 
 
 def run(argv: list[str]) -> int:
-    """Prints the prompt and its continuation, piece by piece as it is generated, and returns 0.
+    """Prints each prompt and its continuation, a single one piece by piece as it is generated, and returns 0.
 
     Args:
         argv: words after `generate`.
@@ -27,50 +35,74 @@ def run(argv: list[str]) -> int:
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
     options = _parse(argv)
-    _check(options)
-    model, tokenizer, precision = _load(options)
+    prompts = _prompts(options)
+    _, model, tokenizer, precision = load_decoder(options.run, options.device)
     import torch
 
     from expertmesh.data.tokenizer import END_OF_TEXT_ID
-    from expertmesh.infer.engine import generate_text
+    from expertmesh.infer.engine import generate_text, generate_texts
     from expertmesh.infer.sampling import Sampling
+    from expertmesh.models.decoder import EncoderDecoder
 
-    sampling = Sampling(
-        greedy=options.greedy,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
-    pieces = generate_text(
-        model,
-        tokenizer,
-        options.prompt,
-        max_new_tokens=options.max_tokens,
-        sampling=sampling,
-        eos_id=END_OF_TEXT_ID,
-        start_id=END_OF_TEXT_ID,
-    )
-    with torch.no_grad(), precision.autocast():
+    if isinstance(model, EncoderDecoder):
+        raise ConfigError(
+            f"--run {options.run}: the model reads one text and writes another; use expertmesh translate"
+        )
+
+    settings = {
+        "max_new_tokens": options.max_tokens,
+        "sampling": Sampling(
+            greedy=options.greedy,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        ),
+        "eos_id": END_OF_TEXT_ID,
+        "start_id": END_OF_TEXT_ID,
+    }
+
+    def answer(prompt: str, shown: str) -> None:
+        pieces = generate_text(model, tokenizer, prompt, **settings)
         first = next(pieces, "")
         # Only now, so that a failure prints its line alone.
-        _write(options.prompt + first)
+        _write(shown + first)
         for piece in pieces:
             _write(piece)
-    _write("\n")
+        _write("\n")
+
+    with torch.no_grad(), precision.autocast():
+        if options.interactive:
+            for prompt in _asked():
+                try:
+                    answer(prompt, "")
+                except ConfigError as error:
+                    print(f"error: {error}", file=sys.stderr)
+        elif len(prompts) == 1:
+            answer(prompts[0], prompts[0])
+        else:
+            found = generate_texts(model, tokenizer, prompts, **settings)
+            for number, (prompt, one) in enumerate(zip(prompts, found, strict=True), 1):
+                print(f"--- {number}\n{prompt}{one.text}")
     return 0
 
 
 def _parse(argv: list[str]) -> Any:
     """The options; says what to do where a prompt was taken for one."""
     try:
-        return _parser().parse_args(argv)
+        options = _parser().parse_args(argv)
     except ConfigError as error:
-        if "arguments are required: prompt" not in str(error):
+        if not str(error).startswith(f"unknown option {argv[-1]}; see"):
             raise
+        raise ConfigError(_NO_PROMPT) from None
+    ways = [bool(options.prompt), options.prompt_file is not None, options.interactive]
+    if not any(ways):
+        raise ConfigError(_NO_PROMPT)
+    if sum(ways) > 1:
         raise ConfigError(
-            "no prompt; write it last, and -- before one that begins with -: generate --run DIR -- '-x'"
-        ) from None
+            "prompts, --prompt-file and --interactive are three ways to say the same; use one of them"
+        )
+    return options
 
 
 def _parser() -> OptionParser:
@@ -82,7 +114,15 @@ def _parser() -> OptionParser:
         epilog=_EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument("prompt", help="text to continue; - reads it from standard input")
+    parser.add_argument(
+        "prompt",
+        nargs="*",
+        help="text to continue, or several; - alone reads it from standard input",
+    )
+    parser.add_argument("--prompt-file", metavar="FILE", help="a file with a prompt on each line")
+    parser.add_argument(
+        "--interactive", action="store_true", help="ask for prompts until the end of the input"
+    )
     parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
     parser.add_argument(
         "--max-tokens",
@@ -117,34 +157,63 @@ def _parser() -> OptionParser:
     return parser
 
 
-def _check(options: Any) -> None:
-    """What can be refused before anything is loaded."""
+def _prompts(options: Any) -> list[str]:
+    """The texts to continue, checked before anything is loaded; none of an interactive call."""
     try:
-        if options.prompt == "-":
-            options.prompt = sys.stdin.read()
-        options.prompt.encode()
+        if options.prompt_file is not None:
+            path = Path(options.prompt_file).expanduser()
+            prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+            if not prompts:
+                raise ConfigError(f"--prompt-file {path}: has no line; write a prompt on each")
+        else:
+            read = options.prompt == ["-"]
+            prompts = [sys.stdin.read()] if read else options.prompt
+        for prompt in prompts:
+            prompt.encode()
     except UnicodeError:
         raise ConfigError(
             "prompt: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
         ) from None
-    if not options.prompt:
+    if not all(prompts):
         raise ConfigError("prompt='': is empty; give some text to continue")
+    return prompts
 
 
-def _load(options: Any) -> tuple[Any, Any, Any]:
-    """The model with its weights, the tokenizer, and the precision of the run on this machine."""
+def _asked() -> Iterator[str]:
+    """Prompts from standard input, one line each, until it ends; a person is asked for each."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
+    """What generates the text of a run: its task, the model as `Task.decoder` gives it, the tokenizer, and the precision here.
+
+    Args:
+        run_dir: of the run, with a checkpoint.
+        device: that of the command line; None: that of the training.
+
+    Raises:
+        ConfigError: there is no such run or device, or models of its family generate no text.
+        CheckpointError: the run has no usable checkpoint or tokenizer.
+    """
     from expertmesh.training.run_dir import load_run
 
-    found = load_run(options.run)
+    found = load_run(run_dir)
     from expertmesh.data.tokenizer import load_tokenizer
     from expertmesh.training import state
 
-    tokenizer = load_tokenizer(found.path / "tokenizer.json")
-    precision = _precision(found, options.device)
+    tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
+    precision = _precision(found, device)
     task = found.family.open_task(found.config)
     model = task.build(device=precision.device, dtype=precision.master_dtype)
     state.load_weights(found.checkpoint, model)
-    return task.decoder(model.eval()), tokenizer, precision
+    return task, task.decoder(model.eval()), tokenizer, precision
 
 
 def _precision(found: Any, device: str | None) -> Any:

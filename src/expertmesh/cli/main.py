@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from expertmesh.cli.launched import leave, tell_launcher
 from expertmesh.cli.news import silence_output
+from expertmesh.cli.program import spell_program
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import (
     CheckpointError,
@@ -37,6 +38,18 @@ def _train(argv: list[str]) -> int:
 
 def _generate(argv: list[str]) -> int:
     from expertmesh.cli.generate import run
+
+    return run(argv)
+
+
+def _translate(argv: list[str]) -> int:
+    from expertmesh.cli.translate import run
+
+    return run(argv)
+
+
+def _data(argv: list[str]) -> int:
+    from expertmesh.cli.data import run
 
     return run(argv)
 
@@ -68,11 +81,16 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         _generate,
         'continue a text:              expertmesh generate --run runs/demo "def main"',
     ),
+    "translate": (
+        _translate,
+        'translate a text:             expertmesh translate --run runs/translate-multi30k --to de "a dog"',
+    ),
     "report": (_report, "summarise a run:              expertmesh report runs/demo"),
     "export": (
         _export,
         "weights as one file:          expertmesh export runs/demo --output demo.safetensors",
     ),
+    "data": (_data, "make parallel text:           expertmesh data lohelp --packages debs/"),
     "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
 }
 
@@ -187,9 +205,24 @@ def _report_error(error: Exception) -> int:
         return _fail(spell_options(str(error)), 2 if isinstance(error, ConfigError) else 1)
     if isinstance(error, OSError) and error.errno is not None:
         return _fail(_os_error_text(error), 1)
+    if (needs := _out_of_memory(error)) is not None:
+        from expertmesh.cli.flags import spell_options
+
+        return _fail(spell_options(needs), 1)
     return _fail(
         f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1
     )
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """What to say where there was no memory, of a GPU or of the machine; None: it was something else. Without importing torch."""
+    text = str(error)
+    fix = "lower train.micro_batch_size, use train.activation_checkpointing, or see --dry-run for the parts"
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"the GPU is out of memory ({text.partition('. ')[2].partition('. ')[0] or text}); {fix}"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
+        return f"this machine is out of memory; {fix}"
+    return None
 
 
 def _os_error_text(error: OSError) -> str:
@@ -210,7 +243,7 @@ def _os_error_text(error: OSError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    line = "error: " + " ".join(message.split())
+    line = "error: " + spell_program(" ".join(message.split()))
     with suppress(OSError):  # nobody reads, but the exit code tells
         print(line, file=sys.stderr, flush=True)
     tell_launcher(line)

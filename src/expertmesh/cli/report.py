@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.flags import OptionParser, chosen_run
+from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.news import told_of_data
 from expertmesh.cli.samples import measure, prompts_of, sample
 from expertmesh.config.family import GPT, Family
@@ -37,8 +37,13 @@ def run(argv: list[str]) -> int:
         description="Summarises a run: its learning curve, its measure beside a simple baseline, and samples.",
         epilog="exit code: 0; 1 with --check unless the model is better than the baseline; 2 for a mistake",
     )
-    parser.add_argument("folder", nargs="?", metavar="RUN", help="run directory")
-    parser.add_argument("--run", metavar="RUN", help="the same")
+    parser.add_argument(
+        "folders", nargs="*", metavar="RUN", help="run directory; several are compared"
+    )
+    parser.add_argument("--run", action="append", default=[], metavar="RUN", help="the same")
+    parser.add_argument(
+        "--page", metavar="FILE", help="the HTML page (report.html in the first run's directory)"
+    )
     parser.add_argument("--family", help="of a run of your own family: module:name")
     parser.add_argument("--samples", type=int, default=8, help="continuations to sample (8)")
     parser.add_argument(
@@ -56,15 +61,35 @@ def run(argv: list[str]) -> int:
             f"--samples {options.samples} --tokens {options.tokens} --temperature {options.temperature}: "
             "must be at least 0, 1 and 0; change them"
         )
+    options.run = [*options.folders, *options.run]
+    if not options.run:
+        raise ConfigError(
+            f"no run given; write one: {parser.prog} runs/demo (see {parser.prog} --help)"
+        )
+    _write_page(options)  # first, for runs without a checkpoint have one, too
     with told_of_data():
-        return _report(options, chosen_run(options.folder, options.run, parser.prog))
+        return max([_report(options, run) for run in options.run])
+
+
+def _write_page(options: Any) -> None:
+    """The page, or one line that says why there is none: the summary was the answer."""
+    from expertmesh.reporting.page import find_plotly, report
+
+    try:
+        find_plotly()
+    except ConfigError as error:
+        if options.page is not None:
+            raise
+        print(f"no page: {error}")
+        return
+    print(f"page: {report(*options.run, page=options.page)}")
 
 
 def _report(options: Any, run: str) -> int:
     from expertmesh.config.family import find_family
-    from expertmesh.training.checkpoint import read_state
     from expertmesh.training.metrics import read_metrics
     from expertmesh.training.run_dir import RunDir, load_run
+    from expertmesh.training.state import read_run_state
 
     given = None if options.family is None else find_family(options.family)
     folder = RunDir(run)
@@ -79,7 +104,7 @@ def _report(options: Any, run: str) -> int:
     task: Task = family.open_task(found.config)
     model = _load_model(found, task)
     print(curve_table(metrics, family))
-    step = read_state(found.checkpoint)["step"]
+    step = read_run_state(found.checkpoint)["step"]
     print(f"\nthe newest checkpoint is of step {step:,}")
     data, missing = _find_data(found, task)
     is_better = _print_measures(found, task, model, data, metrics, step)
@@ -115,12 +140,11 @@ def _load_model(found: "Run", task: "Task") -> "nn.Module":
 
 def _find_data(found: "Run", task: "Task") -> "tuple[Data | None, str | None]":
     """The data of the run, or why they are not there: moved, or changed."""
-    from expertmesh.training.checkpoint import read_state
-    from expertmesh.training.state import check_same_data
+    from expertmesh.training.state import check_same_data, read_run_state
 
     try:
         data = task.prepare()
-        check_same_data(read_state(found.checkpoint)["data_key"], data, where=found.checkpoint)
+        check_same_data(read_run_state(found.checkpoint)["data_key"], data, where=found.checkpoint)
     except ConfigError as error:
         return None, str(error)
     return data, None

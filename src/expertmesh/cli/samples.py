@@ -99,7 +99,7 @@ def sample(
 
     if not prompts:
         return []
-    tokenizer = load_tokenizer(found.path / "tokenizer.json")
+    tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
     sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
     prompt_ids = [[END_OF_TEXT_ID, *tokenizer.encode(p).ids] for p in prompts]
     longest = max(map(len, prompt_ids))

@@ -7,6 +7,7 @@ from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import silence_output, told_of_data
+from expertmesh.cli.program import program
 from expertmesh.config.base import launched_rank
 from expertmesh.config.family import Family
 from expertmesh.config.run import ParallelConfig, RunConfig
@@ -130,7 +131,7 @@ def summary(result: "TrainResult", family: Family) -> str:
         lines.append(f"{result.skipped_steps} steps were skipped (not finite)")
     if result.checkpoint is not None:
         lines.append(f"checkpoint: {result.checkpoint}")
-        lines.append(f"try: expertmesh report --run {result.run_dir}")
+        lines.append(f"try: {program()} report {result.run_dir}")
     return "\n".join(lines)
 
 

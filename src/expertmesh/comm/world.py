@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import debug
 
 from expertmesh.comm.collectives import start_all_gather
 from expertmesh.comm.group import RankGroup, Traffic, wait_for
@@ -124,11 +123,14 @@ class World:
         made, self._made = self._made, []
         for group in made:
             dist.destroy_process_group(group)
-        self._groups, self._meshes = {}, {}
-        # DTensor keeps results of its operators by mesh, and an equal mesh of another world has other groups.
-        clear = getattr(debug, "_clear_sharding_prop_cache", None)
-        if clear is not None:
-            clear()
+        meshes, self._groups, self._meshes = self._meshes, {}, {}
+        if meshes:
+            from torch.distributed.tensor import debug  # here, because it imports torch's compiler
+
+            # DTensor keeps results of its operators by mesh, and an equal mesh of another world has other groups.
+            clear = getattr(debug, "_clear_sharding_prop_cache", None)
+            if clear is not None:
+                clear()
 
     def mesh(self, shape: Sequence[int], names: Sequence[str], order: Sequence[int]) -> DeviceMesh:
         """A device mesh over all ranks; every rank must ask for it.

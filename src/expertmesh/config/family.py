@@ -14,6 +14,7 @@ from typing import Any
 from expertmesh.config.base import nearest_name
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.run import RunConfig
+from expertmesh.config.seq2seq import Seq2SeqRunConfig
 from expertmesh.errors import ConfigError
 
 Recipes = Mapping[str, Callable[[], RunConfig]]
@@ -115,7 +116,18 @@ GPT = Family(
     files=("tokenizer.json",),
 )
 
-FAMILIES = {family.name: family for family in (GPT,)}
+SEQ2SEQ = Family(
+    name="seq2seq",
+    task="expertmesh.models.seq2seq.task:Seq2SeqTask",
+    config=Seq2SeqRunConfig,
+    recipes="expertmesh.recipes.translation:RECIPES",
+    items="tokens",
+    metric=Metric("loss", "nats per target token", "nats/token"),
+    free=("model.moe.backend",),
+    files=("tokenizer.json",),
+)
+
+FAMILIES = {family.name: family for family in (GPT, SEQ2SEQ)}
 """The families of this package by name."""
 
 

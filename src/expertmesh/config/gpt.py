@@ -1,7 +1,6 @@
 """The complete configuration of a training run of a GPT on text."""
 
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -20,19 +19,6 @@ class GPTRunConfig(RunConfig):
     """Family of the model: gpt, or module:name of your own."""
     model: ModelConfig = ModelConfig()
     data: TextConfig = TextConfig()
-
-    def updated(self, changes: Mapping[str, Any]) -> Self:
-        """A validated copy with some values replaced; with the experts goes what a recipe said of them.
-
-        Args:
-            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`.
-
-        Raises:
-            ConfigError: A name is unknown or a value breaks a rule.
-        """
-        if changes.get("model.moe.num_experts", None) == ():
-            changes = {"model.moe": {}, **changes}
-        return super().updated(changes)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -37,7 +37,7 @@ class MoEConfig(LayerChoices):
 class ModelConfig(Config):
     """A GPT: RMSNorm, RoPE, grouped-query attention, and MoE in every n-th layer."""
 
-    vocab_size: int = Field(default=4096, gt=0)
+    vocab_size: int = Field(default=4096, gt=0, lt=2**31)
     """Tokens in the vocabulary (V)."""
     max_seq_len: int = Field(default=256, gt=0)
     """Longest sequence (S)."""

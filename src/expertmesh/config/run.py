@@ -1,6 +1,7 @@
 """The configuration of a training run of any model, in sections that are also the command line's."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -195,8 +196,59 @@ class ParallelConfig(Config):
         return self
 
 
+class DistillConfig(Config):
+    """A teacher whose predictions a run learns beside the data (Hinton et al. 2015), staged as Mixture-of-Students is."""
+
+    teacher: str | None = None
+    """Run directory of the teacher: a run of the same family, vocabulary and data; none: no teacher."""
+    beta: float = Field(default=1.0, gt=0)
+    """Weight of the divergence from the teacher beside the loss of the data."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Logits of both are divided by it, and the divergence is multiplied by its square."""
+    until: float = Field(default=1.0, gt=0, le=1)
+    """Share of the schedule's steps after which the teacher is silent."""
+    decay: Literal["stop", "linear"] = "stop"
+    """Until then: the whole weight (stop), or a line from it down to zero (linear)."""
+    init_from_teacher: bool = False
+    """Start from the teacher's weights: of each layer, those of the nearest layer of the same shape."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_not_empty("teacher", self.teacher)
+        if self.teacher is None and refuses_idle_options():
+            for name, field in type(self).model_fields.items():
+                if getattr(self, name) != field.default:
+                    raise FieldError(
+                        name,
+                        getattr(self, name),
+                        "has no effect without a teacher",
+                        "leave it out, or give distill.teacher",
+                    )
+        return self
+
+    def weight(self, step: int, *, total_steps: int) -> float:
+        """Weight of the divergence in a step, counted from 0; 0 where the teacher is silent, or there is none."""
+        end = self.until * total_steps
+        if self.teacher is None or step >= end:
+            return 0.0
+        return self.beta * (1.0 - step / end) if self.decay == "linear" else self.beta
+
+
 class RunConfig(Config):
-    """Everything that defines a training run. A family of models has a subclass with a model and data of its own."""
+    """Everything that defines a training run. A family of models has a subclass with a model and data of its own.
+
+    Sections may be given as dictionaries. `updated` makes a changed copy, by dotted names. A run of a GPT on text is a
+    `expertmesh.config.gpt.GPTRunConfig`, which `expertmesh.recipe` returns.
+
+    Raises:
+        ConfigError: a name is unknown or a value breaks a rule.
+
+    Example:
+        >>> config = em.RunConfig(train={"steps": 100, "run_dir": "runs/mine"})
+        >>> longer = config.updated({"train.steps": 200, "optim.lr": 3e-4})
+        >>> longer.train.steps
+        200
+    """
 
     family: str = ""
     """Family of the model: gpt, or module:name of your own."""
@@ -207,10 +259,29 @@ class RunConfig(Config):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
+    distill: DistillConfig = DistillConfig()
+
+    def updated(self, changes: Mapping[str, Any]) -> Self:
+        """A validated copy with some values replaced; with the experts goes what a recipe said of them.
+
+        Args:
+            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`.
+
+        Raises:
+            ConfigError: A name is unknown or a value breaks a rule.
+        """
+        if changes.get("model.moe.num_experts", None) == ():
+            changes = {"model.moe": {}, **changes}
+        return super().updated(changes)
+
+    @property
+    def total_schedule_steps(self) -> int:
+        """Steps that schedules span."""
+        return self.optim.schedule_steps or self.train.steps
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        schedule_steps = self.optim.schedule_steps or self.train.steps
+        schedule_steps = self.total_schedule_steps
         if self.optim.warmup_steps > schedule_steps:
             raise FieldError(
                 ("optim", "warmup_steps"),
@@ -219,3 +290,26 @@ class RunConfig(Config):
                 "lower it, or raise train.steps",
             )
         return self
+
+
+def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes to a recipe, and its warm-up shortened where it would not fit into fewer steps any more.
+
+    Args:
+        default: the recipe.
+        changes: new values by dotted name. A warm-up among them is kept as it is.
+
+    Returns:
+        The changes; where the steps are too few for the recipe's warm-up, with one of the same share of the steps.
+    """
+    steps = changes.get("optim.schedule_steps", changes.get("train.steps"))
+    warmup = default.optim.warmup_steps
+    if steps is None or "optim.warmup_steps" in changes:
+        return dict(changes)
+    try:
+        wanted = int(str(steps))
+    except ValueError:
+        return dict(changes)  # the configuration refuses the text of `steps` itself
+    if wanted > 0 and warmup > wanted:
+        warmup = warmup * wanted // (default.optim.schedule_steps or default.train.steps)
+    return {**changes, "optim.warmup_steps": warmup}

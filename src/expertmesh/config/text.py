@@ -1,5 +1,7 @@
 """Options of text data."""
 
+import re
+from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -11,8 +13,10 @@ from expertmesh.config.run import check_not_empty
 class TextConfig(Config):
     """Where the text comes from and how it becomes token sequences."""
 
-    path: str | None = None
-    """Text file or folder; none: the source of the running Python's standard library."""
+    path: str | tuple[str, ...] | None = None
+    """Text file (.txt, .jsonl with a "text" field, .parquet, .gz, .zst, ...), folder or pattern; repeated for several, PATH:2 to use one twice per epoch; none: the source of Python's standard library."""
+    tokenizer: str | None = None
+    """The tokenizer.json with which Megatron's .bin and .idx files were made; they become text again."""
     dataset: str | None = None
     """Name of a Hugging Face dataset (needs the 'train' extra); its 'text' column is used."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
@@ -26,8 +30,21 @@ class TextConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("path", "dataset", "cache_dir"):
+        for name in ("dataset", "cache_dir", "tokenizer"):
             check_not_empty(name, getattr(self, name))
+        paths = (self.path,) if isinstance(self.path, str) else self.path or ()
+        for path in paths:
+            check_not_empty("path", path)
+        if self.path == ():
+            raise FieldError("path", self.path, "must name a text", "leave it out, or name one")
+        names_tokens = any(re.search(r"\.bin(:[0-9.]+)?$|[*?\[]", p) for p in paths)
+        if self.tokenizer is not None and not (names_tokens or any(map(_is_folder, paths))):
+            raise FieldError(
+                "tokenizer",
+                self.tokenizer,
+                "is that of .bin files, and data.path names none",
+                "leave it out: a tokenizer is trained on the text",
+            )
         if self.path is not None and self.dataset is not None:
             raise FieldError(
                 "dataset",
@@ -36,3 +53,7 @@ class TextConfig(Config):
                 "give only one of the two",
             )
         return self
+
+
+def _is_folder(path: str) -> bool:
+    return Path(path).expanduser().is_dir()

@@ -6,6 +6,7 @@ packed files that are cut), so a corpus may be larger than memory.
 
 import hashlib
 import importlib.util
+import math
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +25,9 @@ from expertmesh.data.files import (
     is_packed,
     printable,
 )
+from expertmesh.data.formats import is_companion, rows_of
 from expertmesh.data.news import Progress
+from expertmesh.data.paths import find_paths
 from expertmesh.errors import ConfigError
 
 _PIECE_BYTES = 65_536
@@ -122,6 +125,7 @@ def load_corpus(config: TextConfig) -> Corpus:
     notes = _note_of_split(training, validation, config)
     if left_out.total:
         notes.append(f"{_option(config)}: {left_out.total} files are left out: {left_out}")
+    training = _weighted(training, config)
     digest = hashlib.sha256()
     for side in (training, validation):
         digest.update(f"{len(side)}\n".encode())
@@ -208,20 +212,53 @@ def _candidates(config: TextConfig) -> tuple[str, list[Candidate], LeftOut]:
         # These documents are always whole, so that a program is on one side.
         files = [path for path in find_files(root, follow_links=False)[0] if path.suffix == ".py"]
         return "the source of Python's standard library", _whole(root, files), LeftOut()
-    path = Path(config.path).expanduser()
-    if not path.exists():
-        raise ConfigError(f"{_option(config)}: does not exist; give a text file or a folder")
+    places = find_paths(config.path)
+    if len(places) == 1:
+        return str(places[0].path), *_of_path(places[0].path, config)
+    candidates, left_out = [], LeftOut()
+    for number, (path, _) in enumerate(places):
+        found, without = _of_path(path, config)
+        left_out.add_all(without)
+        candidates += [Candidate(f"{number}:{name}", read) for name, read in found]
+    return f"{len(places)} places from {places[0].path}", candidates, left_out
+
+
+def _of_path(path: Path, config: TextConfig) -> tuple[list[Candidate], LeftOut]:
+    """The documents of a file or a folder."""
     if not path.is_dir():
-        check_is_file(path, _option(config))
-        return str(path), _of_one_file(path, config), LeftOut()
+        check_is_file(path, f"data.path={printable(str(path))}")
+        return _of_one_file(path, config), LeftOut()
     found, left_out = find_files(path)
     found = [p for p in found if not any(part.startswith(".") for part in p.parts)]
+    found = [p for p in found if not is_companion(path / p)]
     if not found:
         why = f" ({left_out})" if left_out.total else ""
         raise ConfigError(f"{_option(config)}: the folder has no files{why}; give text files")
     if len(found) == 1 and not left_out.total:
-        return str(path), _of_one_file(path / found[0], config), left_out
-    return str(path), list(_of_folder(path, found, config, left_out)), left_out
+        return _of_one_file(path / found[0], config), left_out
+    return list(_of_folder(path, found, config, left_out)), left_out
+
+
+def _weighted(training: Sequence[Document], config: TextConfig) -> list[Document]:
+    """Training documents as often as their places' weights say, the fraction of a weight by a hash of the name."""
+    if config.path is None or config.dataset is not None:
+        return list(training)
+    weights = [place.weight for place in find_paths(config.path)]
+    if len(weights) == 1:
+        return list(training)
+    copies: list[list[Document]] = [[] for _ in range(math.ceil(max(weights)))]
+    for document in training:
+        weight = weights[int(document.name.partition(":")[0])]
+        chance = _hash("weight", document.name) / 2**64
+        for number in range(int(weight) + (chance < weight % 1)):
+            copies[number].append(document)
+    return [document for one in copies for document in one]
+
+
+def _rows(path: Path, name: str, config: TextConfig) -> list[Candidate] | None:
+    """The texts of a file that holds many; None: it is one text."""
+    rows = rows_of(path, tokenizer=config.tokenizer)
+    return None if rows is None else [Candidate(f"{name}#{i:09d}", r) for i, r in enumerate(rows)]
 
 
 def _whole(root: Path, found: Iterable[Path]) -> list[Candidate]:
@@ -231,6 +268,9 @@ def _whole(root: Path, found: Iterable[Path]) -> list[Candidate]:
 def _of_one_file(path: Path, config: TextConfig) -> list[Candidate]:
     """A single file as many documents; what is wrong with it is the user's business."""
     try:
+        rows = _rows(path, path.name, config)
+        if rows is not None:
+            return rows
         size = TextFile(path).num_bytes()
         pieces = _pieces(path, path.name, _piece_bytes(size, config))
     except OSError as error:
@@ -249,6 +289,10 @@ def _of_folder(
     sizes = {}
     for path in found:
         try:
+            rows = _rows(root / path, path.as_posix(), config)
+            if rows is not None:
+                yield from rows
+                continue
             sizes[path] = TextFile(root / path).num_bytes()
         except OSError as error:
             left_out.add(f"{NOT_READABLE}, {error.strerror or error}", path.as_posix())
@@ -302,7 +346,7 @@ class _Constant:
 def _dataset(name: str) -> list[Candidate]:
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
-            f"data.dataset={name}: needs the package 'datasets'; install it with: pip install 'expertmesh[train]'"
+            f"data.dataset={name}: needs the package 'datasets'; install it with: pip install datasets"
         )
     import datasets
 
@@ -350,4 +394,5 @@ def _hash(purpose: str, name: str) -> int:
 def _option(config: TextConfig) -> str:
     if config.dataset is not None:
         return f"data.dataset={config.dataset}"
-    return f"data.path={'none' if config.path is None else printable(config.path)}"
+    paths = (config.path,) if isinstance(config.path, str) else config.path or ("none",)
+    return f"data.path={printable(' '.join(paths))}"

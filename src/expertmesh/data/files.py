@@ -5,6 +5,8 @@ for their bytes.
 """
 
 import gzip
+import importlib.util
+import io
 import os
 import zlib
 from collections import Counter
@@ -18,8 +20,20 @@ from expertmesh.errors import ConfigError
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _BLOCK = 1 << 20
 
+
+def _open_zst(path: Path) -> BinaryIO:
+    if importlib.util.find_spec("zstandard") is None:
+        raise ConfigError(
+            f"data.path={path}: needs the package 'zstandard'; install it with: pip install zstandard"
+        )
+    import zstandard
+
+    return cast("BinaryIO", io.BufferedReader(zstandard.open(path, "rb")))
+
+
 UNPACKERS: dict[str, Callable[[Path], BinaryIO]] = {
     ".gz": lambda path: cast("BinaryIO", gzip.GzipFile(path)),
+    ".zst": _open_zst,
 }
 """Opens a file of each ending as the bytes that are packed in it."""
 
@@ -40,6 +54,11 @@ class LeftOut:
         """One more."""
         self.counts[reason] += 1
         self.examples.setdefault(reason, name)
+
+    def add_all(self, others: "LeftOut") -> None:
+        """Those of another place, too."""
+        self.counts += others.counts
+        self.examples = {**others.examples, **self.examples}
 
     @property
     def total(self) -> int:

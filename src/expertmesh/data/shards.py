@@ -190,7 +190,9 @@ def _build(corpus: Corpus, folder: Path, *, vocab_size: int) -> None:
     partial.mkdir()
     try:
         _log.info("learning a tokenizer of %d tokens", vocab_size, extra={"is_progress": True})
-        tokenizer = train_tokenizer(texts(corpus.training), vocab_size=vocab_size)
+        # No text has more merges than bytes, and the trainer sets memory aside for all that it is told of.
+        most = 257 + sum(document.num_bytes for document in corpus.training)
+        tokenizer = train_tokenizer(texts(corpus.training), vocab_size=min(vocab_size, most))
         (partial / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         # Encode with what was saved, which is what everybody will use.
         tokenizer = load_tokenizer(partial / "tokenizer.json")

@@ -1,6 +1,6 @@
 """Byte-level BPE (Radford et al. 2019, 2.2; Sennrich et al. 2016), trained on the training split only."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,22 +15,25 @@ TRAINING_BYTES = 16_000_000
 """The merges are learned from about so many bytes of the training split; more changes little."""
 
 
-def train_tokenizer(training_texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+def train_tokenizer(
+    training_texts: Iterable[str], *, vocab_size: int, marks: Sequence[str] = ()
+) -> Tokenizer:
     """Learn the merges.
 
     Args:
         training_texts: documents of the training split; about the first `TRAINING_BYTES` characters are used.
-        vocab_size: tokens at most, at least 257: the 256 bytes and the end of text.
+        vocab_size: tokens at most, at least 257 and the marks: the 256 bytes and the end of text.
+        marks: more tokens that no text becomes; their ids are 1, 2, ...
 
     Returns:
-        A tokenizer that encodes any text without loss and treats `END_OF_TEXT` in a text as text.
+        A tokenizer that encodes any text without loss and treats `END_OF_TEXT` and the marks in a text as text.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *marks],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -39,11 +42,15 @@ def train_tokenizer(training_texts: Iterable[str], *, vocab_size: int) -> Tokeni
     return tokenizer
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
     """Read a tokenizer that a run saved.
 
+    Args:
+        path: the file.
+        vocab_size: V of the run's model; None: not known.
+
     Raises:
-        CheckpointError: the file is missing or damaged.
+        CheckpointError: the file is missing or damaged, or of a model with a larger vocabulary.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -52,6 +59,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise CheckpointError(
             f"{path}: is not a readable tokenizer ({reason}); restore the file or train again"
         ) from None
+    if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
+        raise CheckpointError(
+            f"{path}: has {tokenizer.get_vocab_size()} tokens and the model {vocab_size}; it is of another run: restore the file from"
+            " a copy"
+        )
     # Not in the file: without it a text that quotes the end-of-text token would become that token.
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -65,11 +77,12 @@ def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
         vocab_size: V of the model, at least the tokenizer's.
 
     Returns:
-        (V,) int64; 0 for the end of text and for ids without a token.
+        (V,) int64; 0 for the end of text, for marks and for ids without a token.
     """
     sizes = np.zeros(vocab_size, dtype=np.int64)
+    marks = tokenizer.get_added_tokens_decoder()
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token != END_OF_TEXT:
+        if token_id not in marks:
             sizes[token_id] = len(
                 token
             )  # A byte-level vocabulary writes each byte as one character.

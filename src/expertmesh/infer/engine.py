@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -69,6 +69,56 @@ def generate_text(
     return _text_pieces(ids, TextStream(tokenizer))
 
 
+class Continuation(NamedTuple):
+    """What a model went on with.
+
+    Attributes:
+        text: of the new tokens.
+        ids: prompt, its start token included, and new tokens.
+        is_cut: whether it ended at its length, not at the end of the text.
+    """
+
+    text: str
+    ids: list[int]
+    is_cut: bool
+
+
+def generate_texts(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int | None = None,
+    sampling: Sampling | None = None,
+    eos_id: int | None = None,
+    start_id: int | None = None,
+) -> list[Continuation]:
+    """Continue several texts together; arguments and errors as `generate_text` has them.
+
+    Returns:
+        One continuation for each prompt, in their order.
+    """
+    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    if start_id is not None:
+        ids = [[start_id, *one] if one else one for one in ids]
+    new: list[list[int]] = [[] for _ in ids]
+    is_cut = [True] * len(ids)
+    steps = generate_batch(
+        model, ids, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id
+    )
+    for step in steps:
+        for place, token_id in enumerate(step):
+            if token_id is None:
+                is_cut[place] = False
+            else:
+                new[place].append(token_id)
+    texts = ["".join(_text_pieces(iter(one), TextStream(tokenizer))) for one in new]
+    return [
+        Continuation(text, [*start, *one], cut)
+        for text, start, one, cut in zip(texts, ids, new, is_cut, strict=True)
+    ]
+
+
 def _text_pieces(ids: Iterator[int], stream: TextStream) -> Iterator[str]:
     for token_id in ids:
         piece = stream.feed(token_id)
@@ -115,14 +165,19 @@ def generate_batch(
     if not prompts:
         raise ConfigError("prompts=[]: there is nothing to continue; give at least one prompt")
     _check_ids(model, prompts, what="prompt")
-    _check_sources(model, sources, num_prompts=len(prompts))
-    new_tokens = _room(model, prompts, max_new_tokens=max_new_tokens)
+    check_sources(model, sources, num_prompts=len(prompts))
+    new_tokens = check_room(model, prompts, max_new_tokens=max_new_tokens)
     return _steps(model, prompts, sources, new_tokens=new_tokens, sampling=sampling, eos_id=eos_id)
 
 
-def _check_sources(
+def check_sources(
     model: CausalLM, sources: Sequence[Sequence[int]] | None, *, num_prompts: int
 ) -> None:
+    """Whether the model reads sources, and can read these, one per prompt.
+
+    Raises:
+        ConfigError: it does not, or cannot.
+    """
     if not isinstance(model, EncoderDecoder):
         if sources is not None:
             raise ConfigError(
@@ -153,8 +208,14 @@ def _check_ids(model: CausalLM, prompts: Sequence[Sequence[int]], *, what: str) 
             )
 
 
-def _room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None) -> int:
-    """The number of new tokens, checked against the longest prompt."""
+def check_room(
+    model: CausalLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None
+) -> int:
+    """The number of new tokens, checked against the longest prompt.
+
+    Raises:
+        ConfigError: they do not fit the model's longest sequence.
+    """
     limit, longest = model.max_seq_len, max(len(prompt) for prompt in prompts)
     if longest >= limit:
         raise ConfigError(
@@ -193,9 +254,9 @@ def _steps(
             cache = model.new_cache(batch_size=len(prompts), max_len=max_len)
             if isinstance(model, EncoderDecoder) and sources is not None:
                 source_BS, source_mask_BS = pad_right(sources, device=device)
-                with _evaluating(model):
+                with evaluating(model):
                     model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
-        with _evaluating(model):
+        with evaluating(model):
             logits_BV = model.next_logits(ids_BS, token_mask_BS=token_mask_BS, cache=cache)
         if not torch.isfinite(logits_BV).all():
             raise CheckpointError(
@@ -256,7 +317,7 @@ def _padded(
 
 
 @contextmanager
-def _evaluating(model: CausalLM) -> Iterator[None]:
+def evaluating(model: CausalLM) -> Iterator[None]:
     """Evaluation mode without gradients; the mode before is put back."""
     was_training = model.training
     if was_training:

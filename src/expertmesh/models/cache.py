@@ -1,10 +1,35 @@
 """A preallocated key-value cache: what attention keeps of the tokens it has seen."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
+
+
+class CachedModel(Protocol):
+    """What a cache needs to know of a model's configuration."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with keys and values of their own."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads of each."""
+        ...
+
+    @property
+    def head_size(self) -> int:
+        """Size of a head."""
+        ...
 
 
 class KVCache:
@@ -28,7 +53,7 @@ class KVCache:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: CachedModel,
         *,
         batch_size: int,
         max_len: int | None = None,
@@ -54,6 +79,28 @@ class KVCache:
     def num_bytes(self) -> int:
         """Memory of keys and values."""
         return 2 * self._k.numel() * self._k.element_size()
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences."""
+        return self._k.shape[1]
+
+    def select(self, rows_B: Tensor) -> None:
+        """Go on with other rows: row i becomes a copy of what row rows_B[i] was.
+
+        Args:
+            rows_B: (new batch size,) int64, each any number of times.
+        """
+        seen = self.length
+        shape = (self._k.shape[0], len(rows_B), *self._k.shape[2:])
+        is_smaller_or_larger = len(rows_B) != self.batch_size
+        for name in ("_k", "_v"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(shape) if is_smaller_or_larger else old
+            new[:, :, :, :seen] = old[:, rows_B, :, :seen]
+            setattr(self, name, new)
+        if self._is_token_BS is not None:
+            self._is_token_BS = self._is_token_BS[rows_B]
 
     def begin(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None

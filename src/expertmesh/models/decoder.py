@@ -3,7 +3,7 @@
 `expertmesh.infer.engine` decodes anything that has these attributes; `Task.decoder` of a family returns one.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,35 @@ class DecodingCache(Protocol):
 
     length: int
     """Tokens of every sequence so far, padding included."""
+
+
+@runtime_checkable
+class BeamCache(DecodingCache, Protocol):
+    """A cache whose rows can go on from one another, for beam search."""
+
+    def branch(self, num_beams: int) -> None:
+        """Every row becomes so many neighbouring rows."""
+        ...
+
+    def reorder(self, rows_R: Tensor) -> None:
+        """Row i goes on from what row rows_R[i] was, a row of the same `branch`; (rows,) int64."""
+        ...
+
+
+class Translation(NamedTuple):
+    """How a text is handed to an encoder-decoder to be written in another language.
+
+    Attributes:
+        before: ids in front of the text's tokens.
+        after: ids behind them.
+        start: ids that every output begins with.
+        end_id: that every output ends with.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    start: tuple[int, ...]
+    end_id: int
 
 
 @runtime_checkable

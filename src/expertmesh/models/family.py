@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.decoder import CausalLM
+from expertmesh.models.decoder import CausalLM, Translation
 from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.apply import degrees_of, parallelize
 from expertmesh.parallel.ranks import Ranks
@@ -110,9 +110,20 @@ class Task(ABC):
     """
 
     config: Any
+    has_lessons = False
+    """Whether `loss` listens to a teacher."""
+    teacher: nn.Module | None = None
+    """A model of the family in evaluation mode, placed as the model is, where distill.teacher names one."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
+
+    def lesson_weight(self, step: int) -> float:
+        """Weight of what the teacher says in a step; 0: it need not be asked."""
+        config: RunConfig = self.config
+        if self.teacher is None:
+            return 0.0
+        return config.distill.weight(step, total_steps=config.total_schedule_steps)
 
     @abstractmethod
     def prepare(self) -> Data:
@@ -202,6 +213,20 @@ class Task(ABC):
         """
         raise ConfigError(
             f"family {self.config.family}: its models generate no text; use one that does, for example gpt"
+        )
+
+    def translation(self, tokenizer: Any, *, to: str) -> Translation:
+        """How a text is handed to the `decoder`, which is an encoder-decoder, to be translated.
+
+        Args:
+            tokenizer: of the run.
+            to: language that is wanted.
+
+        Raises:
+            ConfigError: models of this family translate nothing (so here), or not into this language.
+        """
+        raise ConfigError(
+            f"family {self.config.family}: its models translate nothing; use one that does, for example seq2seq"
         )
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy of the next token for language models."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +14,32 @@ _BLOCK_ELEMENTS_CPU = 1 << 18
 _BLOCK_ELEMENTS_GPU = 1 << 28
 
 
+class Lesson(NamedTuple):
+    """What a teacher says of the same tokens.
+
+    Attributes:
+        logits_BSV: (B, S, V), any floating dtype, without gradient.
+        weight: beta, of the divergence beside the loss of the data.
+        temperature: T.
+    """
+
+    logits_BSV: Tensor
+    weight: float
+    temperature: float
+
+
 def token_losses(
-    logits_BSV: Tensor, targets_BS: Tensor, *, overwrite_logits: bool = False
+    logits_BSV: Tensor,
+    targets_BS: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    lesson: Lesson | None = None,
+    overwrite_logits: bool = False,
 ) -> Tensor:
     """Cross-entropy of every token in nats: log sum_v exp(z_v) - z_target.
+
+    With label smoothing s, z_target becomes (1 - s) z_target + s mean_v z_v (Szegedy et al. 2016, section 7). With a lesson of
+    logits t, beta T^2 KL(softmax(t / T) || softmax(z / T)) is added (Hinton et al. 2015, section 2).
 
     Computed in FP32 (FP64 for FP64 logits) over a few rows at a time, forward and backward, so that no copy of the
     logits in FP32 is made, and on a CPU the rows stay in its cache.
@@ -25,6 +47,8 @@ def token_losses(
     Args:
         logits_BSV: (B, S, V), any floating dtype.
         targets_BS: (B, S) int64.
+        label_smoothing: s, in [0, 1).
+        lesson: of a teacher.
         overwrite_logits: the backward pass writes the gradient over the logits, which nobody may use after it. The
             logits are the largest tensor of a small model's step; memory that was just read is also the fastest to write.
 
@@ -32,7 +56,9 @@ def token_losses(
         (B * S,) FP32 or FP64, differentiable once. Does not synchronise.
     """
     flat = logits_BSV.flatten(0, 1), targets_BS.flatten()
-    losses: Tensor = _CrossEntropy.apply(*flat, overwrite_logits)
+    if lesson is not None:
+        lesson = lesson._replace(logits_BSV=lesson.logits_BSV.detach().flatten(0, 1))
+    losses: Tensor = _CrossEntropy.apply(*flat, label_smoothing, lesson, overwrite_logits)
     return losses
 
 
@@ -40,28 +66,51 @@ class _CrossEntropy(torch.autograd.Function):
     """Keeps the logits; the softmax is computed again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, overwrite: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        smoothing: float,
+        lesson: Lesson | None,
+        overwrite: bool,
+    ) -> Tensor:
         dtype = accumulate_dtype(logits_TV.dtype)
         losses_T = torch.empty(len(logits_TV), dtype=dtype, device=logits_TV.device)
         for rows in _row_blocks(logits_TV):
             # twice as fast on a CPU as a sum of exponentials: one pass over each row
             logp = torch.log_softmax(logits_TV[rows].to(dtype), dim=1)
             torch.neg(logp.gather(1, targets_T[rows, None]).squeeze(1), out=losses_T[rows])
-        ctx.save_for_backward(logits_TV, targets_T)
-        ctx.overwrite = overwrite
+            if smoothing:
+                losses_T[rows].lerp_(-logp.mean(1), smoothing)
+            if lesson is not None:
+                T = lesson.temperature
+                ours = torch.log_softmax(logits_TV[rows].to(dtype) / T, dim=1)
+                theirs = torch.log_softmax(lesson.logits_BSV[rows].to(dtype) / T, dim=1)
+                divergence = (theirs.exp() * (theirs - ours)).sum(1)
+                losses_T[rows] += lesson.weight * T**2 * divergence
+        ctx.save_for_backward(logits_TV, targets_T, *([] if lesson is None else lesson[:1]))
+        ctx.smoothing, ctx.lesson, ctx.overwrite = smoothing, lesson and lesson[1:], overwrite
         return losses_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
-        logits_TV, targets_T = ctx.saved_tensors
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits_TV, targets_T, *teacher = ctx.saved_tensors
         grad_TV = logits_TV.detach() if ctx.overwrite else torch.empty_like(logits_TV)
         for rows in _row_blocks(logits_TV):
-            softmax = torch.softmax(logits_TV[rows].to(grad_T.dtype), dim=1)
-            softmax.mul_(grad_T[rows, None])
-            softmax.scatter_add_(1, targets_T[rows, None], -grad_T[rows, None])
+            logits = logits_TV[rows].to(grad_T.dtype)
+            softmax = torch.softmax(logits, dim=1)
+            grad = grad_T[rows, None]
+            if ctx.smoothing:
+                softmax.sub_(ctx.smoothing / softmax.shape[1])
+            if teacher:
+                weight, T = ctx.lesson
+                theirs = torch.softmax(teacher[0][rows].to(grad_T.dtype) / T, dim=1)
+                softmax.add_(torch.softmax(logits / T, dim=1).sub_(theirs), alpha=weight * T)
+            softmax.mul_(grad)
+            softmax.scatter_add_(1, targets_T[rows, None], (ctx.smoothing - 1.0) * grad)
             grad_TV[rows] = softmax
-        return grad_TV, None, None
+        return grad_TV, None, None, None, None
 
 
 def _row_blocks(logits_TV: Tensor) -> Iterator[slice]:

@@ -130,7 +130,12 @@ def upcycle(
         ConfigError: the model has no such block, or an option breaks a rule.
 
     Example:
-        >>> names = upcycle(model, every=2, num_experts=8)
+        >>> from torch import nn
+        >>> def block():
+        ...     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> model = nn.Sequential(block(), block())
+        >>> em.upcycle(model, every=2, num_experts=4)
+        ['1']
     """
     if every < 1:
         raise ConfigError(f"every={every}: must be at least 1; use 2 for every other block")
@@ -182,7 +187,11 @@ def moeify(
         ConfigError: a module is not there or is no feed-forward block, or an option breaks a rule; nothing is changed then.
 
     Example:
-        >>> moeify(model, names=["blocks.1.mlp", "blocks.3.mlp"], num_experts=4)
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+        >>> model = nn.ModuleDict({"mlp": model, "head": nn.Linear(8, 2)})
+        >>> em.moeify(model, names=["mlp"], num_experts=4)
+        ['mlp']
     """
     if taken := [name for name in _OWN if name in options]:
         raise ConfigError(

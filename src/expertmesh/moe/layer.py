@@ -109,6 +109,14 @@ class MoELayer(nn.Module):
 
     Raises:
         ConfigError: an option breaks a rule; one line with the value, the rule and the fix.
+
+    Example:
+        >>> import torch
+        >>> layer = em.MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2)
+        >>> y, stats = layer(torch.randn(2, 5, 8))
+        >>> (y.square().mean() + stats.aux_loss + stats.z_loss).backward()
+        >>> y.shape, stats.num_dropped.item()
+        (torch.Size([2, 5, 8]), 0)
     """
 
     noise_key: Tensor

@@ -14,6 +14,15 @@ class Routing:
         expert_ids_TK: (T, K) integer expert ids in [0, E], before any capacity is applied; E means "no expert".
         weights_TK: (T, K) routing weights, used as they are (no normalisation, no scale), or None: recomputed
             from the router's scores at these ids, so that the router gets its gradient.
+
+    Example:
+        >>> import torch
+        >>> layer = em.MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2)
+        >>> x = torch.randn(5, 8)
+        >>> y, stats = layer(x)
+        >>> replayed, _ = layer(x, routing=em.Routing(stats.topk_expert_ids_TK))
+        >>> torch.equal(y, replayed)
+        True
     """
 
     expert_ids_TK: Tensor
@@ -53,6 +62,14 @@ class RoutingStats:
         num_dropped: scalar int64, rows dropped because an expert was over capacity, detached.
         topk_expert_ids_TK: (T, K) int64 expert ids before dropping, detached; E at masked tokens.
         topk_weights_TK: (T, K) routing weights before dropping, detached; 0 at masked tokens.
+
+    Example:
+        >>> import torch
+        >>> layer = em.MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2)
+        >>> y, stats = layer(torch.randn(5, 8))
+        >>> isinstance(stats, em.RoutingStats), stats.num_tokens_per_expert_E.sum().item()
+        (True, 10)
+        >>> (y.square().mean() + stats.aux_loss + stats.z_loss).backward()
     """
 
     aux_loss: Tensor

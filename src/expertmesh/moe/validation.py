@@ -3,13 +3,14 @@
 The rules of a layer's options are in `config/moe_rules.py`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.moe_rules import check_invariant_factor
+from expertmesh.config.moe_rules import MOST_FACTOR, check_invariant_factor
 from expertmesh.errors import ConfigError
 from expertmesh.moe.types import Routing
 from expertmesh.ops.dtypes import autocast_dtype
@@ -36,9 +37,10 @@ def check_call_factor(value: Any, *, batch_invariant: bool) -> None:
     if value is None:
         return
     is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
-    if not is_number or isinstance(value, bool) or not value > 0:
+    is_positive = is_number and not isinstance(value, bool) and value > 0
+    if not is_positive or (value > MOST_FACTOR and value != math.inf):
         raise ConfigError(
-            f"capacity_factor={value!r} must be a number above 0; give 1.0 for the even share, or leave it out for dropless"
+            f"capacity_factor={value!r} must be a number above 0 and at most {MOST_FACTOR:g}; give 1.0 for the even share, or leave it out for dropless"
         )
     if batch_invariant:
         check_invariant_factor(("capacity_factor",), value)

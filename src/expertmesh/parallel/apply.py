@@ -59,6 +59,24 @@ def parallelize(
 
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
+
+    Example:
+        >>> import torch
+        >>> torch.distributed.init_process_group(
+        ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        ... )  # torchrun and init_process_group("gloo") on several ranks
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.moe = em.MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2, seed=0)
+        ...
+        ...     def forward(self, x):
+        ...         y, stats = self.moe(x)
+        ...         return x + y, stats
+        >>> model = Model()
+        >>> world = em.parallelize(model, em.RunConfig(parallel={"zero_stage": 2}).parallel)
+        >>> y, stats = model(torch.randn(5, 8))
+        >>> torch.distributed.destroy_process_group()
     """
     world = World(timeout_s=config.timeout_s) if world is None else world
     degrees = degrees_of(config, num_ranks=world.size)

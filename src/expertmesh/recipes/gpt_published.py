@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig, MoEConfig
-from expertmesh.config.run import OptimConfig, TrainConfig
+from expertmesh.config.run import DistillConfig, OptimConfig, TrainConfig
 from expertmesh.config.text import TextConfig
 
 SEQ_LEN = 2048
@@ -35,6 +35,7 @@ class PublishedGPT:
         lr: peak learning rate.
         min_lr: last learning rate.
         init_std: standard deviation of the initial weights.
+        teacher: recipe of a Mixture-of-Students' teacher; none: no teacher.
     """
 
     name: str
@@ -47,6 +48,7 @@ class PublishedGPT:
     lr: float
     min_lr: float
     init_std: float = 0.014
+    teacher: str | None = None
 
     @property
     def summary(self) -> str:
@@ -54,6 +56,7 @@ class PublishedGPT:
         if not self.num_experts:
             return "Dense base of the published GPT family."
         kind = "Pyramid-residual MoE" if self.residual else "MoE"
+        kind = "Mixture-of-Students" if self.teacher else kind
         most, fewest = max(self.num_experts), min(self.num_experts)
         experts = f"{fewest} and {most}" if most > fewest else f"{most}"
         return f"{kind} of the published GPT family: {experts} experts in every other layer, top-1."
@@ -106,6 +109,10 @@ class PublishedGPT:
                 checkpoint_every=10_000,
                 eval_every=1_000,
             ),
+            # Staged: the published students stop after 400,000 of 572,000 steps.
+            distill=DistillConfig(teacher=f"runs/{self.teacher}", until=0.7)
+            if self.teacher
+            else DistillConfig(),
         )
 
 
@@ -117,7 +124,15 @@ PUBLISHED = (
     PublishedGPT("gpt-1.3b-moe128", 2048, 24, 16, (128,), False, 512, 1.2e-4, 1e-6),
     PublishedGPT("gpt-350m-prmoe", 1024, 24, 16, (32,) * 10 + (64,) * 2, True, 256, 3e-4, 1e-6),
     PublishedGPT("gpt-1.3b-prmoe", 2048, 24, 16, (64,) * 10 + (128,) * 2, True, 512, 1.2e-4, 1e-6),
-)
+    PublishedGPT(
+        "gpt-350m-mos", 1024, 21, 16, (32,) * 8 + (64,) * 2, True, 256, 3e-4, 1e-6,
+        teacher="gpt-350m-prmoe",
+    ),
+    PublishedGPT(
+        "gpt-1.3b-mos", 2048, 21, 16, (64,) * 8 + (128,) * 2, True, 512, 1.2e-4, 1e-6,
+        teacher="gpt-1.3b-prmoe",
+    ),
+)  # fmt: skip
 
 
 def gpt_moe_1b() -> GPTRunConfig:

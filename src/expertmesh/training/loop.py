@@ -1,8 +1,9 @@
 """The training loop of any model: data, steps, evaluations, checkpoints, and a clean stop."""
 
+import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,25 +22,28 @@ from expertmesh.training.checkpoint import (
     CheckpointStore,
     list_checkpoints,
     newest_good,
-    read_state,
 )
 from expertmesh.training.evaluate import Evaluation, evaluate
-from expertmesh.training.metrics import (
-    EventWriter,
-    MetricsFile,
-    StepMetrics,
-    evaluations,
-    open_tensorboard,
-    read_metrics,
-    write_events,
-)
+from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
 from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
 from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
+from expertmesh.training.room import check_room
 from expertmesh.training.run_dir import RunDir
-from expertmesh.training.state import RunProgress, TrainState, check_same_data, check_same_run
+from expertmesh.training.state import (
+    RunProgress,
+    TrainState,
+    check_same_data,
+    check_same_run,
+    read_run_state,
+)
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
+from expertmesh.training.teacher import copy_layers, open_teacher
+from expertmesh.training.trackers import Files, OwnTracker, Tracker, open_tensorboard
+
+# More of them only wait for one another; a test may want a few more than there are.
+_MOST_THREADS_PER_CORE = 16
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ def train(
     recipe: str = "none",
     family: Family | None = None,
     console: Console | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> TrainResult:
     """Train, or go on training, in `config.train.run_dir`.
 
@@ -90,6 +95,7 @@ def train(
         recipe: name of the recipe, kept with the run.
         family: what is trained; None: the family that the configuration names.
         console: where progress goes; None: standard output.
+        trackers: of the caller; rank 0 writes to them beside the run's own files, and leaves them open.
 
     Returns:
         How it ended.
@@ -117,6 +123,7 @@ def train(
         )
         ranks.agree(config.model_dump_json(), what="the configuration")
         ranks.first(lambda: check_ranks(task, ranks))
+        ranks.first(lambda: check_room(family, config, device, num_ranks=ranks.size))
 
         def open_run() -> None:
             stack.enter_context(run_dir.locked())
@@ -145,7 +152,7 @@ def train(
         stop = stack.enter_context(StopRequest())
         resumed_from = trainer.resume()
         ranks.first(lambda: run_dir.write_description(config, recipe=recipe, files=data.files))
-        trainer.run(stop, console, stack)
+        trainer.run(stop, console, stack, trackers)
         return trainer.result(resumed_from, stop)
 
 
@@ -167,6 +174,9 @@ class _Trainer:
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
         self.data, self.precision = data, precision
         model = task.place(device=precision.device, dtype=precision.master_dtype, ranks=ranks)
+        task.teacher = open_teacher(family, task, data, precision=precision, ranks=ranks)
+        if task.teacher is not None and config.distill.init_from_teacher:
+            copy_layers(model, task.teacher)
         optimizer = build_optimizer(model, config.optim)
         follow_optimizer(model, optimizer)
         self.state = TrainState(model, optimizer, precision.scaler(ranks), RunProgress(), ranks)
@@ -174,7 +184,6 @@ class _Trainer:
             run_dir.checkpoints, keep_last=config.train.keep_last, ranks=ranks
         )
         self.saved_step: int | None = None
-        self.total_schedule_steps = config.optim.schedule_steps or config.train.steps
 
     def resume(self) -> int:
         """Load the newest good checkpoint, if there is one; returns the steps done."""
@@ -183,7 +192,7 @@ class _Trainer:
         path = newest_good(self.run_dir.checkpoints, self.ranks)
         if path is None:
             return 0
-        values = read_state(path)
+        values = read_run_state(path)
         self.ranks.first(
             lambda: check_same_run(values["config"], self.config, family=self.family, where=path)
         )
@@ -192,23 +201,29 @@ class _Trainer:
         self.saved_step = self.state.progress.step
         return self.state.progress.step
 
-    def run(self, stop: StopRequest, console: Console | None, stack: ExitStack) -> None:
+    def run(
+        self,
+        stop: StopRequest,
+        console: Console | None,
+        stack: ExitStack,
+        given: Sequence[Tracker] = (),
+    ) -> None:
         """All remaining steps."""
         config, progress = self.config, self.state.progress
         first = progress.step
-        metrics = None
+        trackers: list[Tracker] = []
         if self.ranks.is_leader:
-            metrics = MetricsFile(self.run_dir.metrics, last_step=first)
-            stack.callback(metrics.close)
+            files = [MetricsFile(p, last_step=first) for p in self.run_dir.records]
+            own: list[OwnTracker] = [Files(*files)]
+            if config.train.tensorboard and first < config.train.steps:
+                own += open_tensorboard(self.run_dir.tensorboard, last_step=first)
+            for tracker in own:
+                stack.callback(tracker.close)
+            trackers = [*own, *given]
         else:
             console = Console(quiet=True)
         if first >= config.train.steps:
             return
-        events = None
-        if config.train.tensorboard and self.ranks.is_leader:
-            events = open_tensorboard(self.run_dir.tensorboard, last_step=first)
-        if events is not None:
-            stack.callback(events.close)
         report = stack.enter_context(
             ProgressReport(
                 console,
@@ -226,7 +241,7 @@ class _Trainer:
             report.evaluation(0, before)
             extra = {f"initial_eval_{name}": value for name, value in before.items()}
         while progress.step < config.train.steps and not self.ranks.any(stop.signal is not None):
-            self._one_step(metrics, events, report, extra)
+            self._one_step(trackers, report, extra)
             extra = {}
         if progress.step < config.train.steps and stop.signal is None:
             stop.signal = signal.SIGTERM  # another rank was asked
@@ -262,8 +277,7 @@ class _Trainer:
 
     def _one_step(
         self,
-        metrics: MetricsFile | None,
-        events: EventWriter | None,
+        trackers: Sequence[Tracker],
         report: ProgressReport,
         extra: dict[str, float],
     ) -> None:
@@ -271,7 +285,7 @@ class _Trainer:
         config, progress = self.config.train, self.state.progress
         began = time.perf_counter()
         lr = learning_rate(
-            progress.step, total_steps=self.total_schedule_steps, config=self.config.optim
+            progress.step, total_steps=self.config.total_schedule_steps, config=self.config.optim
         )
         result, num_items = self._update(lr)
         seconds = time.perf_counter() - began
@@ -297,10 +311,8 @@ class _Trainer:
             report.evaluation(progress.step, evaluation)
             extra |= {f"eval_{name}": value for name, value in evaluation.items()}
         values = {**line.named(self.family.items), **extra}
-        if metrics is not None:
-            metrics.write(values)
-        if events is not None:
-            write_events(events, values)
+        for tracker in trackers:
+            tracker.write(values, result.experts)
         self._check_divergence()
         self.store.check()
         due = progress.step % config.checkpoint_every == 0 or progress.step == config.steps
@@ -437,7 +449,11 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
     """PyTorch's CPU threads for the time of a run."""
-    before = torch.get_num_threads()
+    before, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if count is not None and count > max(_MOST_THREADS_PER_CORE * cores, before):
+        raise ConfigError(
+            f"parallel.num_threads={count}: this machine has {cores} cores; use at most as many"
+        )
     if count is not None:
         torch.set_num_threads(count)
     try:

@@ -1,11 +1,11 @@
 """What is measured in each step, and where it is written."""
 
-import importlib.util
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -109,7 +109,10 @@ class MetricsFile:
 
         JSON has no NaN and no infinity; a number that is not finite is written as null.
         """
-        line = {key: value if math.isfinite(value) else None for key, value in values.items()}
+        self.append({k: value if math.isfinite(value) else None for k, value in values.items()})
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append one line of plain values, without NaN and infinities; "step" is among them."""
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
@@ -143,38 +146,6 @@ def _step_of(line: bytes) -> int | None:
     except (ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None
-
-
-class EventWriter(Protocol):
-    """What is used of TensorBoard's SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Write one number."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close."""
-        ...
-
-
-def open_tensorboard(folder: Path, *, last_step: int) -> EventWriter | None:
-    """TensorBoard's writer, or None where it is not installed. Events after `last_step` are hidden."""
-    if importlib.util.find_spec("tensorboard") is None:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer: EventWriter = SummaryWriter(str(folder), purge_step=last_step + 1)
-    return writer
-
-
-def write_events(events: EventWriter, values: dict[str, float]) -> None:
-    """The numbers of a step as TensorBoard events."""
-    step = int(values["step"])
-    for name, value in values.items():
-        if name == "step":
-            continue
-        group = "evaluation" if "eval" in name else "training"
-        events.add_scalar(f"{group}/{name}", value, step)
 
 
 def to_lists(tensors: list[Tensor]) -> list[list[int]]:

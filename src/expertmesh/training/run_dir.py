@@ -45,6 +45,8 @@ class RunDir:
         self.arithmetic = self.path / "arithmetic.json"
         self.versions = self.path / "versions.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.experts = self.path / "experts.jsonl"
+        self.records = (self.metrics, self.experts)
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.lock = self.path / "lock"
@@ -169,6 +171,11 @@ class Run(NamedTuple):
     config: RunConfig
     family: Family
     checkpoint: Path
+
+    @property
+    def vocab_size(self) -> int | None:
+        """V of the model; None where it has none."""
+        return getattr(self.config.model, "vocab_size", None)
 
     @property
     def arithmetic(self) -> Path:

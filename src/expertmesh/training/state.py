@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config.family import GPT, Family
-from expertmesh.config.run import RunConfig
+from expertmesh.config.run import DistillConfig, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.family import Data
 from expertmesh.parallel.ranks import Ranks
@@ -17,6 +17,15 @@ from expertmesh.training.checkpoint import find_damage, read_state
 from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+_VALUES: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "progress": dict,
+    "config": dict,
+    "data_key": str,
+    "scaler": dict,
+}
 
 
 @dataclass
@@ -85,7 +94,7 @@ class TrainState:
         Raises:
             CheckpointError: it is of another model or unreadable.
         """
-        values = read_state(path)
+        values = read_run_state(path)
         saved = tensor_shapes(path)
         targets = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         expected = {name for name in saved if name.startswith("model.")}
@@ -112,6 +121,26 @@ class TrainState:
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+
+
+def read_run_state(path: Path) -> dict[str, Any]:
+    """The plain values of a run's checkpoint, all of them there.
+
+    Raises:
+        CheckpointError: unreadable, of a newer format, or one is missing or no value of its kind.
+    """
+    values = read_state(path)
+    for name, kind in _VALUES.items():
+        if not isinstance(values.get(name), kind):
+            raise CheckpointError(
+                f"{path / 'state.json'}: has no usable {name}; choose another checkpoint"
+            )
+    for name, value in values["progress"].items():
+        if not isinstance(value, int | float):
+            raise CheckpointError(
+                f"{path / 'state.json'}: progress.{name} is no number; choose another checkpoint"
+            )
+    return values
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -149,11 +178,15 @@ def check_same_run(
         ConfigError: names the first option that differs.
     """
     old_fields, new_fields = (
-        _flat({"family": GPT.name, **saved}),
+        _flat({"family": GPT.name, "distill": DistillConfig().model_dump(), **saved}),
         _flat(config.model_dump(mode="json")),
     )
     for name, value in new_fields.items():
-        is_fixed = name.startswith("model.") or name in ("family", "train.seed", *family.fixed)
+        is_fixed = name.startswith(("model.", "distill.")) or name in (
+            "family",
+            "train.seed",
+            *family.fixed,
+        )
         if is_fixed and name not in family.free and old_fields.get(name) != value:
             raise ConfigError(
                 f"{name}={value}: the run in {where} has {old_fields.get(name)}; use that value, or another"

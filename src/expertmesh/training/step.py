@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from expertmesh.models.family import Batch, Part, Task, each_tensor, num_samples
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.training.expert_use import ExpertUse, is_recorded, use_of_experts
 from expertmesh.training.metrics import Load, measure_load, to_lists
 from expertmesh.training.optim import balance_experts
 from expertmesh.training.precision import Precision
@@ -27,6 +28,7 @@ class StepResult:
         grad_norm: before clipping.
         load: use of the experts.
         is_finite: whether loss and gradient were finite; if not, no parameter was changed.
+        experts: what each expert did, in the steps that are recorded; None in others, and for a dense model.
     """
 
     loss: float
@@ -35,6 +37,7 @@ class StepResult:
     grad_norm: float
     load: Load
     is_finite: bool
+    experts: ExpertUse | None = None
 
 
 def training_step(
@@ -79,6 +82,7 @@ def training_step(
         scaler=scaler,
         precision=precision,
         ranks=ranks,
+        watch=is_recorded(step, config.train.steps),
     )
     scaler.unscale_(optimizer)
     norm = ranks.clip_grad_norm_(model.parameters(), config.optim.grad_clip)
@@ -88,9 +92,14 @@ def training_step(
         scaler.step(optimizer)
         balance_experts(model, counter.counts)
     scaler.update()
-    num_dropped = 0 if counter.num_dropped is None else int(counter.num_dropped)
-    load = measure_load(to_lists(counter.counts), num_dropped)
-    return StepResult(loss, aux_loss, z_loss, grad_norm, load, is_finite)
+    counts = to_lists(counter.counts)
+    dropped = [] if counter.num_dropped is None else counter.num_dropped.tolist()
+    load = measure_load(counts, sum(dropped))
+    experts = None
+    if counter.weights:
+        sums = ranks.sum_(torch.cat(counter.weights), what="the routing weights")
+        experts = use_of_experts(counts, dropped, sums.tolist())
+    return StepResult(loss, aux_loss, z_loss, grad_norm, load, is_finite, experts)
 
 
 def accumulate_gradients(
@@ -103,6 +112,7 @@ def accumulate_gradients(
     scaler: torch.amp.GradScaler,
     precision: Precision,
     ranks: Ranks | None = None,
+    watch: bool = False,
 ) -> tuple[Tensor, LoadCounter]:
     """Forward and backward over the micro-batches of a batch.
 
@@ -115,13 +125,14 @@ def accumulate_gradients(
         scaler: of the loss.
         precision: device and dtype.
         ranks: see `training_step`.
+        watch: sum routing weights and entropies, too.
 
     Returns:
         (3,) loss, balance loss and z-loss of the batch, FP32 or FP64, and the routing counts. Does not synchronise.
     """
     ranks = Ranks() if ranks is None else ranks
     size, num_items = num_samples(batch), task.num_items(batch)
-    counter = LoadCounter.empty()
+    counter = LoadCounter(watch)
     sums = torch.zeros(3, device=precision.device, dtype=precision.master_dtype)
     for start in range(0, size, micro_batch_size):
         stop = min(start + micro_batch_size, size)

@@ -70,38 +70,42 @@ def test_missing_peers_are_named(small_race):
     assert any(why.startswith("SonicMoE: ") for why in missing)
 
 
-def raced(monkeypatch, tmp_path, name, before=None):
+PEERS = (contenders.GROUPED_MM, verdicts.EINSUM)
+"""The others would be stand-ins."""
+
+
+def raced(tmp_path, name, before=None):
     """Race a shape in which a contender's results are wrong."""
-    right = check.check
 
     def checked(shape, racer, *rest):
         assert racer.name != name, "off by 0.3"
-        return right(shape, racer, *rest)
+        return check.check(shape, racer, *rest)
 
-    monkeypatch.setattr(layers, "check", checked)
-    monkeypatch.setattr(stand_ins, "install", lambda: None)
-    keep = Keep(tmp_path / "part.json", before)
-    return layers.race_shape(keep, shape="blog-e16", device="cpu", tiny=True, rounds=1)
+    keep, shape = Keep(tmp_path / "part.json", before), {"shape": "blog-e16", "device": "cpu"}
+    try:
+        return layers.race_shape(keep, **shape, tiny=True, rounds=1, peers=PEERS, checked=checked)
+    finally:
+        stand_ins.remove()
 
 
-def test_wrong_results_of_a_peer_leave_the_race(monkeypatch, tmp_path):
-    found = raced(monkeypatch, tmp_path, contenders.GROUPED_MM)
+def test_wrong_results_of_a_peer_leave_the_race(tmp_path):
+    found = raced(tmp_path, contenders.GROUPED_MM)
     assert [row["contender"] for row in found["rows"]] == [verdicts.OURS, verdicts.EINSUM]
     assert [row["contender"] for row in found["experts"]] == [verdicts.OURS, verdicts.EINSUM]
     assert any("off by 0.3" in note for note in found["notes"])
 
 
-def test_wrong_results_of_ours_stop_it(monkeypatch, tmp_path):
+def test_wrong_results_of_ours_stop_it(tmp_path):
     with pytest.raises(layers.WrongError, match="no time counts"):
-        raced(monkeypatch, tmp_path, verdicts.OURS)
+        raced(tmp_path, verdicts.OURS)
 
 
-def test_who_crashed_is_left_out_of_the_second_attempt(monkeypatch, tmp_path):
-    found = raced(monkeypatch, tmp_path, "nobody", before={"trying": verdicts.EINSUM})
+def test_who_crashed_is_left_out_of_the_second_attempt(tmp_path):
+    found = raced(tmp_path, "nobody", before={"trying": verdicts.EINSUM})
     assert [row["contender"] for row in found["rows"]] == [verdicts.OURS, contenders.GROUPED_MM]
     assert f"Out of the race: {verdicts.EINSUM}: crashed or hung." in found["notes"]
     with pytest.raises(layers.WrongError, match="ours crashed or hung"):
-        raced(monkeypatch, tmp_path, "nobody", before={"trying": verdicts.OURS})
+        raced(tmp_path, "nobody", before={"trying": verdicts.OURS})
 
 
 class _Device:
@@ -110,7 +114,7 @@ class _Device:
     def __init__(self):
         self.calls = []
 
-    def event(self, enable_timing):
+    def Event(self, enable_timing):  # noqa: N802
         device = self
 
         class Event:
@@ -129,7 +133,7 @@ class _Device:
         self.calls.append("synchronize")
 
 
-def test_order_of_a_measurement_on_a_gpu(monkeypatch):
+def test_order_of_a_measurement_on_a_gpu():
     device = _Device()
     stopwatch = clock.Stopwatch("cpu")
     stopwatch.is_cuda = True
@@ -139,9 +143,7 @@ def test_order_of_a_measurement_on_a_gpu(monkeypatch):
             device.calls.append("flush")
 
     stopwatch._junk = Junk()
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
-    for name in ("_sleep", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    stopwatch.cuda = device
     parts = [lambda: device.calls.append("a"), lambda: device.calls.append("b")]
     seconds = stopwatch.times(parts)
     one = ["wait", "flush", "event", "{}", "event"]

@@ -1,9 +1,8 @@
 """Activations and their gradients in one compiled pass each."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
+from tests.support.calls import calls_of
 from tests.support.experts_case import ExpertsCase
 from tests.support.poison import poisoned_empty
 
@@ -91,15 +90,13 @@ def test_what_they_serve():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 @pytest.mark.parametrize("kind", ["uniform", "dropped"])
-def test_the_experts_take_them(kind, activation, dtype, recompute_h):
+def test_the_experts_take_them(threshold, kind, activation, dtype, recompute_h):
     shape = (60, 33, 25, 5, 3)
     case = ExpertsCase.draw(shape, kind=kind, activation=activation, dtype=dtype, bias=True)
-    with (
-        patch.object(compiled_passes, "SMALLEST", 1),
-        patch.object(Passes, "allocate", side_effect=AssertionError),
-        poisoned_empty(),
-    ):
+    threshold(compiled_passes, "SMALLEST", 1)
+    with calls_of(Passes.allocate) as others, poisoned_empty():
         found = case.run("torch", recompute_h=recompute_h)
+    assert others == []
     case.check(lambda: found)
 
 

@@ -1,7 +1,5 @@
 """The compiled loop for few rows by large weights: any sizes, any mode, and where it is used."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 
@@ -73,9 +71,9 @@ def test_in_every_mode_and_with_more_threads_than_it_was_made_with(mode, threads
 
 
 @pytest.fixture
-def _any_size():
-    with patch.object(compiled_products, "SMALLEST", 1):
-        yield
+def _any_size(processor, threshold):
+    processor(mkl_holds_back=True)
+    threshold(compiled_products, "SMALLEST", 1)
 
 
 @needs_compiler
@@ -117,6 +115,18 @@ def test_weights_that_it_takes():
         assert not rows_at_once(w.narrow(dim, 0, 1).contiguous(), [1, 1])
 
 
+@needs_compiler
+@pytest.mark.usefixtures("_any_size")
+@pytest.mark.parametrize(
+    ("dtype", "has_products", "rows"),
+    [(torch.float32, True, 0), (torch.bfloat16, True, 2), (torch.bfloat16, False, 4)],
+)
+def test_where_mkl_has_the_processors_own_code(processor, dtype, has_products, rows):
+    processor(mkl_holds_back=False, has_bf16=has_products)
+    assert rows_at_once(torch.zeros(3, 2, 8).to(dtype), [3, 1]) == rows
+
+
 def test_small_weights_need_no_compiler():
-    with patch.object(compiled_products, "loop_for", side_effect=AssertionError):
-        assert not rows_at_once(torch.randn(4, 6, 8), [1, 1])
+    before = compiled_products.loop_for.cache_info()
+    assert not rows_at_once(torch.randn(4, 6, 8), [1, 1])
+    assert compiled_products.loop_for.cache_info() == before

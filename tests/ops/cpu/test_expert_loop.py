@@ -1,7 +1,5 @@
 """Few rows per expert, as in decoding: the ways that only the CPU's forward takes."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 from tests.support.poison import poisoned_empty
@@ -44,12 +42,13 @@ def run(tensors, metadata, dtype, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 40])
 @pytest.mark.parametrize("limit", [0, 3000, 1 << 20])
-def test_runs_of_experts_without_gradients(dtype, num_tokens, limit):
+def test_runs_of_experts_without_gradients(threshold, dtype, num_tokens, limit):
     tensors, metadata = make_call(
         num_tokens=num_tokens, num_experts=6, top_k=2, dim=32, hidden_dim=48, dtype=dtype
     )
+    threshold(expert_loop, "FEW_ELEMENTS", limit)
     with torch.no_grad():
-        with poisoned_empty(), patch.object(expert_loop, "FEW_ELEMENTS", limit):
+        with poisoned_empty():
             ours = run(tensors, metadata, dtype, "torch")
         plain = run(tensors, metadata, dtype, "reference")
         exact = run(tensors, metadata, torch.float64, "reference")
@@ -57,17 +56,19 @@ def test_runs_of_experts_without_gradients(dtype, num_tokens, limit):
 
 
 @pytest.mark.parametrize(
-    ("change", "is_used"),
+    ("change", "holds_back", "is_used"),
     [
-        ({}, True),
-        ({"dtype": torch.float32}, False),
-        ({"dim": 20}, False),
-        ({"hidden_dim": 20}, False),
-        ({"num_experts": 64}, False),
-        ({"num_tokens": 300}, False),
+        ({}, True, True),
+        ({"dtype": torch.float32}, True, False),
+        ({"dtype": torch.float32}, False, True),
+        ({"dim": 20}, False, False),
+        ({"hidden_dim": 20}, False, False),
+        ({"num_experts": 64}, False, False),
+        ({"num_tokens": 300}, False, False),
     ],
 )
-def test_grouped_product_serves_few_bf16_rows_only(change, is_used):
+@pytest.mark.usefixtures("products_in_the_type_of_the_input")
+def test_grouped_product_serves_few_rows_only(processor, change, holds_back, is_used):
     shape = {
         "num_tokens": 6,
         "num_experts": 6,
@@ -78,15 +79,13 @@ def test_grouped_product_serves_few_bf16_rows_only(change, is_used):
     }
     tensors, metadata = make_call(**(shape | change))
     dtype = tensors[0].dtype
-    with (
-        torch.no_grad(),
-        # processors without BF16 products multiply in FP32, and never take the grouped one
-        patch.object(expert_loop, "gemm_dtype", lambda device, dtype: dtype),
-        patch.object(expert_loop, "grouped_mm", wraps=expert_loop.grouped_mm) as grouped,
-    ):
-        ours = run(tensors, metadata, dtype, "torch")
+    processor(mkl_holds_back=holds_back)
+    with torch.no_grad():
+        with torch.profiler.profile() as profile:
+            ours = run(tensors, metadata, dtype, "torch")
         plain, exact = (run(tensors, metadata, t, "reference") for t in (dtype, torch.float64))
-    assert (grouped.call_count == 2) == is_used
+    grouped = [event for event in profile.events() if event.name == "aten::_grouped_mm"]
+    assert len(grouped) == 2 * is_used
     assert_two_times(ours, plain, exact, what="y", dtype=dtype)
 
 

@@ -1,9 +1,8 @@
 """The experts for a few rows on the CPU: what text generation calls instead of the operator."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
+from tests.support.calls import calls_of
 from tests.support.experts_case import sums_of_experts
 from tests.support.poison import poisoned_empty
 
@@ -17,19 +16,17 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
-def _all_processors_multiply_bf16():
-    with patch.object(few_rows, "has_products_of", return_value=True):
-        yield
+def _all_processors_multiply_bf16(processor):
+    processor(has_bf16=True)
 
 
 @pytest.fixture
-def compiled(cpp_compiler):
-    """Compiled products of small weights too; gives what counts them."""
-    with (
-        patch.object(compiled_products, "SMALLEST", 1),
-        patch.object(compiled_products, "product", wraps=compiled_products.product) as product,
-    ):
-        yield product
+def compiled(cpp_compiler, processor, threshold):
+    """Compiled products of small weights too; gives a list of them."""
+    processor(mkl_holds_back=True)
+    threshold(compiled_products, "SMALLEST", 1)
+    with calls_of(compiled_products.product) as products:
+        yield products
 
 
 def make_call(dtype, *, num_tokens, num_experts=6, top_k=2, dim=32, hidden_dim=48, branches=2):
@@ -78,7 +75,9 @@ def test_agrees_with_the_oracle(dtype, num_tokens, num_experts, activation):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_weights_as_large_as_those_that_go_first(dtype, num_tokens):
+@pytest.mark.parametrize("holds_back", [False, True])
+def test_weights_as_large_as_those_that_go_first(processor, dtype, num_tokens, holds_back):
+    processor(mkl_holds_back=holds_back)
     check(make_call(dtype, num_tokens=num_tokens, dim=260, hidden_dim=264), "swiglu")
 
 
@@ -108,56 +107,55 @@ def test_compiled_products_agree_with_the_oracle(
         make_call(dtype, num_tokens=num_tokens, num_experts=num_experts, branches=branches),
         activation,
     )
-    assert compiled.call_count == 2
+    assert len(compiled) == 2
 
 
 @pytest.mark.parametrize("ids", [[[2, 2], [5, 6]], [[6, 1], [1, 0]], [[0, 3], [6, 6], [3, 3]]])
 def test_compiled_products_with_choices_twice_and_dead(compiled, ids):
     x, w_in, w_out, _, weights_TK = make_call(torch.bfloat16, num_tokens=len(ids))
     check((x, w_in, w_out, torch.tensor(ids), weights_TK), "swiglu")
-    assert compiled.called
+    assert compiled
 
 
 @pytest.mark.parametrize(("dim", "hidden_dim"), [(32, 48), (48, 32)])
-def test_one_of_the_products_may_be_compiled(compiled, dim, hidden_dim):
+def test_one_of_the_products_may_be_compiled(compiled, threshold, dim, hidden_dim):
     call = make_call(torch.bfloat16, num_tokens=2, dim=dim, hidden_dim=hidden_dim)
     x, w_in, w_out, _, weights_TK = call
-    with patch.object(compiled_products, "_ROW_ELEMENTS", 64):  # two rows of 32
-        check((x, w_in, w_out, torch.tensor([[4, 1], [4, 1]]), weights_TK), "swiglu")
-    assert compiled.call_count == 1
+    threshold(compiled_products, "_ROW_ELEMENTS", 64)  # two rows of 32
+    check((x, w_in, w_out, torch.tensor([[4, 1], [4, 1]]), weights_TK), "swiglu")
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("ids", [[[6, 6]], [[0, 6], [6, 0]], [[0, 1]] * 9])
-def test_where_compiled_products_do_not_pay(ids):
+def test_where_compiled_products_do_not_pay(ids, threshold):
     x, w_in, w_out, _, weights_TK = make_call(torch.bfloat16, num_tokens=len(ids))
     # no block, one block, more than two per expert
-    with (
-        patch.object(compiled_products, "SMALLEST", 1),
-        patch.object(compiled_products, "loop_for", side_effect=AssertionError),
-    ):
+    threshold(compiled_products, "SMALLEST", 1)
+    with calls_of(compiled_products.product) as products:
         check((x, w_in, w_out, torch.tensor(ids), weights_TK), "swiglu")
+    assert products == []
 
 
 def test_the_layer_uses_compiled_products(compiled):
     layer, x_TD = make_layer().eval(), torch.randn(5, 32)
     with torch.inference_mode():
         y_TD, _ = layer(x_TD)
-    assert compiled.called
+    assert compiled
     with_gradients = layer(x_TD)[0].detach()
     exact = layer.double()(x_TD.double())[0].detach()
     assert_two_times(y_TD, with_gradients, exact, what="y", dtype=torch.float32)
 
 
-def test_a_type_without_products_is_served_by_compiled_ones(compiled):
+def test_a_type_without_products_is_served_by_compiled_ones(compiled, processor, threshold):
     call = make_call(torch.float16, num_tokens=9, num_experts=3)
     x, w_in, w_out, ids_TK, weights_TK = call
-    with patch.object(few_rows, "has_products_of", return_value=False):
-        check(call, "swiglu")
-        assert compiled.called
-        with patch.object(compiled_products, "SMALLEST", 1 << 60):
-            assert not few_rows.serves(x, 18, w_in, w_out, weights_TK, backend="auto")
-        many = (x, w_in, w_out, ids_TK.clamp(max=0), weights_TK)
-        assert few_rows.moe_mlp_of_few(*many, activation="swiglu") is None
+    processor(has_bf16=False)
+    check(call, "swiglu")
+    assert compiled
+    many = (x, w_in, w_out, ids_TK.clamp(max=0), weights_TK)
+    assert few_rows.moe_mlp_of_few(*many, activation="swiglu") is None
+    threshold(compiled_products, "SMALLEST", 1 << 60)
+    assert not few_rows.serves(x, 18, w_in, w_out, weights_TK, backend="auto")
 
 
 def test_leaves_an_expert_with_many_rows_to_the_general_way():
@@ -188,25 +186,23 @@ def make_layer(**options):
 )
 def test_the_layer_takes_it_without_gradients(options, is_used):
     layer, x_TD = make_layer(**options).eval(), torch.randn(5, 32)
-    with patch.object(few_rows, "moe_mlp_of_few", wraps=few_rows.moe_mlp_of_few) as few:
+    with calls_of(few_rows.moe_mlp_of_few) as few:
         with_gradients, _ = layer(x_TD)
-        assert not few.called
+        assert not few
         with torch.no_grad():
             y_TD, _ = layer(x_TD)
-    assert few.called == is_used
+    assert bool(few) == is_used
     exact = layer.double()(x_TD.double())[0]
     assert_two_times(y_TD, with_gradients.detach(), exact.detach(), what="y", dtype=torch.float32)
 
 
 def test_the_layer_does_not_take_it_for_many_tokens_or_under_autocast():
     layer = make_layer().eval()
-    with (
-        torch.no_grad(),
-        patch.object(few_rows, "moe_mlp_of_few", side_effect=AssertionError),
-    ):
+    with torch.no_grad(), calls_of(few_rows.moe_mlp_of_few) as few:
         layer(torch.randn(few_rows.MOST_SLOTS, 32))
         with torch.autocast("cpu", torch.bfloat16):
             layer(torch.randn(3, 32))
+    assert few == []
 
 
 def test_an_expert_with_many_rows_sends_the_call_back_to_the_operator():

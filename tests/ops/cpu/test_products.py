@@ -1,22 +1,18 @@
 """FP32 products on the CPU by oneDNN instead of MKL: the same numbers to rounding, on any processor."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
+from tests.support.calls import calls_of
 
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.testing.numerics import assert_two_times, sums_of_product
 
 
-@pytest.fixture(params=[False, True], ids=["mkl", "onednn"])
+@pytest.fixture(params=["blas", "onednn"])
 def library(request):
-    with (
-        patch.object(cpu_products, "mkl_holds_back", return_value=request.param),
-        patch.object(cpu_products, "_onednn", wraps=cpu_products._onednn) as onednn,
-    ):
-        yield onednn
-    assert onednn.called == request.param
+    with cpu_products.multiplying_by(request.param), calls_of(cpu_products._onednn) as calls:
+        yield
+    assert bool(calls) == (request.param == "onednn")
 
 
 def randn(*shape):
@@ -67,23 +63,21 @@ def test_linear_and_its_gradients(library, shape, needs):
         assert values[0].is_contiguous()
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
 def test_other_types_small_products_autocast_and_compilers_take_the_ordinary_way():
     x, w = randn(96, 130), randn(112, 130)
-    with (
-        patch.object(cpu_products, "mkl_holds_back", return_value=True),
-        patch.object(cpu_products, "_onednn", side_effect=AssertionError),
-    ):
+    with cpu_products.multiplying_by("onednn"), calls_of(cpu_products._onednn) as calls:
         cpu_products.linear(x.double(), w.double())
         cpu_products.linear(x.bfloat16(), w.bfloat16())
         cpu_products.linear(x[:2], w)
         with torch.autocast("cpu", torch.bfloat16):
             assert cpu_products.linear(x, w).dtype == torch.bfloat16
-        with patch.object(torch._C, "_get_mkldnn_enabled", return_value=False):
+        with torch.backends.mkldnn.flags(enabled=False):
             cpu_products.linear(x, w)
-        with patch.object(torch.compiler, "is_compiling", return_value=True):
-            cpu_products.linear(x, w)
-        with pytest.raises(AssertionError):
-            cpu_products.linear(x, w)
+        torch.compile(cpu_products.linear, backend="eager", fullgraph=True)(x, w)
+        assert calls == []
+        cpu_products.linear(x, w)
+        assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -94,15 +88,8 @@ def test_other_types_small_products_autocast_and_compilers_take_the_ordinary_way
         ("GenuineIntel", "AVX512", False),
     ],
 )
-def test_mkl_holds_back_on_processors_of_others(vendor, capability, expected, tmp_path):
-    (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\n")
-    with (
-        patch.object(cpu_products, "Path", lambda _: tmp_path / "cpuinfo"),
-        patch.object(torch.backends.cpu, "get_cpu_capability", return_value=capability),
-        patch.object(torch.backends.mkl, "is_available", return_value=True),
-        patch.object(torch.backends.mkldnn, "is_available", return_value=True),
-    ):
-        assert cpu_products.mkl_holds_back.__wrapped__() == expected
+def test_mkl_holds_back_on_processors_of_others(vendor, capability, expected):
+    assert cpu_products.runs_avx2_code(f"vendor_id\t: {vendor}\n", capability) == expected
 
 
 @pytest.mark.parametrize(("is_narrow", "parts"), [(False, 32), (True, 8)])
@@ -114,7 +101,7 @@ def test_row_counts_of_bf16_products_are_few(is_narrow, parts):
     assert all(n <= m <= n + n // parts for n, m in rows.items())
     assert len({rows[n] for n in range(1024, 2048)}) <= parts + 1
     assert cpu_products.gemm_rows(1025, cpu, torch.float64, is_narrow=is_narrow) == 1025
-    for generates_code in (False, True):
-        with patch.object(cpu_products, "goes_to_onednn", return_value=generates_code):
+    for library in ("blas", "onednn"):
+        with cpu_products.multiplying_by(library):
             found = cpu_products.gemm_rows(1025, cpu, torch.float32, is_narrow=is_narrow)
-        assert found == (rows[1025] if generates_code else 1025)
+        assert found == (rows[1025] if library == "onednn" else 1025)

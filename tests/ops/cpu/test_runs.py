@@ -1,7 +1,5 @@
 """Runs of experts with padded places, and the backward that takes them together."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 from tests.support.experts_case import ExpertsCase
@@ -64,9 +62,10 @@ def test_experts_go_together_up_to_the_limit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [0, 8000, 1 << 18])
 @pytest.mark.parametrize("options", [{}, {"recompute_h": True}])
-def test_backward_in_runs(kind, dtype, limit, options):
+def test_backward_in_runs(threshold, kind, dtype, limit, options):
     case = ExpertsCase.draw((200, 16, 24, 6, 2), kind=kind, dtype=dtype, bias=True)
-    with poisoned_empty(), patch.object(expert_loop_backward, "RUN_ELEMENTS", limit):
+    threshold(expert_loop_backward, "RUN_ELEMENTS", limit)
+    with poisoned_empty():
         case.check(lambda: case.run("torch", **options))
 
 

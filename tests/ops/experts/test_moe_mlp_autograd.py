@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.calls import calls_of
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
@@ -23,9 +24,8 @@ def _metadata(num_tokens=T):
 
 
 def test_gradcheck_with_biases():
-    inputs = [t.detach().double().requires_grad_() for t in _inputs(torch.float64, num_tokens=5)]
-    b_in = torch.randn(E, 2, F, dtype=torch.float64, requires_grad=True)
-    b_out = torch.randn(E, D, dtype=torch.float64, requires_grad=True)
+    shapes = (5, 4), (E, 2, 3, 4), (E, 4, 3), (5, K), (E, 2, 3), (E, 4)
+    *inputs, b_in, b_out = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
     metadata = _metadata(5)
 
     def call(x, w_in, w_out, weights, b_in, b_out):
@@ -69,20 +69,13 @@ def test_bitwise_deterministic_over_20_runs():
         assert all(torch.equal(a, b) for a, b in zip(first, now, strict=True))
 
 
-def test_inference_keeps_no_h(monkeypatch):
-    outputs = []
-    original = expert_loop.forward
-
-    def spy(*args, **kwargs):
-        outputs.append(original(*args, **kwargs))
-        return outputs[-1]
-
-    monkeypatch.setattr(expert_loop, "forward", spy)
-    moe_mlp(*_inputs(grad=False), _metadata(), activation="swiglu")
-    with torch.no_grad():
+def test_inference_keeps_no_h():
+    with calls_of(expert_loop.forward) as calls:
+        moe_mlp(*_inputs(grad=False), _metadata(), activation="swiglu")
+        with torch.no_grad():
+            moe_mlp(*_inputs(), _metadata(), activation="swiglu")
         moe_mlp(*_inputs(), _metadata(), activation="swiglu")
-    moe_mlp(*_inputs(), _metadata(), activation="swiglu")
-    assert [bool(h.numel()) for _, h in outputs] == [False, False, True]
+    assert [bool(h.numel()) for _, (_, h) in calls] == [False, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,8 +7,6 @@ from tests.support.memory import peak_bytes, saved_bytes
 
 from expertmesh import MoELayer
 from expertmesh.functional import WeightGradients, moe_mlp
-from expertmesh.ops.cpu import backward as expert_loop_backward
-from expertmesh.ops.cpu import forward as expert_loop
 from expertmesh.ops.cpu.activation_passes import BLOCK_ELEMENTS
 from expertmesh.ops.cpu.backward import RUN_ELEMENTS
 from expertmesh.ops.cpu.forward import FEW_ELEMENTS
@@ -20,11 +18,8 @@ G = 2
 HUNDRED = 100
 
 
-@pytest.fixture(autouse=True)
-def _products_in_the_type_of_the_input(monkeypatch):
-    """The formulas are for processors that multiply BF16; others hold copies in FP32 besides."""
-    for module in (expert_loop, expert_loop_backward):
-        monkeypatch.setattr(module, "gemm_dtype", lambda device, dtype: dtype)
+# The formulas are for processors that multiply BF16; others hold copies in FP32 besides.
+pytestmark = pytest.mark.usefixtures("products_in_the_type_of_the_input")
 
 
 def within_one_percent(found, expected):

@@ -208,6 +208,13 @@ class GPT(nn.Module):
 
     Raises:
         ConfigError: a value breaks a rule.
+
+    Example:
+        >>> import torch
+        >>> model = em.GPT(em.recipe("gpt-moe-test").model, seed=0)
+        >>> output = model(torch.randint(512, (2, 16)))
+        >>> output.logits_BSV.shape, len(output.stats)
+        (torch.Size([2, 16, 512]), 2)
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from expertmesh.models.decoder import CausalLM
 from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
-from expertmesh.models.token_losses import token_losses
+from expertmesh.models.token_losses import Lesson, token_losses
 from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.ranks import Ranks
 
@@ -23,6 +23,7 @@ class GPTTask(Task):
     """A GPT that learns the next token of a text; judged by bits per byte."""
 
     config: GPTRunConfig
+    has_lessons = True
 
     def prepare(self) -> TextData:
         """The corpus as tokens; see `TextData`."""
@@ -61,8 +62,26 @@ class GPTTask(Task):
         ids_BS, targets_BS = batch
         token_index = part.token_index(ids_BS.shape[1], ids_BS.device)
         output = model(ids_BS, token_index=token_index)
-        losses = token_losses(output.logits_BSV, part.positions(targets_BS), overwrite_logits=True)
+        losses = token_losses(
+            output.logits_BSV,
+            part.positions(targets_BS),
+            lesson=self._lesson(ids_BS, part.step),
+            overwrite_logits=True,
+        )
         return Loss(losses.sum(), output.stats)
+
+    def _lesson(self, ids_BS: Tensor, step: int) -> Lesson | None:
+        """What the teacher says; no token is dropped in it."""
+        weight = self.lesson_weight(step)
+        if self.teacher is None or weight == 0.0:
+            return None
+        assert isinstance(self.teacher, GPT)
+        chooses = (
+            self.teacher.config.moe.router == "expert_choice"
+        )  # experts, which have a capacity
+        with torch.no_grad():
+            output = self.teacher(ids_BS, capacity_factor=None if chooses else math.inf)
+        return Lesson(output.logits_BSV, weight, self.config.distill.temperature)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
         """Nats, tokens, and the bytes that they stand for."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.cpu.compiled import DTYPES, Loop, example_values, make_loop
+from expertmesh.ops.cpu.products import mkl_holds_back
+from expertmesh.ops.dtypes import has_products_of
 
 SMALLEST = 1 << 23
 """Elements of a weight from which a loop is made: 16 MiB in BF16."""
@@ -35,13 +37,23 @@ def rows_at_once(w_ENK: Tensor, sizes: list[int]) -> int:
         return 0
     if min(w_ENK.shape) < 2 or not w_ENK.is_contiguous():
         return 0
+    allowed = _rows_that_pay(w_ENK.dtype)
+    if not allowed:
+        return 0
     K, fullest = w_ENK.shape[2], max(sizes, default=0)
-    rows = max(m for m in ROWS if m == 1 or (m * K <= _ROW_ELEMENTS and m < 2 * fullest))
+    rows = max(m for m in allowed if m == 1 or (m * K <= _ROW_ELEMENTS and m < 2 * fullest))
     num_blocks = sum(-(-size // rows) for size in sizes)
     # each block reads its weight, more slowly with four rows; packing once takes as long as reading up to twice
     if not 1 < num_blocks <= (2 if rows == 4 else 1.5) * len(sizes):
         return 0
     return rows if loop_for(w_ENK.dtype, rows).run is not None else 0
+
+
+def _rows_that_pay(dtype: torch.dtype) -> tuple[int, ...]:
+    """Of `ROWS`: where MKL has the processor's own code it reads FP32 weights as fast as a loop, and four rows in BF16 are its."""
+    if mkl_holds_back() or not has_products_of(dtype):
+        return ROWS
+    return () if dtype == torch.float32 else ROWS[:2]
 
 
 def product(x_RK: Tensor, w_ENK: Tensor, experts_B: Tensor, rows_BM: Tensor) -> Tensor:

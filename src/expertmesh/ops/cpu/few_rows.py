@@ -17,6 +17,7 @@ from torch.nn.functional import embedding_bag, grouped_mm
 from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_
 from expertmesh.ops.cpu import compiled_products
 from expertmesh.ops.cpu.forward import grouped_mm_serves, rows_times_weight, weight_goes_first
+from expertmesh.ops.cpu.products import goes_to_onednn
 from expertmesh.ops.dtypes import accumulate_dtype, has_products_of
 from expertmesh.ops.expert_types import selected
 from expertmesh.ops.plain_call import runs_plainly
@@ -220,7 +221,7 @@ def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order, blocks: _Blocks | N
         return out_RN2[..., 0].contiguous()
     out_RN = rows_RK.new_empty(R, N)
     rows, outs = rows_RK.split_with_sizes(order.sizes), out_RN.split_with_sizes(order.sizes)
-    if w_ENK.dtype != torch.float32:
+    if not goes_to_onednn(w_ENK.dtype, w_ENK.device):
         for w_KN, x, out in zip(selected(w_ENK.mT, order.experts), rows, outs, strict=True):
             torch.mm(x, w_KN, out=out)
         return out_RN

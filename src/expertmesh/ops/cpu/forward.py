@@ -92,11 +92,14 @@ def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
     On the CPU it is the same loop without Python, over all experts, those without rows included. Its demands (bytes of
     a row, contiguous weights) are checked here.
     """
+    by_the_best_library = w_ENK.dtype == torch.bfloat16 or (
+        w_ENK.dtype == torch.float32 and not cpu_products.mkl_holds_back()
+    )
     return (
         w_ENK.device.type == "cpu"
-        and w_ENK.dtype == torch.bfloat16
+        and by_the_best_library
         and 4 * num_live >= w_ENK.shape[0]
-        and w_ENK.shape[2] % 8 == 0
+        and w_ENK.shape[2] * w_ENK.element_size() % 16 == 0
         and w_ENK.is_contiguous()
     )
 
@@ -125,12 +128,16 @@ def _grouped_offsets(
 def weight_goes_first(w_NK: Tensor, num_rows: int) -> bool:
     """Whether the CPU library is faster with the weight as the left factor, W x^T; a single row must then be doubled.
 
-    So it is, by up to a factor of two, for up to 4 rows in FP32 where calls do not cost more than products and the weight
-    is no larger than 8 MiB; and for no other type and no more rows (docs/log.md).
+    So it is where MKL holds back, by up to a factor of two, for up to 4 rows in FP32 where calls do not cost more than
+    products and the weight is no larger than 8 MiB; and for no other type and no more rows (docs/log.md).
     """
     has_the_size = 1 << 16 <= w_NK.shape[-2] * w_NK.shape[-1] < 1 << 21
     return (
-        num_rows <= 4 and has_the_size and w_NK.dtype == torch.float32 and w_NK.device.type == "cpu"
+        num_rows <= 4
+        and has_the_size
+        and w_NK.dtype == torch.float32
+        and w_NK.device.type == "cpu"
+        and cpu_products.mkl_holds_back()
     )
 
 

@@ -35,10 +35,19 @@ def mkl_holds_back() -> bool:
     return (
         torch.backends.mkl.is_available()
         and has_onednn()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and cpuinfo.exists()
-        and "GenuineIntel" not in cpuinfo.read_text()
+        and runs_avx2_code(cpuinfo.read_text(), torch.backends.cpu.get_cpu_capability())
     )
+
+
+def runs_avx2_code(cpuinfo: str, capability: str) -> bool:
+    """Whether MKL runs AVX2 code where there is AVX-512.
+
+    Args:
+        cpuinfo: the text of /proc/cpuinfo.
+        capability: the instructions that PyTorch found.
+    """
+    return capability == "AVX512" and "GenuineIntel" not in cpuinfo
 
 
 def has_onednn() -> bool:

@@ -1,0 +1,94 @@
+"""Speed of transformers' experts on ours against its own implementations, forward and backward, CPU time of one thread.
+
+python -m benchmarks.transformers_door [--tokens 4096] [--rounds 3] [--names qwen3_moe gpt_oss]
+"""
+
+import argparse
+import statistics
+import time
+from types import SimpleNamespace
+
+import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from expertmesh.integrations.transformers import register
+from expertmesh.testing import numerics
+
+CLASSES = {"qwen3_moe": Qwen3MoeExperts, "gpt_oss": GptOssExperts}
+E, K = 64, 8
+
+
+def experts_of(name, dim, hidden, dtype):
+    """Experts of one family with random weights."""
+    config = SimpleNamespace(
+        hidden_size=dim,
+        intermediate_size=hidden,
+        moe_intermediate_size=hidden,
+        hidden_act="silu",
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+        num_experts=E,
+        num_local_experts=E,
+        _experts_implementation="eager",
+    )
+    experts = CLASSES[name](config)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=dim**-0.5)
+    return experts.to(dtype)
+
+
+def step(experts, implementation, x, ids, weights, dy):
+    """Forward and backward; output and CPU seconds."""
+    experts.config._experts_implementation = implementation
+    for tensor in (x, weights, *experts.parameters()):
+        tensor.grad = None
+    began = time.thread_time()
+    y = experts(x, ids, weights)
+    y.backward(dy)
+    return y.detach(), time.thread_time() - began
+
+
+def compare(name, dtype, options):
+    """Medians of interleaved rounds, in seconds by implementation."""
+    T, D, F = options.tokens, options.dim, options.hidden
+    experts = experts_of(name, D, F, dtype)
+    x = torch.randn(T, D, dtype=dtype, requires_grad=True)
+    ids = torch.rand(T, E).topk(K).indices
+    weights = torch.rand(T, K).softmax(-1).to(dtype).requires_grad_()
+    dy = torch.randn(T, D, dtype=dtype)
+    names = ("expertmesh", "grouped_mm", "eager")
+    results = {n: step(experts, n, x, ids, weights, dy)[0] for n in names}
+    rough = numerics.relative_error(results["expertmesh"], results["grouped_mm"])
+    if rough > numerics.relative_error(results["eager"], results["grouped_mm"]) * 4 + 1e-5:
+        raise SystemExit(f"{name} {dtype}: results differ by {rough:.1e}")
+    times = {n: [] for n in names}
+    for _ in range(options.rounds):
+        for n in names:
+            times[n].append(step(experts, n, x, ids, weights, dy)[1])
+    return {n: statistics.median(found) for n, found in times.items()}
+
+
+def main():
+    """Prints a line per family and type."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for option, value in (("tokens", 4096), ("dim", 512), ("hidden", 256), ("rounds", 3)):
+        parser.add_argument(f"--{option}", type=int, default=value)
+    parser.add_argument("--names", nargs="*", default=list(CLASSES))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    register()
+    for name in options.names:
+        for dtype in (torch.float32, torch.bfloat16):
+            found = compare(name, dtype, options)
+            best = min(found["grouped_mm"], found["eager"])
+            times = ", ".join(f"{n} {t:.3f} s" for n, t in found.items())
+            print(
+                f"{name:10} {str(dtype)[6:]:9} {best / found['expertmesh']:.2f} x the faster ({times})"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""What `import expertmesh as em` offers beside classes: train, load, generate."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+from torch import nn
+
+from expertmesh.config.family import Family, find_family
+from expertmesh.config.run import RunConfig
+from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
+from expertmesh.errors import ConfigError
+from expertmesh.infer.engine import generate_texts
+from expertmesh.infer.sampling import Sampling
+from expertmesh.models.own_module import Module, own_family
+from expertmesh.training import loop, state
+from expertmesh.training.precision import resolve_precision
+from expertmesh.training.run_dir import load_run
+from expertmesh.training.trackers import Tracker
+
+
+class Loaded(NamedTuple):
+    """A trained model.
+
+    Attributes:
+        model: in evaluation mode, with the weights of the run's newest good checkpoint.
+        tokenizer: of the run; None where models of its family read no text.
+    """
+
+    model: nn.Module
+    tokenizer: Tokenizer | None
+
+
+def train(
+    what: RunConfig | Module,
+    config: RunConfig | None = None,
+    *,
+    data: Any = None,
+    validation: Any = None,
+    loss: Callable[..., Any] | None = None,
+    measure: Callable[..., Mapping[str, Any]] | None = None,
+    metric: str = "loss",
+    family: Family | None = None,
+    trackers: Sequence[Tracker] = (),
+    quiet: bool = False,
+) -> loop.TrainResult:
+    """Train, or go on training: a run of a recipe, or a module of your own on samples of your own.
+
+    Both have progress, precision, clipping, metrics, checkpoints and exact resumption (`train={"resume": "auto"}`), and spread
+    over ranks where torchrun starts the script. SIGTERM and Ctrl-C save and return.
+
+    Args:
+        what: a configuration, as `recipe` returns it; or a module, its class, or a function that makes it. A module is
+            trained in place; on several ranks give the class, so that all begin with the weights of the run's seed.
+        config: of a module's run: its `train`, `optim` and `parallel` sections count.
+        data: of a module: tensors whose first axis is the sample, alone or in a tuple; a map-style dataset; or an
+            `expertmesh.models.family.Data`.
+        validation: the same of the samples that evaluations use; None: every twentieth of `data`, not trained on.
+        loss: of a module: loss(model, *batch), a scalar mean over the batch's samples, or (that, stats ...) with the
+            `RoutingStats` of every `MoELayer` in their order, whose losses are added for you.
+        measure: of a module: measure(model, *batch), means over the batch's samples by name, for evaluations.
+        metric: the name among these that evaluations are judged by.
+        family: of a configuration that is of no family of this package.
+        trackers: objects with `write(values, experts)`, called after every step beside the run's own files; see
+            `expertmesh.training.trackers.Tracker`.
+        quiet: say nothing while it runs.
+
+    Returns:
+        How it ended: `step`, `evaluation`, `checkpoint`, `run_dir` and more.
+
+    Raises:
+        ConfigError: a value breaks a rule, or the run that is already there is another one.
+        CheckpointError: all checkpoints to resume from are damaged.
+        TrainingDivergedError: too many steps in a row were not finite.
+
+    Example:
+        >>> config = em.recipe("gpt-moe-test", {"data.path": "corpus.txt", "train.run_dir": "runs/text"})
+        >>> result = em.train(config, quiet=True)
+        >>> result.step
+        20
+
+        >>> import torch
+        >>> x = torch.randn(200, 8)
+        >>> def loss(model, x, y):
+        ...     return torch.nn.functional.mse_loss(model(x), y)
+        >>> steps = em.RunConfig(
+        ...     train={"steps": 5, "run_dir": "runs/linear"}, optim={"warmup_steps": 1}
+        ... )
+        >>> em.train(torch.nn.Linear(8, 8), steps, data=(x, x.flip(1)), loss=loss, quiet=True).step
+        5
+    """
+    console = Console(quiet=True) if quiet else None
+    if isinstance(what, RunConfig):
+        given = {"config": config, "data": data, "loss": loss, "measure": measure}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"{name}: belongs to a module; a configuration says all of it, leave {name} out"
+                )
+        family = find_family(what.family) if family is None else family
+        return loop.train(
+            what, recipe=family.name, family=family, console=console, trackers=trackers
+        )
+    if not isinstance(what, nn.Module) and not callable(what):
+        raise ConfigError(
+            f"train({type(what).__name__}): needs a configuration, as recipe() returns it, or a module; give one"
+        )
+    if config is None or data is None or loss is None:
+        raise ConfigError(
+            "train(module): needs a configuration, data and a loss: train(module, RunConfig(...), data=..., loss=...)"
+        )
+    own = own_family(
+        what, data=data, validation=validation, loss=loss, measure=measure, metric=metric
+    )
+    name = type(what).__name__ if isinstance(what, nn.Module) else what.__name__
+    return loop.train(config, recipe=name, family=own, console=console, trackers=trackers)
+
+
+def load(
+    run: str | Path,
+    *,
+    module: Module | None = None,
+    family: Family | None = None,
+    device: str | None = None,
+) -> Loaded:
+    """A trained model with its newest good checkpoint, and its tokenizer.
+
+    Args:
+        run: the run directory.
+        module: of a run of a module of your own: the module (which gets the weights), its class, or what makes it.
+        family: of a run of a family of your own.
+        device: auto, cpu, cuda or cuda:N; None: that of the training.
+
+    Returns:
+        Model and tokenizer, as a named tuple. The weights are in FP32 (FP64 of a float64 run).
+
+    Raises:
+        ConfigError: this is no run directory, or one of another family.
+        CheckpointError: it has no usable checkpoint, or a file is missing.
+
+    Example:
+        >>> model, tokenizer = em.load("runs/text")
+        >>> ids = tokenizer.encode("To be").ids
+    """
+    found = load_run(run, own_family(module) if module is not None else family)
+    config = found.config if device is None else found.config.updated({"train.device": device})
+    precision = resolve_precision(config.train, record=found.arithmetic)
+    tokenizer = None
+    if found.family.generates_text:
+        tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
+    task = found.family.open_task(config)
+    model = task.build(device=precision.device, dtype=precision.master_dtype)
+    state.load_weights(found.checkpoint, model)
+    return Loaded(model.eval(), tokenizer)
+
+
+def generate(
+    model: Any,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[str],
+    *,
+    max_tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str | list[str]:
+    """Continue a text, or several together.
+
+    It computes in the type of the model's weights; under `torch.autocast` in that one.
+
+    Args:
+        model: of `load`.
+        tokenizer: of `load`.
+        prompt: one text or several, none of them empty.
+        max_tokens: most tokens to add to each; None: as many as the model has room for.
+        temperature: below 1: more likely tokens; 0: always the most likely one.
+        top_k: draw from the k most likely tokens; None: all.
+        top_p: draw from the fewest tokens with this much of the probability; None: all.
+        seed: of the draws.
+
+    Returns:
+        The continuation without the prompt, or a list of them.
+
+    Raises:
+        ConfigError: a value breaks a rule, or a prompt is empty or too long.
+
+    Example:
+        >>> model, tokenizer = em.load("runs/text")
+        >>> text = em.generate(model, tokenizer, "To be", max_tokens=5, temperature=0)
+    """
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    with torch.no_grad():
+        found = generate_texts(
+            model,
+            tokenizer,
+            prompts,
+            max_new_tokens=max_tokens,
+            sampling=sampling,
+            eos_id=END_OF_TEXT_ID,
+            start_id=END_OF_TEXT_ID,
+        )
+    return found[0].text if isinstance(prompt, str) else [one.text for one in found]

@@ -1,0 +1,76 @@
+"""`--config run.yaml`: the values of a run from a file, beside which the words of the command line win."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from expertmesh.config.base import nearest_name, shown
+from expertmesh.errors import ConfigError
+
+
+def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
+    """The content of a YAML (or JSON) file; a run's config.json is one.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        The sections, and the recipe, if the file names one ("recipe").
+
+    Raises:
+        ConfigError: the file is not there, or is no YAML with sections, or names a module.
+    """
+    import yaml
+
+    file = Path(path).expanduser()
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: does not exist; check the path") from None
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error}); give a text file") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ConfigError(f"--config {path}: is no YAML ({reason}); correct it") from None
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"--config {path}: holds {shown(found)}, not sections; write for example train: {{steps: 100}}"
+        )
+    values = dict(found)
+    recipe, family = values.pop("recipe", None), values.pop("family", "gpt")
+    if ":" in str(family):
+        raise ConfigError(
+            f"--config {path}: names the family {family}, and a file names no module to import; use --family {family}"
+        )
+    return values, None if recipe is None else str(recipe)
+
+
+def flat_values(values: Mapping[str, Any], names: Sequence[str], path: str) -> dict[str, Any]:
+    """The values by dotted name, of sections that are nested or written with dots.
+
+    Args:
+        values: of `read_config_file`.
+        names: dotted names of all options.
+        path: of the file, for messages.
+
+    Raises:
+        ConfigError: a name is no option; says the nearest one.
+    """
+    return _flat(values, "", frozenset(names), path)
+
+
+def _flat(
+    values: Mapping[Any, Any], prefix: str, names: frozenset[str], path: str
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{str(key).replace('-', '_')}"
+        if name in names:
+            found[name] = tuple(value) if isinstance(value, list) else value
+        elif isinstance(value, Mapping) and any(known.startswith(f"{name}.") for known in names):
+            found |= _flat(value, f"{name}.", names, path)
+        elif value is not None or not any(known.startswith(f"{name}.") for known in names):
+            near = nearest_name(name, sorted(names))
+            fix = f"did you mean {near}?" if near else "see expertmesh train --help"
+            raise ConfigError(f"--config {path}: unknown option {name}; {fix}")
+    return found

@@ -1,0 +1,148 @@
+"""`expertmesh translate --run DIR --to de "..."`: translates with the newest checkpoint of a run."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.generate import load_decoder
+from expertmesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertmesh.infer.translation_scores import Score
+
+_EXAMPLES = """\
+examples:
+  expertmesh translate --run runs/translate-multi30k --to de "Two dogs play in the snow."
+  expertmesh translate --run runs/translate-multi30k --to de --input test.en --output out.de --reference test.de
+  expertmesh translate --run runs/other --to de --input test.en --reference test.de --compare out.de
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Prints or writes a translation for each text, and scores with a reference; returns 0.
+
+    Args:
+        argv: words after `translate`.
+
+    Raises:
+        ConfigError: a value breaks a rule, or files do not fit together.
+        CheckpointError: the run has no usable checkpoint or tokenizer.
+    """
+    options = _parser().parse_args(argv)
+    texts, references, others = _texts(options)
+    task, model, tokenizer, precision = load_decoder(options.run, options.device)
+    translation = task.translation(tokenizer, to=options.to)
+    import torch
+
+    from expertmesh.infer.translate import translate
+
+    with torch.no_grad(), precision.autocast():
+        found = translate(
+            model,
+            tokenizer,
+            translation,
+            texts,
+            num_beams=options.beams,
+            length_penalty=options.length_penalty,
+            batch_size=options.batch_size,
+        )
+    text = "".join(f"{line}\n" for line in found)
+    if options.output is None and references is None:
+        print(text, end="")
+    elif options.output is not None:
+        Path(options.output).write_text(text)
+    if references is not None:
+        _print_scores(found, references, others, options.to)
+    return 0
+
+
+def _parser() -> OptionParser:
+    from argparse import RawDescriptionHelpFormatter
+
+    parser = OptionParser(
+        prog="expertmesh translate",
+        description="Translates with the newest checkpoint of a run.",
+        epilog=_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "text", nargs="*", help="texts to translate; - reads lines from standard input"
+    )
+    parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
+    parser.add_argument("--to", required=True, metavar="LANG", help="language that is wanted")
+    parser.add_argument("--input", metavar="FILE", help="lines to translate, instead of texts")
+    parser.add_argument("--output", metavar="FILE", help="where the translations go (the screen)")
+    parser.add_argument(
+        "--reference", metavar="FILE", help="right translations: prints BLEU and chrF"
+    )
+    parser.add_argument(
+        "--compare", metavar="FILE", help="another system's: prints whether the difference is real"
+    )
+    parser.add_argument("--beams", type=int, default=5, metavar="N", help="of the beam search (5)")
+    parser.add_argument(
+        "--length-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="larger: longer translations; 0: none (1)",
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="texts at a time (32)"
+    )
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    return parser
+
+
+def _texts(options: Any) -> tuple[list[str], list[str] | None, list[str] | None]:
+    """What to translate, its references and another system's translations, all equally many lines."""
+    if bool(options.text) == (options.input is not None):
+        raise ConfigError("no text, or text and --input; give one of the two, for example 'a dog'")
+    if options.compare is not None and options.reference is None:
+        raise ConfigError(f"--compare {options.compare}: needs --reference; add it")
+    texts: list[str] = options.text
+    if options.input is not None:
+        texts = _lines(options.input, "--input")
+    elif texts == ["-"]:
+        texts = sys.stdin.read().splitlines()
+    others = []
+    for flag, name in (("--reference", options.reference), ("--compare", options.compare)):
+        lines = None if name is None else _lines(name, flag)
+        if lines is not None and len(lines) != len(texts):
+            raise ConfigError(
+                f"{flag} {name}: has {len(lines):,} lines for {len(texts):,} texts; give the file that belongs to them"
+            )
+        others.append(lines)
+    return texts, others[0], others[1]
+
+
+def _lines(name: str, flag: str) -> list[str]:
+    from expertmesh.data.parallel_text import read_lines
+
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"{flag} {name}: is not a file; check the path")
+    return read_lines(path)
+
+
+def _print_scores(
+    found: list[str], references: list[str], others: list[str] | None, language: str
+) -> None:
+    from expertmesh.infer.translation_scores import compare, score
+
+    if others is None:
+        for result in score(found, references, language=language):
+            print(_shown(result))
+        return
+    theirs, ours = compare(found, others, references, language=language)
+    for their, our in zip(theirs, ours, strict=True):
+        print(f"the other's {_shown(their)}\nthis run's  {_shown(our)}")
+
+
+def _shown(result: "Score") -> str:
+    text = f"{result.name} {result.value:.2f}"
+    if result.interval is not None:
+        text += f" +- {result.interval:.2f}"
+    if result.p_value is not None:
+        text += f" (p = {result.p_value:.4f})"
+    return f"{text}  {result.signature}"

@@ -1,0 +1,197 @@
+"""The complete configuration of a training run of an encoder-decoder on parallel text."""
+
+import re
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from expertmesh.config.base import Config, FieldError
+from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe_rules import Activation
+from expertmesh.config.run import RunConfig, check_not_empty
+
+_BYTES_AND_MARKS = 258
+_LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Za-z]+)?")
+
+
+class Seq2SeqConfig(Config):
+    """An encoder-decoder: RMSNorm, rotary positions, a deep encoder, a shallow decoder, MoE in every n-th layer of both."""
+
+    vocab_size: int = Field(default=8192, gt=0)
+    """Tokens in the vocabulary (V), which all languages share."""
+    max_source_len: int = Field(default=128, gt=2)
+    """Longest source, its two marks included."""
+    max_seq_len: int = Field(default=128, gt=1)
+    """Longest target, its mark included."""
+    dim: int = Field(default=256, gt=0)
+    """Model width (D)."""
+    num_encoder_layers: int = Field(default=4, gt=0)
+    """Layers that read the source."""
+    num_decoder_layers: int = Field(default=2, gt=0)
+    """Layers that write the target, one token after the other."""
+    num_heads: int = Field(default=4, gt=0)
+    """Attention heads (H)."""
+    ffn_hidden_dim: int = Field(default=1024, gt=0)
+    """Hidden size of the dense feed-forward layers, and of the residual MLP of a residual MoE layer."""
+    activation: Activation = "relu"
+    """Activation of experts and dense feed-forward layers."""
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the embeddings' and of each layer's outputs that is left out in training."""
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the target's probability that the training loss spreads over all tokens."""
+    tie_embeddings: bool = True
+    """One matrix for the embeddings of both sides and the output projection."""
+    rope_base: float = Field(default=10000.0, gt=1)
+    """Base of the rotary (relative) position embedding of self-attention."""
+    norm_eps: float = Field(default=1e-6, gt=0)
+    """Epsilon of RMSNorm."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights."""
+    moe_every: int = Field(default=2, gt=0)
+    """Every n-th layer of each side is MoE, counted from the first group's last layer (2: layers 1, 3, 5, ...)."""
+    moe: MoEConfig = MoEConfig(top_k=1, hidden_dim=1024)
+    """The mixture-of-experts layers."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with keys and values of target tokens: the decoder's."""
+        return self.num_decoder_layers
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads: as many as heads."""
+        return self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of one head."""
+        return self.dim // self.num_heads
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers with experts on both sides; 0 for a dense model."""
+        if not self.moe.num_experts:
+            return 0
+        return self.num_encoder_layers // self.moe_every + self.num_decoder_layers // self.moe_every
+
+    def experts_per_layer(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Number of experts of every layer of the encoder and of the decoder; 0 where the feed-forward is dense."""
+        counts = self.moe.num_experts
+        if len(counts) == 1:
+            counts = counts * self.num_moe_layers
+        left = list(counts)
+        sides = []
+        for num_layers in (self.num_encoder_layers, self.num_decoder_layers):
+            is_moe = [i % self.moe_every == self.moe_every - 1 for i in range(num_layers)]
+            sides.append(tuple(left.pop(0) if here and left else 0 for here in is_moe))
+        return sides[0], sides[1]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.dim % (2 * self.num_heads):
+            raise FieldError(
+                "num_heads",
+                self.num_heads,
+                f"must divide dim, {self.dim}, into heads of an even size",
+                "choose a divisor of dim / 2",
+            )
+        if self.vocab_size < _BYTES_AND_MARKS:
+            raise FieldError(
+                "vocab_size",
+                self.vocab_size,
+                f"must be at least {_BYTES_AND_MARKS}: the 256 bytes, the end of a text and the mask",
+                "raise it",
+            )
+        given = len(self.moe.num_experts)
+        if given and not self.num_moe_layers:
+            raise FieldError(
+                "moe_every",
+                self.moe_every,
+                f"must be at most the larger number of layers, {max(self.num_encoder_layers, self.num_decoder_layers)}",
+                "lower it, or give no moe.num_experts for a dense model",
+            )
+        if given not in (0, 1, self.num_moe_layers):
+            raise FieldError(
+                ("moe", "num_experts"),
+                self.moe.num_experts,
+                f"must have one entry, or one per MoE layer ({self.num_moe_layers}, the encoder's first), has {given}",
+                "add or remove entries",
+            )
+        return self
+
+
+class ParallelTextConfig(Config):
+    """Lines of text in several languages, and what is learned from them."""
+
+    path: tuple[str, ...] = ()
+    """Folders with a file per split and language, SPLIT.LANG or SPLIT.LANG.gz, line i the same in all of them (blank: not translated)."""
+    languages: tuple[str, ...] = ()
+    """Languages to use; none: all that the folders have."""
+    pairs: tuple[str, ...] = ()
+    """Directions to learn, as en-de; none: from every language to every other."""
+    without_pairs: tuple[str, ...] = ()
+    """Directions to leave out of training (and nothing else), to translate them without an example."""
+    train_split: str = "train"
+    """Name of the files to train on."""
+    validation_split: str = "val"
+    """Name of the files to evaluate on."""
+    temperature: float = Field(default=1.0, ge=1)
+    """Directions are drawn in proportion to (number of examples)^(1 / temperature): 1 as they are, larger: rare ones more often."""
+    denoising: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the samples that repair noised text of one language instead of translating."""
+    noise_fraction: float = Field(default=0.35, gt=0, lt=1)
+    """Share of a noised text's tokens that are masked."""
+    mean_span: float = Field(default=3.0, ge=1)
+    """Mean length of a masked span in tokens (Poisson); each becomes one mask."""
+    permute_sentences: bool = True
+    """Put the sentences of a noised text in a random order."""
+    neighbours: int = Field(default=64, gt=0)
+    """Neighbouring samples of about one length, so that little is padded; best the batch size."""
+    cache_dir: str | None = None
+    """Folder for tokenizers and tokens; none: the user's cache folder."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("train_split", "validation_split", "cache_dir"):
+            check_not_empty(name, getattr(self, name))
+        for name in ("path", "languages", "pairs", "without_pairs"):
+            values = getattr(self, name)
+            if len(set(values)) < len(values):
+                raise FieldError(name, values, "names something twice", "name it once")
+        for code in self.languages:
+            if _LANGUAGE.fullmatch(code) is None:
+                raise FieldError(
+                    "languages", code, "must be codes as en, de, zh", "use the endings of the files"
+                )
+        for name in ("pairs", "without_pairs"):
+            for pair in getattr(self, name):
+                source, dash, target = pair.partition("-")
+                if not dash or not source or not target or source == target:
+                    raise FieldError(
+                        name,
+                        pair,
+                        "must be two different languages with a dash between",
+                        "write it as en-de",
+                    )
+        idle = [
+            name
+            for name in ("noise_fraction", "mean_span", "permute_sentences")
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if idle and not self.denoising:
+            raise FieldError(
+                idle[0],
+                getattr(self, idle[0]),
+                "has no effect without denoising",
+                "leave it out, or give data.denoising",
+            )
+        return self
+
+
+class Seq2SeqRunConfig(RunConfig):
+    """Everything that defines a training run of an encoder-decoder."""
+
+    family: str = "seq2seq"
+    """Family of the model: seq2seq, or module:name of your own."""
+    model: Seq2SeqConfig = Seq2SeqConfig()
+    data: ParallelTextConfig = ParallelTextConfig()

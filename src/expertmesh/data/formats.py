@@ -1,0 +1,193 @@
+"""Files with many texts in them: JSON lines, Parquet, Megatron's token files. Each becomes the documents that it holds.
+
+The seam: `rows_of` gives the readers of a file's texts, or None for a file that is one text. A new format is a function in
+`FORMATS`. Packed files (`.gz`, `.zst`) are unpacked by `expertmesh.data.files` before.
+"""
+
+import importlib.util
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expertmesh.data.files import is_packed, opened
+from expertmesh.data.tokenizer import load_tokenizer
+from expertmesh.errors import ConfigError
+
+Reader = Callable[[], str | None]
+
+COLUMN = "text"
+"""The field, or column, that holds a document."""
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def rows_of(path: Path, *, tokenizer: str | None) -> list[Reader] | None:
+    """The texts in a file, each read when it is asked for; None: the file is one text.
+
+    Args:
+        path: of the file.
+        tokenizer: tokenizer.json of token files.
+
+    Raises:
+        ConfigError: a package or a file that the format needs is missing, or the file is not what its name says.
+        OSError: it cannot be read.
+    """
+    name = path.name.lower()
+    for ending, rows in FORMATS.items():
+        if name.endswith((ending, f"{ending}.gz", f"{ending}.zst")):
+            return rows(path, tokenizer)
+    return None
+
+
+def is_companion(path: Path) -> bool:
+    """Whether a file belongs to another one that is read: the .idx beside a .bin."""
+    return path.suffix == ".idx" and path.with_suffix(".bin").exists()
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line of JSON in a file that is not packed."""
+
+    path: Path
+    start: int
+    length: int
+
+    def __call__(self) -> str | None:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            return _field(file.read(self.length))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A line of a packed file, which cannot be entered in the middle."""
+
+    line: bytes
+
+    def __call__(self) -> str | None:
+        return _field(self.line)
+
+
+def _field(line: bytes) -> str | None:
+    try:
+        text = json.loads(line).get(COLUMN)
+    except (ValueError, AttributeError):
+        raise OSError(None, "not a JSON object") from None
+    if not isinstance(text, str):
+        raise OSError(None, f"no text in the field {COLUMN!r}")
+    return text
+
+
+def _json_lines(path: Path, _: str | None) -> list[Reader]:
+    readers: list[Reader] = []
+    start, packed = 0, is_packed(path)
+    try:
+        with opened(path) as file:
+            for line in file:
+                if line.strip():
+                    readers.append(_Kept(line) if packed else _Line(path, start, len(line)))
+                start += len(line)
+    except (EOFError, zlib.error) as error:
+        raise OSError(None, f"damaged: {error}") from None
+    return readers
+
+
+@dataclass(frozen=True)
+class _Text:
+    text: Any
+
+    def __call__(self) -> str | None:
+        return self.text if isinstance(self.text, str) else None
+
+
+def _parquet(path: Path, _: str | None) -> list[Reader]:
+    """The column of a Parquet file, in memory."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ConfigError(
+            f"data.path={path}: needs the package 'pyarrow'; install it with: pip install pyarrow"
+        )
+    from pyarrow import ArrowException, parquet
+
+    try:
+        table = parquet.ParquetFile(path)
+        names = table.schema_arrow.names
+        if COLUMN in names:
+            return [_Text(value) for value in table.read([COLUMN])[COLUMN].to_pylist()]
+    except ArrowException as error:
+        raise ConfigError(
+            f"data.path={path}: is no Parquet file ({' '.join(str(error).split())[:120]}); check it"
+        ) from None
+    raise ConfigError(
+        f"data.path={path}: needs a column {COLUMN!r}, has {', '.join(names)}; rename the one with the text"
+    )
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """One document of a token file."""
+
+    path: Path
+    tokenizer: str
+    dtype: str
+    start: int
+    length: int
+
+    def __call__(self) -> str | None:
+        count = self.length // np.dtype(self.dtype).itemsize
+        ids = np.fromfile(self.path, self.dtype, count=count, offset=self.start)
+        text: str = _tokenizer(self.tokenizer).decode(ids.tolist(), skip_special_tokens=True)
+        return text
+
+
+@cache
+def _tokenizer(path: str) -> Any:
+    return load_tokenizer(Path(path).expanduser())
+
+
+def _megatron(path: Path, tokenizer: str | None) -> list[Reader]:
+    """The documents of Megatron's NAME.bin with its NAME.idx, back as text.
+
+    The index: magic, version (8 bytes), type (1), sequences (8), document borders (8), then the length of each sequence (int32),
+    its first byte (int64), and the number of the first sequence of each document (int64).
+    """
+    if tokenizer is None:
+        raise ConfigError(
+            f"data.path={path}: holds token ids; name the tokenizer.json that made them: data.tokenizer=FILE"
+        )
+    index = path.with_suffix(".idx")
+    data = index.read_bytes() if index.is_file() else b""
+    head = len(_MAGIC) + struct.calcsize("<QBQQ")
+    if not data.startswith(_MAGIC) or len(data) < head:
+        raise ConfigError(
+            f"data.path={path}: has no Megatron index {index.name} beside it; give both files"
+        )
+    _, code, count, borders = struct.unpack_from("<QBQQ", data, len(_MAGIC))
+    if code not in _TYPES or len(data) < head + 12 * count + 8 * borders:
+        raise ConfigError(f"data.path={path}: {index.name} is damaged; write it again")
+    sizes = np.frombuffer(data, "<i4", count, head)
+    starts = np.frombuffer(data, "<i8", count, head + 4 * count)
+    documents = np.frombuffer(data, "<i8", borders, head + 12 * count)
+    item = np.dtype(_TYPES[code]).itemsize
+    readers: list[Reader] = []
+    for first, last in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True):
+        if last > first:
+            length = int(sizes[first:last].sum()) * item  # its sequences lie one after the other
+            readers.append(_Tokens(path, tokenizer, _TYPES[code], int(starts[first]), length))
+    return readers
+
+
+FORMATS: dict[str, Callable[[Path, str | None], list[Reader]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".parquet": _parquet,
+    ".bin": _megatron,
+}
+"""How the texts of files are read, by the ending of their names."""

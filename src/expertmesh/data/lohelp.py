@@ -1,0 +1,212 @@
+"""Parallel text in up to sixteen languages from LibreOffice's help, as Debian packs it (`libreoffice-help-LANG`, MPL-2.0).
+
+In every language a page has the same name and its paragraphs have the same ids, so (page, id) aligns them.
+"""
+
+import gzip
+import hashlib
+import io
+import re
+import tarfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+
+from expertmesh.errors import ConfigError
+
+INSTALLED = Path("/usr/share/libreoffice/help")
+CODES = {"en-US": "en", "pt-BR": "pt", "zh-CN": "zh"}
+"""Codes of folders that are not the codes of the files; all others are."""
+FEWEST_WORDS, MOST_WORDS = 4, 60
+_SPLITS = (("train", 0.90), ("val", 0.94), ("test", 1.0))
+_GRAM = 6
+_SHARE = 0.8
+_TAGS = frozenset({"p", "h1", "h2", "h3", "h4", "h5", "h6", "td", "li"})
+_ID = re.compile(r"(par|hd|bm)_id|tit$")
+_VOID = frozenset({"br", "img", "meta", "link", "input", "hr"})
+_PAGE = re.compile(r"(?:^|/)usr/share/libreoffice/help/([^/]+)/(text/.+\.html)$")
+
+Page = dict[str, str]
+"""Texts by id."""
+
+
+class Extracted(NamedTuple):
+    """What was written.
+
+    Attributes:
+        folder: where.
+        languages: their codes.
+        num_lines: of each split.
+    """
+
+    folder: Path
+    languages: tuple[str, ...]
+    num_lines: dict[str, int]
+
+
+class _Segments(HTMLParser):
+    """Collects the paragraphs of a page; what only a Mac shows is left out."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.found: Page = {}
+        self._open: list[tuple[str, str | None, bool]] = []  # tag, id that begins here, hidden
+        self._texts: dict[str, list[str]] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in _VOID:
+            self.handle_data(" ")
+            return
+        values = dict(attrs)
+        name = values.get("id") or ""
+        begins = name if tag in _TAGS and _ID.match(name) else None
+        hidden = values.get("class") == "MAC" or bool(self._open and self._open[-1][2])
+        if begins is not None:
+            self._texts[begins] = []
+        self._open.append((tag, begins, hidden))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not any(opened == tag for opened, _, _ in self._open):
+            return
+        while self._open:
+            opened, begins, _ = self._open.pop()
+            if begins is not None:
+                self.found[begins] = " ".join("".join(self._texts.pop(begins)).split())
+            if opened == tag:
+                return
+
+    def handle_data(self, data: str) -> None:
+        inner = next((begins for _, begins, _ in reversed(self._open) if begins), None)
+        if inner is not None and not self._open[-1][2]:
+            self._texts[inner].append(data)
+
+
+def segments(html: str) -> Page:
+    """The paragraphs, headings and cells of a page by their ids, blanks squeezed."""
+    parser = _Segments()
+    parser.feed(html)
+    parser.close()
+    return parser.found
+
+
+def extract(source: Path, output: Path) -> Extracted:
+    """Write `train`, `val` and `test` files of all languages that are there, line i parallel in all, blank where untranslated.
+
+    Lines have 4 to 60 English words, and none comes twice. A page is in one split, by a hash of its name. Of validation and test
+    lines those are left out that training has in other signs, or more than 80% of whose groups of six words it has.
+
+    Args:
+        source: a folder with Debian packages, or with the help itself as it is installed.
+        output: folder for SPLIT.LANG.gz.
+
+    Raises:
+        ConfigError: there is no help in two languages, one of them English, or a package is damaged.
+    """
+    pages = _read(source)
+    languages = tuple(sorted(pages))
+    if "en" not in languages or len(languages) < 2:
+        raise ConfigError(
+            f"{source}: has LibreOffice's help in {', '.join(languages) or 'no language'}; it takes English and another one: "
+            "apt-get download libreoffice-help-en-us libreoffice-help-de, then: expertmesh data lohelp --packages ."
+        )
+    lines = _split(pages["en"])
+    output.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    for split, places in lines.items():
+        counts[split] = len(places)
+        for code in languages:
+            texts = [_translated(pages, code, page, name) for page, name in places]
+            data = "".join(f"{text}\n" for text in texts).encode()
+            (output / f"{split}.{code}.gz").write_bytes(gzip.compress(data, mtime=0))
+    return Extracted(output, languages, counts)
+
+
+def _translated(pages: Mapping[str, Mapping[str, Page]], code: str, page: str, name: str) -> str:
+    text = pages[code].get(page, {}).get(name, "")
+    return "" if code != "en" and text == pages["en"][page][name] else text
+
+
+def _split(english: Mapping[str, Page]) -> dict[str, list[tuple[str, str]]]:
+    """(page, id) of the lines of each split; training chooses first."""
+    places: dict[str, list[tuple[str, str]]] = {split: [] for split, _ in _SPLITS}
+    for page in sorted(english):
+        digest = hashlib.sha256(page.encode()).digest()
+        place = int.from_bytes(digest[:8], "big") / 2**64
+        split = next(name for name, border in _SPLITS if place < border)
+        places[split] += [
+            (page, name)
+            for name, text in english[page].items()
+            if FEWEST_WORDS <= len(text.split()) <= MOST_WORDS
+        ]
+    seen: set[str] = set()
+    trained: set[tuple[str, ...]] = set()
+    for split, found in places.items():
+        kept = []
+        for page, name in found:
+            text = english[page][name]
+            letters = "".join(filter(str.isalpha, text.lower()))
+            grams = _grams(text)
+            known = sum(gram in trained for gram in grams) / max(len(grams), 1)
+            if letters in seen or (split != "train" and known > _SHARE):
+                continue
+            seen.add(letters)
+            kept.append((page, name))
+            if split == "train":
+                trained.update(grams)
+        places[split] = kept
+    return places
+
+
+def _grams(text: str) -> list[tuple[str, ...]]:
+    words = text.lower().split()
+    return [tuple(words[i : i + _GRAM]) for i in range(len(words) - _GRAM + 1)]
+
+
+def _read(source: Path) -> dict[str, dict[str, Page]]:
+    """Pages by language."""
+    found: dict[str, dict[str, Page]] = defaultdict(dict)
+    packages = sorted(source.glob("libreoffice-help-*.deb")) if source.is_dir() else []
+    members = (member for path in packages for member in _members(path))
+    for code, page, html in members if packages else _files(source):
+        found[CODES.get(code, code)][page] = segments(html)
+    return dict(found)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, str, str]]:
+    for path in sorted(folder.glob("*/text/**/*.html")):
+        code, *rest = path.relative_to(folder).parts
+        yield code, "/".join(rest), path.read_text()
+
+
+def _members(package: Path) -> Iterator[tuple[str, str, str]]:
+    """(code of the language, page, HTML) of all pages in a Debian package: an `ar` archive with a tar archive in it."""
+    try:
+        data = package.read_bytes()
+        start = len(b"!<arch>\n")
+        while start + 60 <= len(data):
+            name, size = (
+                data[start : start + 16].decode().strip(" /"),
+                int(data[start + 48 : start + 58]),
+            )
+            start += 60
+            if name.startswith("data.tar"):
+                with tarfile.open(fileobj=io.BytesIO(data[start : start + size])) as archive:
+                    yield from _pages(archive)
+                return
+            start += size + size % 2
+        raise ValueError("no data")
+    except (ValueError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise ConfigError(
+            f"{package}: is no readable Debian package ({error}); download it again"
+        ) from None
+
+
+def _pages(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str]]:
+    for member in archive:
+        match = _PAGE.search(member.name)
+        file = archive.extractfile(member) if match and member.isfile() else None
+        if match is not None and file is not None:
+            yield match[1], match[2], file.read().decode()

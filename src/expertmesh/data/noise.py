@@ -1,0 +1,81 @@
+"""Noise that denoising repairs: spans of tokens behind one mask, sentences in another order (BART, Lewis et al. 2020, 2.2)."""
+
+import hashlib
+import math
+
+import numpy as np
+
+ENDS_OF_SENTENCES = (".", "!", "?", "。", "！", "？")
+
+
+class Draws:
+    """Uniform random numbers that depend on the seed and the place only, in every version of NumPy.
+
+    Args:
+        seed: of the run.
+        place: what they are for: a task, a number, ...
+    """
+
+    def __init__(self, seed: int, *place: object) -> None:
+        digest = hashlib.blake2b(repr((seed, *place)).encode(), digest_size=16).digest()
+        self._philox = np.random.Philox(key=int.from_bytes(digest, "little"))
+
+    def uniform(self, count: int) -> np.ndarray:
+        """(count,) numbers in [0, 1), the next ones."""
+        return (self._philox.random_raw(count) >> 11) * 2.0**-53
+
+    def order(self, count: int) -> np.ndarray:
+        """0 ... count - 1 in a random order."""
+        return np.argsort(self._philox.random_raw(count), kind="stable")
+
+
+def poisson(uniform: float, mean: float) -> int:
+    """The Poisson number whose cumulative probability first passes `uniform`."""
+    number, term = 0, math.exp(-mean)
+    reached = term
+    while reached <= uniform and term > 0.0:
+        number += 1
+        term *= mean / number
+        reached += term
+    return number
+
+
+def add_noise(
+    tokens_N: np.ndarray,
+    draws: Draws,
+    *,
+    fraction: float,
+    mean_span: float,
+    mask_id: int,
+    sentence_ends: np.ndarray | None = None,
+) -> np.ndarray:
+    """A noised copy of a text.
+
+    First its sentences change places, then spans are masked until `fraction` of the tokens is gone: each starts at a
+    token drawn uniformly and has a length drawn from a Poisson distribution (at least 1; none goes past the text's end or
+    into an earlier span), and one mask stands for all of it.
+
+    Args:
+        tokens_N: (N,) the text, not empty.
+        draws: random numbers.
+        fraction: share of the tokens to mask, in (0, 1); one token stays in any case.
+        mean_span: mean length of a span.
+        mask_id: of the mask.
+        sentence_ends: (V,) bool, True for tokens that end a sentence; None: sentences stay where they are.
+    """
+    if sentence_ends is not None:
+        cuts = np.flatnonzero(sentence_ends[tokens_N[:-1]]) + 1
+        sentences = np.split(tokens_N, cuts)
+        tokens_N = np.concatenate([sentences[i] for i in draws.order(len(sentences))])
+    wanted = min(round(fraction * len(tokens_N)), len(tokens_N) - 1)
+    is_masked, is_start = np.zeros((2, len(tokens_N)), dtype=bool)
+    while (left := wanted - int(is_masked.sum())) > 0:
+        first, second = draws.uniform(2)
+        free = np.flatnonzero(~is_masked)
+        start = int(free[int(first * len(free))])
+        length = min(max(poisson(second, mean_span), 1), left)
+        taken = np.flatnonzero(is_masked[start : start + length])
+        is_masked[start : start + (int(taken[0]) if len(taken) else length)] = True
+        is_start[start] = True
+    found = np.where(is_start, mask_id, tokens_N)
+    return found[~is_masked | is_start]

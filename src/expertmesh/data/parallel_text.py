@@ -1,0 +1,280 @@
+"""Parallel text: folders of files SPLIT.LANG[.gz] whose lines belong together, as tokens of one vocabulary, cached."""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import Tokenizer
+
+from expertmesh.config.base import nearest_name, user_cache_dir
+from expertmesh.config.seq2seq import ParallelTextConfig
+from expertmesh.data.cache_entry import INDEX, fill_once
+from expertmesh.data.order import permutation
+from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
+from expertmesh.errors import ConfigError
+
+FORMAT_VERSION = 1
+MASK_ID = 1
+"""Stands for a span of tokens that was left out, in every tokenizer trained here."""
+_MASK = "<|mask|>"
+_SPLIT_NAMES = ("training", "validation")
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The lines of one language in one file as tokens.
+
+    Attributes:
+        tokens_N: all lines' tokens, one after the other.
+        starts: (lines + 1,) where each line starts; a blank line has none.
+    """
+
+    tokens_N: np.ndarray
+    starts: np.ndarray
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """(lines,) tokens of each line."""
+        return np.diff(self.starts)
+
+    def line(self, index: int) -> np.ndarray:
+        """The tokens of a line."""
+        return self.tokens_N[self.starts[index] : self.starts[index + 1]]
+
+
+Corpus = dict[str, Lines]
+"""Of one folder's split, by language; equally many lines in each."""
+
+
+@dataclass(frozen=True)
+class ParallelTokens:
+    """Parallel text, tokenised.
+
+    Attributes:
+        key: hex digest of all that the tokens depend on.
+        languages: in the order of their tags.
+        training: a corpus per folder.
+        validation: a corpus per folder that has this split.
+        tokenizer_path: of the vocabulary that all languages share.
+    """
+
+    key: str
+    languages: tuple[str, ...]
+    training: tuple[Corpus, ...]
+    validation: tuple[Corpus, ...]
+    tokenizer_path: Path
+
+
+def tag(language: str) -> str:
+    """The token that asks for a language."""
+    return f"<|{language}|>"
+
+
+def tag_id(languages: Sequence[str], language: str) -> int:
+    """Its id: tags follow the end of text and the mask.
+
+    Raises:
+        ConfigError: the language is none of these.
+    """
+    if language not in languages:
+        near = nearest_name(language, list(languages))
+        hint = f"did you mean {near}?" if near else f"known here: {', '.join(languages)}"
+        raise ConfigError(f"language {language}: unknown; {hint}")
+    return MASK_ID + 1 + languages.index(language)
+
+
+def languages_of(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The languages of a tokenizer trained here, in the order of their tags."""
+    marks = tokenizer.get_added_tokens_decoder()
+    return tuple(marks[i].content[2:-2] for i in sorted(marks) if i > MASK_ID)
+
+
+def find_folder(name: str) -> Path:
+    """A folder by its path, or by its name below data/, ../shared/data/ or the user's cache folder.
+
+    Raises:
+        ConfigError: there is none; says how to get data.
+    """
+    path = Path(name).expanduser()
+    places = [path]
+    if len(path.parts) == 1:
+        places += [Path("data") / name, Path("../shared/data") / name, user_cache_dir() / name]
+    for place in places:
+        if place.is_dir():
+            return place
+    raise ConfigError(
+        f"data.path={name}: there is no such folder ({', '.join(map(str, places))}); give one with files like train.en and "
+        "train.de, or make one with: expertmesh data lohelp"
+    )
+
+
+def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> ParallelTokens:
+    """Read the files; train the tokenizer and encode the lines unless the cache has them.
+
+    Args:
+        config: of the data.
+        vocab_size: V of the model.
+
+    Raises:
+        ConfigError: files are missing, of unequal lengths, or not UTF-8 text, or a language is unknown.
+        OSError: the cache cannot be written.
+    """
+    if not config.path:
+        raise ConfigError(
+            "data.path=none: translation needs parallel text; give a folder with files like train.en and train.de, or make "
+            "one with: expertmesh data lohelp"
+        )
+    folders = [find_folder(name) for name in config.path]
+    files = [_files(folder, config.train_split, config.languages) for folder in folders]
+    languages = config.languages or tuple(sorted({code for found in files for code in found}))
+    for code in languages:
+        if not any(code in found for found in files):
+            known = ", ".join(sorted({code for found in files for code in found})) or "none"
+            raise ConfigError(
+                f"data.languages={code}: no folder of data.path has {config.train_split}.{code}; known there: {known}"
+            )
+    if len(languages) < 2:
+        raise ConfigError(
+            f"data.path={' '.join(config.path)}: has {config.train_split} files of {len(languages)} languages; translation "
+            "needs two or more"
+        )
+    others = [_files(folder, config.validation_split, languages) for folder in folders]
+    splits = {"training": files, "validation": [found for found in others if len(found) > 1]}
+    if not splits["validation"]:
+        raise ConfigError(
+            f"data.validation_split={config.validation_split}: no folder of data.path has its files in two languages; add "
+            "them, or name another split"
+        )
+    digest = hashlib.sha256(
+        f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{languages}".encode()
+    )
+    for name in _SPLIT_NAMES:
+        for found in splits[name]:
+            digest.update(f"|{name} {sorted(found)}".encode())
+            for code in sorted(found):
+                digest.update(hashlib.sha256(_bytes(found[code])).digest())
+    key = digest.hexdigest()[:24]
+    base = Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_dir()
+    folder = base / f"parallel-{key}"
+    fill_once(folder, partial(_build, splits, languages, vocab_size=vocab_size))
+    training, validation = (_open(folder, name) for name in _SPLIT_NAMES)
+    return ParallelTokens(key, languages, training, validation, folder / "tokenizer.json")
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file, packed by gzip or not, without their ends.
+
+    Raises:
+        ConfigError: it is not UTF-8 text, or damaged.
+    """
+    try:
+        text = _bytes(path).decode()
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"{path}: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
+        ) from None
+    lines = text.split("\n")
+    return [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
+
+
+def _bytes(path: Path) -> bytes:
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (EOFError, OSError, zlib.error):
+        raise ConfigError(
+            f"{path}: is damaged, or was not packed by gzip; restore it from a copy"
+        ) from None
+
+
+def _files(folder: Path, split: str, languages: Sequence[str]) -> dict[str, Path]:
+    """The files of a split by language; of the given languages only, if any."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob(f"{split}.*")):
+        code = path.name.removeprefix(f"{split}.").removesuffix(".gz")
+        if "." not in code and (not languages or code in languages):
+            found.setdefault(code, path)
+    return found
+
+
+def _texts(files: dict[str, Path]) -> dict[str, list[str]]:
+    texts = {code: read_lines(path) for code, path in files.items()}
+    first = next(iter(texts))
+    for code, lines in texts.items():
+        if len(lines) != len(texts[first]):
+            raise ConfigError(
+                f"{files[code]}: has {len(lines):,} lines and {files[first].name} has {len(texts[first]):,}; parallel files "
+                "have equally many, blank where a line is not translated"
+            )
+    return texts
+
+
+def _in_turn(corpora: Sequence[dict[str, list[str]]]) -> Iterator[str]:
+    """Lines of all languages in turn, in a random order, so that the first of them stand for all."""
+    for texts in corpora:
+        count = len(next(iter(texts.values())))
+        for line in permutation(count, 0, 0):
+            yield from (lines[line] for lines in texts.values())
+
+
+def _build(
+    splits: dict[str, list[dict[str, Path]]],
+    languages: Sequence[str],
+    folder: Path,
+    *,
+    vocab_size: int,
+) -> None:
+    texts = {name: [_texts(files) for files in splits[name]] for name in _SPLIT_NAMES}
+    marks = [_MASK, *map(tag, languages)]
+    tokenizer = train_tokenizer(_in_turn(texts["training"]), vocab_size=vocab_size, marks=marks)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size}: is too small for 256 bytes and the marks of {len(languages)} languages; raise it "
+            f"to {tokenizer.get_vocab_size()} or more"
+        )
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    for name, corpora in texts.items():
+        for index, corpus in enumerate(corpora):
+            for code, lines in corpus.items():
+                encoded = tokenizer.encode_batch_fast(lines, add_special_tokens=False)
+                ids = [encoding.ids for encoding in encoded]
+                starts = np.concatenate([[0], np.cumsum([len(line) for line in ids])])
+                flat = np.fromiter((i for line in ids for i in line), dtype, count=starts[-1])
+                np.save(folder / f"{name}.{index}.{code}.tokens.npy", flat)
+                np.save(folder / f"{name}.{index}.{code}.starts.npy", starts.astype(np.int64))
+    index_values = {
+        "format_version": FORMAT_VERSION,
+        "languages": list(languages),
+        **{name: [sorted(corpus) for corpus in texts[name]] for name in _SPLIT_NAMES},
+    }
+    (folder / INDEX).write_text(json.dumps(index_values, indent=1))
+
+
+def _open(folder: Path, name: str) -> tuple[Corpus, ...]:
+    found = json.loads((folder / INDEX).read_text())[name]
+    corpora = []
+    for index, codes in enumerate(found):
+        corpus = {}
+        for code in codes:
+            parts = (
+                np.load(folder / f"{name}.{index}.{code}.{part}.npy", mmap_mode="r")
+                for part in ("tokens", "starts")
+            )
+            corpus[code] = Lines(*parts)
+        corpora.append(corpus)
+    return tuple(corpora)
+
+
+def source_ids(tokens: Sequence[int], *, tag: int) -> list[int]:
+    """What the encoder reads: the tag of the language that is wanted, the text, its end."""
+    return [tag, *tokens, END_OF_TEXT_ID]

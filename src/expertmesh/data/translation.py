@@ -1,0 +1,344 @@
+"""Samples of translation and denoising, drawn over languages and tasks by a temperature, from a global sample number."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertmesh.config.seq2seq import ParallelTextConfig
+from expertmesh.data.noise import ENDS_OF_SENTENCES, Draws, add_noise
+from expertmesh.data.order import permutation, spread
+from expertmesh.data.parallel_text import (
+    MASK_ID,
+    Corpus,
+    ParallelTokens,
+    prepare_parallel,
+    source_ids,
+    tag_id,
+)
+from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
+from expertmesh.errors import ConfigError
+
+CHUNK = 4096
+"""Samples that are drawn together; within them, neighbours are made equally long."""
+TranslationBatch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Sources (B, S), their lengths (B,), targets (B, S') that end with the end of text, their lengths, numbers of their tasks; int64."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What one task learns from.
+
+    Attributes:
+        source: language that is read.
+        target: language that is written; the same for denoising.
+        where: (n, 2) number of the corpus and of the line of each example.
+        lengths: (n,) tokens of source and target together.
+    """
+
+    source: str
+    target: str
+    where: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def name(self) -> str:
+        """As en-de; of denoising, as en."""
+        return self.source if self.source == self.target else f"{self.source}-{self.target}"
+
+
+def probabilities(
+    counts: Sequence[int],
+    *,
+    temperature: float,
+    kinds: Sequence[int] | None = None,
+    shares: Sequence[float] = (1.0,),
+) -> np.ndarray:
+    """Proportional to count^(1 / temperature) within each kind of task.
+
+    Args:
+        counts: examples of each task; one without any is never drawn.
+        temperature: 1 or more.
+        kinds: number of each task's kind; None: there is one kind.
+        shares: of each kind in all samples.
+    """
+    sizes = np.asarray(counts, dtype=np.float64)
+    weights = np.where(sizes > 0, sizes ** (1.0 / temperature), 0.0)
+    of_task = np.zeros(len(sizes), dtype=np.int64) if kinds is None else np.asarray(kinds)
+    for kind, share in enumerate(shares):
+        total = weights[of_task == kind].sum()
+        weights[of_task == kind] *= share / total if total else 0.0
+    found: np.ndarray = weights / weights.sum()
+    return found
+
+
+class Mixture:
+    """Which task, and which of its examples, each sample of a run is: a pure function of seed and sample number.
+
+    In a chunk of samples every task gets its share to the nearest whole sample, and each task goes through its examples in
+    epochs of its own, so no example comes twice before all others have come.
+
+    Args:
+        tasks: what there is to draw.
+        shares: probability of each.
+        seed: of the order.
+        neighbours: samples of about one length that follow one another.
+    """
+
+    def __init__(
+        self, tasks: Sequence[Examples], shares: np.ndarray, *, seed: int, neighbours: int
+    ) -> None:
+        self._tasks, self._shares = tasks, shares
+        self._seed, self._neighbours = seed, neighbours
+        self._used = [np.zeros(len(tasks), dtype=np.int64)]
+        self.chunk = lru_cache(maxsize=2)(self._chunk)
+
+    def _used_before(self, chunk: int) -> np.ndarray:
+        """(tasks,) samples of each before a chunk; those of the chunks before are found first."""
+        while len(self._used) <= chunk:
+            done = self._used[-1]
+            owed = len(self._used) * CHUNK * self._shares - done
+            whole = np.floor(np.maximum(owed, 0)).astype(np.int64)
+            while (rest := CHUNK - int(whole.sum())) != 0:  # by the largest fractions
+                order = np.argsort(whole - owed if rest > 0 else owed - whole, kind="stable")
+                order = order[(self._shares[order] > 0) if rest > 0 else (whole[order] > 0)]
+                whole[order[: abs(rest)]] += 1 if rest > 0 else -1
+            self._used.append(done + whole)
+        return self._used[chunk]
+
+    def _chunk(self, chunk: int) -> np.ndarray:
+        """(CHUNK, 3): task, example, and how many samples of the task were before, in the order of use."""
+        first, stop = self._used_before(chunk), self._used_before(chunk + 1)
+        rows, lengths = [], []
+        for index, task in enumerate(self._tasks):
+            numbers = np.arange(first[index], stop[index])
+            if not len(numbers):
+                continue
+            total = len(task.where)
+            epochs, places = np.divmod(numbers, total)
+            examples = np.empty(len(numbers), dtype=np.int64)
+            for epoch in np.unique(epochs):
+                order = permutation(total, _mixed(self._seed, task.name), int(epoch))
+                examples[epochs == epoch] = order[places[epochs == epoch]]
+            rows.append(np.stack([np.full(len(numbers), index), examples, numbers], 1))
+            lengths.append(task.lengths[examples])
+        draws = Draws(self._seed, "chunk", chunk)
+        all_rows, all_lengths = np.concatenate(rows), np.concatenate(lengths)
+        mixed = draws.order(CHUNK)
+        mixed = mixed[np.argsort(all_lengths[mixed], kind="stable")]
+        runs = [
+            mixed[start : start + self._neighbours] for start in range(0, CHUNK, self._neighbours)
+        ]
+        order = np.concatenate([runs[i] for i in draws.order(len(runs))])
+        found: np.ndarray = all_rows[order]
+        return found
+
+    def samples(self, first_sample: int, num_samples: int) -> Iterator[tuple[int, int, int]]:
+        """(task, example, number of the sample among those of its task) of each sample."""
+        for sample in range(first_sample, first_sample + num_samples):
+            chunk, place = divmod(sample, CHUNK)
+            task, example, number = self.chunk(chunk)[place]
+            yield int(task), int(example), int(number)
+
+
+class TranslationData:
+    """Translation in all directions, and denoising, as the data of a run.
+
+    Args:
+        config: of the data.
+        vocab_size: V of the model.
+        max_source_len: longest source with its two marks; longer examples are left out.
+        max_target_len: longest target with its mark.
+        seed: of order and noise.
+
+    Raises:
+        ConfigError: files are missing, unequal or damaged; a language or a direction is unknown or has no example.
+        OSError: the cache cannot be written.
+
+    Attributes:
+        languages: in the order of their tags.
+        directions: of the validation samples, as en-de; the numbers of a validation batch's tasks are places in it.
+    """
+
+    def __init__(
+        self,
+        config: ParallelTextConfig,
+        *,
+        vocab_size: int,
+        max_source_len: int,
+        max_target_len: int,
+        seed: int,
+    ) -> None:
+        tokens = prepare_parallel(config, vocab_size=vocab_size)
+        self.languages = tokens.languages
+        self.files = {"tokenizer.json": tokens.tokenizer_path}
+        self._config, self._tokens, self._seed = config, tokens, seed
+        limits = max_source_len - 2, max_target_len - 1
+        pairs, every = _directions(config, tokens.languages)
+        translation = [_translation(tokens.training, *pair, limits=limits) for pair in pairs]
+        for task in translation:
+            if not len(task.where) and config.pairs:
+                raise ConfigError(
+                    f"data.pairs={task.name}: no line has both languages within the model's lengths; leave it out"
+                )
+        translation = [task for task in translation if len(task.where)]
+        if not translation:
+            raise ConfigError(
+                f"data.path={' '.join(config.path)}: no line has two languages within model.max_source_len={max_source_len} "
+                f"and model.max_seq_len={max_target_len}; give more data or raise them"
+            )
+        denoising = []
+        if config.denoising:
+            denoising = [_denoising(tokens.training, code, limits) for code in tokens.languages]
+        self._tasks = [*translation, *denoising]
+        shares = probabilities(
+            [len(task.where) for task in self._tasks],
+            temperature=config.temperature,
+            kinds=[0] * len(translation) + [1] * len(denoising),
+            shares=(1 - config.denoising, config.denoising),
+        )
+        self.mixture = Mixture(self._tasks, shares, seed=seed, neighbours=config.neighbours)
+        found = [_translation(tokens.validation, *pair, limits=limits) for pair in every]
+        self._validation = [task for task in found if len(task.where)]
+        if not self._validation:
+            raise ConfigError(
+                f"data.validation_split={config.validation_split}: has no line in two of the languages; add some"
+            )
+        self.directions = tuple(task.name for task in self._validation)
+        self._sentence_ends = _sentence_ends(tokens, vocab_size)
+        options = config.model_dump_json(exclude={"cache_dir", "path"})
+        self.key = hashlib.sha256(
+            f"{tokens.key}|{options}|{max_source_len}|{max_target_len}".encode()
+        ).hexdigest()
+        self.description = (
+            f"{', '.join(config.path)}: {len(tokens.languages)} languages, "
+            f"{sum(len(task.where) for task in translation):,} training and "
+            f"{sum(len(task.where) for task in self._validation):,} validation examples in {len(translation)} directions"
+            + (f", {config.denoising:.0%} of the samples denoise" if denoising else "")
+        )
+
+    def batch(self, first_sample: int, num_samples: int) -> TranslationBatch:
+        """Training samples first_sample ... first_sample + num_samples - 1, padded to the longest of them."""
+        rows = []
+        for index, example, number in self.mixture.samples(first_sample, num_samples):
+            task = self._tasks[index]
+            source, target = self._example(self._tokens.training, task, example)
+            if task.source == task.target:
+                source = add_noise(
+                    source,
+                    Draws(self._seed, "noise", task.name, number),
+                    fraction=self._config.noise_fraction,
+                    mean_span=self._config.mean_span,
+                    mask_id=MASK_ID,
+                    sentence_ends=self._sentence_ends if self._config.permute_sentences else None,
+                )
+            rows.append((source, target, task.target, index))
+        return self._batch(rows)
+
+    def validation(self, max_samples: int | None, batch_size: int) -> Iterator[TranslationBatch]:
+        """At most so many validation translations, evenly spread over all directions, the shortest first."""
+        places = [
+            (index, line)
+            for index, task in enumerate(self._validation)
+            for line in range(len(task.where))
+        ]
+        chosen = [places[i] for i in spread(len(places), max_samples)]
+        chosen.sort(key=lambda place: int(self._validation[place[0]].lengths[place[1]]))
+        for start in range(0, len(chosen), batch_size):
+            rows = []
+            for index, line in chosen[start : start + batch_size]:
+                task = self._validation[index]
+                source, target = self._example(self._tokens.validation, task, line)
+                rows.append((source, target, task.target, index))
+            yield self._batch(rows)
+
+    def _example(
+        self, corpora: Sequence[Corpus], task: Examples, example: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        corpus, line = (int(number) for number in task.where[example])
+        return corpora[corpus][task.source].line(line), corpora[corpus][task.target].line(line)
+
+    def _batch(self, rows: Sequence[tuple[np.ndarray, np.ndarray, str, int]]) -> TranslationBatch:
+        sources = [
+            source_ids(source.tolist(), tag=tag_id(self.languages, code))
+            for source, _, code, _ in rows
+        ]
+        targets = [[*target.tolist(), END_OF_TEXT_ID] for _, target, _, _ in rows]
+        return (
+            *_padded(sources),
+            *_padded(targets),
+            torch.tensor([index for *_, index in rows]),
+        )
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    lengths = torch.tensor([len(row) for row in rows])
+    padded = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: len(ids)] = torch.tensor(ids)
+    return padded, lengths
+
+
+def _directions(
+    config: ParallelTextConfig, languages: Sequence[str]
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Directions to train, and those to evaluate: what is left out of training is evaluated all the same."""
+    given = {
+        name: [tuple(pair.split("-")) for pair in getattr(config, name)]
+        for name in ("pairs", "without_pairs")
+    }
+    for name, pairs in given.items():
+        for pair in pairs:
+            for code in pair:
+                if code not in languages:
+                    raise ConfigError(
+                        f"data.{name}={'-'.join(pair)}: the language {code} is not there; known here: {', '.join(languages)}"
+                    )
+    every = [(a, b) for a, b in (given["pairs"] or list(permutations(languages, 2)))]
+    kept = [pair for pair in every if pair not in given["without_pairs"]]
+    others = [(a, b) for a, b in given["without_pairs"] if (a, b) not in every]
+    return kept, every + others
+
+
+def _translation(
+    corpora: Sequence[Corpus], source: str, target: str, *, limits: tuple[int, int]
+) -> Examples:
+    """Lines that both languages have, neither of them too long."""
+    where, lengths = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for index, corpus in enumerate(corpora):
+        if source not in corpus or target not in corpus:
+            continue
+        a, b = corpus[source].lengths, corpus[target].lengths
+        lines = np.flatnonzero((a > 0) & (b > 0) & (a <= limits[0]) & (b <= limits[1]))
+        where.append(np.stack([np.full(len(lines), index), lines], 1))
+        lengths.append((a + b)[lines])
+    return Examples(source, target, np.concatenate(where), np.concatenate(lengths))
+
+
+def _denoising(corpora: Sequence[Corpus], code: str, limits: tuple[int, int]) -> Examples:
+    """Lines of two tokens or more: one is masked, one stays."""
+    found = _translation(corpora, code, code, limits=(min(limits), min(limits)))
+    long = found.lengths > 2
+    return Examples(code, code, found.where[long], found.lengths[long])
+
+
+def _sentence_ends(tokens: ParallelTokens, vocab_size: int) -> np.ndarray:
+    """(V,) whether a token is a sign that ends sentences."""
+    ends = np.zeros(vocab_size, dtype=bool)
+    tokenizer = load_tokenizer(tokens.tokenizer_path)
+    for sign in ENDS_OF_SENTENCES:
+        ids = tokenizer.encode(sign, add_special_tokens=False).ids
+        if len(ids) == 1:
+            ends[ids[0]] = True
+    return ends
+
+
+def _mixed(seed: int, name: str) -> int:
+    """A seed for each task of a run."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,163 @@
+"""Beam search: the most likely outputs of an encoder-decoder, for many sources at once, with a key-value cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.infer.engine import check_room, check_sources, evaluating, pad_right
+from expertmesh.models.decoder import BeamCache, EncoderDecoder
+from expertmesh.ops.dtypes import accumulate_dtype
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """An output.
+
+    Attributes:
+        ids: its tokens, without the start and the end.
+        score: log probability, the end's included, over the length penalty; larger is better.
+        is_finished: whether it has an end, or was cut off at the greatest length.
+    """
+
+    ids: list[int]
+    score: float
+    is_finished: bool
+
+
+@dataclass
+class _Hypotheses:
+    """The best so far of every source, sorted: (B, K) scores, -inf where there is none, and (B, K, length) tokens."""
+
+    scores_BK: Tensor
+    ids_BKS: Tensor
+
+    def best_of(self, scores_BN: Tensor, ids_BNS: Tensor, count: int) -> "_Hypotheses":
+        """The best `count` of these and of others, which may be longer."""
+        longer = ids_BNS.shape[2] - self.ids_BKS.shape[2]
+        mine = torch.nn.functional.pad(self.ids_BKS, (0, longer), value=-1)
+        scores, order = torch.cat((self.scores_BK, scores_BN), 1).topk(count, dim=1)
+        ids = torch.cat((mine, ids_BNS), 1)
+        return _Hypotheses(scores, _rows(ids, order))
+
+
+def length_penalty_of(length: int, alpha: float) -> float:
+    """((5 + length) / 6)^alpha, by which log probabilities are divided (Wu et al. 2016, eq. 14)."""
+    return float(((5 + length) / 6) ** alpha)
+
+
+@torch.no_grad()
+def beam_search(
+    model: EncoderDecoder,
+    sources: Sequence[Sequence[int]],
+    *,
+    start: Sequence[int],
+    end_id: int,
+    num_beams: int = 5,
+    length_penalty: float = 1.0,
+    max_new_tokens: int | None = None,
+) -> list[Hypothesis]:
+    """The best output that is found for each source.
+
+    A sentence is done when it has `num_beams` finished outputs and no unfinished one can still become better than the last of
+    them, however long it grows. Synchronises with the device once per token.
+
+    Args:
+        model: its cache must be an `expertmesh.models.decoder.BeamCache`.
+        sources: token ids, none of them empty.
+        start: ids that every output begins with.
+        end_id: ends an output.
+        num_beams: unfinished outputs that are kept for each source; 1: greedy.
+        length_penalty: alpha of `length_penalty_of`, at least 0; 0: plain probabilities, which favour short outputs.
+        max_new_tokens: most tokens of an output, the end included; None: as many as the model has room for.
+
+    Returns:
+        One hypothesis per source: the best finished one, or, if there is none, the best that was cut off.
+
+    Raises:
+        ConfigError: a value breaks a rule, or a source is too long or outside the vocabulary.
+        CheckpointError: the model's logits are not finite.
+    """
+    if num_beams < 1:
+        raise ConfigError(f"num_beams={num_beams}: must be at least 1; 5 is usual")
+    if length_penalty < 0:
+        raise ConfigError(f"length_penalty={length_penalty}: must be at least 0; 1 is usual")
+    check_sources(model, sources, num_prompts=len(sources))
+    steps = check_room(model, [start], max_new_tokens=max_new_tokens)
+    with evaluating(model):
+        return _search(model, sources, list(start), end_id, num_beams, length_penalty, steps)
+
+
+def _search(
+    model: EncoderDecoder,
+    sources: Sequence[Sequence[int]],
+    start: list[int],
+    end_id: int,
+    K: int,
+    alpha: float,
+    steps: int,
+) -> list[Hypothesis]:
+    B, device = len(sources), model.device
+    cache = model.new_cache(batch_size=B, max_len=len(start) + steps)
+    if not isinstance(cache, BeamCache):
+        raise ConfigError(f"a {type(cache).__name__} has no beams; use generate_batch")
+    source_BS, source_mask_BS = pad_right(sources, device=device)
+    model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
+    cache.branch(K)
+    new_RS = torch.tensor([start] * (B * K), device=device)
+    first_row_B1 = torch.arange(0, B * K, K, device=device)[:, None]
+    running: _Hypotheses | None = None
+    finished: _Hypotheses | None = None
+    for step in range(steps):
+        logits_RV = model.next_logits(new_RS, token_mask_BS=None, cache=cache)
+        logp_BKV = logits_RV.to(accumulate_dtype(logits_RV.dtype)).log_softmax(-1).view(B, K, -1)
+        if running is None:  # all beams are alike at first
+            scores_BK = logp_BKV.new_full((B, K), float("-inf"))
+            scores_BK[:, 0] = 0
+            none = torch.empty(B, K, 0, dtype=torch.int64, device=device)
+            running = _Hypotheses(scores_BK, none)
+            finished = _Hypotheses(torch.full_like(scores_BK, float("-inf")), none)
+        assert finished is not None
+        total_BKV = running.scores_BK[..., None] + logp_BKV
+        if torch.isnan(total_BKV).any():
+            raise CheckpointError(
+                f"logits after {cache.length} tokens are not finite: the weights are damaged, or the compute dtype is too"
+                " small for them; use another checkpoint or float32"
+            )
+        # Of 2 K candidates at most K are ends, one of each beam; only one among the best K finishes an output.
+        scores_BN, flat_BN = total_BKV.flatten(1).topk(2 * K, dim=1)
+        beam_BN, token_BN = flat_BN // logp_BKV.shape[2], flat_BN % logp_BKV.shape[2]
+        is_end_BN = token_BN == end_id
+        ids_BNS = torch.cat((_rows(running.ids_BKS, beam_BN), token_BN[..., None]), 2)
+        ended_BK = (scores_BN[:, :K] / length_penalty_of(step + 1, alpha)).masked_fill(
+            ~is_end_BN[:, :K], float("-inf")
+        )
+        finished = finished.best_of(ended_BK, ids_BNS[:, :K], K)
+        scores_BK, order_BK = scores_BN.masked_fill(is_end_BN, float("-inf")).topk(K, dim=1)
+        running = _Hypotheses(scores_BK, _rows(ids_BNS, order_BK))
+        longest = length_penalty_of(steps, alpha)
+        if (scores_BK[:, 0] / longest <= finished.scores_BK[:, -1]).all():
+            break
+        cache.reorder((first_row_B1 + beam_BN.gather(1, order_BK)).flatten())
+        new_RS = running.ids_BKS[:, :, -1].reshape(B * K, 1)
+    assert running is not None and finished is not None
+    return _best(running, finished, length_penalty_of(steps, alpha))
+
+
+def _best(running: _Hypotheses, finished: _Hypotheses, penalty: float) -> list[Hypothesis]:
+    found = []
+    ended, cut = finished.scores_BK[:, 0].tolist(), running.scores_BK[:, 0].tolist()
+    for row, score in enumerate(ended):
+        if score > float("-inf"):
+            ids = [i for i in finished.ids_BKS[row, 0].tolist() if i >= 0]
+            found.append(Hypothesis(ids[:-1], score, True))
+        else:
+            found.append(Hypothesis(running.ids_BKS[row, 0].tolist(), cut[row] / penalty, False))
+    return found
+
+
+def _rows(ids_BKS: Tensor, which_BN: Tensor) -> Tensor:
+    """(B, N, S): rows of the second axis."""
+    return ids_BKS.gather(1, which_BN[..., None].expand(-1, -1, ids_BKS.shape[2]))

@@ -1,0 +1,72 @@
+"""Translation of texts by an encoder-decoder: tokens, batches of about one length, beam search, text again."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from expertmesh.errors import ConfigError
+from expertmesh.infer.beam import beam_search
+from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
+
+
+def translate(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    translation: Translation,
+    texts: Sequence[str],
+    *,
+    num_beams: int = 5,
+    length_penalty: float = 1.0,
+    batch_size: int = 32,
+    max_new_tokens: int | None = None,
+) -> list[str]:
+    """The texts in another language, in their order; a blank one stays blank.
+
+    Args:
+        model: an encoder-decoder.
+        tokenizer: of the model.
+        translation: how it is asked for a language: `expertmesh.models.family.Task.translation`.
+        texts: one line each.
+        num_beams: see `beam_search`.
+        length_penalty: see `beam_search`.
+        batch_size: texts that are translated together.
+        max_new_tokens: see `beam_search`; None: twice the tokens of a batch's longest text and 16 more, at most what the model
+            has room for.
+
+    Raises:
+        ConfigError: the model is no encoder-decoder, a text is too long for it, or a value breaks a rule.
+    """
+    if not isinstance(model, EncoderDecoder):
+        raise ConfigError(f"a {type(model).__name__} reads no sources; use an encoder-decoder")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: must be at least 1; 32 is usual")
+    encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    sources = [[*translation.before, *encoding.ids, *translation.after] for encoding in encoded]
+    for number, source in enumerate(sources, start=1):
+        if len(source) > model.max_source_len:
+            raise ConfigError(
+                f"text {number}: has {len(source)} tokens and the model reads at most {model.max_source_len}; shorten it, or "
+                "give its sentences one by one"
+            )
+    order = sorted(
+        (i for i, text in enumerate(texts) if text.strip()), key=lambda i: len(sources[i])
+    )
+    room = model.max_seq_len - len(translation.start)
+    found = [""] * len(texts)
+    for first in range(0, len(order), batch_size):
+        batch = order[first : first + batch_size]
+        longest = max(len(sources[i]) for i in batch)
+        outputs = beam_search(
+            model,
+            [sources[i] for i in batch],
+            start=translation.start,
+            end_id=translation.end_id,
+            num_beams=num_beams,
+            length_penalty=length_penalty,
+            max_new_tokens=min(room, 2 * longest + 16)
+            if max_new_tokens is None
+            else max_new_tokens,
+        )
+        for i, output in zip(batch, outputs, strict=True):
+            found[i] = tokenizer.decode(output.ids, skip_special_tokens=True).strip()
+    return found

@@ -1,0 +1,142 @@
+"""The experts of a module of transformers, computed by our operators on its own tensors.
+
+Known experts are one call of `moe_mlp` on views of the module's weights. For others (transposed or interleaved weights, a gate
+of the class's own, a norm behind the experts, low-rank adapters) the class's own functions run between our grouped products.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+
+from expertmesh.functional import combine, grouped_linear, moe_mlp, permute, route_metadata
+from expertmesh.ops.dtypes import autocast_dtype
+
+_INNER: dict[Any, str] = {
+    nn.SiLU: "silu",
+    SiLUActivation: "silu",
+    nn.ReLU: "relu",
+    ReLUSquaredActivation: "relu2",
+}
+_GATED = {"silu": "swiglu", "relu": "reglu", "gelu": "geglu"}
+
+
+class Adapter(NamedTuple):
+    """A low-rank addition to a stack of matrices, W + scaling * lhs @ rhs.
+
+    Attributes:
+        lhs: (E, rows, r).
+        rhs: (E, r, columns).
+        scaling: its factor.
+    """
+
+    lhs: Tensor
+    rhs: Tensor
+    scaling: float
+
+
+class Stack(NamedTuple):
+    """The matrices of all experts, their biases, and what adapters add to them."""
+
+    w: Tensor
+    b_EN: Tensor | None
+    adapters: tuple[Adapter, ...]
+    transposed: bool
+
+    def times(self, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
+        """Every row times its expert's matrix; no sum of a matrix and its adapters is ever made."""
+        y_RN = grouped_linear(x_RK, self.w, offsets_E, b_EN=self.b_EN, transposed=self.transposed)
+        for lhs, rhs, scaling in self.adapters:
+            first, second = (lhs, rhs) if self.transposed else (rhs, lhs)
+            narrow_Rr = grouped_linear(x_RK, first, offsets_E, transposed=self.transposed)
+            added_RN = grouped_linear(narrow_Rr, second, offsets_E, transposed=self.transposed)
+            y_RN = torch.add(y_RN, added_RN, alpha=scaling)
+        return y_RN
+
+
+def forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute what transformers asks an experts implementation for.
+
+    Args:
+        experts: a module whose class transformers decorated with `use_experts_implementation`.
+        hidden_states: (T, D) tokens.
+        top_k_index: (T, K) ids of experts; the number of the module's experts means "not mine".
+        top_k_weights: (T, K) routing weights, of any floating-point type.
+
+    Returns:
+        (T, D), in the type of the tokens.
+    """
+    w_in = _stack(experts, "gate_up_proj" if experts.has_gate else "up_proj")
+    w_out = _stack(experts, "down_proj")
+    metadata = route_metadata(top_k_index, w_out.w.shape[0])
+    x_TD = hidden_states
+    if autocast_dtype(x_TD.device) is None:
+        x_TD = x_TD.to(w_in.w.dtype)
+    activation = None if w_in.adapters or w_out.adapters else fused_activation(experts)
+    if activation is not None:
+        F = w_out.w.shape[2]
+        y_TD = moe_mlp(
+            x_TD,
+            w_in.w.unflatten(1, (-1, F)),
+            w_out.w,
+            top_k_weights,
+            metadata,
+            activation=activation,
+            b_in_EGF=None if w_in.b_EN is None else w_in.b_EN.unflatten(1, (-1, F)),
+            b_out_ED=w_out.b_EN,
+        )
+        return y_TD.to(hidden_states.dtype)
+    offsets_E = metadata.offsets_E
+    h_RH = w_in.times(permute(x_TD, metadata), offsets_E)
+    a_RF = experts._apply_gate(h_RH) if experts.has_gate else experts.act_fn(h_RH)
+    y_RD = w_out.times(a_RF, offsets_E)
+    if experts.has_post_expert_norm:
+        y_RD = experts.post_expert_norm(y_RD)
+    s_R = top_k_weights.reshape(-1).index_select(0, metadata.slot_of_row_N)
+    y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
+    return combine(y_RD, metadata, top_k_index.shape[1]).to(hidden_states.dtype)
+
+
+def fused_activation(experts: Any) -> str | None:
+    """Name the activation with which `moe_mlp` computes these experts; None: it does not know them.
+
+    By the class's own gate function and the class of its activation, not by the name of the module's class.
+    """
+    if experts.is_transposed or experts.has_post_expert_norm:
+        return None
+    act_fn = getattr(experts, "act_fn", None)
+    inner = _INNER.get(type(act_fn))
+    if isinstance(act_fn, GELUActivation) and act_fn.act is nn.functional.gelu:
+        inner = "gelu"
+    if inner is None or not experts.has_gate:
+        return inner
+    if not experts.is_concatenated or type(experts)._apply_gate is not _default_apply_gate:
+        return None
+    return _GATED.get(inner)
+
+
+def _stack(experts: Any, name: str) -> Stack:
+    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    whole, adapters = _with_adapters(experts, name)
+    return Stack(whole, bias, adapters, experts.is_transposed)
+
+
+def _with_adapters(experts: Any, name: str) -> tuple[Tensor, tuple[Adapter, ...]]:
+    """A weight and the adapters on it; where they cannot be told apart, their sum.
+
+    Reading the attribute of a parametrised module makes the sum, which is as large as all experts, and gives autograd reason
+    to make the gradient of all of it.
+    """
+    parametrised = getattr(experts, "parametrizations", {})
+    if name not in parametrised:
+        return getattr(experts, name), ()
+    added = list(parametrised[name])
+    if not all(all(hasattr(one, field) for field in Adapter._fields) for one in added):
+        return getattr(experts, name), ()
+    return parametrised[name].original, tuple(
+        Adapter(one.lhs, one.rhs, one.scaling) for one in added
+    )

@@ -1,0 +1,129 @@
+"""A module of the user's own as a family: `expertmesh.train(module, data=..., loss=...)` without a `Task`."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.config.family import Family, Metric
+from expertmesh.config.run import RunConfig
+from expertmesh.data.samples import data_of
+from expertmesh.errors import ConfigError
+from expertmesh.models.family import Batch, Data, Loss, Part, Task, num_samples
+from expertmesh.models.upcycle import collect_stats
+from expertmesh.moe.types import RoutingStats
+from expertmesh.parallel.ranks import Ranks
+
+Module = nn.Module | Callable[[], nn.Module]
+"""A module, or what makes one when it is called: a class or a function."""
+
+FAMILY_NAME = "module"
+
+
+class OwnModule(Task):
+    """A module of the user's own, with samples and a loss.
+
+    Args:
+        config: the run's configuration.
+        module: the module, or what makes it.
+        data: see `expertmesh.data.samples.data_of`.
+        validation: see there.
+        loss: called as loss(model, *batch); a scalar mean over the batch's samples, or (that, RoutingStats ...).
+        measure: called as measure(model, *batch); means over the batch's samples by name; None: the loss alone.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        module: Module,
+        data: Any = None,
+        validation: Any = None,
+        loss: Callable[..., Any] | None = None,
+        measure: Callable[..., Mapping[str, Any]] | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._module, self._samples, self._validation = module, data, validation
+        self._loss, self._measure = loss, measure
+
+    def prepare(self) -> Data:
+        """The samples."""
+        data: Data = data_of(self._samples, self._validation, seed=self.config.train.seed)
+        return data
+
+    def check(self, num_ranks: int) -> None:
+        """Every rank needs a sample of each forward pass."""
+        super().check(num_ranks)
+        config = self.config.train
+        size = config.micro_batch_size or config.batch_size
+        if size < num_ranks:
+            raise ConfigError(
+                f"train.batch_size={size}: must be at least the {num_ranks} ranks; use {num_ranks}"
+            )
+
+    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The module itself, moved, or one that is made now."""
+        module = self._module if isinstance(self._module, nn.Module) else self._module()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"module: made a {type(module).__name__}; give an nn.Module, its class, or a function that returns one"
+            )
+        return module.to(device, dtype)
+
+    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
+        """See `Task.place`; a module that was made by every rank for itself must be the same on all."""
+        if ranks.world is not None and isinstance(self._module, nn.Module):
+            digest = hashlib.sha256()
+            for tensor in self._module.state_dict().values():
+                digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+            ranks.agree(digest.hexdigest(), what="the module's weights (give its class, not one)")
+        return super().place(device=device, dtype=dtype, ranks=ranks)
+
+    def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
+        """The user's loss, times the samples; the statistics of upcycled blocks are collected."""
+        value, stats = self._call(model, batch)
+        return Loss(value * num_samples(batch), stats)
+
+    def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
+        """The user's measures, times the samples, and the loss."""
+        count = num_samples(batch)
+        found: dict[str, Tensor | float] = {"loss": self._call(model, batch)[0] * count}
+        if self._measure is not None:
+            measured = _spread(self._measure, model, batch)
+            found |= {name: value * count for name, value in measured.items() if name != "loss"}
+        return found | {"items": count}
+
+    def _call(self, model: nn.Module, batch: Batch) -> tuple[Tensor, list[RoutingStats]]:
+        assert self._loss is not None, "a run is trained with a loss"
+        with collect_stats() as collected:
+            found = _spread(self._loss, model, batch)
+        value, *stats = found if isinstance(found, tuple | list) else (found,)
+        if not isinstance(value, Tensor) or value.ndim:
+            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
+            raise ConfigError(
+                f"loss: returned {what}; return a scalar, the mean over the samples, then the RoutingStats"
+            )
+        flat = [s for part in stats for s in (part if isinstance(part, tuple | list) else (part,))]
+        return value, [*flat, *collected.layers]
+
+
+def own_family(module: Module, *, metric: str = "loss", **parts: Any) -> Family:
+    """The family of a module of the user's own.
+
+    Args:
+        module: see `OwnModule`.
+        metric: name of the measure that evaluations are judged by.
+        parts: data, validation, loss and measure of `OwnModule`.
+    """
+    task = partial(OwnModule, module=module, **parts)
+    return Family(FAMILY_NAME, task=task, metric=Metric(metric, metric, metric[:10]))
+
+
+def _spread(function: Callable[..., Any], model: nn.Module, batch: Batch) -> Any:
+    """Call with a batch's parts as arguments: those of a dictionary by name."""
+    if isinstance(batch, Mapping):
+        return function(model, **batch)
+    return function(model, *batch) if isinstance(batch, tuple | list) else function(model, batch)

@@ -1,0 +1,421 @@
+"""An encoder-decoder with mixture-of-experts layers on both sides: the forward pass and the initial weights.
+
+After Z-code M3 (Kim et al. 2021, arXiv 2109.10465): a deep encoder, a shallow decoder, MoE in every other layer of both.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expertmesh.config.seq2seq import Seq2SeqConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.layers import Attention, Linear, RMSNorm, rope_tables
+from expertmesh.models.seq2seq.cache import Seq2SeqCache
+from expertmesh.models.token_dropout import TokenDropout
+from expertmesh.moe.experts import DenseMLP
+from expertmesh.moe.init import draw_seed, init_normal_
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.types import RoutingStats
+from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
+
+Memory = tuple[Tensor, Tensor]
+"""Keys and values of the sources for one layer, (sources, H, S, head_dim) each."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a layer needs to know of its tokens beside their vectors; T = B * S.
+
+    Attributes:
+        ids_T: token ids, for hash routers.
+        mask_T: (T,) bool, False for padding; None: there is none.
+        index_T: global token indices, which key noise and dropout; None: 0, 1, 2, ...
+        rope: cosines and sines of the positions.
+    """
+
+    ids_T: Tensor
+    mask_T: Tensor | None
+    index_T: Tensor | None
+    rope: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Seq2SeqOutput:
+    """What one forward pass returns; a pytree.
+
+    Attributes:
+        logits_NV: (N, V) of the N target tokens that are no padding, row by row, in the compute dtype.
+        stats: one RoutingStats per MoE layer, the encoder's first; empty for a dense model.
+    """
+
+    logits_NV: Tensor
+    stats: tuple[RoutingStats, ...]
+
+
+torch.utils._pytree.register_dataclass(
+    Seq2SeqOutput, field_names=["logits_NV", "stats"], drop_field_names=[]
+)
+torch.utils._pytree.register_dataclass(
+    Tokens, field_names=["ids_T", "mask_T", "index_T", "rope"], drop_field_names=[]
+)
+
+
+class CrossAttention(nn.Module):
+    """Attention of target tokens to a source, without positions (Vaswani et al. 2017, 3.2.3).
+
+    Args:
+        dim: model width.
+        num_heads: heads, a divisor of dim.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, *, dim: int, num_heads: int, **place: Any) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q = Linear(dim, dim, bias=False, **place)
+        self.kv = Linear(dim, 2 * dim, bias=False, **place)
+        self.out = Linear(dim, dim, bias=False, **place)
+
+    def memory(self, source_BSD: Tensor) -> Memory:
+        """Keys and values of sources, (B, H, S, head_dim) each."""
+        keys, values = self.kv(source_BSD).chunk(2, dim=-1)
+        return self._heads(keys), self._heads(values)
+
+    def forward(self, x_BSD: Tensor, memory: Memory, mask: Tensor | None) -> Tensor:
+        """(B, S, D) -> (B, S, D).
+
+        Args:
+            x_BSD: target tokens of B rows.
+            memory: of as many sources, or of fewer: then B / sources neighbouring rows share one.
+            mask: (sources, 1, 1, source tokens) bool, False for padding; None: there is none.
+        """
+        keys, values = memory
+        B, S, _ = x_BSD.shape
+        q = self._heads(self.q(x_BSD))
+        # Rows of one source look at it together: its keys are neither copied nor read more than once.
+        q = q.unflatten(0, (len(keys), -1)).transpose(1, 2).flatten(2, 3)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        y = y.unflatten(2, (-1, S)).transpose(1, 2).flatten(0, 1)
+        return self.out(y.transpose(1, 2).reshape(B, S, -1))
+
+    def _heads(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), in the decoder x + cross_attention(norm(x), source), then x + feed_forward(norm(x)).
+
+    Args:
+        config: the model.
+        layer_index: which layer of the model this is, the encoder's first.
+        cache_index: which layer of a decoder this is; None: of the encoder.
+        num_experts: experts of this layer; 0: a dense feed-forward layer.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: Seq2SeqConfig,
+        *,
+        layer_index: int,
+        cache_index: int | None,
+        num_experts: int,
+        **place: Any,
+    ) -> None:
+        super().__init__()
+        dim, eps = config.dim, config.norm_eps
+        self.attention_norm = RMSNorm(dim, eps=eps, **place)
+        self.attention = Attention(
+            dim=dim,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            head_dim=config.head_size,
+            qk_norm=False,
+            norm_eps=eps,
+            layer_index=cache_index or 0,
+            **place,
+        )
+        self.cross_norm: RMSNorm | None = None
+        self.cross_attention: CrossAttention | None = None
+        if cache_index is not None:
+            self.cross_norm = RMSNorm(dim, eps=eps, **place)
+            self.cross_attention = CrossAttention(dim=dim, num_heads=config.num_heads, **place)
+        self.ffn_norm = RMSNorm(dim, eps=eps, **place)
+        self.moe: MoELayer | None = None
+        self.ffn: DenseMLP | None = None
+        if num_experts:
+            self.moe = MoELayer.from_config(
+                config.moe,
+                dim=dim,
+                num_experts=num_experts,
+                activation=config.activation,
+                residual_hidden_dim=config.ffn_hidden_dim,
+                layer_index=layer_index,
+                **place,
+            )
+        else:
+            self.ffn = DenseMLP(
+                dim=dim,
+                hidden_dim=config.ffn_hidden_dim,
+                activation=config.activation,
+                bias=False,
+                **place,
+            )
+        self.dropouts = nn.ModuleList(
+            TokenDropout(config.dropout, site=4 * layer_index + i) for i in range(3)
+        )
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        tokens: Tokens,
+        mask: Tensor | None,
+        cache: Seq2SeqCache | None = None,
+        source: Tensor | Memory | None = None,
+        source_mask: Tensor | None = None,
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """(B, S, D) -> (B, S, D), and the routing statistics of a MoE layer.
+
+        Args:
+            x_BSD: its tokens.
+            tokens: what else there is to know of them.
+            mask: of self-attention, True where a query may look; None: causal.
+            cache: of the decoder's tokens so far.
+            source: in the decoder: what the encoder made of the sources, or the keys and values of that.
+            source_mask: see `CrossAttention`.
+        """
+        cos, sin = tokens.rope
+        after_attention, after_cross, after_ffn = self.dropouts
+        y_BSD = self.attention(self.attention_norm(x_BSD), cos=cos, sin=sin, mask=mask, cache=cache)
+        x_BSD = x_BSD + after_attention(y_BSD, tokens.index_T)
+        if self.cross_attention is not None:
+            assert self.cross_norm is not None and source is not None
+            memory = self.cross_attention.memory(source) if isinstance(source, Tensor) else source
+            y_BSD = self.cross_attention(self.cross_norm(x_BSD), memory, source_mask)
+            x_BSD = x_BSD + after_cross(y_BSD, tokens.index_T)
+        h_TD = self.ffn_norm(x_BSD).flatten(0, 1)
+        stats: RoutingStats | None = None
+        if self.moe is not None:
+            y_TD, stats = self.moe(
+                h_TD, token_mask=tokens.mask_T, token_ids=tokens.ids_T, token_index=tokens.index_T
+            )
+        else:
+            assert self.ffn is not None
+            y_TD = self.ffn(h_TD)
+        return x_BSD + after_ffn(y_TD.view_as(x_BSD), tokens.index_T), stats
+
+
+class Seq2Seq(nn.Module):
+    """An encoder-decoder: RMSNorm, rotary positions in self-attention, MoE in every n-th layer of both sides.
+
+    It is an `expertmesh.models.decoder.EncoderDecoder`: the engine decodes it.
+
+    Args:
+        config: the model.
+        device: of the parameters; "meta" makes none (then `to_empty` and `init_weights`).
+        dtype: of the parameters; None: torch's default.
+        seed: of the initial weights; None: a fresh one from torch's default generator.
+    """
+
+    def __init__(
+        self,
+        config: Seq2SeqConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        place: dict[str, Any] = {"device": "meta", "dtype": dtype}
+        self.embedding = nn.Embedding(config.vocab_size, config.dim, **place)
+        encoder, decoder = config.experts_per_layer()
+        self.encoder = nn.ModuleList(
+            Layer(config, layer_index=index, cache_index=None, num_experts=experts, **place)
+            for index, experts in enumerate(encoder)
+        )
+        self.decoder = nn.ModuleList(
+            Layer(
+                config,
+                layer_index=len(encoder) + index,
+                cache_index=index,
+                num_experts=experts,
+                **place,
+            )
+            for index, experts in enumerate(decoder)
+        )
+        self.encoder_norm = RMSNorm(config.dim, eps=config.norm_eps, **place)
+        self.final_norm = RMSNorm(config.dim, eps=config.norm_eps, **place)
+        self.output: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.output = nn.Linear(config.dim, config.vocab_size, bias=False, **place)
+        self.dropouts = nn.ModuleList(
+            TokenDropout(config.dropout, site=4 * side + 3) for side in range(2)
+        )
+        target = torch.get_default_device() if device is None else torch.device(device)
+        if target.type != "meta":
+            self.to_empty(device=target)
+            self.init_weights(seed)
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw every parameter anew: N(0, init_std^2), norms 1, biases 0.
+
+        Projections back to the residual stream have init_std / sqrt(n), n the number of them on their side. The numbers depend
+        on the seed and the parameter's name only, not on the device or the number of ranks.
+
+        Args:
+            seed: None: a fresh one from torch's default generator.
+        """
+        seed = draw_seed() if seed is None else seed
+        std = self.config.init_std
+        out_std = {
+            "encoder": std * (2 * len(self.encoder)) ** -0.5,
+            "decoder": std * (3 * len(self.decoder)) ** -0.5,
+        }
+        for side, layers in (("encoder", self.encoder), ("decoder", self.decoder)):
+            for layer in layers:
+                assert isinstance(layer, Layer)
+                if layer.moe is not None:
+                    layer.moe.reset_parameters(seed, std=std, out_std=out_std[side])
+        for name, parameter in self.named_parameters():
+            if ".moe." in name:
+                continue
+            if name.endswith("norm.weight"):
+                nn.init.ones_(parameter)
+                continue
+            returns = name.endswith(("attention.out.weight", "ffn.w_out"))
+            this_std = out_std[name.partition(".")[0]] if returns else std
+            init_normal_(parameter, std=this_std, seed=seed, name=name, per_expert=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.config.vocab_size
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of a target."""
+        return self.config.max_seq_len
+
+    @property
+    def max_source_len(self) -> int:
+        """Most tokens of a source."""
+        return self.config.max_source_len
+
+    @property
+    def device(self) -> torch.device:
+        """Of the embedding, where ids are expected."""
+        return self.embedding.weight.device
+
+    def new_cache(self, *, batch_size: int, max_len: int) -> Seq2SeqCache:
+        """A cache in the dtype that attention computes in: the parameters', or autocast's where that is on."""
+        dtype = autocast_dtype(self.device) or self.embedding.weight.dtype
+        return Seq2SeqCache(
+            self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype
+        )
+
+    def encode(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache) -> None:
+        """Read the sources; see `expertmesh.models.decoder.EncoderDecoder`."""
+        source_BSD, _ = self._encode(ids_BS, token_mask_BS, None)
+        cache.memory = []
+        for layer in self.decoder:
+            assert isinstance(layer, Layer) and layer.cross_attention is not None
+            cache.memory.append(layer.cross_attention.memory(source_BSD))
+        cache.memory_mask = None if token_mask_BS is None else token_mask_BS[:, None, None]
+
+    def next_logits(
+        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache
+    ) -> Tensor:
+        """(B, V) logits of the token after the last column; see `expertmesh.models.decoder.CausalLM`."""
+        positions_S, mask = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
+        tokens = self._tokens(ids_BS, positions_S, token_mask_BS, None)
+        x_BSD = self.embedding(ids_BS)
+        for layer, memory in zip(self.decoder, cache.memory, strict=True):
+            x_BSD, _ = layer(x_BSD, tokens, mask, cache, memory, cache.memory_mask)
+        return self._logits(x_BSD[:, -1])
+
+    def forward(
+        self,
+        source_BS: Tensor,
+        target_BS: Tensor,
+        *,
+        source_mask_BS: Tensor | None = None,
+        target_mask_BS: Tensor | None = None,
+        source_index_T: Tensor | None = None,
+        target_index_T: Tensor | None = None,
+    ) -> Seq2SeqOutput:
+        """Logits of the next target token after every one that is given.
+
+        Args:
+            source_BS: (B, S) int64 ids of the sources, padded on the right.
+            target_BS: (B, S') int64 ids of the targets so far, padded on the right.
+            source_mask_BS: (B, S) bool, False for padding: no token looks at it, no expert computes it; None: there is none.
+            target_mask_BS: the same of the targets; padding gets no logits.
+            source_index_T: (B * S,) int64 global token indices that key noise and dropout; None: 0, 1, 2, ...
+            target_index_T: (B * S',) the same of the targets.
+
+        Returns:
+            Logits and the routing statistics of every MoE layer.
+
+        Raises:
+            ConfigError: a side is longer than the model's.
+        """
+        limits = self.config.max_source_len, self.config.max_seq_len
+        for ids, limit, what in zip(
+            (source_BS, target_BS), limits, ("source", "target"), strict=True
+        ):
+            if ids.shape[1] > limit:
+                raise ConfigError(
+                    f"a {what} of {ids.shape[1]} tokens: must be at most {limit}; shorten it"
+                )
+        source_BSD, all_stats = self._encode(source_BS, source_mask_BS, source_index_T)
+        positions_S = torch.arange(target_BS.shape[1], device=target_BS.device)
+        tokens = self._tokens(target_BS, positions_S, target_mask_BS, target_index_T)
+        x_BSD = self.dropouts[1](self.embedding(target_BS), target_index_T)
+        source_mask = None if source_mask_BS is None else source_mask_BS[:, None, None]
+        for layer in self.decoder:
+            # Padding is on the right, so the causal order hides it from all that counts.
+            x_BSD, stats = layer(x_BSD, tokens, None, None, source_BSD, source_mask)
+            all_stats += [] if stats is None else [stats]
+        x = x_BSD.flatten(0, 1) if target_mask_BS is None else x_BSD[target_mask_BS]
+        return Seq2SeqOutput(self._logits(x), tuple(all_stats))
+
+    def _encode(
+        self, ids_BS: Tensor, token_mask_BS: Tensor | None, index_T: Tensor | None
+    ) -> tuple[Tensor, list[RoutingStats]]:
+        positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        tokens = self._tokens(ids_BS, positions_S, token_mask_BS, index_T)
+        mask = torch.ones_like(ids_BS[:1], dtype=torch.bool)
+        mask = (mask if token_mask_BS is None else token_mask_BS)[:, None, None]
+        x_BSD = self.dropouts[0](self.embedding(ids_BS), index_T)
+        all_stats = []
+        for layer in self.encoder:
+            x_BSD, stats = layer(x_BSD, tokens, mask)
+            all_stats += [] if stats is None else [stats]
+        return self.encoder_norm(x_BSD), all_stats
+
+    def _tokens(
+        self,
+        ids_BS: Tensor,
+        positions_S: Tensor,
+        token_mask_BS: Tensor | None,
+        index_T: Tensor | None,
+    ) -> Tokens:
+        rope = rope_tables(
+            positions_S,
+            head_dim=self.config.head_size,
+            base=self.config.rope_base,
+            dtype=accumulate_dtype(self.embedding.weight.dtype),
+        )
+        mask_T = None if token_mask_BS is None else token_mask_BS.flatten()
+        return Tokens(ids_BS.flatten(), mask_T, index_T, rope)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        table_VD = self.embedding.weight if self.output is None else self.output.weight
+        return cpu_products.linear(self.final_norm(x), table_VD)

@@ -1,0 +1,135 @@
+"""The encoder-decoder as a family: what the trainer, a report and translation need of it."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.config.seq2seq import Seq2SeqRunConfig
+from expertmesh.data.parallel_text import languages_of, tag_id
+from expertmesh.data.tokenizer import END_OF_TEXT_ID
+from expertmesh.data.translation import TranslationData
+from expertmesh.models.decoder import CausalLM, Translation
+from expertmesh.models.family import Batch, Loss, Part, Task
+from expertmesh.models.seq2seq.model import Seq2Seq, Seq2SeqOutput
+from expertmesh.models.token_losses import token_losses
+from expertmesh.parallel.apply import parallelize
+from expertmesh.parallel.construct import give_memory
+from expertmesh.parallel.ranks import Ranks
+
+
+class Seq2SeqTask(Task):
+    """An encoder-decoder that translates, and repairs noised text; judged by the loss of translations."""
+
+    config: Seq2SeqRunConfig
+    _directions: tuple[str, ...] = ()
+
+    def prepare(self) -> TranslationData:
+        """Parallel text as tokens; see `TranslationData`."""
+        model = self.config.model
+        data = TranslationData(
+            self.config.data,
+            vocab_size=model.vocab_size,
+            max_source_len=model.max_source_len,
+            max_target_len=model.max_seq_len,
+            seed=self.config.train.seed,
+        )
+        self._directions = data.directions
+        return data
+
+    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Seq2Seq:
+        """The whole model on one device, weights drawn by the run's seed."""
+        return Seq2Seq(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
+
+    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
+        """Spread over ranks before it has memory, so that no rank ever has all of it."""
+        parallel = self.config.parallel
+        if ranks.world is None:
+            return self.build(device=device, dtype=dtype)
+        model = self.build(device="meta", dtype=dtype)
+        parallelize(model, parallel, world=ranks.world, blocks=self.blocks(model))
+        give_memory(model, device=device, offload=parallel.offload)
+        model.init_weights(self.config.train.seed)
+        return model
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The layers of both sides."""
+        assert isinstance(model, Seq2Seq)
+        return [*model.encoder, *model.decoder]
+
+    def num_items(self, batch: Batch) -> int:
+        """Target tokens, the end of each text among them."""
+        return int(batch[3].sum())
+
+    def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
+        """Cross-entropy of the target tokens in nats, smoothed over the vocabulary."""
+        output, targets_N, _ = self._forward(model, batch, part)
+        losses_N = token_losses(
+            output.logits_NV[None],
+            targets_N[None],
+            label_smoothing=self.config.model.label_smoothing,
+            overwrite_logits=True,
+        )
+        return Loss(losses_N.sum(), output.stats)
+
+    def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
+        """Nats and target tokens, in all and of each direction."""
+        output, targets_N, mask_BS = self._forward(model, batch, part)
+        losses_N = token_losses(output.logits_NV[None], targets_N[None])
+        tasks_N = batch[4][:, None].expand_as(mask_BS)[mask_BS]
+        count = len(self._directions)
+        nats = losses_N.new_zeros(count).index_add_(0, tasks_N, losses_N)
+        items = torch.bincount(tasks_N, minlength=count)
+        found: dict[str, Tensor | float] = {"nats": losses_N.sum(), "items": len(losses_N)}
+        for index, name in enumerate(self._directions if count > 1 else ()):
+            found[f"nats_{name}"], found[f"items_{name}"] = nats[index], items[index]
+        return found
+
+    def evaluation(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Mean cross-entropy per target token in nats: over all validation samples, and of each direction."""
+        found = {"loss": sums["nats"] / sums["items"]}
+        for name in self._directions:
+            if sums.get(f"items_{name}"):
+                found[f"loss_{name}"] = sums[f"nats_{name}"] / sums[f"items_{name}"]
+        return found
+
+    def _forward(
+        self, model: nn.Module, batch: Batch, part: Part
+    ) -> tuple[Seq2SeqOutput, Tensor, Tensor]:
+        """Output, the tokens that should follow, and which places of the batch they have."""
+        source_BS, source_lengths_B, target_BS, target_lengths_B, _ = batch
+        device = source_BS.device
+        source_mask_BS, target_mask_BS = (
+            torch.arange(ids.shape[1], device=device) < lengths[:, None]
+            for ids, lengths in ((source_BS, source_lengths_B), (target_BS, target_lengths_B))
+        )
+        start_B1 = torch.full_like(target_BS[:, :1], END_OF_TEXT_ID)
+        output = model(
+            source_BS,
+            torch.cat((start_B1, target_BS[:, :-1]), 1),
+            source_mask_BS=source_mask_BS,
+            target_mask_BS=target_mask_BS,
+            source_index_T=part.token_index(source_BS.shape[1], device),
+            target_index_T=part.token_index(target_BS.shape[1], device),
+        )
+        return output, target_BS[target_mask_BS], target_mask_BS
+
+    def decoder(self, model: nn.Module) -> CausalLM:
+        """The model itself."""
+        assert isinstance(model, Seq2Seq)
+        return model
+
+    def translation(self, tokenizer: Any, *, to: str) -> Translation:
+        """A source begins with the tag of the language that is wanted, a target with the end of text.
+
+        Raises:
+            ConfigError: the language is unknown.
+        """
+        languages = languages_of(tokenizer)
+        return Translation(
+            before=(tag_id(languages, to),),
+            after=(END_OF_TEXT_ID,),
+            start=(END_OF_TEXT_ID,),
+            end_id=END_OF_TEXT_ID,
+        )

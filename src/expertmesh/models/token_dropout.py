@@ -1,0 +1,62 @@
+"""Dropout that depends on the token, not on the batch: the same on any number of ranks and in any micro-batch."""
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.moe.random import fresh_key, random_bits
+
+STREAM_DROPOUT = 16
+_GOLDEN = 0x9E3779B1 - 2**32
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
+
+
+class TokenDropout(nn.Module):
+    """Leaves out a share of the numbers of every token in training, and scales the others up (Srivastava et al. 2014, 10).
+
+    Which ones is a pure function of (seed, step, site, token index, column): one Philox word per token, mixed with the
+    column by a 32-bit integer hash, which costs a CPU no more than drawing.
+
+    `expertmesh.moe.random.key_noise` sets seed and step; without it every call draws a fresh key from torch's default generator.
+
+    Args:
+        rate: share that is left out, in [0, 1).
+        site: number that makes the dropouts of one model differ, below 2^24.
+    """
+
+    noise_key: Tensor
+
+    def __init__(self, rate: float, *, site: int) -> None:
+        super().__init__()
+        self.rate, self.site = rate, site
+        self.noise_is_keyed = False
+        key = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self.register_buffer("noise_key", key, persistent=False)
+
+    def forward(self, x: Tensor, token_index_T: Tensor | None = None) -> Tensor:
+        """(..., D) -> (..., D) with T tokens in front.
+
+        Args:
+            x: any floating dtype.
+            token_index_T: (T,) int64 global token indices; None: 0, 1, 2, ...
+        """
+        if not self.training or self.rate == 0.0:
+            return x
+        if token_index_T is None:
+            token_index_T = torch.arange(x[..., 0].numel(), device=x.device)
+        key = self.noise_key.to(x.device) if self.noise_is_keyed else fresh_key(x.device)
+        keep_TD = _keep(key, token_index_T, x.shape[-1], rate=self.rate, site=self.site)
+        return x * (keep_TD.view_as(x) / (1.0 - self.rate)).to(x.dtype)
+
+
+def _keep(
+    noise_key: Tensor, token_index_T: Tensor, num_columns: int, *, rate: float, site: int
+) -> Tensor:
+    """(T, D) bool, True with probability 1 - rate."""
+    words_T1 = random_bits(noise_key, token_index_T, 1, layer_index=site, stream=STREAM_DROPOUT)
+    columns = torch.arange(num_columns, device=words_T1.device, dtype=torch.int32) * _GOLDEN
+    # Wellons' lowbias32 in 32-bit integers, which wrap; their shifts keep the sign, so it is masked.
+    x = words_T1.to(torch.int32) ^ columns
+    x = (x ^ ((x >> 16) & 0xFFFF)).mul_(_FIRST)
+    x.bitwise_xor_((x >> 15) & 0x1FFFF).mul_(_SECOND)
+    x.bitwise_xor_((x >> 16) & 0xFFFF)
+    return x >= round(rate * 2**32) - 2**31

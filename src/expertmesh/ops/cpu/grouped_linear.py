@@ -1,0 +1,111 @@
+"""The "torch" backend of `grouped_linear`: one product per expert over its block of sorted rows. Nothing here is seen by autograd."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import grouped_mm
+
+from expertmesh.ops.cpu.forward import grouped_mm_serves, rows_times_weight
+from expertmesh.ops.cpu.products import gemm_rows, linear_into, product_into
+from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
+
+_NARROW = 1 << 16
+_FEW_ROWS = 64
+
+
+def forward(
+    x_RK: Tensor, w: Tensor, offsets_E: Tensor, b_EN: Tensor | None, *, transposed: bool
+) -> Tensor:
+    """Give (R, N), zeros behind the last live row; see `expertmesh.ops.experts.grouped_linear`."""
+    bounds = offsets_E.tolist()
+    dtype = gemm_dtype(x_RK.device, x_RK.dtype)
+    w_ENK = w.mT if transposed else w
+    live = bounds[-1]
+    if _in_one_call(w_ENK, bounds, b_EN, dtype):
+        y = grouped_mm(x_RK[:live].contiguous(), w_ENK.mT, offs=offsets_E[1:])
+        return y if live == x_RK.shape[0] else F.pad(y, (0, 0, 0, x_RK.shape[0] - live))
+    x, num_rows = x_RK.to(dtype), x_RK.shape[0]
+    y = x_RK.new_empty(num_rows, w_ENK.shape[1], dtype=dtype)
+    for e, start, stop, size in _experts(bounds, w, dtype):
+        # padding covers the rows of the next experts, which are written later
+        if start + size <= num_rows:
+            x_e, y_e = x[start : start + size], y[start : start + size]
+        else:
+            x_e, y_e = _padded(x[start:stop], size), y.new_empty(size, y.shape[1])
+        w_NK = w_ENK[e].to(dtype)
+        if b_EN is not None:
+            linear_into(x_e, w_NK, y_e, bias_N=b_EN[e].to(dtype))
+        elif transposed:
+            product_into(x_e, w_NK.T, y_e)
+        else:
+            rows_times_weight(x_e, w_NK, y_e)
+        if start + size > num_rows:
+            y[start:stop] = y_e[: stop - start]
+    y[live:].zero_()
+    return y.to(x_RK.dtype)
+
+
+def weight_grad(
+    grad_RN: Tensor, x_RK: Tensor, w: Tensor, offsets_E: Tensor, *, transposed: bool
+) -> Tensor:
+    """Give the gradient of the weights, contiguous; experts without rows get zeros."""
+    bounds = offsets_E.tolist()
+    dtype = gemm_dtype(x_RK.device, x_RK.dtype)
+    rows = (x_RK, grad_RN) if transposed else (grad_RN, x_RK)
+    left, right = (t.to(dtype) for t in rows)
+    found = x_RK.new_empty(w.shape, dtype=dtype)
+    for e, start, stop, size in _experts(bounds, w, dtype):
+        product_into(_padded(left[start:stop], size).T, _padded(right[start:stop], size), found[e])
+    _zero_empty(found, bounds)
+    return found.to(x_RK.dtype)
+
+
+def bias_grad(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    """Give the gradient of the biases (E, N)."""
+    bounds = offsets_E.tolist()
+    found = grad_RN.new_empty(len(bounds) - 1, grad_RN.shape[1])
+    wide = accumulate_dtype(grad_RN.dtype)
+    for e, (start, stop) in enumerate(pairwise(bounds)):
+        found[e] = grad_RN[start:stop].sum(0, dtype=wide)
+    return found
+
+
+def _experts(
+    bounds: list[int], w: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[int, int, int, int]]:
+    """Experts with rows: their number, first row, end, and the rows to multiply."""
+    is_narrow = w.shape[1] * w.shape[2] <= _NARROW
+    for e, (start, stop) in enumerate(pairwise(bounds)):
+        if stop > start:
+            yield (
+                e,
+                start,
+                stop,
+                gemm_rows(stop - start, w.device, dtype, is_narrow=is_narrow),
+            )
+
+
+def _in_one_call(w_ENK: Tensor, bounds: list[int], b_EN: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's grouped product is the best way: few rows, each weight read once."""
+    counts = [stop - start for start, stop in pairwise(bounds)]
+    num_live = sum(count > 0 for count in counts)
+    return (
+        b_EN is None
+        and dtype == w_ENK.dtype
+        and 0 < max(counts) < _FEW_ROWS
+        and grouped_mm_serves(w_ENK, num_live)
+    )
+
+
+def _padded(rows: Tensor, size: int) -> Tensor:
+    """The rows with zeros behind, so that few sizes occur."""
+    return rows if rows.shape[0] == size else F.pad(rows, (0, 0, 0, size - rows.shape[0]))
+
+
+def _zero_empty(values_E: Tensor, bounds: list[int]) -> None:
+    for e, (start, stop) in enumerate(pairwise(bounds)):
+        if start == stop:
+            values_E[e].zero_()

@@ -1,0 +1,190 @@
+"""Rows in expert order times the matrices of their experts, as one autograd operator.
+
+For experts that `moe_mlp` does not know: what stands between the products is the caller's.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.cpu import grouped_linear as loop
+from expertmesh.ops.dtypes import autocast_dtype, without_autocast
+from expertmesh.ops.experts import triton_linear
+from expertmesh.ops.plain_call import runs_plainly
+
+
+def grouped_linear(
+    x_RK: Tensor,
+    w: Tensor,
+    offsets_E: Tensor,
+    *,
+    b_EN: Tensor | None = None,
+    transposed: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Multiply every row by its expert's matrix: y_r = x_r W[e]^T + b[e].
+
+    Autograd saves x (where w needs a gradient), w and the offsets; gradients are bitwise deterministic; sums are FP32 (FP64
+    for FP64). Rows behind the last live one are read by nobody: they give zeros, and get a gradient of zero. The second
+    derivative is an error.
+
+    Args:
+        x_RK: (R, K) rows sorted by expert, as `permute` gives them: float64, float32, bfloat16 or float16. Under autocast
+            all tensors are cast to its type here.
+        w: (E, N, K), or (E, K, N) with `transposed`; of the type of x.
+        offsets_E: (E + 1,) int32, `RouteMetadata.offsets_E`.
+        b_EN: (E, N) biases, or None.
+        transposed: whether the matrices are stored as (K, N).
+        backend: see `resolve_backend`; "reference" is the "torch" one here, and FP64 runs on PyTorch's products.
+
+    Returns:
+        (R, N) in the type of x.
+
+    Raises:
+        ConfigError: shapes or types do not fit one another.
+    """
+    dtype = autocast_dtype(x_RK.device)
+    if dtype is not None and x_RK.dtype != torch.float64:
+        x_RK, w = x_RK.to(dtype), w.to(dtype)
+        b_EN = None if b_EN is None else b_EN.to(dtype)
+    _check(x_RK, w, offsets_E, b_EN, transposed=transposed)
+    name = resolve_backend(backend, x_RK.device, x_RK.dtype)
+    name = "triton" if name == "triton" and x_RK.dtype != torch.float64 else "torch"
+    if name == "torch" and runs_plainly(x_RK, w, b_EN):
+        return loop.forward(x_RK, w, offsets_E, b_EN, transposed=transposed)
+    y: Tensor = _grouped_linear(x_RK, w, offsets_E, b_EN, transposed, name)
+    return y
+
+
+def _check(
+    x_RK: Tensor, w: Tensor, offsets_E: Tensor, b_EN: Tensor | None, *, transposed: bool
+) -> None:
+    if x_RK.dim() != 2 or w.dim() != 3:
+        raise ConfigError(
+            f"x and w have {x_RK.dim()} and {w.dim()} dimensions; they must have 2 (R, K) and 3 (E, N, K); reshape them"
+        )
+    E, N, K = w.mT.shape if transposed else w.shape
+    if x_RK.shape[1] != K:
+        raise ConfigError(
+            f"x has rows of {x_RK.shape[1]} and w takes {K}; they must be equal; check transposed={transposed}"
+        )
+    if tuple(offsets_E.shape) != (E + 1,):
+        raise ConfigError(
+            f"offsets has shape {tuple(offsets_E.shape)}; it must be ({E + 1},), one more than experts; check the metadata"
+        )
+    if b_EN is not None and tuple(b_EN.shape) != (E, N):
+        raise ConfigError(
+            f"bias has shape {tuple(b_EN.shape)}; it must be ({E}, {N}) here; check the inputs"
+        )
+    for name, tensor in (("w", w), ("bias", b_EN)):
+        if tensor is not None and tensor.dtype != x_RK.dtype:
+            raise ConfigError(
+                f"{name} has dtype {tensor.dtype} and must have {x_RK.dtype}; convert it or use autocast"
+            )
+
+
+@torch.library.custom_op("expertmesh::grouped_linear", mutates_args=())
+def _grouped_linear(
+    x_RK: Tensor,
+    w: Tensor,
+    offsets_E: Tensor,
+    b_EN: Tensor | None,
+    transposed: bool,
+    backend: str,
+) -> Tensor:
+    module: Any = triton_linear if backend == "triton" else loop
+    with without_autocast(x_RK.device):
+        y: Tensor = module.forward(x_RK, w, offsets_E, b_EN, transposed=transposed)
+    return y
+
+
+@_grouped_linear.register_fake
+def _(
+    x_RK: Tensor,
+    w: Tensor,
+    offsets_E: Tensor,
+    b_EN: Tensor | None,
+    transposed: bool,
+    backend: str,
+) -> Tensor:
+    return x_RK.new_empty(x_RK.shape[0], w.shape[2] if transposed else w.shape[1])
+
+
+@torch.library.custom_op("expertmesh::grouped_linear_weight_grad", mutates_args=())
+def _weight_grad(
+    grad_RN: Tensor,
+    x_RK: Tensor,
+    w: Tensor,
+    offsets_E: Tensor,
+    transposed: bool,
+    backend: str,
+) -> Tensor:
+    module: Any = triton_linear if backend == "triton" else loop
+    with without_autocast(x_RK.device):
+        found: Tensor = module.weight_grad(grad_RN, x_RK, w, offsets_E, transposed=transposed)
+    return found
+
+
+@_weight_grad.register_fake
+def _(
+    grad_RN: Tensor,
+    x_RK: Tensor,
+    w: Tensor,
+    offsets_E: Tensor,
+    transposed: bool,
+    backend: str,
+) -> Tensor:
+    return x_RK.new_empty(w.shape)
+
+
+@torch.library.custom_op("expertmesh::grouped_linear_bias_grad", mutates_args=())
+def _bias_grad(grad_RN: Tensor, offsets_E: Tensor, backend: str) -> Tensor:
+    module: Any = triton_linear if backend == "triton" else loop
+    with without_autocast(grad_RN.device):
+        found: Tensor = module.bias_grad(grad_RN, offsets_E)
+    return found
+
+
+@_bias_grad.register_fake
+def _(grad_RN: Tensor, offsets_E: Tensor, backend: str) -> Tensor:
+    return grad_RN.new_empty(offsets_E.shape[0] - 1, grad_RN.shape[1])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_RK, w, offsets_E, _, ctx.transposed, ctx.backend = inputs
+    ctx.save_for_backward(x_RK if ctx.needs_input_grad[1] else None, w, offsets_E)
+
+
+def _backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
+    x_RK, w, offsets_E = ctx.saved_tensors
+    grad_RN = grad_RN.contiguous()
+    need_x, need_w, _, need_b = ctx.needs_input_grad[:4]
+    flags = (ctx.transposed, ctx.backend)
+    d_x = d_w = d_b = None
+    if need_x:
+        # x W^T back through W is the same product with the matrices the other way round
+        d_x = _grouped_linear(grad_RN, w, offsets_E, None, not ctx.transposed, ctx.backend)
+    if need_w:
+        d_w = _weight_grad(grad_RN, x_RK, w, offsets_E, *flags)
+    if need_b:
+        d_b = _bias_grad(grad_RN, offsets_E, ctx.backend)
+    return d_x, d_w, None, d_b, None, None
+
+
+_grouped_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _no_second_derivative(ctx: Any, *grads: Any) -> None:
+    """Refuse the second derivative.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("grouped_linear has no second derivative; use a loop over the experts")
+
+
+_weight_grad.register_autograd(_no_second_derivative)
+_bias_grad.register_autograd(_no_second_derivative)

@@ -1,0 +1,1 @@
+"""A page to look at: what runs learned, and what their experts did."""

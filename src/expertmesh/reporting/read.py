@@ -1,0 +1,125 @@
+"""What a page says of a run, as plain values: finished, interrupted, diverged, dense or without a checkpoint, all the same."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from expertmesh.config.family import FAMILIES
+from expertmesh.errors import ConfigError
+from expertmesh.training.expert_use import read_use
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.run_dir import RunDir
+
+MOST_POINTS = 1500
+"""A curve has at most twice as many points; of a longer run every n-th step is drawn, and every evaluation."""
+_CURVES = ("loss", "lr", "grad_norm", "load_imbalance", "dropped_fraction", "dead_experts")
+
+
+def read_run(path: str | Path) -> dict[str, Any]:
+    """A run as plain values for the page.
+
+    Args:
+        path: the run directory. It needs neither a checkpoint nor its data.
+
+    Raises:
+        ConfigError: this is no run directory.
+    """
+    folder = RunDir(path)
+    if not folder.path.is_dir():
+        raise ConfigError(f"run {path}: does not exist; train one with: expertmesh train")
+    config, recipe = folder.read_values()
+    lines = read_metrics(folder.metrics)
+    family = FAMILIES.get(config.get("family", "gpt"))
+    items = "samples" if family is None else family.items
+    metric = "loss" if family is None else family.metric.key
+    return {
+        "name": folder.path.name,
+        "recipe": recipe,
+        "items": items,
+        "metric": metric.replace("_", " "),
+        "status": _status(lines, config),
+        "curves": _curves(lines, items),
+        "validation": _validation(lines, metric),
+        "experts": _experts(read_use(folder.experts)),
+        "config": flat(config),
+        "versions": flat(_json(folder.versions)),
+    }
+
+
+def _status(lines: list[dict[str, Any]], config: Mapping[str, Any]) -> str:
+    if not lines:
+        return "no step was recorded"
+    wanted, last = config.get("train", {}).get("steps", 0), lines[-1]
+    done = f"{last['step']:,} of {wanted:,} steps"
+    if last.get("loss") is None or last.get("grad_norm") is None:
+        return f"diverged: the last step is not finite; {done}"
+    return f"finished: {done}" if last["step"] >= wanted else f"not finished: {done}"
+
+
+def _curves(lines: list[dict[str, Any]], items: str) -> dict[str, list[Any]]:
+    stride = max(len(lines) // MOST_POINTS, 1)
+    kept = [line for i, line in enumerate(lines) if (len(lines) - 1 - i) % stride == 0]
+    found = {name: [line.get(name) for line in kept] for name in ("step", *_CURVES)}
+    found["throughput"] = [line.get(f"{items}_per_second") for line in kept]
+    return found
+
+
+def _validation(lines: list[dict[str, Any]], metric: str) -> dict[str, list[Any]]:
+    """Evaluations by step; the one before training is step 0."""
+    found: dict[str, list[Any]] = {"step": [], "loss": [], "metric": []}
+    for line in lines:
+        for prefix, step in (("initial_eval_", 0), ("eval_", line["step"])):
+            if f"{prefix}loss" in line:
+                found["step"].append(step)
+                found["loss"].append(line[f"{prefix}loss"])
+                found["metric"].append(line.get(f"{prefix}{metric}"))
+    return found
+
+
+def _experts(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Load over the mean for each expert and record, and what the layers did; None of a dense model."""
+    if not lines:
+        return None
+    last = lines[-1]
+    layers = range(len(last["counts"]))
+    rows = [[max(sum(line["counts"][i]), 1) for line in lines] for i in layers]
+    sizes = [len(counts) for counts in last["counts"]]
+
+    def over_mean(layer: int, expert: int) -> list[float]:
+        counts = (line["counts"][layer][expert] for line in lines)
+        return [round(c * sizes[layer] / n, 3) for c, n in zip(counts, rows[layer], strict=True)]
+
+    dropped = [[line["dropped"][i] for line in lines] for i in layers]
+    return {
+        "step": [line["step"] for line in lines],
+        "sizes": sizes,
+        "load": [over_mean(i, e) for i in layers for e in range(sizes[i])],
+        "dropped": [
+            [round(d / n, 4) for d, n in zip(dropped[i], rows[i], strict=True)] for i in layers
+        ],
+        "dead": [[line["counts"][i].count(0) for line in lines] for i in layers],
+        "entropy": [[line["entropy"][i] for line in lines] for i in layers],
+        "last": [
+            {"layer": i, "expert": e, "confidence": last["confidence"][i][e], "rows": count}
+            for i in layers
+            for e, count in enumerate(last["counts"][i])
+        ],
+    }
+
+
+def flat(values: Any, prefix: str = "") -> dict[str, str]:
+    """Nested values as text by dotted names."""
+    if not isinstance(values, Mapping):
+        return {prefix: json.dumps(values) if not isinstance(values, str) else values}
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{prefix}.{name}" if prefix else str(name))
+    return found
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}

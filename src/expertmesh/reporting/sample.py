@@ -1,0 +1,107 @@
+"""A text that the model wrote, with the experts that each layer chose for each token."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
+from expertmesh.infer.engine import generate_batch
+from expertmesh.infer.sampling import Sampling
+from expertmesh.infer.text import TextStream
+from expertmesh.models.decoder import CausalLM, EncoderDecoder
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.types import RoutingStats
+from expertmesh.training.precision import resolve_precision
+from expertmesh.training.run_dir import load_run
+from expertmesh.training.state import load_weights
+
+_TOKENS = 120
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[list[RoutingStats]]:
+    """The statistics of every call of a MoE layer inside, in order."""
+    found: list[RoutingStats] = []
+
+    def keep(module: nn.Module, inputs: Any, output: tuple[Tensor, RoutingStats]) -> None:
+        found.append(output[1])
+
+    handles = [m.register_forward_hook(keep) for m in model.modules() if isinstance(m, MoELayer)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[int, float]]]]:
+    """The experts that every layer chooses for every token of a text, and their weights.
+
+    Args:
+        model: a language model; evaluation mode.
+        ids: tokens, at least one.
+
+    Returns:
+        [layer][token][choice], as (expert, weight); no entry for a choice of no expert; [] of a dense model.
+    """
+    assert isinstance(model, nn.Module)
+    cache = model.new_cache(batch_size=1, max_len=len(ids))
+    ids_BS = torch.tensor([ids], device=model.device)
+    with torch.no_grad(), watched(model) as layers:
+        model.next_logits(ids_BS, token_mask_BS=None, cache=cache)
+    found = []
+    for stats in layers:
+        num_experts = stats.num_tokens_per_expert_E.numel()
+        chosen = zip(stats.topk_expert_ids_TK.tolist(), stats.topk_weights_TK.tolist(), strict=True)
+        found.append(
+            [
+                [(e, round(w, 3)) for e, w in zip(*one, strict=True) if e < num_experts]
+                for one in chosen
+            ]
+        )
+    return found
+
+
+def sample_of_run(path: str, *, seed: int = 0) -> list[dict[str, Any]]:
+    """A text that the run's newest model writes from nothing, token by token.
+
+    Args:
+        path: of the run.
+        seed: of the draws.
+
+    Returns:
+        For every token its "text" and, per MoE layer, "experts" as (expert, weight) pairs; [] where models of the family write no
+        text.
+
+    Raises:
+        ConfigError: this is no run directory, or of a family that is not of this package.
+        CheckpointError: it has no usable checkpoint.
+    """
+    run = load_run(path)
+    if not run.family.generates_text:
+        return []
+    task = run.family.open_task(run.config)
+    precision = resolve_precision(run.config.train, record=run.arithmetic)
+    module = task.build(device=precision.device, dtype=precision.master_dtype)
+    load_weights(run.checkpoint, module)
+    model = task.decoder(module.eval())
+    if isinstance(model, EncoderDecoder):
+        return []  # it writes about what it reads
+    room = min(_TOKENS, model.max_seq_len - 1)
+    sampling = Sampling(temperature=0.7, top_p=0.95, seed=seed)
+    with precision.autocast():
+        steps = generate_batch(
+            model, [[END_OF_TEXT_ID]], max_new_tokens=room, sampling=sampling, eos_id=END_OF_TEXT_ID
+        )
+        ids = [step[0] for step in steps if step[0] is not None]
+        if not ids:
+            return []
+        layers = experts_of_tokens(model, [END_OF_TEXT_ID, *ids])
+    stream = TextStream(load_tokenizer(run.path / "tokenizer.json", vocab_size=run.vocab_size))
+    return [
+        {"text": stream.feed(token), "experts": [layer[place] for layer in layers]}
+        for place, token in enumerate(ids, 1)
+    ]

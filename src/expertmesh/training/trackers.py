@@ -1,0 +1,90 @@
+"""Where the numbers of a run go: its own files, TensorBoard, and what a user fills in."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from expertmesh.training.expert_use import ExpertUse
+from expertmesh.training.metrics import MetricsFile
+
+
+class Tracker(Protocol):
+    """Something that keeps the numbers of a run, for example a client of a tracking service.
+
+    Rank 0 calls it after every step; give your own to `expertmesh.train(..., trackers=[mine])`.
+    """
+
+    def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
+        """Keep one step.
+
+        Args:
+            values: as in metrics.jsonl: "step" (from 1), "loss", "lr", ...; "eval_..." after an evaluation. Of a step that
+                diverged, NaN and infinity are among them.
+            experts: use of the experts, in some steps.
+        """
+        ...
+
+
+class OwnTracker(Tracker, Protocol):
+    """A tracker that the run has opened."""
+
+    def close(self) -> None:
+        """The run is over."""
+        ...
+
+
+class Files:
+    """metrics.jsonl and experts.jsonl of a run directory.
+
+    Args:
+        metrics: open file of the steps.
+        experts: open file of the use of experts.
+    """
+
+    def __init__(self, metrics: MetricsFile, experts: MetricsFile) -> None:
+        self._metrics, self._experts = metrics, experts
+
+    def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
+        """Append the step to both, or to metrics.jsonl alone."""
+        self._metrics.write(dict(values))
+        if experts is not None:
+            self._experts.append({"step": values["step"], **experts.named()})
+
+    def close(self) -> None:
+        """Close both."""
+        self._metrics.close()
+        self._experts.close()
+
+
+class TensorBoard:
+    """TensorBoard's event files.
+
+    Args:
+        folder: where they are written.
+        last_step: events after it, of a run that stopped later, are hidden.
+    """
+
+    def __init__(self, folder: Path, *, last_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=last_step + 1)
+
+    def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
+        """The numbers of a step as scalars."""
+        step = int(values["step"])
+        for name, value in values.items():
+            if name != "step":
+                group = "evaluation" if "eval" in name else "training"
+                self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+def open_tensorboard(folder: Path, *, last_step: int) -> list[OwnTracker]:
+    """TensorBoard where it is installed, else nothing."""
+    if importlib.util.find_spec("tensorboard") is None:
+        return []
+    return [TensorBoard(folder, last_step=last_step)]

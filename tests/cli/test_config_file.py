@@ -1,0 +1,62 @@
+"""`--config run.yaml` beside flags."""
+
+import json
+
+import pytest
+
+from expertmesh.cli.flags import parse_run_config
+from expertmesh.errors import ConfigError
+
+
+def parsed(tmp_path, text, *words):
+    (tmp_path / "run.yaml").write_text(text)
+    return parse_run_config([*words, "--config", str(tmp_path / "run.yaml")])
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path):
+    text = "train: {steps: 30, batch-size: 4}\nmodel.moe: {num_experts: [8]}\ndata:\n  path: [a, 'b:2']\n"
+    found = parsed(tmp_path, text, "gpt-moe-test", "--train.steps", "40").config
+    assert (found.train.steps, found.train.batch_size) == (40, 4)
+    assert found.model.moe.num_experts == (8,) and found.data.path == ("a", "b:2")
+    assert found.train.eval_every == 10
+
+
+def test_a_run_s_own_config_is_such_a_file(tmp_path):
+    first = parse_run_config(["gpt-moe-test", "--model.moe.top-k", "1"])
+    text = json.dumps({"recipe": first.recipe, **first.config.model_dump(mode="json")})
+    again = parsed(tmp_path, text)
+    assert again.config == first.config and again.recipe == "gpt-moe-test"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train: {stepz: 3}", "unknown option train.stepz; did you mean train.steps?"),
+        ("trian: {steps: 3}", "unknown option trian; "),
+        ("train: 3", "unknown option train; "),
+        ("train: {steps: zero}", "--train.steps zero: must be a whole number"),
+        ("- 1", "not sections"),
+        ("a: [", "is no YAML"),
+        ("family: 'os:system'", "a file names no module to import"),
+        ("!!python/object/apply:os.system ['true']", "is no YAML"),
+        ("recipe: gpt-moe-tset\n", "unknown recipe 'gpt-moe-tset'; did you mean gpt-moe-test?"),
+    ],
+)
+def test_mistakes_name_the_option_and_the_nearest(text, says, tmp_path):
+    words = [] if text.startswith("recipe") else ["gpt-moe-test"]
+    with pytest.raises(ConfigError) as caught:
+        parsed(tmp_path, text, *words)
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing.yaml: does not exist; check the path"):
+        parse_run_config(["gpt-moe-test", "--config", str(tmp_path / "nothing.yaml")])
+
+
+def test_a_path_may_be_repeated_and_no_other_option(tmp_path):
+    words = ["gpt-moe-test", "--data.path", "a", "--data.path=b:2"]
+    assert parse_run_config(words).config.data.path == ("a", "b:2")
+    assert parse_run_config(words[:3]).config.data.path == "a"
+    with pytest.raises(ConfigError, match="is given twice"):
+        parse_run_config(["gpt-moe-test", "--train.steps", "3", "--train.steps", "4"])

@@ -1,0 +1,105 @@
+"""Debian's packages of LibreOffice's help become parallel files, without a line of the test in training."""
+
+import gzip
+import io
+import tarfile
+
+import pytest
+
+from expertmesh.cli.main import main
+from expertmesh.data.lohelp import extract, segments
+from expertmesh.data.parallel_text import read_lines
+
+PAGE = """<html><head><title>no</title></head><body><p>no id here</p>
+<h1 id="hd_id1" dir="auto">{0} head of page {1} here</h1>
+<table><tr><td id="par_id9"><p id="par_id2">{0} press <span class="switchinline"><span hidden="true" class="MAC"><span
+ class="key">Command</span></span><span hidden="true"><span>Ctrl</span></span></span>+F &amp; go to<br>page {1}.</p></td></tr></table>
+<p id="par_id3">short</p><p id="par_id4">the same words on every page</p></body></html>"""
+
+
+def archive_of(code, pages):
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:xz") as archive:
+        for name, html in pages.items():
+            info = tarfile.TarInfo(f"./usr/share/libreoffice/help/{code}/text/{name}.html")
+            info.size = len(html.encode())
+            archive.addfile(info, io.BytesIO(html.encode()))
+    return data.getvalue()
+
+
+def package_of(path, code, pages):
+    parts = [
+        (b"debian-binary", b"2.0\n"),
+        (b"control.tar.xz", b"odd"),
+        (b"data.tar.xz", archive_of(code, pages)),
+    ]
+    with path.open("wb") as file:
+        file.write(b"!<arch>\n")
+        for name, data in parts:
+            header = name.ljust(16) + b"0".ljust(12) + b"0".ljust(6) * 2 + b"644".ljust(8)
+            file.write(
+                header + str(len(data)).encode().ljust(10) + b"`\n" + data + b"\n" * (len(data) % 2)
+            )
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packages")
+    names = [f"page{i}" for i in range(60)]
+    for code, word in (("en-US", "english"), ("de", "deutsch"), ("pt-BR", "english")):
+        pages = {name: PAGE.format(f"{word} {name[4:]}" * 3, name) for name in names}
+        package_of(folder / f"libreoffice-help-{code.lower()}_7.4_all.deb", code, pages)
+    return folder
+
+
+def test_paragraphs_by_their_ids():
+    found = segments(PAGE.format("x", "y"))
+    assert found["hd_id1"] == "x head of page y here"
+    assert found["par_id2"] == "x press Ctrl+F & go to page y."
+    assert set(found) == {"hd_id1", "par_id2", "par_id3", "par_id4", "par_id9"}
+
+
+def test_packages_become_parallel_files(packages, tmp_path, capsys):
+    output = tmp_path / "out"
+    assert main(["data", "lohelp", "--packages", str(packages), "--output", str(output)]) == 0
+    assert "lines in de en pt" in capsys.readouterr().out
+    lines = {
+        (split, code): read_lines(output / f"{split}.{code}.gz")
+        for split in ("train", "val", "test")
+        for code in ("en", "de", "pt")
+    }
+    everything = []
+    for split in ("train", "val", "test"):
+        english, german, brazilian = (lines[split, code] for code in ("en", "de", "pt"))
+        assert len(english) == len(german) == len(brazilian)
+        for a, b, c in zip(english, german, brazilian, strict=True):
+            # the line that is the same in all languages counts as untranslated
+            assert b == (
+                "" if a == "the same words on every page" else a.replace("english", "deutsch")
+            )
+            assert c == "", "what equals the English text is not translated"
+        everything += english
+    assert len(set(everything)) == len(everything) and "short" not in everything
+    assert len(lines["train", "en"]) > 80 and lines["test", "en"]
+    assert everything.count("the same words on every page") == 1
+    again = extract(packages, tmp_path / "again")
+    for path in again.folder.iterdir():
+        assert path.read_bytes() == (output / path.name).read_bytes()
+
+
+def test_what_is_not_there_is_one_line(packages, tmp_path, capsys):
+    for folder, text in (
+        (tmp_path, "has LibreOffice's help in no language"),
+        (None, "no readable Debian package"),
+    ):
+        if folder is None:
+            folder = tmp_path / "damaged"
+            folder.mkdir()
+            (folder / "libreoffice-help-de.deb").write_bytes(gzip.compress(b"no package"))
+        assert (
+            main(["data", "lohelp", "--packages", str(folder), "--output", str(tmp_path / "o")])
+            == 2
+        )
+        error = capsys.readouterr().err
+        assert text in error and error.count("\n") == 1
+    assert not (tmp_path / "o").exists()

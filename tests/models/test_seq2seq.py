@@ -1,0 +1,232 @@
+"""The encoder-decoder: equal to a plain-PyTorch one, sizes as published, cached decoding, dropout, smoothing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from expertmesh.config.model import MoEConfig
+from expertmesh.config.seq2seq import Seq2SeqConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.decoder import BeamCache, EncoderDecoder
+from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh.models.token_dropout import TokenDropout
+from expertmesh.models.token_losses import token_losses
+from expertmesh.moe.random import key_noise
+from expertmesh.recipes.translation import RECIPES
+from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
+
+SOURCES = [[2, 30, 14, 50, 9, 0], [3, 7, 0], [2, 8, 8, 61, 0]]
+TARGETS = [[0, 5, 260, 17], [0, 9, 12, 4, 44, 7], [0, 20]]
+
+
+def config(**options):
+    values = {
+        "vocab_size": 270,
+        "max_source_len": 16,
+        "max_seq_len": 16,
+        "dim": 16,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 2,
+        "ffn_hidden_dim": 24,
+        "dropout": 0.0,
+        "init_std": 0.3,
+        "moe": MoEConfig(num_experts=(3, 4), top_k=1, hidden_dim=20),
+    }
+    return Seq2SeqConfig(**(values | options))
+
+
+def padded(rows):
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    return ids, torch.arange(longest) < torch.tensor([len(row) for row in rows])[:, None]
+
+
+def norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def turned(x, positions):
+    """Rotary positions, written with complex numbers."""
+    half = x.shape[-1] // 2
+    angle = positions[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((z.real, z.imag), -1)
+
+
+def attend(q, k, v, *, causal=False):
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+def heads(x, num_heads):
+    return x.unflatten(-1, (num_heads, -1)).transpose(0, 1)
+
+
+def feed_forward(x, w, prefix):
+    if f"{prefix}ffn.w_in" in w:
+        return F.relu(x @ w[f"{prefix}ffn.w_in"][0].T) @ w[f"{prefix}ffn.w_out"].T
+    scores = (x @ w[f"{prefix}moe.router.proj.weight"].T).softmax(-1)
+    rows = []
+    for token, weights in zip(x, scores, strict=True):
+        best = int(weights.argmax())
+        hidden = F.relu(w[f"{prefix}moe.experts.w_in"][best, 0] @ token)
+        rows.append(weights[best] * (w[f"{prefix}moe.experts.w_out"][best] @ hidden))
+    return torch.stack(rows)
+
+
+def oracle(w, cfg, source, target):
+    """One sentence pair, without padding: logits after every target token."""
+    H = cfg.num_heads
+
+    def self_attention(x, prefix, causal):
+        # rows of the joint matrix: for each head its query, key and value
+        q, k, v = (x @ w[f"{prefix}attention.qkv.weight"].T).view(len(x), H, 3, -1).unbind(2)
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        places = torch.arange(len(x))
+        y = attend(turned(q, places), turned(k, places), v, causal=causal)
+        return y @ w[f"{prefix}attention.out.weight"].T
+
+    x = w["embedding.weight"][source]
+    for layer in range(cfg.num_encoder_layers):
+        p = f"encoder.{layer}."
+        x = x + self_attention(norm(x, w[f"{p}attention_norm.weight"]), p, False)
+        x = x + feed_forward(norm(x, w[f"{p}ffn_norm.weight"]), w, p)
+    memory = norm(x, w["encoder_norm.weight"])
+    x = w["embedding.weight"][target]
+    for layer in range(cfg.num_decoder_layers):
+        p = f"decoder.{layer}."
+        x = x + self_attention(norm(x, w[f"{p}attention_norm.weight"]), p, True)
+        k, v = (memory @ w[f"{p}cross_attention.kv.weight"].T).chunk(2, -1)
+        q = norm(x, w[f"{p}cross_norm.weight"]) @ w[f"{p}cross_attention.q.weight"].T
+        y = attend(heads(q, H), heads(k, H), heads(v, H))
+        x = x + y @ w[f"{p}cross_attention.out.weight"].T
+        x = x + feed_forward(norm(x, w[f"{p}ffn_norm.weight"]), w, p)
+    table = w["output.weight"] if "output.weight" in w else w["embedding.weight"]
+    return norm(x, w["final_norm.weight"]) @ table.T
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_embeddings": False, "moe": MoEConfig(num_experts=())}], ids=str
+)
+def test_a_padded_batch_equals_the_oracle_on_each_sentence(options):
+    cfg = config(**options)
+    model = Seq2Seq(cfg, dtype=torch.float64, seed=1)
+    (source, source_mask), (target, target_mask) = padded(SOURCES), padded(TARGETS)
+    output = model(source, target, source_mask_BS=source_mask, target_mask_BS=target_mask)
+    weights = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
+    pairs = zip(SOURCES, TARGETS, strict=True)
+    expected = torch.cat([oracle(weights, cfg, torch.tensor(s), torch.tensor(t)) for s, t in pairs])
+    assert_close_fp64(output.logits_NV, expected, what="logits")
+    factor = torch.randn(expected.shape, dtype=torch.float64)
+    (output.logits_NV * factor).sum().backward()
+    (expected * factor).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert_close_fp64(parameter.grad, weights[name].grad, what=name)
+    assert len(output.stats) == cfg.num_moe_layers
+    if output.stats:  # padding visits no expert
+        assert int(output.stats[0].num_tokens_per_expert_E.sum()) == sum(map(len, SOURCES))
+        assert int(output.stats[1].num_tokens_per_expert_E.sum()) == sum(map(len, TARGETS))
+
+
+@torch.no_grad()
+def test_cached_beams_that_share_sources_equal_uncached_ones():
+    model = Seq2Seq(config(), dtype=torch.float64, seed=1).eval()
+    assert isinstance(model, EncoderDecoder)
+    source, mask = padded(SOURCES)
+    cache = model.new_cache(batch_size=3, max_len=6)
+    assert isinstance(cache, BeamCache)
+    model.encode(source, token_mask_BS=mask, cache=cache)
+    cache.branch(2)
+    rows = [[0], [0], [0], [0], [0], [0]]
+    for step in range(5):
+        new = torch.tensor([row[-1:] for row in rows])
+        logits = model.next_logits(new, token_mask_BS=None, cache=cache)
+        for row, ids in enumerate(rows):
+            alone = model(torch.tensor([SOURCES[row // 2]]), torch.tensor([ids])).logits_NV[-1]
+            assert_close_fp64(logits[row], alone, what=f"step {step}, row {row}")
+        order = torch.tensor([1, 0, 2, 2, 5, 4])
+        cache.reorder(order)
+        rows = [[*rows[i], 7 * n + step] for n, i in enumerate(order.tolist())]
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [("translate-0.7b", 0.77), ("translate-0.7b-moe8", 1.82), ("translate-0.7b-moe64", 10.28)],
+)
+def test_published_sizes(name, billions):
+    """Kim et al. 2021: 0.7, 1.8 and 10B, with 128,000 tokens and an output matrix of its own."""
+    cfg = RECIPES[name]().model
+    total = sum(p.numel() for p in Seq2Seq(cfg, device="meta").parameters())
+    assert round(total / 1e9, 2) == billions
+    assert [len(side) for side in cfg.experts_per_layer()] == [24, 12]
+    assert cfg.num_moe_layers in (0, 18)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_consistent(name):
+    cfg = RECIPES[name]()
+    assert type(cfg).model_validate_json(cfg.model_dump_json()) == cfg
+    assert cfg.train.run_dir == f"runs/{name}"
+
+
+def test_dropout_depends_on_the_token_alone():
+    layer = TokenDropout(0.3, site=5)
+    key_noise(layer, seed=3, step=2)
+    x = torch.ones(64, 500)
+    index = torch.arange(64)
+    whole = layer(x, index)
+    assert torch.equal(whole[20:30], layer(x[20:30], index[20:30]))
+    assert torch.equal(whole.view(8, 8, 500), layer(x.view(8, 8, 500), index))
+    kept = whole != 0
+    assert torch.equal(whole[kept], torch.full_like(whole[kept], 1 / 0.7))
+    # binomial: 32,000 draws, six standard deviations
+    assert abs(kept.sum() - 0.7 * x.numel()) < 6 * (0.21 * x.numel()) ** 0.5
+    for side in (kept.double().sum(0) / 64, kept.double().sum(1) / 500):
+        count = x.numel() / len(side)
+        assert (side - 0.7).abs().max() < 6 * (0.21 / count) ** 0.5
+    assert torch.equal(layer.eval()(x, index), x)
+    other = TokenDropout(0.3, site=6)
+    key_noise(other, seed=3, step=2)
+    assert not torch.equal(whole, other(x, index))
+    assert not torch.equal(layer.train()(x), TokenDropout(0.3, site=5)(x)), "not keyed: drawn anew"
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_label_smoothing_equals_pytorchs(smoothing):
+    logits = torch.randn(2, 9, 33, requires_grad=True)
+    targets = torch.randint(33, (2, 9))
+    grad = torch.rand(18)
+
+    def plain(x):
+        return F.cross_entropy(
+            x.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing
+        )
+
+    results = []
+    for function, x in (
+        (lambda x: token_losses(x, targets, label_smoothing=smoothing), logits),
+        (plain, logits.detach().requires_grad_()),
+        (plain, logits.detach().double().requires_grad_()),
+    ):
+        losses = function(x)
+        (gradient,) = torch.autograd.grad(losses, x, grad.to(losses.dtype))
+        results.append((losses.detach(), gradient))
+    for what, ours, reference, truth in zip(("losses", "gradient"), *results, strict=True):
+        assert_two_times(ours, reference, truth, what=what)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"num_heads": 3}, "num_heads=3: must divide dim, 16, into heads of an even size"),
+        ({"vocab_size": 200}, "vocab_size=200: must be at least 258"),
+        ({"moe_every": 5}, "moe_every=5: must be at most the larger number of layers, 2"),
+        ({"moe": MoEConfig(num_experts=(2, 2, 2), top_k=1)}, "must have one entry, or one per MoE layer"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_one_line(options, words):
+    with pytest.raises(ConfigError, match=words):
+        config(**options)

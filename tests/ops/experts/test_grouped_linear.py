@@ -1,0 +1,83 @@
+"""Rows times their experts' matrices: against a loop in FP64, by the two-times rule."""
+
+import pytest
+import torch
+
+from expertmesh.errors import ConfigError
+from expertmesh.functional import grouped_linear
+from expertmesh.testing import numerics
+
+R, SIZES = 23, (5, 0, 1, 11)
+
+
+def draw(dtype, N, K, *, transposed, bias):
+    E = len(SIZES)
+    x = torch.randn(R, K)
+    w = torch.randn(E, K, N) if transposed else torch.randn(E, N, K)
+    b, dy = torch.randn(E, N) if bias else None, torch.randn(R, N)
+    return [None if t is None else t.to(dtype) for t in (x, w, b, dy)]
+
+
+def offsets():
+    return torch.tensor([0, *SIZES], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def loop(x, w, b, dy, *, transposed):
+    """The plain way: one product per expert, zeros behind the last row."""
+    x, w, b = (None if t is None else t.detach().requires_grad_() for t in (x, w, b))
+    ends = offsets().tolist()
+    rows = []
+    for e, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
+        y = x[start:stop] @ (w[e] if transposed else w[e].T)
+        rows.append(y if b is None else y + b[e])
+    y = torch.cat([*rows, x.new_zeros(R - ends[-1], dy.shape[1])])
+    y.backward(dy)
+    return {"y": y.detach()} | grads(x, w, b)
+
+
+def grads(x, w, b):
+    return {"x": x.grad, "w": w.grad} | ({} if b is None else {"b": b.grad})
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("transposed", "bias"), [(False, False), (True, True), (False, True)])
+def test_against_a_loop(backend, dtype, transposed, bias):
+    if backend == "triton" and dtype == torch.float64:
+        backend = "auto"
+    x, w, b, dy = draw(dtype, 17, 9, transposed=transposed, bias=bias)
+    x[sum(SIZES) :] = float("nan")
+    dy[sum(SIZES) :] = float("nan")
+    clean_x, clean_dy = x.nan_to_num(), dy.nan_to_num()
+    oracle = loop(
+        *(None if t is None else t.double() for t in (clean_x, w, b, clean_dy)),
+        transposed=transposed,
+    )
+    plain = loop(clean_x, w, b, clean_dy, transposed=transposed)
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (x, w, b)]
+    y = grouped_linear(
+        leaves[0], leaves[1], offsets(), b_EN=leaves[2], transposed=transposed, backend=backend
+    )
+    y.backward(dy)
+    ours = {"y": y.detach()} | grads(*leaves)
+    for what in oracle:
+        numerics.assert_two_times(ours[what], plain[what], oracle[what], what=what)
+    assert not ours["y"][sum(SIZES) :].any() and not ours["x"][sum(SIZES) :].any()
+
+
+def test_without_autograd_the_bits_are_the_same():
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w, _, _ = draw(dtype, 16, 8, transposed=False, bias=False)
+        with torch.no_grad():
+            plain = grouped_linear(x, w, offsets())
+        assert torch.equal(grouped_linear(x, w.requires_grad_(), offsets()), plain)
+
+
+def test_wrong_shapes_are_named():
+    x, w, _, _ = draw(torch.float32, 16, 8, transposed=False, bias=False)
+    with pytest.raises(ConfigError, match="rows of 8 and w takes 16.*transposed=True"):
+        grouped_linear(x, w, offsets(), transposed=True)
+    with pytest.raises(ConfigError, match=r"offsets has shape \(4,\)"):
+        grouped_linear(x, w, offsets()[1:])
+    with pytest.raises(ConfigError, match="w has dtype torch.float64"):
+        grouped_linear(x, w.double(), offsets())

@@ -1,0 +1,56 @@
+"""`import expertmesh as em`: what it shows, and the example of every name runs."""
+
+import doctest
+import inspect
+import random
+
+import pytest
+
+import expertmesh as em
+
+WORDS = ("alpha", "beta", "gamma", "to", "be", "or", "not", "that", "is", "the", "question")
+# The trained run of `train` is what `load`, `generate` and others go on with.
+ORDER = ("train", "load", "generate", "report")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A working directory with a text, of which the examples speak."""
+    place = tmp_path_factory.mktemp("python_api")
+    draw = random.Random(0)
+    lines = (" ".join(draw.choice(WORDS) for _ in range(9)) for _ in range(2000))
+    (place / "corpus.txt").write_text("\n".join(lines))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        patch.chdir(place)
+        yield place
+
+
+def names_in_order():
+    return [n for n in ORDER if n in em.__all__] + [n for n in em.__all__ if n not in ORDER]
+
+
+@pytest.mark.parametrize("name", names_in_order())
+def test_the_example_of_a_name_runs(name, folder):
+    text = inspect.getdoc(getattr(em, name))
+    assert f"em.{name}" in text, "the example does not use it"
+    test = doctest.DocTestParser().get_doctest(text, {"em": em}, name, None, 0)
+    assert test.examples
+    said = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner.run(test, out=said.append)
+    assert not runner.failures, "".join(said)
+
+
+def test_dir_shows_the_public_names_and_nothing_else():
+    assert dir(em) == sorted(em.__all__)
+    assert "MoELayer" in em.__doc__
+    assert all(f"{name}" in em.__doc__ for name in em.__all__ if not name.endswith("Error"))
+
+
+def test_no_submodule_takes_a_name():
+    """Importing a submodule sets its name on the package; `functional` is the one that is meant."""
+    import pkgutil
+
+    modules = {module.name for module in pkgutil.iter_modules(em.__path__)}
+    assert modules & set(em.__all__) == {"functional"}

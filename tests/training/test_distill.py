@@ -1,0 +1,161 @@
+"""Mixture-of-Students: what a teacher adds to the loss and when, on one process and on two; mistakes are one line."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+from expertmesh.config.family import SEQ2SEQ
+from expertmesh.config.run import DistillConfig
+from expertmesh.config.seq2seq import Seq2SeqRunConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.seq2seq.task import Seq2SeqTask
+from expertmesh.models.token_losses import Lesson, token_losses
+from expertmesh.parallel.ranks import Ranks
+from expertmesh.recipes import RECIPES
+from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.teacher import open_teacher
+
+RELATIVE = 1e-9
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_divergence_equals_pytorchs(overwrite):
+    """beta T^2 KL(teacher || student) beside the cross-entropy: losses and gradient."""
+    beta, temperature = 0.7, 2.5
+    logits = 3 * torch.randn(2, 9, 33)
+    taught = 3 * torch.randn(2, 9, 33)
+    targets = torch.randint(33, (2, 9))
+    grad = torch.rand(18)
+
+    def plain(x):
+        ours, theirs = (
+            (z.to(x.dtype).flatten(0, 1) / temperature).log_softmax(-1) for z in (x, taught)
+        )
+        divergence = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
+        losses = F.cross_entropy(x.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses + beta * temperature**2 * divergence
+
+    def ours(x):
+        lesson = Lesson(taught, beta, temperature)
+        return token_losses(x.clone(), targets, lesson=lesson, overwrite_logits=overwrite)
+
+    results = []
+    for function, dtype in ((ours, None), (plain, None), (plain, torch.float64)):
+        x = logits.to(dtype or logits.dtype).requires_grad_()
+        losses = function(x)
+        (gradient,) = torch.autograd.grad(losses, x, grad.to(losses.dtype))
+        results.append((losses.detach(), gradient))
+    for what, *three in zip(("losses", "gradient"), *results, strict=True):
+        assert_two_times(*three, what=what)
+
+
+def test_the_weight_follows_the_schedule():
+    stop = DistillConfig(teacher="x", beta=2.0, until=0.7)
+    assert [stop.weight(step, total_steps=10) for step in (0, 6, 7, 9)] == [2.0, 2.0, 0.0, 0.0]
+    line = DistillConfig(teacher="x", beta=2.0, until=0.8, decay="linear")
+    assert [line.weight(step, total_steps=10) for step in (0, 4, 8)] == [2.0, 1.0, 0.0]
+    assert DistillConfig().weight(0, total_steps=10) == 0.0
+
+
+STUDENT = {
+    "model.num_layers": 3,
+    "model.moe_every": 1,
+    "model.moe.num_experts": (4,),
+    "model.moe.residual": True,
+    "train.dtype": "float64",
+    "train.steps": 6,
+    "train.eval_every": 6,
+    "train.checkpoint_every": 6,
+}
+TEACHER = STUDENT | {"model.num_layers": 4, "model.moe.num_experts": (4, 4, 4, 8)}
+
+
+def run(config):
+    train(config, console=Console(quiet=True))
+    return read_metrics(f"{config.train.run_dir}/metrics.jsonl")
+
+
+@pytest.fixture
+def teacher(tiny, tmp_path):
+    config = tiny(**TEACHER, **{"train.run_dir": str(tmp_path / "teacher"), "optim.lr": 1e-2})
+    run(config)
+    return config
+
+
+def test_a_copy_of_the_teacher_has_nothing_to_learn_from_it(tiny, tmp_path, teacher):
+    """So its first loss does not depend on beta, its second one does; it starts where the teacher ended."""
+    losses = []
+    for beta in (1.0, 50.0):
+        changes = TEACHER | {
+            "train.run_dir": str(tmp_path / f"copy-{beta}"),
+            "distill.teacher": teacher.train.run_dir,
+            "distill.beta": beta,
+            "distill.init_from_teacher": True,
+        }
+        losses.append(run(tiny(**changes)))
+    ended = read_metrics(f"{teacher.train.run_dir}/metrics.jsonl")[-1]["eval_loss"]
+    assert relative_error(losses[0][0]["initial_eval_loss"], ended) <= FP64_RELATIVE
+    assert relative_error(losses[0][0]["loss"], losses[1][0]["loss"]) <= FP64_RELATIVE
+    assert relative_error(losses[0][1]["loss"], losses[1][1]["loss"]) > RELATIVE
+
+
+def student_run(config):
+    lines = run(config)
+    return [{k: line[k] for k in ("loss", "grad_norm", "aux_loss")} for line in lines]
+
+
+def test_a_student_on_two_ranks_learns_what_it_learns_on_one(tiny, tmp_path, teacher, two_ranks):
+    """Staged: three of six steps listen. Silent steps have the loss of the data alone."""
+
+    def student(name, **changes):
+        taught = {"distill.teacher": teacher.train.run_dir, "distill.until": 0.5}
+        return tiny(**STUDENT | taught | changes, **{"train.run_dir": str(tmp_path / name)})
+
+    alone = student_run(student("alone"))
+    together = two_ranks.run(student_run, student("together"))[0]
+    for line, oracle in zip(together, alone, strict=True):
+        for name, value in oracle.items():
+            assert relative_error(line[name], value) <= RELATIVE, name
+    untaught = student_run(student("untaught", **{"distill.teacher": None, "distill.until": 1.0}))
+    assert alone[0]["loss"] > untaught[0]["loss"], "the divergence is not zero"
+    whole = student_run(student("whole", **{"distill.until": 1.0}))
+    assert whole[:3] == alone[:3] and whole[3]["loss"] > alone[3]["loss"]
+    copied = student_run(student("copied", **{"distill.init_from_teacher": True}))
+    assert copied[0]["loss"] != alone[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"distill.teacher": "nowhere"}, "run nowhere: does not exist"),
+        ({"model.vocab_size": 310}, "has a vocabulary of 300 and model.vocab_size=310"),
+        ({"data.max_bytes": 20_000}, "has another tokenizer.json"),
+        ({"distill.init_from_teacher": True, "model.dim": 16}, r"no layer of the shapes of layers\.0"),
+    ],
+)  # fmt: skip
+def test_a_wrong_teacher_is_one_line(tiny, tmp_path, teacher, changes, words):
+    taught = {"distill.teacher": teacher.train.run_dir, "train.run_dir": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match=words) as error:
+        run(tiny(**STUDENT | taught | changes))
+    assert "\n" not in str(error.value)
+
+
+def test_options_without_a_teacher_are_refused():
+    with pytest.raises(ConfigError, match="beta=2.0: has no effect without a teacher"):
+        DistillConfig(beta=2.0)
+    with pytest.raises(ConfigError, match="does not learn from teachers"):
+        task = Seq2SeqTask(Seq2SeqRunConfig(distill=DistillConfig(teacher="x")))
+        open_teacher(SEQ2SEQ, task, None, precision=None, ranks=Ranks())
+
+
+@pytest.mark.parametrize("size", ["350m", "1.3b"])
+def test_published_students_keep_the_top_of_the_pyramid(size):
+    """24 -> 21 layers, 12 -> 10 MoE layers, taught for 400,000 of 572,000 steps."""
+    student, teacher = (RECIPES[f"gpt-{size}-{kind}"]() for kind in ("mos", "prmoe"))
+    counts = [n for n in student.model.experts_per_layer() if n]
+    assert counts == list(teacher.model.moe.num_experts[2:])
+    assert student.model.num_layers == 21 and student.distill.until == 0.7
+    assert student.distill.teacher == teacher.train.run_dir

@@ -1,0 +1,191 @@
+"""Files with many texts in them, patterns, and several places with weights."""
+
+import gzip
+import importlib.util
+import json
+import struct
+
+import numpy as np
+import pytest
+
+import expertmesh as em
+from expertmesh.config.text import TextConfig
+from expertmesh.data.corpus import load_corpus, texts
+from expertmesh.data.shards import prepare_tokens
+from expertmesh.data.tokenizer import train_tokenizer
+
+TEXTS = [f"text {i} of many\nwith a line of é\n" * (1 + i % 3) for i in range(60)]
+LINES = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(TEXTS))
+
+
+def needs(package):
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed")
+
+
+def json_lines(folder):
+    (folder / "a.jsonl").write_text(LINES.replace("\n", "\n\n", 3))
+    return folder / "a.jsonl", {}
+
+
+def packed_json_lines(folder):
+    with gzip.open(folder / "a.jsonl.gz", "wt") as file:
+        file.write(LINES)
+    return folder / "a.jsonl.gz", {}
+
+
+def json_lines_in_zstandard(folder):
+    import zstandard
+
+    (folder / "a.ndjson.zst").write_bytes(zstandard.compress(LINES.encode()))
+    return folder / "a.ndjson.zst", {}
+
+
+def parquet(folder):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"id": range(60), "text": TEXTS}), folder / "a.parquet")
+    return folder / "a.parquet", {}
+
+
+def token_files(folder):
+    """As Megatron's MMapIndexedDataset writes them, every other document in two sequences."""
+    tokenizer = train_tokenizer(TEXTS, vocab_size=300)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    sequences, borders = [], [0]
+    for number, text in enumerate(TEXTS):
+        ids = np.array(tokenizer.encode(text).ids, dtype=np.uint16)
+        sequences += [ids[:5], ids[5:]] if number % 2 else [ids]
+        borders.append(len(sequences))
+    sizes = np.array([len(ids) for ids in sequences], dtype=np.int32)
+    starts = np.concatenate(([0], 2 * np.cumsum(sizes[:-1]))).astype(np.int64)
+    (folder / "a.bin").write_bytes(b"".join(ids.tobytes() for ids in sequences))
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(sizes), len(borders))
+    tail = sizes.tobytes() + starts.tobytes() + np.array(borders, dtype=np.int64).tobytes()
+    (folder / "a.idx").write_bytes(head + tail)
+    return folder / "a.bin", {"tokenizer": str(folder / "tokenizer.json")}
+
+
+WRITERS = [
+    json_lines,
+    packed_json_lines,
+    pytest.param(json_lines_in_zstandard, marks=needs("zstandard")),
+    pytest.param(parquet, marks=needs("pyarrow")),
+    token_files,
+]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_the_texts_of_a_file_are_documents(write, tmp_path):
+    path, options = write(tmp_path)
+    corpus = load_corpus(TextConfig(path=str(path), validation_fraction=0.2, **options))
+    found = [*texts(corpus.training), *texts(corpus.validation)]
+    assert sorted(found) == sorted(TEXTS)
+    assert corpus.num_skipped == 0 and len(corpus.validation) > 1
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_they_are_found_in_a_folder_beside_plain_text(write, tmp_path):
+    path, options = write(tmp_path)
+    (tmp_path / "plain.txt").write_text("plain\n")
+    for name in ("tokenizer.json",):
+        if (tmp_path / name).exists():
+            (tmp_path.parent / f"{tmp_path.name}.json").write_bytes((tmp_path / name).read_bytes())
+            (tmp_path / name).unlink()
+            options = {"tokenizer": str(tmp_path.parent / f"{tmp_path.name}.json")}
+    corpus = load_corpus(TextConfig(path=str(tmp_path), validation_fraction=0.2, **options))
+    found = [*texts(corpus.training), *texts(corpus.validation)]
+    assert sorted(found) == sorted([*TEXTS, "plain\n"]), path
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ('{"body": "x"}', "no text in the field 'text'"),
+        ('{"text": 3}', "no text in the field 'text'"),
+        ('["text"]', "not a JSON object"),
+        ('{"text": "x', "not a JSON object"),
+    ],
+)
+def test_a_line_without_a_text_is_left_out_and_said(line, why, tmp_path, caplog):
+    (tmp_path / "a.jsonl").write_text(LINES + line + "\n")
+    corpus = load_corpus(TextConfig(path=str(tmp_path / "a.jsonl")))
+    assert corpus.num_skipped == 1
+    assert why in caplog.text and "a.jsonl#000000060" in caplog.text
+
+
+def test_patterns_and_weights(tmp_path):
+    """Twice, once and a half: as often as the weights say in training; validation has every text once."""
+    for name in ("twice", "once", "half"):
+        (tmp_path / name).mkdir()
+        for i in range(40):
+            (tmp_path / name / f"{i}.txt").write_text(f"{name} {i}\n")
+    places = (f"{tmp_path}/tw*:2", f"{tmp_path}/once", f"{tmp_path}/**/half:0.5")
+    corpus = load_corpus(TextConfig(path=places, validation_fraction=0.25))
+    plain = load_corpus(TextConfig(path=tuple(p.partition(":")[0] for p in places)))
+    counts = {}
+    for text in texts(corpus.training):
+        counts.setdefault(text.split()[0], {}).setdefault(text, []).append(text)
+    assert {len(copies) for copies in counts["twice"].values()} == {2}
+    assert {len(copies) for copies in counts["once"].values()} == {1}
+    halves = len(counts["half"])
+    assert {len(copies) for copies in counts["half"].values()} == {1} and 5 < halves < 25
+    validation = list(texts(corpus.validation))
+    assert len(set(validation)) == len(validation)
+    assert not set(validation) & {text for name in counts for text in counts[name]}
+    assert corpus.digest != plain.digest
+
+
+def test_a_name_with_a_colon_is_a_path(tmp_path):
+    (tmp_path / "a:2").write_text("a text with lines\n" * 200)
+    corpus = load_corpus(TextConfig(path=str(tmp_path / "a:2")))
+    assert corpus.source == str(tmp_path / "a:2")
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("no*thing", "matches nothing; give a text file"),
+        ("nothing:2", "does not exist; give a text file"),
+        (("a.txt:0", "b.txt"), "the weight must be above 0"),
+        (("a.txt:1.2.3", "b.txt"), "the weight must be above 0"),
+        ("a.txt:2", "a weight says how often beside other paths"),
+        ((), "must name a text"),
+        (("a.txt", " "), "must not be empty"),
+        ("a.bin", "name the tokenizer.json that made them"),
+    ],
+)
+def test_mistakes(path, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt", "a.bin"):
+        (tmp_path / name).write_text("some text\n" * 200)
+    with pytest.raises(em.ConfigError, match=text):
+        load_corpus(TextConfig(path=path))
+
+
+def test_mistakes_of_token_files(tmp_path):
+    path, options = token_files(tmp_path)
+    index = tmp_path / "a.idx"
+    whole = index.read_bytes()
+    for data, text in (
+        (whole[:-8], "is damaged"),
+        (b"x" + whole, "no Megatron index"),
+        (whole[:17] + b"\x63" + whole[18:], "is damaged"),
+    ):
+        index.write_bytes(data)
+        with pytest.raises(em.ConfigError, match=text):
+            load_corpus(TextConfig(path=str(path), **options))
+    with pytest.raises(em.ConfigError, match="leave it out"):
+        TextConfig(path="a.txt", tokenizer="tokenizer.json")
+
+
+def test_tokens_of_weighted_places_are_prepared(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(LINES.replace("many", name))
+    places = (str(tmp_path / "a.jsonl:3"), str(tmp_path / "b.jsonl"))
+    sizes = []
+    for path in (places, tuple(p.removesuffix(":3") for p in places)):
+        config = TextConfig(path=path, cache_dir=str(tmp_path / "cache"), seq_len=16)
+        sizes.append(len(prepare_tokens(config, vocab_size=300).training.tokens_N))
+    assert sizes[0] > 1.5 * sizes[1]

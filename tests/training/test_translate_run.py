@@ -1,0 +1,167 @@
+"""An encoder-decoder in miniature: trained, killed, resumed, spread over two ranks, evaluated, translating."""
+
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.support.agent import Agent
+from tests.support.patience import PATIENCE_S
+
+from expertmesh.cli.main import main
+from expertmesh.config.family import SEQ2SEQ, Family
+from expertmesh.models.seq2seq.task import Seq2SeqTask
+from expertmesh.recipes.translation import translate_test
+from expertmesh.testing.numerics import relative_error
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
+
+RELATIVE = 1e-9
+WORDS = ("dog", "cat", "bird", "fish"), ("red", "blue", "green")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Two "languages": xx says what de says in another order, in other letters."""
+    folder = tmp_path_factory.mktemp("parallel")
+    (folder / "data").mkdir()
+    animals, colours = WORDS
+    for split, lines in (("train", 48), ("val", 12)):
+        pairs = [(animals[i % 4], colours[(i // 4) % 3]) for i in range(lines)]
+        de = "".join(f"a {colour} {animal}.\n" for animal, colour in pairs)
+        xx = "".join(f"{animal.upper()} {colour.upper()} IS HERE!\n" for animal, colour in pairs)
+        (folder / "data" / f"{split}.de").write_text(de)
+        (folder / "data" / f"{split}.xx").write_text(xx)
+    return folder
+
+
+def run_of(corpus, folder, **changes):
+    values = {
+        "data.path": (str(corpus / "data"),),
+        "data.cache_dir": str(corpus / "cache"),
+        "data.denoising": 0.25,
+        "data.temperature": 2.0,
+        "model.dim": 16,
+        "model.moe.router_noise": "gumbel",
+        "train.dtype": "float64",
+        "train.device": "cpu",
+        "train.tensorboard": False,
+        "train.run_dir": str(folder),
+        "train.resume": "auto",
+    }
+    return translate_test().updated(values | changes)
+
+
+def train_quietly(config):
+    return train(config, console=Console(file=io.StringIO()))
+
+
+def without_time(folder):
+    return [
+        {k: v for k, v in line.items() if k != "tokens_per_second"}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+@pytest.fixture(scope="module")
+def straight(corpus):
+    folder = corpus / "straight"
+    result = train_quietly(run_of(corpus, folder))
+    assert result.evaluation["loss"] < result.initial_evaluation["loss"]
+    assert {"loss_de-xx", "loss_xx-de"} < set(result.evaluation)
+    return folder
+
+
+def test_stopped_and_resumed_to_the_bit(corpus, straight, tmp_path):
+    for steps in (7, 20):
+        train_quietly(
+            run_of(corpus, tmp_path, **{"train.steps": steps, "optim.schedule_steps": 20})
+        )
+    lines = {line["step"]: line for line in without_time(tmp_path)}
+    for line in without_time(straight):
+        assert lines[line["step"]]["loss"] == line["loss"], line["step"]
+        assert lines[line["step"]]["grad_norm"] == line["grad_norm"], line["step"]
+
+
+class Mortal(Seq2SeqTask):
+    """Kills its process in the first life, after a checkpoint."""
+
+    def loss(self, model, batch, part):
+        if part.step == 12 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch, part)
+
+
+def mortal_main(corpus, folder):
+    family = Family(SEQ2SEQ.name, task=Mortal, config=SEQ2SEQ.config, items="tokens")
+    train(run_of(corpus, folder), family=family, console=Console(file=io.StringIO()))
+
+
+def test_killed_and_resumed_on_two_ranks(corpus, straight, tmp_path):
+    agent = Agent(2, tmp_path)
+    codes = agent.run(mortal_main, corpus, tmp_path / "run", restarts=1, timeout_s=PATIENCE_S)
+    assert codes == [0, 0], [agent.printed(rank)[-2000:] for rank in range(2)]
+    assert agent.num_lives == 2
+    for line, oracle in zip(without_time(tmp_path / "run"), without_time(straight), strict=True):
+        for name in ("loss", "grad_norm", "aux_loss", "eval_loss"):
+            if name in oracle:
+                assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+
+
+@pytest.fixture(scope="module")
+def learned(corpus):
+    """Trained until it translates its few sentences."""
+    folder = corpus / "learned"
+    changes = {"train.steps": 150, "model.dim": 32, "data.pairs": ("de-xx",), "data.denoising": 0.0}
+    changes |= {"train.eval_every": 150, "train.checkpoint_every": 150, "optim.lr": 1e-2}
+    train_quietly(run_of(corpus, folder, **changes, **{"train.dtype": "float32"}))
+    return str(folder)
+
+
+def test_it_translates(learned, corpus, capsys, tmp_path):
+    assert (
+        main(["translate", "--run", learned, "--to", "xx", "a red dog.", "", "a green bird."]) == 0
+    )
+    assert capsys.readouterr().out == "DOG RED IS HERE!\n\nBIRD GREEN IS HERE!\n"
+    data = corpus / "data"
+    words = ["translate", "--run", learned, "--to", "xx", "--input", str(data / "val.de")]
+    output = tmp_path / "out.xx"
+    assert main([*words, "--reference", str(data / "val.xx"), "--output", str(output)]) == 0
+    out = capsys.readouterr().out
+    assert "BLEU 100.00  nrefs:1|" in out.replace("#:1|", "nrefs:1|") and "chrF2 100.00" in out, out
+    assert output.read_text() == (data / "val.xx").read_text()
+    other = tmp_path / "other.xx"
+    other.write_text(output.read_text().replace("DOG", "CAT"))
+    compared = [*words, "--reference", str(data / "val.xx"), "--compare", str(other)]
+    assert main(compared) == 0
+    out = capsys.readouterr().out
+    assert out.count("BLEU") >= 2 and "p = " in out and "+-" in out, out
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--to", "fr", "a dog"], "language fr: unknown; known here: de, xx"),
+        (["--to", "xx"], "no text, or text and --input"),
+        (["--to", "xx", "a dog", "--compare", "x"], "--compare x: needs --reference"),
+        (["--to", "xx", "a dog", "--reference", "nowhere"], "--reference nowhere: is not a file"),
+        (["--to", "xx", "a dog", "--reference", __file__], "lines for 1 texts"),
+        (["--to", "xx", "--beams", "0", "a dog"], "num_beams=0: must be at least 1"),
+        (["--to", "xx", "dog " * 100], "text 1: has"),
+    ],
+)
+def test_mistakes_are_one_line(learned, words, text, capsys):
+    assert main(["translate", "--run", learned, *words]) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1, error
+
+
+def test_other_verbs_answer(learned, capsys):
+    assert main(["report", "--run", learned]) == 0
+    assert "nats per target token" in capsys.readouterr().out
+    assert main(["generate", "--run", learned, "a dog"]) == 2
+    error = capsys.readouterr().err
+    assert "use expertmesh translate" in error and error.count("\n") == 1
+    assert Path(learned, "tokenizer.json").is_file()
