@@ -8,7 +8,6 @@ the configuration itself, so that the command line and Python give the same one-
 import argparse
 import difflib
 import re
-import shutil
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from pydantic import BaseModel
 
 from expertmesh.cli.config_file import flat_values, read_config_file
+from expertmesh.cli.layout import fitted
 from expertmesh.config.base import FieldError, Location, nearest_name, option_names, shown
 from expertmesh.config.family import FAMILIES, GPT, Family, Recipes, find_family
 from expertmesh.config.run import ParallelConfig, RunConfig, with_fitting_warmup
@@ -43,6 +43,10 @@ class _Option:
 
 class OptionParser(argparse.ArgumentParser):
     """argparse for the small verbs, with errors as one-line `ConfigError` and the nearest option named."""
+
+    def format_help(self) -> str:
+        """The help, in lines that fit the terminal."""
+        return fitted(super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Raises `ConfigError` where argparse would print its usage and exit."""
@@ -210,13 +214,11 @@ def _train_help_head(recipe: str | None, recipes: Recipes) -> str:
         lines += [
             f"  {name:<{width}}  {_first_line(function)}" for name, function in recipes.items()
         ]
-    return "\n".join([*lines, ""])
+    return fitted("\n".join([*lines, ""]))
 
 
 def _first_line(function: Callable[[], RunConfig]) -> str:
-    text = (getattr(function, "summary", None) or function.__doc__ or "").strip().partition("\n")[0]
-    width = shutil.get_terminal_size().columns - 20
-    return text if len(text) <= width else text[: width - 3] + "..."
+    return (getattr(function, "summary", None) or function.__doc__ or "").strip().partition("\n")[0]
 
 
 def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from expertmesh.cli.launched import leave, tell_launcher
+from expertmesh.cli.layout import fitted
 from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import spell_program
 from expertmesh.config.base import launched_rank
@@ -101,7 +102,7 @@ VERBS_OF_ALL_RANKS = ("train", "doctor")
 def help_text() -> str:
     """The text of `expertmesh --help`."""
     verbs = "\n".join(f"  {name:<10} {text}" for name, (_, text) in VERBS.items())
-    return f"""\
+    text = f"""\
 ExpertMesh trains and runs mixture-of-experts models.
 
 usage: expertmesh [--debug] VERB [options]
@@ -111,6 +112,7 @@ verbs:
 
 `expertmesh VERB --help` lists the options of a verb. `--debug` shows the traceback of an error.
 """
+    return fitted(text)
 
 
 def program() -> NoReturn:
