@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.race.calls import CALLS, Setting, plan
 from benchmarks.race.parts import run_call
-from benchmarks.race.report import load, short, write
+from benchmarks.race.report import load, predictions, short, write
 
 
 def _arguments() -> argparse.Namespace:
@@ -61,6 +61,8 @@ def main() -> int:
             from benchmarks.race.sweep import write_tables
 
             write_tables(out / "tiles.json", record)
+        if given.call == "kernels":
+            (out / "predictions.md").write_text(predictions(load([out])))
 
     record = run_call(
         parts, name=given.call, out=out, budget_s=given.budget_s or budget_s, changed=changed

@@ -10,7 +10,7 @@ from benchmarks.markdown import markdown_table
 from benchmarks.race.calls import CALLS
 from benchmarks.race.peers import listed
 from benchmarks.race.plot import svg
-from benchmarks.race.shapes import PHASES, SHAPES, RaceShape
+from benchmarks.race.shapes import GOAL_SHAPES, PHASES, SHAPES, RaceShape, chosen
 from benchmarks.race.verdicts import (
     OURS,
     Record,
@@ -21,6 +21,8 @@ from benchmarks.race.verdicts import (
     other_lines,
     speed_of,
 )
+
+from benchmarks.race import model
 
 METHOD = (
     "BF16, router included, balanced random routing. Medians of interleaved rounds; before every timed part the L2 is "
@@ -33,6 +35,12 @@ KERNELS_NOTE = (
     "Each launch alone, with a cold L2; `router` is all before the experts (product, choice, weights), `maps` the row orders. Operations and "
     "bytes as in docs/kernels.md; a prediction is the model's (benchmarks/race/model.py) or a written one."
 )
+PREDICTIONS_NOTE = """\
+Made by `benchmarks/race/model.py` before any run, and frozen in `benchmarks/race/predictions.json` (H200). Tiles are
+those of the default table; padding costs 0.28 of a tile per expert (tails have a path of half the height). A wave is one
+tile per multiprocessor (132). A kernel takes waves x (operations of a tile at the inner loop's rate + what nothing
+overlaps), or its bytes at 4.1 TB/s and 5 us per launch. `make gpu` writes this page, its last columns filled in, to
+`OUT/predictions.md`."""
 _WHOLE = ("machine", "metadata", "skew", "decode", "properties", "training")
 _BY_NAME = {"layers": "layers ", "kernels": "kernels ", "sweep": "sweep ", "tests": "tests of "}
 
@@ -148,6 +156,28 @@ def _sweep(record: Record) -> list[str]:
                  "error": row.get("error", "")}
             )  # fmt: skip
     return _section("Tiles", rows, "Each GEMM alone, beside today's tile in the same rounds.")
+
+
+def predictions(record: Record) -> str:
+    """The predictions of the shapes with goals, per kernel with their costs, and beside them what a record has measured."""
+    text = ["# What the model predicts", PREDICTIONS_NOTE]
+    for shape in chosen(GOAL_SHAPES):
+        rows = record["kernels"].get(shape.name, {}).get("kernels", ())
+        measured = {row["kernel"]: row["us"] for row in rows}
+        text += [f"## {shape.name}", describe(shape), markdown_table(model.lines(shape, measured))]
+        text.append("; ".join(_pass(shape, phase, measured) for phase in ("forward", "backward")))
+    return "\n\n".join(text) + "\n"
+
+
+def _pass(shape: RaceShape, phase: str, measured: dict[str, float]) -> str:
+    """One pass in words: the sum of its kernels as TFLOP/s, predicted, wanted, measured."""
+    kernels = model.FORWARD if phase == "forward" else model.BACKWARD
+    expected = sum(model.predicted(shape, kernel).microseconds for kernel in kernels)
+    text = f"{phase}: {expected / 1e3:.2f} ms, {shape.flops(phase) / expected / 1e6:.0f} TFLOP/s (goal {shape.goals.of(phase):.0f})"
+    if all(kernel in measured for kernel in kernels):
+        seen = sum(measured[kernel] for kernel in kernels)
+        text += f", measured {seen / 1e3:.2f} ms, {shape.flops(phase) / seen / 1e6:.0f} TFLOP/s"
+    return text
 
 
 def default_name(record: Record) -> str:

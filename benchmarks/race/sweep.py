@@ -6,7 +6,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,62 +18,36 @@ from benchmarks.race.kernels import Experts, Launched, launches_of, resources
 from benchmarks.race.layers import release
 from benchmarks.race.parts import Keep
 from benchmarks.race.shapes import RaceShape, chosen
-from benchmarks.race.warm import compile_launches, here, jobs, our_launches, shared_out
+from benchmarks.race.warm import compile_launches, from_outside, jobs, our_launches, shared_out
 
+from expertmesh.kernels import tables as tables_of
 from expertmesh.kernels import tiles
+from expertmesh.kernels.tables import GEMMS, OVER_ROWS
 from expertmesh.kernels.tiles import Plan, Tile
 
-OVER_ROWS = ("up", "down", "hidden_grad", "input_grad")
-"""They share one table of row tiles, so one block_m."""
-GEMMS = (*OVER_ROWS, "w_out_grad", "w_in_grad")
 _FAR_OFF = 0.02
 """Relative distance from the results of today's tiles beyond which a candidate computes something else."""
 
 
-@dataclass(frozen=True)
-class Change:
-    """A candidate: a name, and what it changes in a tile; `columns` are those of the accumulator, both branches together."""
+def candidates(gemm: str, base: Tile, plans: dict[str, Plan]) -> dict[str, Tile]:
+    """The tiles to try for a GEMM by the name of their table, today's first; those that change nothing are left out.
 
-    name: str
-    attributes: dict[str, Any]
-    columns: int | None = None
-    only: tuple[str, ...] = GEMMS
-
-
-def _changes() -> list[Change]:
-    narrow = {"block_m": 128, "block_k": 64, "num_warps": 4, "num_stages": 3, "programs": 2}
-    weights = ("w_out_grad", "w_in_grad")
-    found = [
-        Change("two programs", narrow, 128, OVER_ROWS),
-        Change("two programs", narrow | {"num_stages": 5}, 128, weights),
-        Change("two programs, group 16", narrow | {"group_m": 16}, 128, OVER_ROWS),
-        Change("group 4", {"group_m": 4}),
-        Change("group 16", {"group_m": 16}),
-        Change("3 stages", {"num_stages": 3}, only=OVER_ROWS),
-        Change("half columns", {"num_warps": 8}, 128),
-        Change("half rows", {"block_m": 64}, only=OVER_ROWS),
-    ]
-    if "flatten" in {field.name for field in fields(Tile)}:
-        found += [
-            Change("flattened", {"flatten": True}, only=OVER_ROWS),
-            Change("two programs, flattened", narrow | {"flatten": True}, 128, OVER_ROWS),
-        ]
-    return found
-
-
-def candidates(gemm: str, base: Tile, num_branches: int) -> dict[str, Tile]:
-    """The tiles to try for a GEMM by name, today's first; those that change nothing are left out."""
+    Args:
+        gemm: one of GEMMS.
+        base: today's tile.
+        plans: of `every_table`.
+    """
     found = {"today": base}
-    for change in _changes():
-        if gemm not in change.only:
-            continue
-        tile = replace(base, **change.attributes)
-        if change.columns is not None:
-            columns = change.columns // (num_branches if gemm == "up" else 1)
-            tile = replace(tile, block_n=min(columns, base.block_n))
+    for name, plan in plans.items():
+        tile = getattr(plan, gemm)
         if tile not in found.values():
-            found[change.name] = tile
+            found[name] = tile
     return found
+
+
+def every_table(shape: RaceShape, arch: str) -> dict[str, Plan]:
+    """The plans of an architecture's tables for a shape, by name."""
+    return {name: planned(shape, arch, name) for name in tables_of.names(arch)}
 
 
 def with_tile(plan: Plan, gemm: str, tile: Tile) -> Plan:
@@ -96,8 +70,8 @@ def using(gemm: str, tile: Tile) -> Iterator[None]:
         yield
 
 
-def today(shape: RaceShape, arch: str) -> Plan:
-    """The table's plan for a shape."""
+def planned(shape: RaceShape, arch: str, table: str = tables_of.DEFAULT) -> Plan:
+    """A table's plan for a shape."""
     return tiles.plan_for(
         arch,
         torch.bfloat16,
@@ -105,17 +79,18 @@ def today(shape: RaceShape, arch: str) -> Plan:
         dim=shape.dim,
         hidden_dim=shape.hidden_dim,
         num_branches=shape.num_branches,
+        table=table,
     )
 
 
 def builds(keep: Keep, *, shapes: Sequence[str], device: str, tiny: bool = False) -> dict[str, Any]:
     """A part: compile all candidates of all GEMMs for these shapes, in as many processes as there are cores."""
-    arch, count = here(), jobs()
+    arch, count = from_outside(), jobs()
     launches: dict[str, Any] = {}
     for shape in chosen(tuple(shapes))[: 1 if tiny else None]:
-        plan = today(shape, arch)
+        plan, plans = planned(shape, arch), every_table(shape, arch)
         for gemm in GEMMS[: 1 if tiny else None]:
-            for tile in candidates(gemm, getattr(plan, gemm), shape.num_branches).values():
+            for tile in candidates(gemm, getattr(plan, gemm), plans).values():
                 with using(gemm, tile):
                     for launch in our_launches(shape, arch, training=True):
                         launches.setdefault(launch.key, launch)
@@ -164,10 +139,11 @@ def sweep(
     ids_TK = racer.expert_ids(inputs.batches[0])
     experts = Experts(sizes, weights, inputs.batches[0], inputs.grad_TD, ids_TK)
     stopwatch = Stopwatch(device)
-    base = getattr(today(sizes, tiles.architecture(torch.device(device))), gemm)
+    arch = tiles.architecture(torch.device(device))
+    base = getattr(planned(sizes, arch), gemm)
     first, results = _launch(experts, gemm), _results(experts)
-    tried = candidates(gemm, base, sizes.num_branches)
-    found["arch"] = tiles.architecture(torch.device(device))
+    tried = candidates(gemm, base, every_table(sizes, arch))
+    found["arch"] = arch
     for name in list(tried)[: 2 if tiny else None]:
         if name in done:
             continue

@@ -29,7 +29,13 @@ def jobs() -> int:
 
 
 def shared_out(share: Callable[[int, int], object], count: int) -> int:
-    """Run share(part, count) for each part in a forked process; give how many failed. Must not have touched a GPU."""
+    """Run share(part, count) for each part in a forked process; give how many failed.
+
+    Raises:
+        RuntimeError: this process has touched a GPU, which its forks then cannot use.
+    """
+    if torch.cuda.is_initialized():
+        raise RuntimeError("builds cannot be shared out: this process has used the GPU already")
     processes = []
     for part in range(count):
         process = os.fork()
@@ -62,8 +68,10 @@ def builds(
     found, began = chosen(tuple(shapes)), time.monotonic()
     result: dict[str, Any] = {"processes": jobs()}
 
+    launches = ours_of(found[: 1 if tiny else None], from_outside())
+
     def ours(part: int, of: int) -> None:
-        compile_launches(ours_of(found), device, part, of, tiny=tiny)
+        compile_launches(launches, device, part, of, tiny=tiny)
 
     result["failed"] = shared_out(ours, result["processes"])
     result["seconds"] = time.monotonic() - began
@@ -74,11 +82,10 @@ def builds(
     return result
 
 
-def ours_of(shapes: Sequence[RaceShape]) -> list[Any]:
+def ours_of(shapes: Sequence[RaceShape], arch: str) -> list[Any]:
     """What router and experts launch for these shapes in training, and experts for decoding, each build once."""
     from tests.support.experts_builds import router_launches
 
-    arch = here()
     launches: dict[str, Any] = {}
     for shape in shapes:
         sizes = (shape.num_tokens, shape.dim, shape.num_experts)
@@ -95,6 +102,24 @@ def here() -> str:
     from expertmesh.kernels.tiles import architecture
 
     return architecture(torch.device("cuda")) if torch.cuda.is_available() else DRY_TARGET
+
+
+def from_outside(ask: Callable[[], str] = here) -> str:
+    """What a process of its own answers: this one has then not touched a GPU, and its forks can."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        try:
+            os.write(writer, ask().encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as found:
+        answer = found.read()
+    os.waitpid(process, 0)
+    if not answer:
+        raise RuntimeError("the process that asks for the GPU's name ended without one")
+    return answer
 
 
 def our_launches(shape: RaceShape, arch: str, *, training: bool) -> list[Any]:

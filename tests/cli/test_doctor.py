@@ -31,12 +31,10 @@ def test_report_names_every_section_and_backend(capsys):
 
 def test_versions_are_those_installed(monkeypatch):
     assert details(doctor.versions())["torch"].detail == importlib.metadata.version("torch")
-
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert details(doctor.versions())["datasets"].detail.startswith("not installed (--data.dataset")
+    monkeypatch.setitem(doctor.PACKAGES, "of-nobody", "--data.dataset; extra 'train'")
+    assert details(doctor.versions())["of-nobody"].detail.startswith(
+        "not installed (--data.dataset"
+    )
 
 
 def test_auto_precision_is_what_was_measured_and_says_so():
@@ -47,10 +45,10 @@ def test_auto_precision_is_what_was_measured_and_says_so():
         )
 
 
-@pytest.mark.parametrize(("holds_back", "expected"), [(True, "oneDNN"), (False, "as torch")])
-def test_who_multiplies_fp32(monkeypatch, holds_back, expected):
-    monkeypatch.setattr(cpu_products, "mkl_holds_back", lambda: holds_back)
-    detail = details(doctor.matrix_products())["large FP32 products"].detail
+@pytest.mark.parametrize(("library", "expected"), [("onednn", "oneDNN"), ("blas", "as torch")])
+def test_who_multiplies_fp32(library, expected):
+    with cpu_products.multiplying_by(library):
+        detail = details(doctor.matrix_products())["large FP32 products"].detail
     assert detail.startswith(expected)
 
 

@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,11 +74,17 @@ def test_seed_and_greedy(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert greedy[0] == greedy[1] != texts[0]
 
 
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function that gives a text to the standard input."""
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
 def test_prompt_from_standard_input(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path, capsys: pytest.CaptureFixture[str], typed: Callable[[str], None]
 ) -> None:
     expected = printed(run_dir, "--max-tokens", "5", capsys=capsys)
-    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    typed(PROMPT)
     assert printed(run_dir, "--max-tokens", "5", capsys=capsys, prompt="-") == expected
 
 
@@ -176,11 +183,11 @@ def test_several_prompts_and_a_file_of_them(
 
 
 def test_interactive(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, typed: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A line is a prompt, until there are no more; one that is too long is said and the next is answered."""
     alone = printed(run_dir, "--greedy", "--max-tokens", "4", capsys=capsys)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'x ' * 200}\n\n{PROMPT}\n{PROMPT}"))
+    typed(f"{'x ' * 200}\n\n{PROMPT}\n{PROMPT}")
     words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "4", "--interactive"]
     assert main(words) == 0
     said = capsys.readouterr()

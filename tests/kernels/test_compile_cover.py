@@ -1,4 +1,4 @@
-"""A covering set of builds: every kernel, target, type and kind of tile in at most 64 builds, without a GPU.
+"""A covering set of builds: every kernel, target, type and kind of tile in at most 70 builds, without a GPU.
 
 Every launched kernel is built for an NVIDIA target, the GEMMs for all four targets, and the variants where code generation
 differs most for Hopper. The full tables are in test_compile_moe.py and test_compile_routing.py.
@@ -17,7 +17,7 @@ from tests.support.routing_builds import main_cases
 
 import expertmesh.kernels
 
-MOST_BUILDS = 64
+MOST_BUILDS = 70
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # names of launches in the order of a training step; "rows" and "rows_transposed" are launched twice
 UP, DOWN, INPUT, HIDDEN = ("up", 0), ("rows", 0), ("rows", 1), ("hidden_grad", 0)
@@ -36,6 +36,9 @@ EXPERTS = [
     ("gfx942", BF16, MAIN, (UP, DOWN, HIDDEN, W_IN)),
     ("sm_90", BF16, GEGLU, (HIDDEN,)),
     ("sm_90", BF16, DECODE, (UP, DOWN)),
+    ("sm_90", BF16, {"table": "two-programs"}, (UP, HIDDEN, W_IN)),
+    ("sm_90", BF16, {"table": "flat"}, (DOWN, HIDDEN)),
+    ("sm_90", BF16, {"table": "direct-stores"}, (UP,)),
     ("sm_90", BF16, ODD, (UP, W_OUT)),
     ("sm_90", BF16, NARROW, (W_IN, ("cut_pieces", 0), ("add_pieces", 0))),
     ("sm_90", FP32, {"precision": "ieee"}, (UP, W_IN)),

@@ -7,7 +7,9 @@ import pytest
 import torch
 from tests.support.aot import TARGETS
 from tests.support.build_rules import check_experts, check_router
-from tests.support.experts_builds import router_launches, step_launches
+from tests.support.experts_builds import GEMMS, router_launches, step_launches
+
+from expertmesh.kernels import tables
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DECODE = (4, 2048, 768, 64, 8)
@@ -71,3 +73,16 @@ def test_every_variant_builds(target, kind, variant):
 def test_the_router_builds(target, shape):
     for launch in router_launches(target, shape):
         check_router(launch, launch.build(target))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("target", "table"), [(target, name) for target in TARGETS for name in tables.TABLES[target]]
+)
+@pytest.mark.parametrize(
+    "variant", ["swiglu", "geglu-interleaved", "gelu-bias", "main-grads", "tails"]
+)
+def test_every_table_builds(target, table, variant):
+    for launch in step_launches(target, BF16, table=table, **VARIANTS[variant]):
+        if launch.name in GEMMS:
+            check_experts(launch, launch.build(target))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from expertmesh.kernels import measured, tiles
+from expertmesh.kernels.tables import GEMMS
 
-GEMMS = ("up", "down", "hidden_grad", "input_grad", "w_out_grad", "w_in_grad")
 SIZES = {"dim": 2048, "hidden_dim": 768, "num_branches": 2}
 
 

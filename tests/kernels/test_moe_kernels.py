@@ -8,7 +8,7 @@ from tests.support.experts_case import ExpertsCase, check_together
 from tests.support.poison import poisoned_empty
 
 from expertmesh.errors import ConfigError
-from expertmesh.kernels import grouped, tiles
+from expertmesh.kernels import grouped, tables, tiles
 from expertmesh.kernels.tiles import Tile
 from expertmesh.ops.activation import _INNER
 from expertmesh.ops.expert_types import Experts, Needs
@@ -20,9 +20,8 @@ from expertmesh.testing.numerics import assert_differs
 SMALL = Tile(16, 16, 16, 4, 1, group_m=3)
 
 
-def small_tiles():
-    names = ("up", "down", "hidden_grad", "input_grad", "w_in_grad", "w_out_grad")
-    return dict.fromkeys(names, SMALL)
+def small_tiles(**more):
+    return dict.fromkeys(tables.GEMMS, replace(SMALL, **more))
 
 
 FEW_CHOICES = 16
@@ -77,9 +76,10 @@ def test_every_activation(activation):
 @pytest.mark.parametrize(
     ("activation", "interleaved"), [("swiglu", False), ("swiglu", True), ("relu2", False)]
 )
-def test_tensor_descriptors_and_small_tiles(use_plan, activation, interleaved):
+@pytest.mark.parametrize("more", [{}, {"ragged": True, "tails": True, "fetch": True}], ids=str)
+def test_tensor_descriptors_and_small_tiles(use_plan, activation, interleaved, more):
     """The Hopper path: several tiles and steps in every direction, tails in all of them."""
-    use_plan(tma=True, **small_tiles())
+    use_plan(tma=True, **small_tiles(**more))
     check(
         (30, 24, 40, 3, 2),
         kind="dropped",

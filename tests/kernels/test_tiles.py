@@ -4,24 +4,23 @@ import pytest
 import torch
 from tests.support.experts_builds import step_launches
 
-from expertmesh.kernels import tiles
+from expertmesh.errors import ConfigError
+from expertmesh.kernels import tables, tiles
 
 WIDTHS = [(2048, 768), (4096, 14_336), (4096, 512), (2048, 1024), (7168, 2048), (2048, 2048)]
 ROWS = (1, 8, 24, 48, 100, 256, 2048, 32_768)
-GEMMS = ("up", "down", "hidden_grad", "input_grad", "w_in_grad", "w_out_grad")
 
 
-def num_buffers(arch, name, tile):
-    """Copies of a step's operands that Triton keeps, as the builds show."""
-    if name.startswith("w_"):  # rows loaded by loaded indices: one buffer per two stages
-        return (tile.num_stages + 1) // 2
-    # the warp-group products read shared memory while the next copies arrive, which takes one more
-    return tile.num_stages if arch != "sm_80" and tile.block_m >= 64 else tile.num_stages - 1
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("arch", "table"),
+    [
+        ("sm_80", "default"),
+        ("sm_100", "default"),
+        *(("sm_90", name) for name in tables.names("sm_90")),
+    ],
+)
 @pytest.mark.parametrize("branches", [1, 2])
-def test_the_programs_of_a_tile_fit_a_multiprocessor_together(arch, branches):
+def test_the_programs_of_a_tile_fit_a_multiprocessor_together(arch, table, branches):
     for (dim, hidden_dim), rows in ((w, r) for w in WIDTHS for r in ROWS):
         plan = tiles.plan_for(
             arch,
@@ -30,17 +29,39 @@ def test_the_programs_of_a_tile_fit_a_multiprocessor_together(arch, branches):
             dim=dim,
             hidden_dim=hidden_dim,
             num_branches=branches,
+            table=table,
         )
-        for name in GEMMS:
+        assert len({getattr(plan, name).block_m for name in tables.OVER_ROWS}) == 1
+        for name in tables.GEMMS:
             tile = getattr(plan, name)
-            columns = tile.block_n * (branches if name == "up" else 1)
-            step = (tile.block_m + columns) * tile.block_k * 2
-            buffers = num_buffers(arch, name, tile)
-            assert tile.programs * step * buffers <= tiles.SHARED_BYTES[arch], (name, rows, tile)
+            needed = tiles.shared_bytes(name, tile, 2, branches, tma=plan.tma)
+            if arch == "sm_80" and name in tables.OVER_ROWS and tile.block_m >= 64:
+                # the estimate is Hopper's; products of warps need one buffer less
+                needed = needed * (tile.num_stages - 1) // tile.num_stages
+            assert tile.programs * needed <= tiles.SHARED_BYTES[arch], (name, rows, tile)
             # the accumulator alone, FP32, spread over the threads; a thread has 255 registers
             threads = 32 * tile.num_warps
+            columns = tile.block_n * (branches if name == "up" else 1)
             assert tile.block_m * columns / threads <= 128, (name, rows, tile)
             assert tile.programs * threads <= 2048
+
+
+def test_a_flag_selects_a_table(monkeypatch):
+    def plan(table):
+        monkeypatch.setenv(tables.FLAG, table)
+        return tiles.plan_for(
+            "sm_90", torch.bfloat16, rows_per_expert=512, dim=2048, hidden_dim=768, num_branches=2, table=tables.selected(),
+        )  # fmt: skip
+
+    default = plan("")
+    assert default == plan("default")
+    assert (default.up.programs, plan("two-programs").up.programs) == (1, 2)
+    assert plan("group-4").w_in_grad.group_m == 4
+    with pytest.raises(ConfigError, match="EXPERTMESH_TILES=tow: sm_90 has no such table"):
+        plan("tow")
+    sizes = {"num_rows": 64, "num_experts": 4, "dim": 32, "hidden_dim": 48, "num_branches": 2}
+    monkeypatch.setenv(tables.FLAG, "group-16")
+    assert tiles.choose_plan(torch.device("cpu"), torch.float32, **sizes).up.group_m == 16
 
 
 def test_descriptors_need_weights_that_begin_at_16_bytes():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import (
@@ -71,22 +70,6 @@ def test_gradients(backend):
     )
     check(lambda v: combine_capacity(v, metadata, 2, backend=backend), (y,))
     check(lambda v, w: weighted_combine(v, metadata, w, backend=backend), (rows, weights))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_under_activation_checkpointing(backend):
-    _, metadata, x, weights = inputs()
-
-    def run(v, w):
-        buffers = dispatch_capacity(v, metadata, 2, backend=backend)
-        return combine_capacity(buffers, metadata, 3, weights_TK=w, backend=backend)
-
-    gradients = []
-    for call in (run, lambda v, w: checkpoint(run, v, w, use_reentrant=False)):
-        leaves = [t.clone().requires_grad_() for t in (x, weights)]
-        call(*leaves).square().sum().backward()
-        gradients.append([leaf.grad for leaf in leaves])
-    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

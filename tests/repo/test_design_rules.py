@@ -18,7 +18,7 @@ MOST_FILE_LINES = 600
 MOST_FUNCTION_LINES = 100
 MOST_KERNEL_LINES = 150
 MOST_ROOMS, MOST_FLOORS, MOST_ROOM_IMPORTS = 16, 8, 50
-MOST_PATCHES = 70
+MOST_PATCHES = 45
 CATCH_ALL_NAMES = re.compile(
     r"(utils?|common|helpers?|misc|shared|stuff)(_.*)?|.*_(utils?|helpers?)"
 )

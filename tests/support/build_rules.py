@@ -2,7 +2,7 @@
 
 import re
 
-from expertmesh.kernels.tiles import SHARED_BYTES
+from expertmesh.kernels.tiles import SHARED_BYTES, SHARED_BYTES_KEPT, Tile, shared_bytes
 from tests.support.aot import Build
 from tests.support.experts_builds import GEMMS
 from tests.support.launches import Launch
@@ -18,9 +18,12 @@ _ROWS_OF_UNIT = {"sm_80": 16, "sm_90": 64, "sm_100": 64, "gfx942": 16}
 """Rows of the matrix unit's smallest product: lower tiles are multiplied otherwise."""
 BULK_COPY = "cp.async.bulk.tensor"
 """The copies of the Hopper path, by descriptor."""
+_BULK_STORE = r"cp\.async\.bulk\.tensor\.[45]d\.global"
+_STORED_FROM = r"ttng\.async_tma_copy_local_to_global %\w+\[[^\]]*\] (%\w+)"
+_FETCH = "prefetch.global.L2"
 MOST_SPILL_BYTES = 48
 """Per thread, stores and loads together, in the experts' kernels: six registers, outside the main loop."""
-MOST_WEIGHT_GRAD_REGISTERS = 240
+MOST_WEIGHT_GRAD_REGISTERS = 248
 """Of 255 with descriptors, without a spill."""
 MOST_ROUTING_SHARED_BYTES = 16 * 1024
 MOST_ROUTING_REGISTERS = 128
@@ -57,13 +60,53 @@ def check_experts(launch: Launch, build: Build, *, matrix: bool = True) -> None:
     assert build.spill_bytes <= MOST_SPILL_BYTES, f"{name}: {build.spill_bytes} bytes spilled"
     assert build.shared_bytes <= SHARED_BYTES[build.target], f"{name}: {build.shared_bytes} bytes"
     assert not re.search(GLOBAL_ATOMIC[build.target[:2]], build.assembly), f"{name}: atomics"
-    if launch.name == "rows_transposed" and launch.values["TMA"]:
-        # one product, in the pipelined loop: no last step that waits for its own loads
-        dots = re.findall(r"\b(?:ttng\.warp_group_dot|tt\.dot)\s", build.stages["ttgir"])
-        assert len(dots) == 1, f"{name}: {len(dots)} products"
-        assert build.registers <= MOST_WEIGHT_GRAD_REGISTERS, f"{name}: {build.registers}"
+    if launch.name in GEMMS and launch.values["TMA"]:
+        _check_pipeline(name, launch, build)
+        if launch.name == "rows_transposed":
+            assert build.registers <= MOST_WEIGHT_GRAD_REGISTERS, f"{name}: {build.registers}"
+        else:
+            _check_results(name, launch, build)
     if launch.name in GEMMS and matrix and launch.values["BLOCK_M"] >= _ROWS_OF_UNIT[build.target]:
         assert MATRIX_INSTRUCTION[build.target] in build.assembly, f"{name}: no matrix unit"
+
+
+def _check_pipeline(name: str, launch: Launch, build: Build) -> None:
+    """One product per height of tiles, in the pipelined loop: no last step that waits for its own loads."""
+    dots = re.findall(r"\b(?:ttng\.warp_group_dot|tt\.dot)\s", build.stages["ttgir"])
+    products = 1 + launch.values.get("TAILS", False)
+    assert len(dots) == products, f"{name}: {len(dots)} products"
+
+
+def _check_results(name: str, launch: Launch, build: Build) -> None:
+    """How results leave: by descriptor from a buffer that the whole loop keeps, and waited for before the next ones only."""
+    values, text = launch.values, build.stages["ttgir"]
+    stores = len(re.findall(_BULK_STORE, build.assembly))
+    assert bool(stores) is values["RAGGED"], f"{name}: {stores} stores by descriptor"
+    # a buffer without a value of its own is kept by the loop: a store is waited for when the next one needs it
+    for buffer in set(re.findall(_STORED_FROM, text)):
+        assert f"{buffer} = ttg.local_alloc : ()" in text, f"{name}: a store is waited for at once"
+    assert build.shared_bytes <= _needed(launch) + SHARED_BYTES_KEPT, (
+        f"{name}: {build.shared_bytes}"
+    )
+    if values.get("FETCH"):
+        first = build.assembly.index(_FETCH)
+        assert first < build.assembly.index("wgmma.mma_async"), f"{name}: H is fetched late"
+
+
+def _needed(launch: Launch) -> int:
+    """The estimate of shared memory that the tile's stages were chosen by."""
+    values, options = launch.values, launch.options
+    tile = Tile(
+        *(values[f"BLOCK_{side}"] for side in "MNK"),
+        options["num_warps"],
+        options["num_stages"],
+        ragged=values["RAGGED"],
+        flatten=values["FLATTEN"],
+        # pairs leave by one buffer of twice the columns
+        chunk=values.get("CHUNK_N", 0) * (1 + values.get("INTERLEAVED", False)),
+    )
+    gemm = {"rows": "down"}.get(launch.name, launch.name)
+    return shared_bytes(gemm, tile, values["w"].base.element_size(), values.get("G", 1), tma=True)
 
 
 def check_router(launch: Launch, build: Build) -> None:

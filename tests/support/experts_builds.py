@@ -13,13 +13,14 @@ from expertmesh.kernels import (
     pieces,
     route_metadata,
     split_product,
+    tables,
     tiles,
 )
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.expert_types import Experts, Needs
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
 from expertmesh.ops.route_metadata import RouteMetadata
-from tests.support.launches import Launch, recorded_launches
+from tests.support.launches import Launch, as_on, recorded_launches
 
 GEMMS = ("up", "rows", "hidden_grad", "rows_transposed")
 """The kernels in which the time goes."""
@@ -36,6 +37,7 @@ def step_launches(
     precision: str = "ieee",
     recompute_h: bool = False,
     accumulate: bool = False,
+    table: str = tables.DEFAULT,
 ) -> list[Launch]:
     """List what forward and backward launch.
 
@@ -49,6 +51,7 @@ def step_launches(
         precision: of FP32 products.
         recompute_h: the forward saves no H.
         accumulate: weight gradients are added to FP32 buffers.
+        table: of tiles.
     """
     T, D, F, E, K = shape
     G = num_branches(activation)
@@ -69,6 +72,7 @@ def step_launches(
             dim=sizes["dim"],
             hidden_dim=sizes["hidden_dim"],
             num_branches=sizes["num_branches"],
+            table=table,
         )
 
     w_in = empty(E, F, G, D).transpose(1, 2) if interleaved else empty(E, G, F, D)
@@ -107,11 +111,8 @@ def router_launches(
     T, D, E = shape
     x = torch.empty(T, D, dtype=torch.bfloat16, device="meta")
     w, grad = torch.empty(E, D, device="meta"), torch.empty(T, E, device="meta")
-    with (
-        mock.patch.object(split_product, "multiprocessors", lambda device: num_programs),
-        mock.patch.object(tiles, "architecture", lambda device: target),
-        recorded_launches(split_product) as launches,
-    ):
+    on = as_on(target, num_multiprocessors=num_programs)
+    with on, recorded_launches(split_product) as launches:
         split_product.logits(x, w)
         split_product.gradients(grad, x, w, need_x=True, need_w=True)
     return launches

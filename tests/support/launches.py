@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from expertmesh.kernels import tiles
 from tests.support.aot import Build, build
 
 _TYPES = {
@@ -86,6 +87,16 @@ def _type_name(value: Any) -> str:
     if isinstance(value, TensorDescriptor):
         return f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}>"
     return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+@contextmanager
+def as_on(target: str, *, num_multiprocessors: int = 132) -> Iterator[None]:
+    """Inside, plans are those for a GPU of this kind, whatever the device."""
+    with (
+        mock.patch.object(tiles, "architecture", lambda device: target),
+        mock.patch.object(tiles, "multiprocessors", lambda device: num_multiprocessors),
+    ):
+        yield
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Mixture-of-Students: what a teacher adds to the loss and when, on one process and on two; mistakes are one line."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,7 +77,7 @@ TEACHER = STUDENT | {"model.num_layers": 4, "model.moe.num_experts": (4, 4, 4, 8
 
 def run(config):
     train(config, console=Console(quiet=True))
-    return read_metrics(f"{config.train.run_dir}/metrics.jsonl")
+    return read_metrics(Path(config.train.run_dir) / "metrics.jsonl")
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn_from_it(tiny, tmp_path, teac
             "distill.init_from_teacher": True,
         }
         losses.append(run(tiny(**changes)))
-    ended = read_metrics(f"{teacher.train.run_dir}/metrics.jsonl")[-1]["eval_loss"]
+    ended = read_metrics(Path(teacher.train.run_dir) / "metrics.jsonl")[-1]["eval_loss"]
     assert relative_error(losses[0][0]["initial_eval_loss"], ended) <= FP64_RELATIVE
     assert relative_error(losses[0][0]["loss"], losses[1][0]["loss"]) <= FP64_RELATIVE
     assert relative_error(losses[0][1]["loss"], losses[1][1]["loss"]) > RELATIVE

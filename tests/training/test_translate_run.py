@@ -116,6 +116,8 @@ def learned(corpus):
     folder = corpus / "learned"
     changes = {"train.steps": 150, "model.dim": 32, "data.pairs": ("de-xx",), "data.denoising": 0.0}
     changes |= {"train.eval_every": 150, "train.checkpoint_every": 150, "optim.lr": 1e-2}
+    changes |= {"model.init_std": 0.15, "model.dropout": 0.0, "model.label_smoothing": 0.0}
+    changes |= {"train.batch_size": 16}
     train_quietly(run_of(corpus, folder, **changes, **{"train.dtype": "float32"}))
     return str(folder)
 

@@ -10,7 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from expertmesh.kernels.route_metadata import tile_table
@@ -82,6 +82,23 @@ def ragged_descriptor(rows_RN: Tensor, block: list[int]) -> Any:
     return create_ragged_descriptor(rows_RN, block)
 
 
+def hidden_descriptor(
+    h_RH: Tensor, num_branches: int, block: list[int], *, interleaved: bool
+) -> Any:
+    """Describe H or dH to the copy engine as rows, branches, columns; interleaved branches are one of twice the columns.
+
+    Args:
+        h_RH: (R, G * F).
+        num_branches: G.
+        block: rows and hidden units that are written at once.
+        interleaved: whether gate and up alternate.
+    """
+    rows, units = block
+    if interleaved:
+        return ragged_descriptor(h_RH[:, None], [rows, 1, 2 * units])
+    return ragged_descriptor(h_RH.view(h_RH.shape[0], num_branches, -1), [rows, 1, units])
+
+
 @triton.jit
 def tile_place(index, num_m, num_n, GROUP_M: tl.constexpr):
     """Row tile and column tile of a tile: GROUP_M row tiles, then the next column, so that weights stay in the L2."""
@@ -92,13 +109,17 @@ def tile_place(index, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M: tl.constexpr):
-    """Expert, first row, the rows as int64, and which of them are the expert's."""
+def tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr):
+    """Expert and first row of a tile, and the row behind the expert's last."""
     e = tl.load(tile_expert_ptr + m)
-    first = tl.load(tile_row_ptr + m)
-    end = tl.load(offsets_ptr + e + 1)
+    return e, tl.load(tile_row_ptr + m), tl.load(offsets_ptr + e + 1)
+
+
+@triton.jit
+def rows_from(first, end, BLOCK_M: tl.constexpr):
+    """The rows of a tile as int64, and which of them are the expert's."""
     row = first + tl.arange(0, BLOCK_M)
-    return e, first, row.to(tl.int64), row < end
+    return row.to(tl.int64), row < end
 
 
 @triton.jit
@@ -219,19 +240,89 @@ def load_branches(h_ptr, row, live, n, F, INTERLEAVED: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def store_branches(
-    h_ptr, gate, up, row, live, n, F, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr
+    h,
+    gate,
+    up,
+    row,
+    live,
+    first,
+    end,
+    n,
+    F,
+    INTERLEAVED: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
-    """Write the branches to rows of H (or dH): gate then up, or alternating if INTERLEAVED."""
-    base = h_ptr + row[:, None] * (2 * F)
-    if INTERLEAVED:
-        column = 2 * n + tl.arange(0, 2 * BLOCK_N)
-        pair = tl.join(gate, up).reshape(live.shape[0], 2 * BLOCK_N)
-        tl.store(base + column[None, :], pair, mask=live[:, None] & (column < 2 * F)[None, :])
+    """Write the branches to rows of H or dH: gate then up, alternating if INTERLEAVED; up is None where there is one.
+
+    If RAGGED, h is `hidden_descriptor`'s.
+    """
+    BLOCK_M: tl.constexpr = gate.shape[0]
+    BLOCK_N: tl.constexpr = gate.shape[1]
+    if up is None:
+        _store_branch(h, gate, row, live, first, end, 0, n, F, F, RAGGED)
+    elif INTERLEAVED:
+        pair = tl.join(gate, up).reshape(BLOCK_M, 2 * BLOCK_N)
+        _store_branch(h, pair, row, live, first, end, 0, 2 * n, 2 * F, 2 * F, RAGGED)
+    else:
+        _store_branch(h, gate, row, live, first, end, 0, n, F, 2 * F, RAGGED)
+        _store_branch(h, up, row, live, first, end, 1, n, F, 2 * F, RAGGED)
+
+
+@triton.jit
+def _store_branch(
+    h, value, row, live, first, end, g, n, width, stride, RAGGED: tl.constexpr
+):  # fmt: skip
+    """Columns from n on of branch g, which has `width` of the `stride` columns of a row."""
+    BLOCK_M: tl.constexpr = value.shape[0]
+    BLOCK_N: tl.constexpr = value.shape[1]
+    if RAGGED:
+        top, behind, place = to_ragged_indices(first, end - first, 0)
+        h.store([top, behind, place, g, n], value.reshape(1, 1, BLOCK_M, 1, BLOCK_N))
     else:
         column = n + tl.arange(0, BLOCK_N)
-        mask = live[:, None] & (column < F)[None, :]
-        tl.store(base + column[None, :], gate, mask=mask)
-        tl.store(base + F + column[None, :], up, mask=mask)
+        places = h + row[:, None] * stride + (g * width + column)[None, :]
+        tl.store(places, value, mask=live[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def store_rows(out, value, row, live, first, end, n, N, RAGGED: tl.constexpr):
+    """Write columns from n on of rows (rows, N); what is not live or behind N is not written.
+
+    If RAGGED, out is a `ragged_descriptor`: the copy engine reads the tile from shared memory while the program goes on.
+    """
+    BLOCK_M: tl.constexpr = value.shape[0]
+    BLOCK_N: tl.constexpr = value.shape[1]
+    if RAGGED:
+        top, behind, place = to_ragged_indices(first, end - first, 0)
+        out.store([top, behind, place, n], value.to(out.dtype).reshape(1, 1, BLOCK_M, BLOCK_N))
+    else:
+        column = n + tl.arange(0, BLOCK_N)
+        places = out + row[:, None] * N + column[None, :]
+        mask = live[:, None] & (column < N)[None, :]
+        tl.store(places, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def fetch_hidden(h_ptr, first, end, n, F, G: tl.constexpr, INTERLEAVED: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Ask for a tile of H, so that it is in the L2 when the epilogue reads it; NVIDIA only."""
+    LINE: tl.constexpr = 1024 // h_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.cdiv(BLOCK_N * G, LINE)
+    row = tl.minimum(first + tl.arange(0, BLOCK_M), end - 1).to(tl.int64)
+    unit = tl.arange(0, LINES) * LINE
+    if G == 2 and not INTERLEAVED and LINES > 1:
+        column = (unit // BLOCK_N) * F + tl.minimum(n + unit % BLOCK_N, F - 1)
+    else:
+        column = tl.minimum(n * G + unit, F * G - 1)
+    lines = h_ptr + row[:, None] * (F * G) + column[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [lines.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

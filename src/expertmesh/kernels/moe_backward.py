@@ -5,6 +5,8 @@ row and column tile the partial sum of G * act(H). `routing_weight_grad` adds th
 the routing weight by <dO, A W_out^T> = <dO W_out, A>, without Y and without atomics.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,21 +17,24 @@ from expertmesh.kernels.grouped import (
     Rows,
     activate,
     descriptor,
+    fetch_hidden,
+    hidden_descriptor,
     load_branches,
     product,
+    ragged_descriptor,
     row_weights,
+    rows_from,
     slope,
     store_branches,
+    store_rows,
     tile_place,
     tile_rows,
 )
 from expertmesh.kernels.launch import launch
 from expertmesh.kernels.moe_forward import RowOptions
-from expertmesh.kernels.tiles import Plan
+from expertmesh.kernels.tiles import HIDDEN_GRAD_CHUNK, Plan
 
 _BIAS_COLUMNS = 64
-_CHUNK_ELEMENTS = 32
-"""Elements of H in a row that the activation's backward holds at once; more do not fit the registers."""
 
 
 @triton.jit
@@ -38,14 +43,17 @@ def _through_activation(
     s,
     row,
     live,
+    first,
+    end,
     n,
     F,
     h_ptr,
-    a_ptr,
-    d_h_ptr,
+    a,
+    d_h,
     G: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK_N: tl.constexpr,
@@ -58,35 +66,36 @@ def _through_activation(
         HALF: tl.constexpr = BLOCK_N // 2
         left, right = grad.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
         partial = _through_activation(
-            left, s, row, live, n, F, h_ptr, a_ptr, d_h_ptr,
-            G, INNER, INTERLEAVED, BLOCK_M, HALF, CHUNK_N,
+            left, s, row, live, first, end, n, F, h_ptr, a, d_h,
+            G, INNER, INTERLEAVED, RAGGED, BLOCK_M, HALF, CHUNK_N,
         )  # fmt: skip
-        return partial + _through_activation(
-            right, s, row, live, n + HALF, F, h_ptr, a_ptr, d_h_ptr,
-            G, INNER, INTERLEAVED, BLOCK_M, HALF, CHUNK_N,
+        partial += _through_activation(
+            right, s, row, live, first, end, n + HALF, F, h_ptr, a, d_h,
+            G, INNER, INTERLEAVED, RAGGED, BLOCK_M, HALF, CHUNK_N,
         )  # fmt: skip
-    f = n + tl.arange(0, BLOCK_N)
-    mask = live[:, None] & (f < F)[None, :]
-    dtype = h_ptr.dtype.element_ty
-    place = row[:, None] * F + f[None, :]
-    if G == 2:
-        gate, up = load_branches(h_ptr, row, live, n, F, INTERLEAVED, BLOCK_N)
     else:
-        gate = tl.load(h_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    act = activate(gate, INNER)
-    a = act * up if G == 2 else act
-    # columns behind F: grad is 0 there, and so is act of the zeros loaded for H
-    partial = tl.sum(grad * a, 1)
-    if a_ptr is not None:
-        tl.store(a_ptr + place, (a * s[:, None]).to(dtype), mask=mask)
-    if d_h_ptr is not None:
-        grad *= s[:, None]
+        dtype = h_ptr.dtype.element_ty
         if G == 2:
-            d_gate = (grad * up * slope(gate, INNER)).to(dtype)
-            d_up = (grad * act).to(dtype)
-            store_branches(d_h_ptr, d_gate, d_up, row, live, n, F, INTERLEAVED, BLOCK_N)
+            gate, up = load_branches(h_ptr, row, live, n, F, INTERLEAVED, BLOCK_N)
         else:
-            tl.store(d_h_ptr + place, (grad * slope(gate, INNER)).to(dtype), mask=mask)
+            f = n + tl.arange(0, BLOCK_N)
+            places = h_ptr + row[:, None] * F + f[None, :]
+            gate = tl.load(places, mask=live[:, None] & (f < F)[None, :], other=0.0).to(tl.float32)
+        act = activate(gate, INNER)
+        hidden = act * up if G == 2 else act
+        # columns behind F: grad is 0 there, and so is act of the zeros loaded for H
+        partial = tl.sum(grad * hidden, 1)
+        if a is not None:
+            store_rows(a, (hidden * s[:, None]).to(dtype), row, live, first, end, n, F, RAGGED)
+        if d_h is not None:
+            grad *= s[:, None]
+            if G == 2:
+                d_gate = (grad * up * slope(gate, INNER)).to(dtype)
+                d_up = (grad * act).to(dtype)
+            else:
+                d_gate = (grad * slope(gate, INNER)).to(dtype)
+                d_up = None
+            store_branches(d_h, d_gate, d_up, row, live, first, end, n, F, INTERLEAVED, RAGGED)
     return partial
 
 
@@ -102,8 +111,10 @@ def _hidden_grad(
     tile_expert_ptr,
     tile_row_ptr,
     num_tiles_ptr,
-    a_ptr,
-    d_h_ptr,
+    a,
+    d_h,
+    a_low,
+    d_h_low,
     partial_ptr,
     num_rows,
     F,
@@ -112,6 +123,10 @@ def _hidden_grad(
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TMA: tl.constexpr,
+    FETCH: tl.constexpr,
+    RAGGED: tl.constexpr,
+    TAILS: tl.constexpr,
+    FLATTEN: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -122,59 +137,79 @@ def _hidden_grad(
     GROUP_M: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """A', dH and partial[tile_n, row] of all rows; a_ptr, d_h_ptr or partial_ptr may be None."""
+    """A', dH and partial[tile_n, row] of all rows; a, d_h or partial_ptr may be None."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(F, BLOCK_N)
-    D64 = tl.cast(D, tl.int64)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+    HALF: tl.constexpr = BLOCK_M // 2
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
-        e, first, row, live = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
+        e, first, end = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr)
         n = tile_n * BLOCK_N
-        token = tl.load(token_of_row_ptr + tl.where(live, row, first)).to(tl.int64)
-        grad = product(
-            grad_ptr,
-            w,
-            token,
-            first,
-            e,
-            n,
-            F,
-            D,
-            D64 * F,
-            tl.cast(F, tl.int64),
-            0,
-            1,
-            False,
-            False,
-            TMA,
-            EVEN_N,
-            EVEN_K,
-            UPCAST,
-            PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
-        s = row_weights(weights_ptr, slot_of_row_ptr, row, live)
-        partial = _through_activation(
-            grad,
-            s,
-            row,
-            live,
-            n,
-            F,
-            h_ptr,
-            a_ptr,
-            d_h_ptr,
-            G,
-            INNER,
-            INTERLEAVED,
-            BLOCK_M,
-            BLOCK_N,
-            CHUNK_N,
-        )
+        partial = partial_ptr
         if partial_ptr is not None:
-            tl.store(partial_ptr + tile_n.to(tl.int64) * num_rows + row, partial, mask=live)
+            partial += tile_n.to(tl.int64) * num_rows
+        if TAILS and end - first <= HALF:
+            _hidden_grad_tile(
+                grad_ptr, w, weights_ptr, h_ptr, token_of_row_ptr, slot_of_row_ptr, a_low, d_h_low, partial,
+                e, first, end, n, F, D, G, INNER, INTERLEAVED, TMA, FETCH, False, EVEN_N, EVEN_K, UPCAST, PRECISION,
+                HALF, BLOCK_N, BLOCK_K, CHUNK_N,
+            )  # fmt: skip
+        else:
+            _hidden_grad_tile(
+                grad_ptr, w, weights_ptr, h_ptr, token_of_row_ptr, slot_of_row_ptr, a, d_h, partial,
+                e, first, end, n, F, D, G, INNER, INTERLEAVED, TMA, FETCH, RAGGED, EVEN_N, EVEN_K, UPCAST, PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_K, CHUNK_N,
+            )  # fmt: skip
+
+
+@triton.jit
+def _hidden_grad_tile(
+    grad_ptr,
+    w,
+    weights_ptr,
+    h_ptr,
+    token_of_row_ptr,
+    slot_of_row_ptr,
+    a,
+    d_h,
+    partial_ptr,
+    e,
+    first,
+    end,
+    n,
+    F,
+    D,
+    G: tl.constexpr,
+    INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TMA: tl.constexpr,
+    FETCH: tl.constexpr,
+    RAGGED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK_N: tl.constexpr,
+):
+    """One tile of A', dH and the partial sums."""
+    row, live = rows_from(first, end, BLOCK_M)
+    if FETCH:
+        fetch_hidden(h_ptr, first, end, n, F, G, INTERLEAVED, BLOCK_M, BLOCK_N)
+    token = tl.load(token_of_row_ptr + tl.where(live, row, first)).to(tl.int64)
+    grad = product(
+        grad_ptr, w, token, first, e, n, F, D, tl.cast(D, tl.int64) * F, tl.cast(F, tl.int64), 0,
+        1, False, False, TMA, EVEN_N, EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    s = row_weights(weights_ptr, slot_of_row_ptr, row, live)
+    partial = _through_activation(
+        grad, s, row, live, first, end, n, F, h_ptr, a, d_h,
+        G, INNER, INTERLEAVED, RAGGED, BLOCK_M, BLOCK_N, CHUNK_N,
+    )  # fmt: skip
+    if partial_ptr is not None:
+        tl.store(partial_ptr + row, partial, mask=live)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_partials"])
@@ -198,7 +233,8 @@ def _routing_weight_grad(
     """out[slot of row] = sum of the row's partials (+ dO . b_out)."""
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles_ptr):
-        e, first, row, live = tile_rows(tile, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
+        e, first, end = tile_rows(tile, tile_expert_ptr, tile_row_ptr, offsets_ptr)
+        row, live = rows_from(first, end, BLOCK_M)
         total = tl.zeros((BLOCK_M,), tl.float32)
         stride = tl.cast(num_rows, tl.int64)
         for i in tl.range(0, num_partials):
@@ -260,6 +296,19 @@ def hidden_grad(
     if R == 0 or not (need_a or need_h or need_weights):
         return a, d_h, partial
     options = RowOptions.of(plan, tile, rows, F, D)
+    G = h_RH.shape[1] // F if F else 1
+    chunk = min(
+        tile.chunk or HIDDEN_GRAD_CHUNK,
+        HIDDEN_GRAD_CHUNK // 2 if interleaved else HIDDEN_GRAD_CHUNK,
+    )
+    units = min(tile.block_n, chunk)
+
+    a_out: Any = a
+    d_h_out: Any = d_h
+    if options.ragged and a is not None:
+        a_out = ragged_descriptor(a, [tile.block_m, units])
+    if options.ragged and d_h is not None:
+        d_h_out = hidden_descriptor(d_h, G, [tile.block_m, units], interleaved=interleaved)
     launch(
         _hidden_grad,
         (options.num_programs,),
@@ -273,17 +322,20 @@ def hidden_grad(
         rows.tile_expert,
         rows.tile_row,
         rows.num_tiles,
-        a,
-        d_h,
+        a_out,
+        d_h_out,
+        options.low(a),
+        options.low(d_h),
         partial,
         R,
         F,
         D,
-        G=h_RH.shape[1] // F if F else 1,
+        G=G,
         INNER=INNER[activation],
         INTERLEAVED=interleaved,
         TMA=plan.tma,
-        CHUNK_N=_CHUNK_ELEMENTS // 2 if interleaved else _CHUNK_ELEMENTS,
+        FETCH=plan.tma and tile.fetch and not plan.interpreted,
+        CHUNK_N=chunk,
         **options.constants(),
     )
     return a, d_h, partial

@@ -17,17 +17,18 @@ from expertmesh.kernels.grouped import (
     Rows,
     activate,
     descriptor,
+    hidden_descriptor,
     product,
+    ragged_descriptor,
     row_weights,
+    rows_from,
     store_branches,
+    store_rows,
     tile_place,
     tile_rows,
 )
 from expertmesh.kernels.launch import launch
-from expertmesh.kernels.tiles import Plan, Tile, is_interleaved
-
-_CHUNK_N = 64
-"""Hidden units that the epilogue holds at once."""
+from expertmesh.kernels.tiles import UP_CHUNK, Plan, Tile, is_interleaved
 
 
 @triton.jit
@@ -42,14 +43,19 @@ def _up(
     tile_expert_ptr,
     tile_row_ptr,
     num_tiles_ptr,
-    h_ptr,
-    a_ptr,
+    h,
+    a,
+    h_low,
+    a_low,
     F,
     D,
     G: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TMA: tl.constexpr,
+    RAGGED: tl.constexpr,
+    TAILS: tl.constexpr,
+    FLATTEN: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -60,77 +66,95 @@ def _up(
     GROUP_M: tl.constexpr,
     CHUNK_N: tl.constexpr,
 ):
-    """H and A' of all rows; h_ptr or a_ptr may be None."""
+    """H and A' of all rows; h or a may be None. h_low and a_low are the same as pointers, for tiles of half the height."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(F, BLOCK_N)
+    HALF: tl.constexpr = BLOCK_M // 2
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
+        e, first, end = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr)
+        n = tile_n * BLOCK_N
+        if TAILS and end - first <= HALF:
+            _up_tile(
+                x_ptr, w, bias_ptr, weights_ptr, token_of_row_ptr, slot_of_row_ptr, h_low, a_low, e, first, end, n,
+                F, D, G, INNER, INTERLEAVED, TMA, False, EVEN_N, EVEN_K, UPCAST, PRECISION,
+                HALF, BLOCK_N, BLOCK_K, CHUNK_N,
+            )  # fmt: skip
+        else:
+            _up_tile(
+                x_ptr, w, bias_ptr, weights_ptr, token_of_row_ptr, slot_of_row_ptr, h, a, e, first, end, n,
+                F, D, G, INNER, INTERLEAVED, TMA, RAGGED, EVEN_N, EVEN_K, UPCAST, PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_K, CHUNK_N,
+            )  # fmt: skip
+
+
+@triton.jit
+def _up_tile(
+    x_ptr,
+    w,
+    bias_ptr,
+    weights_ptr,
+    token_of_row_ptr,
+    slot_of_row_ptr,
+    h,
+    a,
+    e,
+    first,
+    end,
+    n,
+    F,
+    D,
+    G: tl.constexpr,
+    INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    TMA: tl.constexpr,
+    RAGGED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHUNK_N: tl.constexpr,
+):
+    """One tile of H and A'."""
     D64 = tl.cast(D, tl.int64)
     stride_n = D64 * (G if INTERLEAVED else 1)
     stride_g = D64 * (1 if INTERLEAVED else F)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
-        e, first, row, live = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
-        n = tile_n * BLOCK_N
-        # rows behind the expert's last read its first row again: loads need no mask
-        token = tl.load(token_of_row_ptr + tl.where(live, row, first)).to(tl.int64)
-        h = product(
-            x_ptr,
-            w,
-            token,
-            first,
-            e,
-            n,
-            F,
-            D,
-            D64 * F * G,
-            stride_n,
-            stride_g,
-            G,
-            True,
-            False,
-            TMA,
-            EVEN_N,
-            EVEN_K,
-            UPCAST,
-            PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
-        _store_hidden(
-            h,
-            e,
-            n,
-            row,
-            live,
-            row_weights(weights_ptr, slot_of_row_ptr, row, live) if a_ptr is not None else None,
-            F,
-            bias_ptr,
-            h_ptr,
-            a_ptr,
-            G,
-            INNER,
-            INTERLEAVED,
-            BLOCK_M,
-            BLOCK_N,
-            CHUNK_N,
-        )
+    row, live = rows_from(first, end, BLOCK_M)
+    # rows behind the expert's last read its first row again: loads need no mask
+    token = tl.load(token_of_row_ptr + tl.where(live, row, first)).to(tl.int64)
+    total = product(
+        x_ptr, w, token, first, e, n, F, D, D64 * F * G, stride_n, stride_g,
+        G, True, False, TMA, EVEN_N, EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    s = row_weights(weights_ptr, slot_of_row_ptr, row, live) if a is not None else None
+    _store_hidden(
+        total, e, n, row, live, first, end, s, F, bias_ptr, h, a, x_ptr.dtype.element_ty,
+        G, INNER, INTERLEAVED, RAGGED, BLOCK_M, BLOCK_N, CHUNK_N,
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_hidden(
-    h,
+    total,
     e,
     n,
     row,
     live,
+    first,
+    end,
     s,
     F,
     bias_ptr,
-    h_ptr,
-    a_ptr,
+    h,
+    a,
+    OUT: tl.constexpr,
     G: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK_N: tl.constexpr,
@@ -138,41 +162,35 @@ def _store_hidden(
     """Add the bias to a tile of H, write it and A'. By halves down to CHUNK_N hidden units: more do not fit registers."""
     if BLOCK_N > CHUNK_N:
         HALF: tl.constexpr = BLOCK_N // 2
-        left, right = h.reshape(BLOCK_M, 2, HALF * G).permute(0, 2, 1).split()
+        left, right = total.reshape(BLOCK_M, 2, HALF * G).permute(0, 2, 1).split()
         _store_hidden(
-            left, e, n, row, live, s, F, bias_ptr, h_ptr, a_ptr,
-            G, INNER, INTERLEAVED, BLOCK_M, HALF, CHUNK_N,
+            left, e, n, row, live, first, end, s, F, bias_ptr, h, a, OUT,
+            G, INNER, INTERLEAVED, RAGGED, BLOCK_M, HALF, CHUNK_N,
         )  # fmt: skip
         _store_hidden(
-            right, e, n + HALF, row, live, s, F, bias_ptr, h_ptr, a_ptr,
-            G, INNER, INTERLEAVED, BLOCK_M, HALF, CHUNK_N,
+            right, e, n + HALF, row, live, first, end, s, F, bias_ptr, h, a, OUT,
+            G, INNER, INTERLEAVED, RAGGED, BLOCK_M, HALF, CHUNK_N,
         )  # fmt: skip
     else:
-        f = n + tl.arange(0, BLOCK_N)
-        mask = live[:, None] & (f < F)[None, :]
-        place = row[:, None] * F + f[None, :]
-        out = (a_ptr if h_ptr is None else h_ptr).dtype.element_ty
         if bias_ptr is not None:
             column = n * G + tl.arange(0, BLOCK_N * G)
             unit = column if INTERLEAVED else (column % G) * F + column // G
             bias = bias_ptr + e.to(tl.int64) * F * G + unit
-            h += tl.load(bias, mask=column < F * G, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias, mask=column < F * G, other=0.0).to(tl.float32)[None, :]
         # A comes from H as it is saved, so that the backward recomputes the very same A
-        h = h.to(out)
+        hidden = total.to(OUT)
         if G == 2:
-            gate, up = h.reshape(BLOCK_M, BLOCK_N, 2).split()
+            gate, up = hidden.reshape(BLOCK_M, BLOCK_N, 2).split()
         else:
-            gate = h
-        if h_ptr is not None:
+            gate = hidden
+            up = None
+        if h is not None:
+            store_branches(h, gate, up, row, live, first, end, n, F, INTERLEAVED, RAGGED)
+        if a is not None:
+            act = activate(gate.to(tl.float32), INNER)
             if G == 2:
-                store_branches(h_ptr, gate, up, row, live, n, F, INTERLEAVED, BLOCK_N)
-            else:
-                tl.store(h_ptr + place, gate, mask=mask)
-        if a_ptr is not None:
-            a = activate(gate.to(tl.float32), INNER)
-            if G == 2:
-                a *= up.to(tl.float32)
-            tl.store(a_ptr + place, (a * s[:, None]).to(out), mask=mask)
+                act *= up.to(tl.float32)
+            store_rows(a, (act * s[:, None]).to(OUT), row, live, first, end, n, F, RAGGED)
 
 
 @triton.jit
@@ -186,11 +204,16 @@ def _rows(
     tile_expert_ptr,
     tile_row_ptr,
     num_tiles_ptr,
-    y_ptr,
+    y,
+    a_low,
+    y_low,
     N,
     K,
     K_MAJOR: tl.constexpr,
     TMA: tl.constexpr,
+    RAGGED: tl.constexpr,
+    TAILS: tl.constexpr,
+    FLATTEN: tl.constexpr,
     EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -203,43 +226,68 @@ def _rows(
     """y[row] = A[row] W[e]^T + s * bias[e] for W (E, N, K), or A[row] W[e] for W (E, K, N) unless K_MAJOR."""
     num_m = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(N, BLOCK_N)
-    K64 = tl.cast(K, tl.int64)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+    HALF: tl.constexpr = BLOCK_M // 2
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, tile_n = tile_place(tile, num_m, num_n, GROUP_M)
-        e, first, row, live = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr, BLOCK_M)
+        e, first, end = tile_rows(m, tile_expert_ptr, tile_row_ptr, offsets_ptr)
         n = tile_n * BLOCK_N
-        y = product(
-            a,
-            w,
-            tl.where(live, row, first),
-            first,
-            e,
-            n,
-            N,
-            K,
-            K64 * N,
-            K64 if K_MAJOR else tl.cast(N, tl.int64),
-            0,
-            1,
-            K_MAJOR,
-            TMA,
-            TMA,
-            EVEN_N,
-            EVEN_K,
-            UPCAST,
-            PRECISION,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+        if TAILS and end - first <= HALF:
+            _rows_tile(
+                a_low, w, bias_ptr, weights_ptr, slot_of_row_ptr, y_low, e, first, end, n, N, K,
+                K_MAJOR, TMA, False, EVEN_N, EVEN_K, UPCAST, PRECISION, HALF, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _rows_tile(
+                a, w, bias_ptr, weights_ptr, slot_of_row_ptr, y, e, first, end, n, N, K,
+                K_MAJOR, TMA, RAGGED, EVEN_N, EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+
+
+@triton.jit
+def _rows_tile(
+    a,
+    w,
+    bias_ptr,
+    weights_ptr,
+    slot_of_row_ptr,
+    y,
+    e,
+    first,
+    end,
+    n,
+    N,
+    K,
+    K_MAJOR: tl.constexpr,
+    TMA: tl.constexpr,
+    RAGGED: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of y."""
+    K64 = tl.cast(K, tl.int64)
+    row, live = rows_from(first, end, BLOCK_M)
+    stride_n = K64 if K_MAJOR else tl.cast(N, tl.int64)
+    total = product(
+        a, w, tl.where(live, row, first), first, e, n, N, K, K64 * N, stride_n, 0,
+        1, K_MAJOR, TMA, TMA, EVEN_N, EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if bias_ptr is not None:
         column = n + tl.arange(0, BLOCK_N)
-        inside = column < N
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + e.to(tl.int64) * N + column, mask=inside, other=0.0)
-            s = row_weights(weights_ptr, slot_of_row_ptr, row, live)
-            y += s[:, None] * bias.to(tl.float32)[None, :]
-        y_rows = y_ptr + row[:, None] * N + column[None, :]
-        tl.store(y_rows, y.to(y_ptr.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        bias = tl.load(bias_ptr + e.to(tl.int64) * N + column, mask=column < N, other=0.0)
+        s = row_weights(weights_ptr, slot_of_row_ptr, row, live)
+        total += s[:, None] * bias.to(tl.float32)[None, :]
+    if RAGGED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = total.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+        store_rows(y, left, row, live, first, end, n, N, RAGGED)
+        store_rows(y, right, row, live, first, end, n + HALF, N, RAGGED)
+    else:
+        store_rows(y, total, row, live, first, end, n, N, RAGGED)
 
 
 @dataclass(frozen=True)
@@ -248,6 +296,7 @@ class RowOptions:
 
     Attributes:
         num_programs: programs of the grid.
+        ragged: whether results are written by descriptors.
         even_n: whether column tiles fill the matrix.
         even_k: whether steps fill the sum.
         plan: precision.
@@ -255,6 +304,7 @@ class RowOptions:
     """
 
     num_programs: int
+    ragged: bool
     even_n: bool
     even_k: bool
     plan: Plan
@@ -265,13 +315,20 @@ class RowOptions:
         """Options for a result of n columns and sums of k products."""
         bound = rows.most_tiles * triton.cdiv(n, tile.block_n)
         most = plan.num_programs * tile.programs
-        return RowOptions(
-            min(most, bound), n % tile.block_n == 0, k % tile.block_k == 0, plan, tile
-        )
+        even_n, even_k = n % tile.block_n == 0, k % tile.block_k == 0
+        ragged = plan.tma and tile.ragged
+        return RowOptions(min(most, bound), ragged, even_n, even_k, plan, tile)
+
+    def low(self, value: Any) -> Any:
+        """What tiles of half the height take; None where no tile is one."""
+        return value if self.tile.tails else None
 
     def constants(self) -> dict[str, Any]:
         """Constant arguments and launch options."""
         return {
+            "RAGGED": self.ragged,
+            "TAILS": self.tile.tails,
+            "FLATTEN": self.tile.flatten,
             "EVEN_N": self.even_n,
             "EVEN_K": self.even_k,
             "UPCAST": self.plan.interpreted,
@@ -322,7 +379,19 @@ def up(
         return h, a
     tma = plan.tma
     w_EFGD = w_in_EGFD.transpose(1, 2)
+    interleaved = is_interleaved(w_in_EGFD)
     options = RowOptions.of(plan, tile, rows, F, D)
+    chunk = tile.chunk or UP_CHUNK
+    if interleaved and options.ragged:  # pairs leave by a buffer of twice the columns
+        chunk = min(chunk, UP_CHUNK // 2)
+    units = min(tile.block_n, chunk)
+    h_out: Any = h if store_h else None
+    a_out: Any = a if store_a else None
+    h_low, a_low = options.low(h_out), options.low(a_out)
+    if options.ragged and store_h:
+        h_out = hidden_descriptor(h, G, [tile.block_m, units], interleaved=interleaved)
+    if options.ragged and store_a:
+        a_out = ragged_descriptor(a, [tile.block_m, units])
     launch(
         _up,
         (options.num_programs,),
@@ -336,15 +405,17 @@ def up(
         rows.tile_expert,
         rows.tile_row,
         rows.num_tiles,
-        h if store_h else None,
-        a if store_a else None,
+        h_out,
+        a_out,
+        h_low,
+        a_low,
         F,
         D,
         G=G,
         INNER=INNER[activation],
-        INTERLEAVED=is_interleaved(w_in_EGFD),
+        INTERLEAVED=interleaved,
         TMA=tma,
-        CHUNK_N=_CHUNK_N,
+        CHUNK_N=chunk,
         **options.constants(),
     )
     return h, a
@@ -381,14 +452,20 @@ def rows_times_weights(
     y = torch.empty(R, N, dtype=a_RK.dtype, device=a_RK.device)
     if R == 0:
         return y
-    a_arg, w_arg = a_RK, w
+    options = RowOptions.of(plan, tile, rows, N, K)
+    a_arg: Any = a_RK
+    w_arg: Any = w
+    a_low, y_low = options.low(a_RK), options.low(y)
     if plan.tma:
         a_arg = descriptor(a_RK, [tile.block_m, tile.block_k])
+        a_low = options.low(descriptor(a_RK, [tile.block_m // 2, tile.block_k]))
         if transposed:
             w_arg = descriptor(w[:, :, None], [1, tile.block_n, 1, tile.block_k])
         else:
             w_arg = descriptor(w, [1, tile.block_k, tile.block_n])
-    options = RowOptions.of(plan, tile, rows, N, K)
+    y_out: Any = y
+    if options.ragged:
+        y_out = ragged_descriptor(y, [tile.block_m, tile.block_n // 2])
     launch(
         _rows,
         (options.num_programs,),
@@ -401,7 +478,9 @@ def rows_times_weights(
         rows.tile_expert,
         rows.tile_row,
         rows.num_tiles,
-        y,
+        y_out,
+        a_low,
+        y_low,
         N,
         K,
         K_MAJOR=transposed,

@@ -9,22 +9,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from expertmesh.kernels import tiles
 from expertmesh.kernels.launch import launch, next_power_of_2
-from expertmesh.kernels.tiles import multiprocessors, split_tile
 
 _SPLIT_BLOCK = 1024
+_ALIGNED = 16
 _NEVER_SPECIALIZED = ["M", "K", "steps_of_piece"]
 
 
-@triton.jit
-def _split(source_ptr, out_ptr, size, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["size"])
+def _split(source_ptr, out_ptr, size, stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """out[i] = the i-th BF16 part of every number: each is the rounded rest of those before."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     rest = tl.load(source_ptr + place, mask=inside, other=0.0)
     for i in tl.static_range(PARTS):
         part = rest.to(tl.bfloat16)
-        tl.store(out_ptr + i * size + place, part, mask=inside)
+        tl.store(out_ptr + i * stride + place, part, mask=inside)
         rest -= part.to(tl.float32)
 
 
@@ -84,18 +85,29 @@ def _split_product(
 def split(tensor: Tensor, num_parts: int) -> Tensor:
     """(parts, ...) BF16 numbers whose sum is the FP32 tensor: exactly with three, to 16 bits with two. One launch."""
     tensor = tensor.contiguous()
-    parts = torch.empty(num_parts, *tensor.shape, dtype=torch.bfloat16, device=tensor.device)
     size = tensor.numel()
-    grid = (triton.cdiv(size, _SPLIT_BLOCK),)
-    launch(_split, grid, tensor, parts, size, PARTS=num_parts, BLOCK=_SPLIT_BLOCK, num_warps=4)
-    return parts
+    # parts lie a multiple of 16 numbers apart, so that another number of tokens compiles nothing
+    stride = triton.cdiv(size, _ALIGNED) * _ALIGNED
+    parts = torch.empty(num_parts, stride, dtype=torch.bfloat16, device=tensor.device)
+    grid, constants = (
+        (triton.cdiv(size, _SPLIT_BLOCK),),
+        {"PARTS": num_parts, "BLOCK": _SPLIT_BLOCK},
+    )
+    launch(_split, grid, tensor, parts, size, stride, **constants, num_warps=4)
+    return parts[:, :size].view(num_parts, *tensor.shape)
+
+
+def _strides(factor: Tensor) -> tuple[int, ...]:
+    """Strides of a factor in parts; 0 from part to part where there is one, since the number of tokens would be in it."""
+    part, *others = factor.stride()
+    return (part if factor.shape[0] > 1 else 0, *others)
 
 
 def _product(a_PMK: Tensor, b_PKN: Tensor, *, dtype: torch.dtype, long_sum: bool) -> Tensor:
     """The product of two sums of parts; long_sum shares K, too, out among programs."""
     (_, M, K), N = a_PMK.shape, b_PKN.shape[2]
-    cores = multiprocessors(a_PMK.device)
-    tile = split_tile(a_PMK.device, num_rows=M, num_programs=cores)
+    cores = tiles.multiprocessors(a_PMK.device)
+    tile = tiles.split_tile(a_PMK.device, num_rows=M, num_programs=cores)
     block_n = min(tile.block_n, max(16, next_power_of_2(N)))
     grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, block_n))
     num_steps = triton.cdiv(K, tile.block_k)
@@ -114,8 +126,8 @@ def _product(a_PMK: Tensor, b_PKN: Tensor, *, dtype: torch.dtype, long_sum: bool
         N,
         K,
         steps_of_piece,
-        *a_PMK.stride(),
-        *b_PKN.stride(),
+        *_strides(a_PMK),
+        *_strides(b_PKN),
         A_PARTS=a_PMK.shape[0],
         B_PARTS=b_PKN.shape[0],
         EVEN_M=long_sum and M % tile.block_m == 0,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.kernels import measured
+from expertmesh.kernels import measured, tables
 
 PUBLISHED = "published"
 UNTUNED = "untuned default"
@@ -34,9 +34,15 @@ INVARIANT_ROWS = 64
 """Rows per expert that the tiles of the batch-invariant mode are chosen for: between decoding and long prompts."""
 PIECE_ROWS = 512
 """Fewest rows for which it pays to give part of an expert's weight gradient to another program."""
+UP_CHUNK = 64
+"""Hidden units that the epilogue of the first GEMM holds at once."""
+HIDDEN_GRAD_CHUNK = 32
+"""Elements of H in a row that the activation's backward holds at once; more do not fit the registers."""
 _DESCRIBED_BYTES = 16
 """Alignment of what the copy engine reads: base and strides."""
-_SHARED_BYTES_KEPT = 2 * 1024  # barriers of the pipeline, and reductions
+SHARED_BYTES_KEPT = 1024
+"""For barriers of the pipeline, and reductions, beside what `shared_bytes` counts."""
+_SHARED_BYTES_RESERVED = 1024  # of each program, by the driver
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,11 @@ class Tile:
         group_m: row tiles that are walked before the next column tile, so that they share the weights in the L2.
         source: how the entry was found.
         programs: programs per multiprocessor; small tiles leave room for several.
+        ragged: where rows are read by descriptors, results are written by them, too, while the next tile begins.
+        tails: a tile with at most half its rows is multiplied at half the height.
+        flatten: the loop over tiles and the one along the sum are one, pipelined across tiles.
+        fetch: H is asked for before the sum, so that the epilogue of `hidden_grad` finds it in the L2 (NVIDIA).
+        chunk: hidden units that the epilogues of `up` and `hidden_grad` hold at once; None: `UP_CHUNK`, `HIDDEN_GRAD_CHUNK`.
     """
 
     block_m: int
@@ -62,6 +73,11 @@ class Tile:
     group_m: int = 8
     source: str = UNTUNED
     programs: int = 1
+    ragged: bool = False
+    tails: bool = False
+    flatten: bool = False
+    fetch: bool = False
+    chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,7 @@ def choose_plan(
         num_branches=num_branches,
         precision="tf32" if allow_tf32 and dtype == torch.float32 else "ieee",
         num_programs=multiprocessors(device),
+        table=tables.selected(),
     )
 
 
@@ -171,8 +188,13 @@ def plan_for(
     num_branches: int,
     precision: str = "ieee",
     num_programs: int = 132,
+    table: str = tables.DEFAULT,
 ) -> Plan:
-    """Choose the tiles for a named architecture; what `choose_plan` does once it knows the device."""
+    """Choose the tiles for a named architecture; what `choose_plan` does once it knows the device.
+
+    Raises:
+        ConfigError: the architecture has no table of that name.
+    """
     itemsize = dtype.itemsize
     # Descriptors need strides of a multiple of 16 bytes; other shapes take the path with pointers.
     widths = (dim * itemsize, hidden_dim * itemsize)
@@ -185,27 +207,34 @@ def plan_for(
     up = replace(rows, block_n=_fit(rows.block_n // num_branches, hidden_dim))
     # the epilogue holds the accumulator, H and both gradients at once: half the columns
     hidden = replace(rows, block_n=_fit(min(rows.block_n, 128), hidden_dim), source=UNTUNED)
+    hidden = replace(hidden, fetch=arch == "sm_90")
     w_in = replace(weight, block_m=_fit(weight.block_m, num_branches * hidden_dim))
     w_in = replace(w_in, block_n=_fit(weight.block_n, dim))
     w_out = replace(weight, block_m=_fit(weight.block_m, dim))
     w_out = replace(w_out, block_n=_fit(weight.block_n, hidden_dim))
 
-    def fitted(tile: Tile, branches: int = 1, *, indirect: bool = False) -> Tile:
-        return _fit_stages(tile, arch, itemsize, branches, indirect)
+    tma = arch == "sm_90" and aligned
+
+    def fitted(gemm: str, tile: Tile) -> Tile:
+        sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "num_branches": num_branches}
+        tile = replace(tile, **tables.changes(arch, table, gemm, **sizes))
+        return _fit_stages(gemm, tile, arch, itemsize, num_branches, tma=tma)
 
     plan = Plan(
-        up=fitted(up, num_branches),
-        down=fitted(one_branch),
-        hidden_grad=fitted(hidden),
-        input_grad=fitted(one_branch),
-        w_in_grad=fitted(w_in, indirect=True),
-        w_out_grad=fitted(w_out, indirect=True),
-        tma=arch == "sm_90" and aligned,
+        up=fitted("up", up),
+        down=fitted("down", one_branch),
+        hidden_grad=fitted("hidden_grad", hidden),
+        input_grad=fitted("input_grad", one_branch),
+        w_in_grad=fitted("w_in_grad", w_in),
+        w_out_grad=fitted("w_out_grad", w_out),
+        tma=tma,
         precision=precision,
         num_programs=num_programs,
         interpreted=arch == "interpreter",
         sharing=num_programs,
     )
+    if table != tables.DEFAULT:
+        return plan
     found = measured.nearest(
         arch,
         str(dtype).removeprefix("torch."),
@@ -249,9 +278,10 @@ def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str)
         # four warps and 72 KiB: one alone would leave the multiprocessor's latencies uncovered
         return Tile(64, 128, 64, 4, 3, source=PUBLISHED, programs=2)
     if arch in _LARGE:
+        ragged = arch == "sm_90"
         if rows_per_expert < 256:
-            return Tile(64, 256, 64, 8, 4)
-        return Tile(128, 256, 64, 8, 4, source=PUBLISHED)
+            return Tile(64, 256, 64, 8, 4, ragged=ragged)
+        return Tile(128, 256, 64, 8, 4, source=PUBLISHED, ragged=ragged, tails=ragged)
     if rows_per_expert < 256:
         return Tile(64, 128, 64, 4, 3, programs=2)
     return Tile(128, 128, 64, 8, 3)
@@ -308,12 +338,48 @@ def _fit(block: int, size: int) -> int:
     return max(16, min(block, 1 << max(size - 1, 0).bit_length()))
 
 
-def _fit_stages(tile: Tile, arch: str, itemsize: int, branches: int, indirect: bool) -> Tile:
-    """Fewer stages, then shorter steps, where the operands of all stages do not fit the shared memory."""
-    limit = SHARED_BYTES.get(arch, _FEWEST_SHARED_BYTES) - _SHARED_BYTES_KEPT
-    step = (tile.block_m + branches * tile.block_n) * tile.block_k * itemsize
-    buffers = (tile.num_stages + 1) // 2 if indirect else tile.num_stages
-    if step * buffers <= limit:
+def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma: bool) -> int:
+    """Shared memory that a program needs at most: operands of all stages, and what results leave through.
+
+    Args:
+        gemm: one of `tables.GEMMS`.
+        tile: its tile.
+        itemsize: bytes of an element.
+        num_branches: G.
+        tma: whether rows are read by descriptors.
+    """
+    branches = num_branches if gemm == "up" else 1
+    step = (tile.block_m + branches * tile.block_n) * tile.block_k
+    # weight gradients load rows by indices that are loaded: one buffer per two stages
+    buffers = (tile.num_stages + 1) // 2 if gemm in tables.WEIGHT_GRADS else tile.num_stages
+    if gemm in tables.OVER_ROWS and tile.block_m < 64:
+        # the products of warp groups read shared memory while the next copies arrive, those of warps do not
+        buffers -= 1
+    results = 0
+    # a flattened loop loads the next tile while this one's results go through shared memory
+    if gemm in tables.OVER_ROWS and (tile.flatten or (tile.ragged and tma)):
+        results = tile.block_m * _columns_at_once(gemm, tile)
+    return (step * buffers + results) * itemsize
+
+
+def _columns_at_once(gemm: str, tile: Tile) -> int:
+    """Columns that results leave by: of H (or dH) and A' one buffer each, whatever the branches."""
+    if gemm == "up":
+        return 2 * min(tile.block_n, tile.chunk or UP_CHUNK)
+    if gemm == "hidden_grad":  # and of H as it is read, where operands keep their place meanwhile
+        return (2 + tile.flatten) * min(tile.block_n, tile.chunk or HIDDEN_GRAD_CHUNK)
+    return tile.block_n // 2
+
+
+def _fit_stages(
+    gemm: str, tile: Tile, arch: str, itemsize: int, num_branches: int, *, tma: bool
+) -> Tile:
+    """Fewer stages, then shorter steps, where what a program needs does not fit the shared memory."""
+    limit = SHARED_BYTES.get(arch, _FEWEST_SHARED_BYTES)
+    if arch in _LARGE:  # elsewhere fewer programs at once lose less than fewer stages
+        limit = (limit + _SHARED_BYTES_RESERVED) // tile.programs - _SHARED_BYTES_RESERVED
+    limit -= SHARED_BYTES_KEPT
+    if shared_bytes(gemm, tile, itemsize, num_branches, tma=tma) <= limit:
         return tile
     if tile.num_stages > 2:
         smaller = replace(tile, num_stages=tile.num_stages - 1)
@@ -321,7 +387,7 @@ def _fit_stages(tile: Tile, arch: str, itemsize: int, branches: int, indirect: b
         smaller = replace(tile, block_k=tile.block_k // 2)
     else:
         return tile
-    return _fit_stages(smaller, arch, itemsize, branches, indirect)
+    return _fit_stages(gemm, smaller, arch, itemsize, num_branches, tma=tma)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.models import row_blocks, short_attention
+from expertmesh.models import masked_attention, row_blocks, short_attention
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.invariant import operators as invariant
@@ -204,6 +204,8 @@ class Attention(nn.Module):
         causal = mask is None and S > 1
         if causal and short_attention.serves(q, k):
             y = short_attention.causal_attention(q, k, v)
+        elif mask is not None and masked_attention.serves(q, k):
+            y = masked_attention.masked_attention(q, k, v, mask)
         else:
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1

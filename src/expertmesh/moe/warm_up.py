@@ -16,11 +16,12 @@ def warm_up(
     dtype: torch.dtype | None = None,
     backward: bool | None = None,
 ) -> None:
-    """Run a layer once for every number of tokens, so that calls of these sizes compile no kernel any more.
+    """Run a layer for these numbers of tokens and powers of two between them, so that no call from the least to the most compiles a kernel.
 
     Kernels are compiled at their first launch. Tile sizes depend on the number of tokens, so another number may compile again, which
-    fails while a CUDA graph is captured: call this with all numbers that will be captured. Parameters, gradients and buffers stay
-    as they are. With experts over several processes all of them call, with the same numbers.
+    fails while a CUDA graph is captured: call this with the fewest and the most tokens that will be captured. No kernel's tiles
+    change twice while the number of tokens doubles, so what lies between two powers of two compiles what one of them does. Parameters,
+    gradients and buffers stay as they are. With experts over several processes all of them call, with the same numbers.
 
     Args:
         layer: on its device and in its mode: evaluation and training need different kernels.
@@ -36,9 +37,7 @@ def warm_up(
     device = torch.get_default_device() if some is None else some.device
     dtype = dtype or (torch.get_default_dtype() if some is None else some.dtype)
     backward = layer.training if backward is None else backward
-    for count in sorted(set(token_counts)):
-        if count < 0:
-            raise ConfigError(f"token_counts holds {count}; it must be at least 0; leave it out")
+    for count in _with_powers_of_two(set(token_counts)):
         x_TD = torch.zeros(count, layer.dim, dtype=dtype, device=device, requires_grad=backward)
         token_ids = torch.arange(count, device=device)
         with torch.set_grad_enabled(backward):
@@ -47,6 +46,18 @@ def warm_up(
             torch.autograd.grad(
                 _sum(y_TD, stats.aux_loss, stats.z_loss), [x_TD, *parameters], allow_unused=True
             )
+
+
+def _with_powers_of_two(counts: set[int]) -> list[int]:
+    """The numbers, and the powers of two between the least and the most; ascending.
+
+    Raises:
+        ConfigError: a number is negative.
+    """
+    least, most = min(counts, default=0), max(counts, default=0)
+    if least < 0:
+        raise ConfigError(f"token_counts holds {least}; it must be at least 0; leave it out")
+    return sorted(counts | {n for i in range(most.bit_length()) if least < (n := 1 << i) < most})
 
 
 def _sum(*terms: Tensor) -> Tensor:

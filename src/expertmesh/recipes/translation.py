@@ -58,7 +58,7 @@ def translate_multi30k() -> Seq2SeqRunConfig:
             lr=2e-3, warmup_steps=400, min_lr_ratio=0.02, weight_decay=0.05, beta2=0.98
         ),
         train=TrainConfig(
-            steps=6000,
+            steps=4000,
             batch_size=128,
             run_dir="runs/translate-multi30k",
             checkpoint_every=500,

@@ -49,13 +49,19 @@ def test_kernels(tmp_path):
     assert parts["tests of the experts"]["result"]["passed"] > 0
     assert parts["sanitizer racecheck"]["result"]["last"] == ["the step ended"]
     assert all(row["holds"] == "yes" for row in parts["properties"]["result"])
-    assert sorted(p.name for p in out.iterdir()) == ["kernels.json", "kernels.log"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "kernels.json",
+        "kernels.log",
+        "predictions.md",
+    ]
+    filled = (out / "predictions.md").read_text()
+    assert f"{rows['up']['us']:.0f}" in filled
 
 
 def test_sweep(tmp_path):
     parts = run("sweep", tmp_path)
     rows = parts["sweep qwen3-8k up"]["result"]["rows"]
-    assert [row["candidate"] for row in rows] == ["today", "two programs"]
+    assert [row["candidate"] for row in rows] == ["today", "low-tails"]
     assert all(row["us"] > 0 for row in rows)
     (entry,) = entries(tmp_path / "tiles.json")["interpreter"]
     assert set(entry.tiles) == {name.split()[-1] for name in parts if name.startswith("sweep")}

@@ -1,11 +1,17 @@
 """The model of each kernel's time: its work adds up, written predictions win, and a bad file is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from benchmarks.race.report import predictions
 from benchmarks.race.shapes import SHAPES, chosen
 
 from benchmarks.race import model
+from expertmesh.kernels import tables, tiles
+
+ROOT = Path(__file__).parents[3]
 
 (QWEN,) = chosen(("qwen3-8k",))
 
@@ -44,6 +50,30 @@ def test_a_file_with_a_mistake_is_refused(tmp_path, bad):
         model.predicted(QWEN, "up", file)
 
 
-def test_the_written_predictions_are_sound():
-    names = {shape.name for shape in SHAPES}
-    assert set(model.written()["microseconds"]) <= names
+def test_every_kernel_of_every_shape_is_predicted_and_the_page_says_so():
+    found = model.written()["microseconds"]
+    assert {name: set(kernels) for name, kernels in found.items()} == {
+        shape.name: set(model.KERNELS) for shape in SHAPES
+    }
+    page = predictions({"kernels": {}})
+    assert (ROOT / "docs" / "predictions.md").read_text() == page
+    measured = {"kernels": [{"kernel": k, "us": 4321.0} for k in model.KERNELS]}
+    filled = predictions({"kernels": {"qwen3-8k": measured}})
+    assert filled.count(" 4321 ") == len(model.KERNELS)
+    assert filled.count("measured ") == page.count("measured ") + 2
+
+
+def test_the_model_cuts_as_the_default_table_does():
+    for shape in (s for s in SHAPES if s.num_rows / s.num_experts >= 256):
+        plan = tiles.plan_for(
+            "sm_90",
+            torch.bfloat16,
+            rows_per_expert=shape.num_rows / shape.num_experts,
+            dim=shape.dim,
+            hidden_dim=shape.hidden_dim,
+            num_branches=shape.num_branches,
+        )
+        for gemm in tables.GEMMS:
+            tile, cut = getattr(plan, gemm), model.cut(shape, gemm, model.Chip())
+            branches = shape.num_branches if gemm == "up" else 1
+            assert (tile.block_m, branches * tile.block_n) == (128, cut.columns), gemm

@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import triton
 from benchmarks.race.shapes import chosen
 from triton.runtime.autotuner import Autotuner
@@ -17,7 +18,7 @@ def test_shares_are_all_builds_once(monkeypatch):
         "warmup",
         lambda self, grid, **values: asked.append((self.__name__, str(values))),
     )
-    launches = warm.ours_of(chosen(("qwen3-8k", "mixtral-8k")))
+    launches = warm.ours_of(chosen(("qwen3-8k", "mixtral-8k")), "sm_90")
     alone = warm.compile_launches(launches, "cuda", 0, 1)
     everything, asked[:] = sorted(asked), []
     assert len(everything) == alone > 20
@@ -34,6 +35,14 @@ def test_shares_are_all_builds_once(monkeypatch):
         "_sum_rows",
         "_split_product",
     } <= names
+
+
+def test_the_name_of_the_gpu_is_asked_for_in_another_process():
+    asked = []
+    assert warm.from_outside(lambda: asked.append(None) or "sm_89") == "sm_89"
+    assert asked == []
+    with pytest.raises(RuntimeError, match="ended without"):
+        warm.from_outside(lambda: "")
 
 
 def test_a_share_that_fails_is_counted_and_the_others_run(tmp_path):

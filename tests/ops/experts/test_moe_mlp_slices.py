@@ -7,7 +7,6 @@ import torch
 from tests.support.experts_case import NAMES, ExpertsCase
 from tests.support.memory import saved_bytes
 from tests.support.poison import poisoned_empty
-from torch.utils.checkpoint import checkpoint
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp
@@ -101,22 +100,6 @@ def test_slices_are_saved_as_they_are_and_h_once(recompute_h):
     elements = 64 * 16 + (0 if recompute_h else 2 * 128 * 24)
     metadata_and_weights = 4 * (5 + 3 * 128) + 4 * 128
     assert found == 4 * elements + metadata_and_weights
-
-
-def test_under_activation_checkpointing():
-    case = ExpertsCase.draw((9, 8, 24, 3, 2))
-
-    def run(x, w_in, w_out):
-        ins, outs = w_in.split([16, 8], 2), w_out.split([16, 8], 2)
-        weights = case.leaves()[3].detach()
-        return moe_mlp(x, list(ins), list(outs), weights, case.metadata, activation="swiglu")
-
-    gradients = []
-    for call in (run, lambda *t: checkpoint(run, *t, use_reentrant=False)):
-        leaves = case.leaves()[:3]
-        call(*leaves).backward(case.grad_TD)
-        gradients.append([leaf.grad for leaf in leaves])
-    assert all(map(torch.equal, *gradients))
 
 
 def test_some_slices_frozen():

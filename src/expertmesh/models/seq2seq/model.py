@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.layers import Attention, Linear, RMSNorm, rope_tables
+from expertmesh.models.masked_attention import masked_attention, serves
 from expertmesh.models.seq2seq.cache import Seq2SeqCache
 from expertmesh.models.token_dropout import TokenDropout
 from expertmesh.moe.experts import DenseMLP
@@ -99,7 +100,10 @@ class CrossAttention(nn.Module):
         q = self._heads(self.q(x_BSD))
         # Rows of one source look at it together: its keys are neither copied nor read more than once.
         q = q.unflatten(0, (len(keys), -1)).transpose(1, 2).flatten(2, 3)
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        if mask is not None and serves(q, keys):
+            y = masked_attention(q, keys, values, mask)
+        else:
+            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
         y = y.unflatten(2, (-1, S)).transpose(1, 2).flatten(0, 1)
         return self.out(y.transpose(1, 2).reshape(B, S, -1))
 

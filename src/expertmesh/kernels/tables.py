@@ -1,0 +1,115 @@
+"""Tables of tiles to choose among, by architecture: what each changes in the default one. A flag selects one for a process.
+
+`EXPERTMESH_TILES=two-programs` in the environment takes that table for every layer; the sweep of the race times each GEMM under
+every table of its architecture. A table that no build has shown to be sound (registers, spills, shared memory) is not listed.
+"""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from expertmesh.errors import ConfigError
+
+FLAG = "EXPERTMESH_TILES"
+DEFAULT = "default"
+OVER_ROWS = ("up", "down", "hidden_grad", "input_grad")
+"""The GEMMs that share one table of row tiles, and so one block_m."""
+WEIGHT_GRADS = ("w_out_grad", "w_in_grad")
+GEMMS = (*OVER_ROWS, *WEIGHT_GRADS)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table changes.
+
+    Attributes:
+        rows: attributes of `Tile` for the GEMMs over routed rows.
+        weights: the same for the weight gradients.
+        only: the same for single GEMMs, over the former.
+        columns: columns of the accumulator at most, both branches together; None: as by default.
+        leaves_low: tiles with fewer rows than 128 stay as they are.
+    """
+
+    rows: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
+    only: dict[str, dict[str, Any]] = field(default_factory=dict)
+    columns: int | None = None
+    leaves_low: bool = True
+
+    def changes(self, gemm: str, block_m: int, block_n: int, num_branches: int) -> dict[str, Any]:
+        """What this table changes in a GEMM's tile of that size; nothing where it is empty."""
+        given = self.rows if gemm in OVER_ROWS else self.weights
+        given = given | self.only.get(gemm, {})
+        if not given or (self.leaves_low and block_m < 128):
+            return {}
+        columns = given.get("block_n", block_n)
+        if self.columns is not None:
+            columns = min(columns, self.columns // (num_branches if gemm == "up" else 1))
+        return given | {"block_n": min(columns, block_n)}
+
+
+def _two_programs(**more: Any) -> Table:
+    # 4 warps on 128 x 128 hold as many sums per thread as 8 on 128 x 256; `hidden_grad` has registers for 64 columns
+    narrow = {"block_m": 128, "block_k": 64, "num_warps": 4, "num_stages": 3, "programs": 2}
+    only = {"up": {"chunk": 32}, "hidden_grad": {"chunk": 16, "block_n": 64}}
+    return Table(narrow | more, narrow | {"num_stages": 5}, only, columns=128)
+
+
+_GROUPS = {f"group-{n}": Table({"group_m": n}, {"group_m": n}, leaves_low=False) for n in (4, 16)}
+_FLAT = {"flatten": True, "tails": False}
+_DIRECT = {"ragged": False, "tails": False, "fetch": False}
+TABLES: dict[str, dict[str, Table]] = {
+    "sm_80": _GROUPS,
+    "sm_90": {
+        "two-programs": _two_programs(tails=False),
+        "two-programs-tails": _two_programs(),
+        "two-programs-flat": _two_programs(**_FLAT),
+        "flat": Table(_FLAT),
+        "whole-tails": Table({"tails": False}),
+        "direct-stores": Table(_DIRECT, leaves_low=False),
+        "3-stages": Table({"num_stages": 3}),
+        "half-columns": Table({"num_warps": 8}, {"num_warps": 8}, columns=128),
+        "half-rows": Table({"block_m": 64, "tails": False}),
+    }
+    | _GROUPS,
+    "sm_100": _GROUPS,
+    "gfx942": _GROUPS,
+    "interpreter": {"low-tails": Table({"tails": True}, leaves_low=False)} | _GROUPS,
+}
+"""By architecture and name, beside the default table; `direct-stores` is Hopper's as it was without stores by descriptor."""
+
+
+def names(arch: str) -> tuple[str, ...]:
+    """The tables of an architecture, the default one first."""
+    return (DEFAULT, *TABLES.get(arch, {}))
+
+
+def selected() -> str:
+    """The table that the environment names; the default one where it names none."""
+    return os.environ.get(FLAG, "") or DEFAULT
+
+
+def changes(
+    arch: str, table: str, gemm: str, *, block_m: int, block_n: int, num_branches: int
+) -> dict[str, Any]:
+    """What a table changes in a GEMM's tile, by attributes of `Tile`.
+
+    Args:
+        arch: as in `tiles.SHARED_BYTES`, or "interpreter".
+        table: one of `names(arch)`.
+        gemm: one of GEMMS.
+        block_m: rows of its tile by the default table.
+        block_n: columns.
+        num_branches: G.
+
+    Raises:
+        ConfigError: the architecture has no such table.
+    """
+    if table == DEFAULT:
+        return {}
+    known = TABLES.get(arch, {})
+    if table not in known:
+        raise ConfigError(
+            f"{FLAG}={table}: {arch} has no such table of tiles; take one of {', '.join(names(arch))}"
+        )
+    return known[table].changes(gemm, block_m, block_n, num_branches)

@@ -1,0 +1,39 @@
+"""Attention with a mask over short sequences on a CPU, in training, as batched matrix products.
+
+PyTorch's fused attention takes up to ten times as long for its backward pass where sequences are short (docs/log.md).
+"""
+
+import torch
+from torch import Tensor
+
+LONGEST = 256
+"""Longest sequence for which products were measured to be faster."""
+
+
+def serves(q_BHSd: Tensor, k_BHSd: Tensor) -> bool:
+    """Whether `masked_attention` is the way to go: short sequences on a CPU, a gradient wanted, as many heads of keys as of queries."""
+    return (
+        q_BHSd.device.type == "cpu"
+        and torch.is_grad_enabled()
+        and q_BHSd.requires_grad
+        and q_BHSd.shape[1] == k_BHSd.shape[1]
+        and max(q_BHSd.shape[2], k_BHSd.shape[2]) <= LONGEST
+    )
+
+
+def masked_attention(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d) where the mask is True) v; the softmax in FP32 or FP64.
+
+    Args:
+        q_BHSd: (B, H, S, d) queries.
+        k_BHSd: (B, H, S', d) keys.
+        v_BHSd: (B, H, S', d) values.
+        mask: bool, broadcastable to (B, H, S, S'), True where a query may look, somewhere for each.
+
+    Returns:
+        (B, H, S, d) in the dtype of q.
+    """
+    scores = (q_BHSd * q_BHSd.shape[-1] ** -0.5) @ k_BHSd.transpose(-1, -2)
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=dtype)
+    return weights.to(v_BHSd.dtype) @ v_BHSd
