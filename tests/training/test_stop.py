@@ -6,7 +6,7 @@ import os
 import pty
 import re
 import signal
-import sys
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -19,22 +19,6 @@ from expertmesh.training.loop import train
 from expertmesh.training.metrics import StepMetrics
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.stop import StopRequest
-
-
-@pytest.fixture
-def before_steps(monkeypatch):
-    """A function that installs `action(model, step)` before every step."""
-
-    def install(action):
-        training_step = loop.training_step
-
-        def step(task, model, *args, **kwargs):
-            action(model, kwargs["step"])
-            return training_step(task, model, *args, **kwargs)
-
-        monkeypatch.setattr(loop, "training_step", step)
-
-    return install
 
 
 @pytest.fixture
@@ -79,12 +63,13 @@ def run_words(config, *more):
 def test_the_exit_code_names_the_signal(
     tiny, before_steps, nobody, monkeypatch, capfd, number, code
 ):
-    config = tiny()
+    config, stack = tiny(), ExitStack()
     if number == signal.SIGPIPE:
-        monkeypatch.setattr(sys, "stdout", nobody("dead pipe"))
+        stack.enter_context(redirect_stdout(nobody("dead pipe")))
     else:
         before_steps(lambda model, step: step == 2 and os.kill(os.getpid(), number))
-    assert main(run_words(config)) == code
+    with stack:
+        assert main(run_words(config)) == code
     folder = loop.RunDir(config.train.run_dir).checkpoints
     assert len(loop.list_checkpoints(folder)) == 1
     errors = capfd.readouterr().err
@@ -110,15 +95,17 @@ def step_metrics(step):
 def test_the_live_table_fits_a_terminal_of_80_columns_and_says_that_it_stops(monkeypatch):
     master, slave = pty.openpty()
     terminal = os.fdopen(slave, "w")
-    monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
     monkeypatch.setenv("TERM", "xterm")
-    with ProgressReport(None, family=GPT, total_steps=1000, first_step=0) as report:
+    with (
+        redirect_stdout(terminal),
+        ProgressReport(None, family=GPT, total_steps=1000, first_step=0) as report,
+    ):
         report.evaluation(0, {"loss": 5.5, "bits_per_byte": 7.5})
         report.step(step_metrics(1))
         report.asked(signal.SIGINT)
-    sys.stdout.flush()
+    terminal.flush()
     text = os.read(master, 1 << 20).decode()
     terminal.close()
     os.close(master)
