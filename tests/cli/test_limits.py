@@ -12,7 +12,7 @@ HUGE = "9" * 20
 NUMBERS = {
     "vocabulary": (["--model.vocab-size", "99999999999999"], "must be less than 2.14748e+09"),
     "vocabulary of 20 digits": (["--model.vocab-size", HUGE], "--model.vocab-size"),
-    "layers": (["--model.num-layers", "100000000"], "too large for memory"),
+    "layers": (["--model.num-layers", "100000000"], "must be at most 100000"),
     "width": (["--model.dim", "1048576"], "too large for memory"),
     "hidden size": (["--model.moe.hidden-dim", "9999999999"], "too large for memory"),
     "hidden size of 20 digits": (["--model.moe.hidden-dim", HUGE], "64 bits"),

@@ -43,7 +43,7 @@ class ModelConfig(Config):
     """Longest sequence (S)."""
     dim: int = Field(default=256, gt=0)
     """Model width (D)."""
-    num_layers: int = Field(default=6, gt=0)
+    num_layers: int = Field(default=6, gt=0, le=100_000)
     """Transformer layers."""
     num_heads: int = Field(default=4, gt=0)
     """Attention heads (H)."""
