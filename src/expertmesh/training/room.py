@@ -46,11 +46,16 @@ def check_room(family: Family, config: RunConfig, device: torch.device, *, num_r
             "weights, gradients and optimiser",
             "make the model smaller, or use more ranks",
         ),
-        (whole, _FAR * memory, "a step", "lower train.micro_batch_size, or data.seq_len"),
+        (
+            whole,
+            _FAR * memory,
+            "all and activations",
+            "lower train.micro_batch_size, or data.seq_len",
+        ),
     ):
         if needed > limit:
             share = "" if num_ranks == 1 else f" of each of {num_ranks} ranks"
             raise ConfigError(
-                f"too large for memory: {costs.parameters:,} parameters; {what}{share} need {needed / 2**30:,.1f} GiB, {where} has"
+                f"too large for memory: {costs.parameters:,} parameters; {what}{share} take {needed / 2**30:,.1f} GiB, {where} has"
                 f" {memory / 2**30:,.1f} GiB; {fix} (train --dry-run shows the parts)"
             )
