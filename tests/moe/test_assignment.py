@@ -295,9 +295,9 @@ def _kept_slots(layer, x):
     seen = []
 
     class Spy(LocalDispatcher):
-        def start(self, tokens, **options):
+        def start(self, tokens, way):
             seen.append(tokens.expert_ids_TK < layer.num_experts)
-            return super().start(tokens, **options)
+            return super().start(tokens, way)
 
     layer.dispatcher = Spy()
     layer(x)

@@ -73,6 +73,12 @@ def _doctor(argv: list[str]) -> int:
     return run(argv)
 
 
+def _bench(argv: list[str]) -> int:
+    from expertmesh.cli.bench import run
+
+    return run(argv)
+
+
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (
         _train,
@@ -93,9 +99,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     ),
     "data": (_data, "make parallel text:           expertmesh data lohelp --packages debs/"),
     "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
+    "bench": (_bench, "measure links between ranks:  torchrun ... -m expertmesh bench comm"),
 }
 
-VERBS_OF_ALL_RANKS = ("train", "doctor")
+VERBS_OF_ALL_RANKS = ("train", "doctor", "bench")
 """Under torchrun every process runs these; all else is for the first one alone."""
 
 

@@ -5,6 +5,7 @@ A rule about one option is its type. Rules about several are the checks of `Laye
 
 import math
 import numbers
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -98,9 +99,9 @@ class LayerChoices(Config):
     """In evaluation the layers give a token the same bits in every batch (slower); model.batch_invariant sets it."""
 
     @property
+    @abstractmethod
     def expert_counts(self) -> tuple[int, ...]:
         """Experts of each layer that these options are for; none: no layer has experts."""
-        raise NotImplementedError
 
     @property
     def is_dropless(self) -> bool:

@@ -21,7 +21,7 @@ class Sampling:
         top_k: only the k most likely tokens stay; None: all.
         top_p: of those, the fewest most likely tokens whose probabilities sum to at least p stay (nucleus sampling,
             Holtzman et al. 2020); in (0, 1]; None: all.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
 
     Raises:
         ConfigError: a value breaks its rule.

@@ -179,7 +179,12 @@ def valid_tokens_per_group(
 
 
 def count_choices(expert_ids_TK: Tensor, num_experts: int, group_size: int | None) -> Tensor:
-    """(number of groups, E) int64, slots that chose each expert; ids equal to E count nowhere."""
+    """(number of groups, E) int64, slots that chose each expert; ids equal to E count nowhere.
+
+    Example:
+        >>> count_choices(torch.tensor([[0, 1], [0, 2]]), 2, None).tolist()  # 2 is "no expert"
+        [[2, 1]]
+    """
     T = expert_ids_TK.shape[0]
     num_groups, size = group_sizes(T, group_size)
     segment_TK = expert_ids_TK
@@ -316,8 +321,8 @@ def assign(
         return all_kept(expert_ids_TK, weights_TK)
     num_groups, size = group_sizes(T, options.group_size)
     factor, least = options.factor, options.min_capacity
-    valid_G = valid_tokens_per_group(T, options.group_size, token_mask_T, expert_ids_TK.device)
-    capacity_G = capacity_of(valid_G, K, num_experts, factor, min_capacity=least)
+    valid_U = valid_tokens_per_group(T, options.group_size, token_mask_T, expert_ids_TK.device)
+    capacity_U = capacity_of(valid_U, K, num_experts, factor, min_capacity=least)
     group_T = torch.arange(T, device=expert_ids_TK.device) // size
     segment_TK = expert_ids_TK + group_T[:, None] * (num_experts + 1)
     live_TK = expert_ids_TK < num_experts
@@ -327,7 +332,7 @@ def assign(
     position_KT = queue_positions(
         segment_TK.t().reshape(-1), order, num_groups * (num_experts + 1)
     ).view(K, T)
-    kept_TK = live_TK & (position_KT.t() < capacity_G[group_T][:, None])
+    kept_TK = live_TK & (position_KT.t() < capacity_U[group_T][:, None])
     if options.renormalize:
         weights_TK = give_kept_the_sum(weights_TK, live_TK, kept_TK)
     tail = T - (num_groups - 1) * size

@@ -11,6 +11,7 @@ from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
 from expertmesh.moe.router import ROUTERS
 from expertmesh.moe.validation import check_modules
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.row_arithmetic import row_arithmetic
 
 
 def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None) -> nn.Module:
@@ -25,7 +26,7 @@ def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None
         dim=options.dim,
         num_experts=options.num_experts,
         cosine_dim=options.cosine_dim,
-        batch_invariant=options.batch_invariant,
+        arithmetic=row_arithmetic(options.batch_invariant),
         backend=options.backend,
         device=device,
         dtype=accumulate_dtype(dtype or torch.get_default_dtype()),
@@ -33,8 +34,13 @@ def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None
 
 
 def _of_all_mlps(options: LayerOptions) -> dict[str, Any]:
-    names = ("dim", "activation", "bias", "batch_invariant", "backend")
-    return {name: getattr(options, name) for name in names}
+    return {
+        "dim": options.dim,
+        "activation": options.activation,
+        "bias": options.bias,
+        "arithmetic": row_arithmetic(options.batch_invariant),
+        "backend": options.backend,
+    }
 
 
 def make_experts(

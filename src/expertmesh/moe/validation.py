@@ -14,6 +14,7 @@ from expertmesh.config.moe_rules import MOST_FACTOR, check_invariant_factor
 from expertmesh.errors import ConfigError
 from expertmesh.moe.types import Routing
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.ops.row_arithmetic import RowArithmetic
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,12 +28,12 @@ def check_top_k(top_k: Any, num_experts: int) -> None:
         )
 
 
-def check_call_factor(value: Any, *, batch_invariant: bool) -> None:
+def check_call_factor(value: Any, *, arithmetic: RowArithmetic) -> None:
     """Raise ConfigError unless the capacity factor of a call is positive (inf: dropless) or None.
 
     Args:
         value: the factor.
-        batch_invariant: whether the call must give a token the same bits in every batch.
+        arithmetic: the arithmetic of the call.
     """
     if value is None:
         return
@@ -42,7 +43,7 @@ def check_call_factor(value: Any, *, batch_invariant: bool) -> None:
         raise ConfigError(
             f"capacity_factor={value!r} must be a number above 0 and at most {MOST_FACTOR:g}; give 1.0 for the even share, or leave it out for dropless"
         )
-    if batch_invariant:
+    if arithmetic.batch_invariant:
         check_invariant_factor(("capacity_factor",), value)
 
 
@@ -96,7 +97,7 @@ def check_input(
     Args:
         x: input.
         dim: D.
-        weight: of the experts, if they are grouped.
+        weight: the weight of the experts, if they are grouped.
         device: where they are computed, if not where the weight is.
     """
     if not isinstance(x, Tensor):

@@ -43,7 +43,7 @@ class Exported:
         checkpoint: where it is from.
         step: optimiser steps done then.
         num_tensors: in the file.
-        num_bytes: of the file.
+        num_bytes: the size of the file.
     """
 
     checkpoint: Path

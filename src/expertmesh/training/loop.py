@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, TrainingDivergedError
@@ -133,6 +134,7 @@ def train(
                 check_same_run(saved, config, family=family, where=run_dir.path)
 
         ranks.first(open_run)
+        stack.enter_context(bind_ranks(config.parallel.bind))
         stack.enter_context(_threads(config.parallel.num_threads))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(config.train.seed)
@@ -389,7 +391,8 @@ class _Trainer:
         if self.ranks.size == 1:
             return ""
         threads = torch.get_num_threads()
-        return f", {self.ranks.size} ranks of {threads} thread{'s' if threads > 1 else ''}"
+        where = bound_to()
+        return f", {self.ranks.size} ranks of {threads} thread{'s' if threads > 1 else ''}{where}"
 
     def result(self, resumed_from: int, stop: StopRequest) -> TrainResult:
         """How it ended."""
@@ -427,8 +430,10 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
         ("es_degree", parallel.es_degree),
         ("route_degree", parallel.route_degree),
         ("overlap_degree", parallel.overlap_degree),
+        ("shadow_experts", parallel.shadow_experts),
     ):
-        if ranks.size == 1 and (degree or 1) > 1:
+        idle = 0 if name == "shadow_experts" else 1
+        if ranks.size == 1 and (degree or idle) > idle:
             raise ConfigError(
                 f"parallel.{name}={degree}: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh"
                 " train ..."

@@ -46,7 +46,7 @@ class ProgressReport:
     Args:
         console: where to write; None: standard output.
         family: what is trained; names the items and the metric.
-        total_steps: of the run.
+        total_steps: the number of steps of the run.
         first_step: steps done before.
         on_lost: called when what is written reaches nobody: a dead pipe, a closed terminal.
     """

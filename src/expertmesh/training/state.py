@@ -148,7 +148,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
     Args:
         path: the checkpoint's folder.
-        model: of the same configuration.
+        model: the model of the same configuration.
 
     Raises:
         CheckpointError: damaged, or of another model.
@@ -170,8 +170,8 @@ def check_same_run(
 
     Args:
         saved: a RunConfig as plain values.
-        config: of the run that wants to go on.
-        family: of the run that wants to go on.
+        config: the configuration of the run that wants to go on.
+        family: the family of the run that wants to go on.
         where: named in the message.
 
     Raises:

@@ -68,7 +68,7 @@ def check_degrees(
     Args:
         model: the model.
         config: the degrees.
-        num_ranks: of the world.
+        num_ranks: the number of ranks of the world.
         seq_len: tokens of a sequence, if they are known.
 
     Raises:

@@ -75,7 +75,7 @@ def moe_mlp_of_few(
         w_out_EDF: (E, D, F).
         ids_TK: (T, K) in [0, E]; E is skipped.
         weights_TK: (T, K).
-        activation: its name.
+        activation: the name of the activation.
 
     Returns:
         y (T, D), or None where an expert has so many rows that the general way is better.
@@ -199,8 +199,8 @@ class _Blocks:
         """As `_multiply`, in FP32."""
         x_RK = rows_RK.float().contiguous()
         out_BMN = compiled_products.product(x_RK, w_ENK, self.experts_B, self.rows_BM)
-        out_PN = out_BMN.flatten(0, 1)
-        return out_PN if len(out_PN) == len(x_RK) else out_PN.index_select(0, self.places_R)
+        out_WN = out_BMN.flatten(0, 1)
+        return out_WN if len(out_WN) == len(x_RK) else out_WN.index_select(0, self.places_R)
 
 
 def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order, blocks: _Blocks | None) -> Tensor:
