@@ -7,6 +7,9 @@ from torch import Tensor
 
 from expertmesh.errors import ConfigError
 
+# Logits over less than this leave FP32; what is left is the most likely token.
+_COLDEST = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -36,7 +39,7 @@ class Sampling:
             raise ConfigError(
                 f"temperature={self.temperature}: must be at least 0; use 0 for the most likely token"
             )
-        if self.temperature == 0:
+        if self.temperature < _COLDEST:
             object.__setattr__(self, "greedy", True)
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(

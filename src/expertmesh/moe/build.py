@@ -9,6 +9,7 @@ from torch import nn
 from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
 from expertmesh.moe.router import ROUTERS
+from expertmesh.moe.validation import check_modules
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.row_arithmetic import row_arithmetic
 
@@ -62,9 +63,12 @@ def make_experts(
             **_of_all_mlps(options),
             **place,
         )
-    if not isinstance(experts, nn.ModuleList):
-        experts = nn.ModuleList([experts(e) for e in range(options.num_experts)])
-    return ExpertList(experts, backend=options.backend)
+    if isinstance(experts, nn.ModuleList):
+        modules = [*experts]
+    else:
+        modules = [experts(e) for e in range(options.num_experts)]
+    check_modules(modules)
+    return ExpertList(modules, backend=options.backend)
 
 
 def make_shared_experts(options: LayerOptions, **place: Any) -> DenseMLP | None:

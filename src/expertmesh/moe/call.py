@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.moe.assignment import Assignment, CapacityOptions, all_kept, assign
+from expertmesh.moe.assignment import Assignment, CapacityOptions, all_kept, assign, priority_of
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens, assign_shared
 from expertmesh.moe.random import fresh_key, random_bits
@@ -19,6 +19,7 @@ from expertmesh.moe.validation import (
     check_top_k,
     flat_argument,
 )
+from expertmesh.ops.transforms import refuse_transforms
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class CallInputs:
             noise_key=self.noise_key,
             token_index_T=self.token_index_T,
             layer_index=self.layer_index,
+            priority_T=priority_of(routed, self.capacity),
         )
 
 
@@ -119,6 +121,7 @@ def call_of(
     Raises:
         ConfigError: an argument does not fit the layer.
     """
+    refuse_transforms("a MoE layer", lambda: (x, *layer.parameters()))
     grouped = layer.experts if isinstance(layer.experts, GroupedExperts) else None
     check_input(
         x,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -239,6 +240,21 @@ def _refuse_main_grads(main_grads: WeightGradients | None) -> None:
         )
 
 
+def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:
+    """What a module of the user's returned for its rows.
+
+    Raises:
+        ConfigError: it is no tensor of the shape of its input.
+    """
+    if isinstance(y, Tensor) and y.shape == x_nD.shape and y.is_floating_point():
+        return y
+    found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+    raise ConfigError(
+        f"experts[{index}] returned {found} for rows of shape {tuple(x_nD.shape)}; it must return one floating-point tensor of that"
+        " shape; fix its forward"
+    )
+
+
 class ExpertList(nn.ModuleList):
     """One module of the user's per expert, each called on its own (n, D) rows with n > 0."""
 
@@ -269,8 +285,10 @@ class ExpertList(nn.ModuleList):
         x_RD = permute(x_TD, metadata)
         bounds = metadata.offsets_E.tolist()
         rows = [
-            expert(x_RD[start:end])
-            for expert, start, end in zip(callables, bounds, bounds[1:], strict=False)
+            _checked(expert(x_RD[start:end]), index, x_RD[start:end])
+            for index, (expert, start, end) in enumerate(
+                zip(callables, bounds, bounds[1:], strict=False)
+            )
             if end > start
         ]
         dead = x_RD.new_zeros(x_RD.shape[0] - bounds[-1], x_TD.shape[1])

@@ -9,6 +9,7 @@ from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.route_metadata import RouteMetadata
+from expertmesh.ops.transforms import refuse_transforms
 
 
 def permute(x_TD: Tensor, metadata: RouteMetadata, *, backend: str = "auto") -> Tensor:
@@ -24,6 +25,7 @@ def permute(x_TD: Tensor, metadata: RouteMetadata, *, backend: str = "auto") -> 
     m, name = metadata, resolve_backend(backend, x_TD.device, x_TD.dtype)
     if name == "reference":
         return reference.gather_rows(x_TD, m.token_of_row_N, int(m.offsets_E[-1]))
+    refuse_transforms("permute", lambda: [x_TD])
     return _tokens_to_rows(x_TD, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, name)
 
 
@@ -41,6 +43,7 @@ def unpermute(
     if name == "reference":
         slots_ND = reference.rows_to_slots(y_RD, m.row_of_slot_N, int(m.offsets_E[-1]))
     else:
+        refuse_transforms("unpermute", lambda: [y_RD])
         slots_ND = _rows_to_slots(y_RD, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N, name)
     return slots_ND.view(slots_ND.shape[0] // top_k, top_k, y_RD.shape[1])
 
@@ -58,6 +61,7 @@ def combine(y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str =
     m, name = metadata, resolve_backend(backend, y_RD.device, y_RD.dtype)
     if name == "reference":
         return reference.combine(y_RD, m.row_of_slot_N, int(m.offsets_E[-1]), top_k)
+    refuse_transforms("combine", lambda: [y_RD])
     return _sum_rows(y_RD, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, top_k, name)
 
 

@@ -135,7 +135,7 @@ def _spread_layers(
         if isinstance(layer.experts, GroupedExperts):
             plan = expert_plan(
                 config,
-                num_ranks=degrees.num_storage_ranks,
+                degrees=degrees,
                 num_experts=layer.num_experts,
                 hidden_dim=layer.experts.w_in.shape[2],
                 ep_degree=ep_degree,
@@ -221,7 +221,7 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 def expert_plan(
     config: ParallelConfig,
     *,
-    num_ranks: int,
+    degrees: DenseDegrees,
     num_experts: int,
     hidden_dim: int,
     ep_degree: int | None,
@@ -230,7 +230,7 @@ def expert_plan(
 
     Args:
         config: the degrees wanted.
-        num_ranks: the number of ranks of one copy of the model.
+        degrees: the degrees of the dense layers.
         num_experts: E.
         hidden_dim: F.
         ep_degree: the degree of expert parallelism of the layer, see `ParallelConfig.ep_degree_of`.
@@ -238,8 +238,11 @@ def expert_plan(
     Raises:
         ConfigError: the degrees do not fit.
     """
+    num_ranks = degrees.num_storage_ranks
     storage = expert_degrees(
         num_ranks,
+        num_replicas=degrees.dp_replicate,
+        tp_degree=degrees.tp,
         num_experts=num_experts,
         hidden_dim=hidden_dim,
         es_degree=config.es_degree,

@@ -19,6 +19,15 @@ from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
+_VALUES: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "progress": dict,
+    "config": dict,
+    "data_key": str,
+    "scaler": dict,
+}
+
+
 @dataclass
 class RunProgress:
     """How far a run is.
@@ -85,7 +94,7 @@ class TrainState:
         Raises:
             CheckpointError: it is of another model or unreadable.
         """
-        values = read_state(path)
+        values = read_run_state(path)
         saved = tensor_shapes(path)
         targets = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         expected = {name for name in saved if name.startswith("model.")}
@@ -112,6 +121,26 @@ class TrainState:
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+
+
+def read_run_state(path: Path) -> dict[str, Any]:
+    """The plain values of a run's checkpoint, all of them there.
+
+    Raises:
+        CheckpointError: unreadable, of a newer format, or one is missing or no value of its kind.
+    """
+    values = read_state(path)
+    for name, kind in _VALUES.items():
+        if not isinstance(values.get(name), kind):
+            raise CheckpointError(
+                f"{path / 'state.json'}: has no usable {name}; choose another checkpoint"
+            )
+    for name, value in values["progress"].items():
+        if not isinstance(value, int | float):
+            raise CheckpointError(
+                f"{path / 'state.json'}: progress.{name} is no number; choose another checkpoint"
+            )
+    return values
 
 
 def load_weights(path: Path, model: nn.Module) -> None:

@@ -79,7 +79,7 @@ def check_degrees(
     for index, num_experts in enumerate(moe_layers):
         expert_plan(
             config,
-            num_ranks=degrees.num_storage_ranks,
+            degrees=degrees,
             num_experts=num_experts,
             hidden_dim=model.moe.hidden_dim,
             ep_degree=config.ep_degree_of(index, num_moe_layers=len(moe_layers)),

@@ -45,12 +45,13 @@ def serves(
     """Whether `moe_mlp_of_few` may run for tokens (..., D): few slots on the CPU, no gradient, compiler or autocast."""
     _, G, F, D = w_in.shape
     return (
-        0 < num_slots <= MOST_SLOTS
+        # First: a compiler would make the sizes below a condition of what it has compiled.
+        runs_plainly(x, w_in, w_out, weights_TK)
+        and 0 < num_slots <= MOST_SLOTS
         and num_slots * G * F <= MOST_ELEMENTS
         and x.dtype is w_in.dtype
         and x.shape[-1] == D
         and backend in ("auto", "torch")
-        and runs_plainly(x, w_in, w_out, weights_TK)
         and not torch.is_autocast_enabled("cpu")
         and w_in.is_contiguous()
         and (has_products_of(x.dtype) or w_in.numel() >= compiled_products.SMALLEST)

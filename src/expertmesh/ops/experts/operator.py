@@ -13,6 +13,7 @@ from torch import Tensor
 
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.transforms import refuse_batched_gradient
 
 _CALL = (
     "Tensor x_TD, Tensor weights_TK, Tensor[] w_in, Tensor[] w_out, Tensor[] b_in, Tensor[] b_out, Tensor[] maps, "
@@ -127,6 +128,7 @@ def gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     *lists, hidden = [list(islice(saved, length)) for length in ctx.lengths]
     fields: list[Any] = [x, weights, *lists, ctx.activation, ctx.backend]
     call = ExpertsCall(*fields)
+    refuse_batched_gradient("the backward of moe_mlp", grads[0])
     need_x, need_weights, *need_lists = ctx.needs_input_grad[:6]
     needs = [need_x, need_weights, *chain(*need_lists)]
     found: list[Tensor | None] = [None] * len(needs)
