@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt tools/setup.sh
 
 demo: $(STAMP)
 	@$(BIN)/expertmesh train gpt-moe-demo --train.run-dir $(RUN_DIR) --train.resume auto
-	@$(BIN)/expertmesh report --run $(RUN_DIR)
+	@$(BIN)/expertmesh report --run $(RUN_DIR) --check
 
 # DATA: a folder with train.LANG, val.LANG, ...; Multi30k where it is beside the project, else what `expertmesh data lohelp` made.
 DATA ?= $(firstword $(wildcard data/multi30k ../shared/data/multi30k) lohelp)

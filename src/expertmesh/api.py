@@ -150,7 +150,7 @@ def load(
     precision = resolve_precision(config.train, record=found.arithmetic)
     tokenizer = None
     if found.family.generates_text:
-        tokenizer = load_tokenizer(found.path / "tokenizer.json")
+        tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
     task = found.family.open_task(config)
     model = task.build(device=precision.device, dtype=precision.master_dtype)
     state.load_weights(found.checkpoint, model)

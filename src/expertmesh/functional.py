@@ -15,18 +15,11 @@ from expertmesh.ops.capacity import combine_capacity, dispatch_capacity, weighte
 from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.experts.moe_mlp import moe_mlp
-from expertmesh.ops.experts.parts import (
-    HiddenRows,
-    moe_mlp_data_grads,
-    moe_mlp_forward,
-    moe_mlp_weight_grads,
-)
 from expertmesh.ops.permute import combine, permute, unpermute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.ops.topk import choose_experts
 
 __all__ = [
-    "HiddenRows",
     "RouteMetadata",
     "WeightGradients",
     "choose_experts",
@@ -37,9 +30,6 @@ __all__ = [
     "grouped_linear",
     "importance_load_loss",
     "moe_mlp",
-    "moe_mlp_data_grads",
-    "moe_mlp_forward",
-    "moe_mlp_weight_grads",
     "permute",
     "route_metadata",
     "router_z_loss",

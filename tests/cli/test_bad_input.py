@@ -8,71 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from tests.support.patience import PATIENCE_S
+from tests.support.place import TEXT, Place
 
 from expertmesh.cli.main import main
-
-TEXT = "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(3000))
-
-
-@dataclass
-class Place:
-    """A folder with a corpus and, on demand, a finished run that a mistake may spoil."""
-
-    folder: Path
-    finished: Path
-    patch: pytest.MonkeyPatch
-    open_until_the_end: ExitStack
-
-    def path(self, name: str) -> str:
-        return str(self.folder / name)
-
-    def train(self, *words: str, recipe: str = "gpt-moe-test", run: str = "run") -> list[str]:
-        """Words of a training call that would work."""
-        given = {word.split("=")[0] for word in words}
-        usual = {
-            "--train.steps": "2",
-            "--train.run-dir": self.path(run),
-            "--data.path": self.path("corpus.txt"),
-            "--data.cache-dir": self.path("cache"),
-            "--train.device": "cpu",
-        }
-        rest = [
-            word for name, value in usual.items() if name not in given for word in (name, value)
-        ]
-        return ["train", recipe, *words, *rest]
-
-    def generate(self, *words: str, prompt: str = "def", run: str = "run") -> list[str]:
-        return ["generate", "--run", self.path(run), *words, prompt]
-
-    def with_run(self, name: str = "run") -> Path:
-        """A copy of a finished run of two steps."""
-        shutil.copytree(self.finished, self.folder / name)
-        return self.folder / name
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "corpus.txt").write_text(TEXT)
-    place = Place(folder, folder / "run", pytest.MonkeyPatch(), ExitStack())
-    assert main(place.train()) == 0
-    return folder
-
-
-@pytest.fixture
-def place(tmp_path, finished, monkeypatch):
-    """Each mistake gets its own corpus and cache; the cache is shared through a copy, so that nothing is trained anew."""
-    shutil.copy(finished / "corpus.txt", tmp_path)
-    shutil.copytree(finished / "cache", tmp_path / "cache")
-    with ExitStack() as stack:
-        yield Place(tmp_path, finished / "run", monkeypatch, stack)
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -545,7 +489,7 @@ REPORT = {
         report_of("config.json", b"["), ["config.json", "unreadable", "restore"]
     ),
     "unknown option of report": Mistake(
-        plain("report", "--rum", "x"), ["--r", "see expertmesh report --help"]
+        plain("report", "--rum", "x"), ["--rum", "did you mean --run?"]
     ),
 }
 

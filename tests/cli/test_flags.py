@@ -252,3 +252,24 @@ def test_option_parser_raises_in_one_line():
 )
 def test_messages_are_spelled_as_options(text, spelled):
     assert spell_options(text) == spelled
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["train"], ["train", "gpt-moe-demo"], ["generate"], ["report"], ["export"], ["translate"]],
+    ids=str,
+)
+def test_help_fits_the_terminal_and_cuts_no_word(words, width, monkeypatch, capsys):
+    from expertmesh.cli.main import main
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([*words, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width
+    if words == ["train"]:
+        joined = " ".join(out.replace("\\\n", " ").split())
+        assert (
+            "gpt-moe-demo --train.steps 100 --train.run-dir runs/short --data.path my_texts/"
+            in joined
+        )

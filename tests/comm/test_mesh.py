@@ -55,7 +55,7 @@ def test_fewest_slices(num_ranks, num_experts):
     [
         (4, 8, 12, 3, "use es_degree=2|use es_degree=4"),
         (4, 8, 10, 4, "use es_degree=2"),
-        (4, 2, 9, None, "use a hidden_dim divisible by 2, or fewer ranks"),
+        (4, 2, 9, None, "use dp_replicate_degree=2, or a hidden_dim divisible by 2"),
         (4, 2, 12, 1, "use es_degree=2"),
     ],
 )
@@ -85,3 +85,26 @@ def test_meshes(four_ranks):
     assert [a[0] for a in answers] == [[[[0, 1]], [[2, 3]]]] * 4
     assert [a[1] for a in answers] == [[[[0, 2], [1, 3]]]] * 4
     assert [tuple(a[2]) for a in answers] == [(0, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "hidden_dim", "copies", "tp", "fix"),
+    [
+        (3, 4, 64, 1, 1, "use dp_replicate_degree=3, or a hidden_dim divisible by 3"),
+        (3, 4, 64, 2, 1, "use dp_replicate_degree=6, or"),
+        (6, 4, 64, 1, 2, "use dp_replicate_degree=3, or"),
+        (12, 4, 64, 1, 1, "use dp_replicate_degree=3, or"),
+        (3, 4, 64, 1, 3, "must divide num_experts; use a hidden_dim divisible by 3"),
+    ],
+)
+def test_the_fix_is_the_flag_that_changes_no_model(
+    num_ranks, num_experts, hidden_dim, copies, tp, fix
+):
+    with pytest.raises(ConfigError, match=fix):
+        expert_degrees(
+            num_ranks,
+            num_experts=num_experts,
+            hidden_dim=hidden_dim,
+            num_replicas=copies,
+            tp_degree=tp,
+        )

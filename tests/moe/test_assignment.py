@@ -87,6 +87,32 @@ def test_batch_prioritised_routing_serves_first_choices_first(policy, kept):
     assert result.expert_ids_TK.tolist() == kept
 
 
+@pytest.mark.parametrize("normalize", ["none", "topk", "kept"])
+def test_priority_is_of_probabilities_before_they_are_normalised(normalize):
+    """Token 1 is surer of its first choice; after division by both of its choices it would seem less sure than token 0."""
+    rows = [[0.55, 0.05, 0.21, 0.19], [0.6, 0.38, 0.01, 0.01]]
+    probabilities = torch.tensor(rows, dtype=torch.float64)
+    layer = MoELayer(
+        dim=4,
+        hidden_dim=4,
+        num_experts=4,
+        top_k=2,
+        capacity_factor=0.5,
+        min_capacity=1,
+        drop_policy="priority",
+        normalize_weights=normalize,
+        experts=lambda e: torch.nn.Identity(),
+        dtype=torch.float64,
+    )
+    with torch.no_grad():
+        layer.router.proj.weight.copy_(torch.eye(4))
+        output, stats = layer(probabilities.log())
+    # Expert 0 has room for one: token 1, which keeps both of its choices.
+    share = 0.98 if normalize == "none" else 1.0
+    assert stats.num_dropped == 1
+    assert_close_fp64(output[1], share * probabilities[1].log(), what="token 1")
+
+
 @settings(max_examples=120)
 @given(st.data())
 def test_every_policy_equals_the_loop(data):
@@ -269,9 +295,9 @@ def _kept_slots(layer, x):
     seen = []
 
     class Spy(LocalDispatcher):
-        def start(self, tokens, **options):
+        def start(self, tokens, way):
             seen.append(tokens.expert_ids_TK < layer.num_experts)
-            return super().start(tokens, **options)
+            return super().start(tokens, way)
 
     layer.dispatcher = Spy()
     layer(x)

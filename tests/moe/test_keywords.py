@@ -48,15 +48,16 @@ class ScalingJourney(LocalJourney):
 
 
 class DoublingDispatcher(LocalDispatcher):
-    def start(self, tokens, **options):
+    def start(self, tokens, way):
         return ScalingJourney(tokens, 2)
 
 
 class DegreeDispatcher(LocalDispatcher):
     """Scales by the degree that it is told, so that it shows whether and for which call it is."""
 
-    def start(self, tokens, *, route_degree=None, overlap_degree=None):
-        return ScalingJourney(tokens, (route_degree or 1) * (overlap_degree or 1))
+    def start(self, tokens, way):
+        asked = [value for value in vars(way).values() if value is not None]
+        return ScalingJourney(tokens, 1 + len(asked))
 
 
 class EarlierTwin:
@@ -324,6 +325,8 @@ CALLS = {
     "capacity_factor": ({"min_capacity": 1}, {"capacity_factor": 0.5}, "y"),
     "route_degree": ({"dispatcher": DegreeDispatcher()}, {"route_degree": 2}, "y"),
     "overlap_degree": ({"dispatcher": DegreeDispatcher()}, {"overlap_degree": 2}, "y"),
+    "all_to_all": ({"dispatcher": DegreeDispatcher()}, {"all_to_all": "flat"}, "y"),
+    "shadow_experts": ({"dispatcher": DegreeDispatcher()}, {"shadow_experts": 2}, "y"),
     "shared_tokens": (
         {"capacity_factor": 0.5, "min_capacity": 1, "drop_policy": "first"},
         {"shared_tokens": EarlierTwin(), "token_index": torch.arange(T) + T},

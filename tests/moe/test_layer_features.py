@@ -487,7 +487,7 @@ def test_a_dispatcher_of_ones_own():
             return super().finish(experts).flip(0)
 
     class Reversed(LocalDispatcher):
-        def start(self, tokens, **options):
+        def start(self, tokens, way):
             flipped = tokens.x_TD.flip(0), tokens.expert_ids_TK.flip(0), tokens.weights_TK.flip(0)
             return Backwards(Tokens(*flipped, tokens.max_rows))
 

@@ -55,6 +55,13 @@ def make(**kwargs):
         ({"router": None}, "router is a NoneType; it must be a name or an nn.Module"),
         ({"experts": nn.ModuleList([nn.Linear(D, D)])}, "experts has 1 modules and num_experts=6"),
         ({"experts": nn.Linear(D, D)}, "experts is a Linear; it must be an nn.ModuleList"),
+        ({"experts": lambda e: None}, r"experts\[0\] is a NoneType; it must be an nn.Module"),
+        ({"experts": lambda e: [nn.Identity(), 3][e > 1]}, r"experts\[2\] is a int; it must be"),
+        ({"experts": lambda e: torch.relu}, r"experts\[0\] is a builtin_function_or_method"),
+        (
+            {"experts": nn.ModuleList([nn.Linear(D, D)] * E)},
+            r"experts\[1\] is the same module as experts\[0\]",
+        ),
         (
             {"experts": lambda e: nn.Linear(D, D), "recompute_h": True},
             "recompute_h=True: has no effect on experts of your own",
@@ -125,6 +132,18 @@ IDS = torch.zeros(6, 2, dtype=torch.int64)
             {"token_mask": torch.ones(2, 3, dtype=torch.bool, device="meta")},
             "token_mask is on meta",
         ),
+        (X, {"token_mask": [[True] * 3] * 2}, "token_mask is a list; it must be a tensor"),
+        (X, {"token_ids": np.ones((2, 3), int)}, "token_ids is a ndarray; it must be a tensor"),
+        (X, {"token_index": 3}, "token_index is a int; it must be a tensor"),
+        (X.to_sparse(), {}, "x is a sparse_coo tensor; it must be a dense one"),
+        (
+            torch.nested.nested_tensor([X[0], X[1, :2]], layout=torch.jagged),
+            {},
+            "x is a nested tensor; it must be a dense one",
+        ),
+        (X, {"routing": IDS}, "routing is a Tensor; it must be a Routing"),
+        (X, {"routing": Routing([[0, 1]] * 6)}, "routing.expert_ids_TK is a list"),
+        (X, {"routing": Routing(IDS, [[1.0, 1.0]] * 6)}, "routing.weights_TK is a list"),
         (X, {"top_k": 9}, "top_k=9 must be"),
         (X, {"capacity_factor": -0.5}, "capacity_factor=-0.5 must be"),
         (X, {"routing": Routing(IDS[:5])}, r"routing.expert_ids_TK has shape \(5, 2\)"),
@@ -142,6 +161,37 @@ def test_wrong_arguments(x, kwargs, message):
     assert "\n" not in str(caught.value) and ";" in str(caught.value)
     with torch.no_grad(), pytest.raises(ConfigError, match=message):
         layer.eval()(x, **kwargs)
+
+
+class Returns(nn.Module):
+    """An expert that answers with something."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, x):
+        return self.answer(x)
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (lambda x: (x, None), "tuple"),
+        (lambda x: {"y": x}, "dict"),
+        (lambda x: None, "NoneType"),
+        (lambda x: x[:, :-1], r"torch.float64 of shape \(\d+, 6\)"),
+        (lambda x: torch.cat([x, x], -1), r"torch.float64 of shape \(\d+, 14\)"),
+        (lambda x: x.sum(0), r"torch.float64 of shape \(7,\)"),
+        (lambda x: x[:1].repeat(9, 1), r"torch.float64 of shape \(9, 7\)"),
+        (lambda x: x.long(), "torch.int64 of shape"),
+    ],
+)
+def test_wrong_answers_of_experts(answer, found):
+    layer = make(experts=lambda e: Returns(answer))
+    with pytest.raises(ConfigError, match=rf"experts\[0\] returned {found}") as caught:
+        layer(X, routing=Routing(IDS))
+    assert "\n" not in str(caught.value) and ";" in str(caught.value)
 
 
 def test_route_degree_needs_a_spread_layer():

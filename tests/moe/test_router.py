@@ -9,9 +9,10 @@ from torch import nn
 
 from expertmesh import ConfigError, MoELayer, Routing
 from expertmesh.moe.random import STREAM_ROUTER_NOISE, gaussian, gumbel, key_noise, random_bits
-from expertmesh.moe.router import CosineRouter, router_linear
+from expertmesh.moe.router import CosineRouter
 from expertmesh.moe.selection import chosen_probability, hash_experts
 from expertmesh.moe.types import RouterOutput
+from expertmesh.ops.router_linear import router_linear
 from expertmesh.testing.numerics import (
     assert_close_fp64,
     assert_differs,

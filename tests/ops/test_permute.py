@@ -96,14 +96,14 @@ def test_opcheck():
     rows = torch.randn(18, 6, requires_grad=True)
     ops = torch.ops.expertmesh
     torch.library.opcheck(
-        ops.tokens_to_rows.default, (x, m.offsets_E, m.token_of_row_N, m.row_of_slot_N)
+        ops.tokens_to_rows.default, (x, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, "torch")
     )
     torch.library.opcheck(
-        ops.sum_rows.default, (rows, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, 2)
+        ops.sum_rows.default, (rows, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, 2, "torch")
     )
     torch.library.opcheck(
-        ops.rows_to_slots.default, (rows, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N)
+        ops.rows_to_slots.default, (rows, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N, "torch")
     )
     torch.library.opcheck(
-        ops.slots_to_rows.default, (rows, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N)
+        ops.slots_to_rows.default, (rows, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N, "torch")
     )

@@ -16,6 +16,11 @@ from expertmesh.training.metrics import read_metrics
 NUM_RANKS = 4
 TIMEOUT_S = 5.0
 STEPS = 10_000
+TRAVEL = [
+    *("--parallel.overlap-degree", "2", "--parallel.all-to-all", "hierarchical"),
+    *("--parallel.ranks-per-node", "2", "--parallel.shadow-experts", "1"),
+]
+"""In training tokens are under way in every manner when the rank is lost."""
 
 
 def words_of(folder, *more):
@@ -64,7 +69,7 @@ def test_the_others_stop(tmp_path, moment, number):
         if moment == "saving":
             agent.start(command_line, words_of(tmp_path), odd, number)
         else:
-            agent.start(command_line, words_of(tmp_path))
+            agent.start(command_line, words_of(tmp_path, *TRAVEL))
             wait_for_steps(tmp_path / "run" / "metrics.jsonl")
             time.sleep(draw.uniform(0.0, 0.5))
             agent.kill(odd, number)

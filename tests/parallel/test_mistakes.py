@@ -47,7 +47,7 @@ MISTAKES = [
     ({"parallel.es_degree": 2, "model.moe.hidden_dim": 63}, "es_degree=2.*use es_degree=1"),
     (
         {"model.moe.num_experts": (3,), "model.moe.hidden_dim": 63},
-        "use a hidden_dim divisible by 2",
+        "use dp_replicate_degree=2, or a hidden_dim divisible by 2",
     ),
     ({"parallel.ep_degree": 3}, "ep_degree=3: must divide the 2 parts.*nearest: 2"),
     ({"parallel.ep_degree": 4}, "ep_degree=4: must divide the 2 parts.*nearest: 2"),

@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from expertmesh.comm import collectives
 from expertmesh.comm.all_to_all import flat
 from expertmesh.comm.world import World
+from expertmesh.ops.experts import late
 from expertmesh.parallel import clip, ranks, tensor
-from expertmesh.parallel.experts import dispatcher, exchange, hierarchical, storage
+from expertmesh.parallel.experts import dispatcher, exchange, hierarchical, shadow, storage
 from expertmesh.testing.numerics import FP64_RELATIVE
 
 STEPS = 2
@@ -31,7 +32,8 @@ KEPT = FormCase(form="E+Z1", route="one", micro_batches=2)
 SHARED = FormCase(form="E+D+M", rows="unequal", dense_parts=True)
 PARTS = FormCase(rows="unequal", overlap=2)
 NODES = FormCase(top_k=4, ranks_per_node=2)
-CASES = {"parts": PARTS, "nodes": NODES} | {
+SHADOWED = FormCase(form="E+D", rows="unequal", shadow=2, bias=True)
+CASES = {"shadowed": SHADOWED, "parts": PARTS, "nodes": NODES} | {
     "spread": SPREAD,
     "copies": COPIES,
     "halves": HALVES,
@@ -63,12 +65,16 @@ def other_half(group):
     return world_of().group(cells, name="another")
 
 
-def tokens_return_over(choose):
+def is_backward(where):
+    return where.endswith("backward")
+
+
+def tokens_return_over(choose, is_wrong=is_backward):
     """The gradient of an all-to-all goes over another group; rows that do not fit there are cut or zero."""
     start = flat.start_all_to_all
 
     def mistaken(x_RD, send, receive, group, *, where):
-        if not where.endswith("backward"):
+        if not is_wrong(where):
             return start(x_RD, send, receive, group, where=where)
         wrong = choose(group)
         counts = torch.zeros(wrong.size, 1, dtype=torch.int64)
@@ -120,6 +126,44 @@ def a_sum_of_a_node_counted_twice():
         return combine(twice, metadata, slots)
 
     return [(hierarchical, "combine", mistaken)]
+
+
+@mutant("nodes")
+def sums_of_a_node_are_taken_over_other_ranks():
+    return tokens_return_over(other_half, lambda where: where.endswith("combine inside a node"))
+
+
+@mutant("parts")
+def a_part_of_the_sums_counted_twice():
+    combine = exchange.combine
+
+    def mistaken(y_RD, metadata, slots):
+        y_TD = combine(y_RD, metadata, slots)
+        return torch.cat((2 * y_TD[:1], y_TD[1:]))
+
+    return [(exchange, "combine", mistaken)]
+
+
+@mutant("shadowed")
+def hot_experts_are_computed_twice():
+    return [(dispatcher, "without_hot", lambda tokens, hot, num_experts: tokens)]
+
+
+@mutant("shadowed")
+def gradients_of_hot_experts_are_those_of_one_copy():
+    start = shadow.start_all_reduce
+
+    def mistaken(x, group, *, where):
+        if "gradients of hot" in where:
+            group = world_of().group([[0, 1], [2, 3]], name="a copy")
+        return start(x, group, where=where)
+
+    return [(shadow, "start_all_reduce", mistaken)]
+
+
+@mutant("shadowed")
+def late_gradients_are_forgotten():
+    return [(late.LateWeightGradients, "compute", lambda self: [])]
 
 
 def everywhere(function, replacement):

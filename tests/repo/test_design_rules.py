@@ -344,3 +344,26 @@ def test_decisions_are_numbered_and_shaped_alike():
         assert re.fullmatch(r"# (NNN|\d{3}): .+", title), f"{path.name}: {title}"
         assert number == "000" or title.startswith(f"# {number}: "), path.name
     assert len(set(numbers)) == len(numbers), "two decisions have one number"
+
+
+def shape_suffixes():
+    """Shapes that names of values in `src/` end in: what follows the last underscore and has upper-case letters."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "arg", None) or getattr(node, "id", None)
+            stem, _, shape = (name or "").rpartition("_")
+            if stem and not stem.isupper() and re.fullmatch(r"[0-9]*[A-Z][A-Za-z0-9]*", shape):
+                yield relative(path), name, shape
+
+
+def test_letters_of_shapes_are_in_the_legend():
+    legend = (SOURCE.parents[1] / "docs" / "glossary.md").read_text().split("## Words")[0]
+    cells = re.findall(r"^\| ([A-Za-z](?:, [A-Za-z])*) \|", legend, re.MULTILINE)
+    known = {letter for cell in cells for letter in cell.split(", ")}
+    assert {"T", "d", "U"} <= known, "the legend was not found"
+    unknown = {
+        f"{path}: {name}"
+        for path, name, shape in shape_suffixes()
+        if set(shape) - known - set("0123456789")
+    }
+    assert unknown == set()

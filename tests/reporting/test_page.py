@@ -172,7 +172,8 @@ def test_a_browser_draws_every_plot(browser, run, tmp_path):
         for i in range(plots.count()):
             drawn = plots.nth(i).locator(".scatterlayer .trace, .heatmaplayer image")
             assert drawn.count() > 0, f"plot {i} is empty"
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        # Plots follow the window a moment later.
+        page.wait_for_function(f"document.documentElement.scrollWidth <= {width}")
         page.locator(".token").nth(3).hover()
         assert re.search(r"layer 1: expert \d+ \(\d\.\d\d\)", page.locator("#tip").inner_text())
         backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))

@@ -15,7 +15,7 @@ def plain_moe(
         k: experts per token.
         capacity: rows per expert; None: all.
         policy: who is served first: "first" (first choices in token order, then second ones), "priority" (the same with
-            tokens by their largest weight), "weight" (choices by weight); weights as normalised over all choices.
+            tokens by their largest probability), "weight" (choices by weight, as normalised over all choices).
         normalize: "none", "topk" or "kept".
         mask_T: True for tokens that count.
     """
@@ -24,14 +24,14 @@ def plain_moe(
     mask_T = torch.ones(T, dtype=torch.bool) if mask_T is None else mask_T
     ids = p_TE.topk(k, -1).indices.tolist()
     live = [t for t in range(T) if mask_T[t]]
-    rank_TE = p_TE  # the weight that decides who is served first
+    weight_TE = p_TE
     if normalize != "none":
-        rank_TE = p_TE / p_TE.topk(k, -1).values.sum(-1, keepdim=True)
+        weight_TE = p_TE / p_TE.topk(k, -1).values.sum(-1, keepdim=True)
     pairs = [(j, t) for j in range(k) for t in live]
     if policy == "priority":
-        pairs.sort(key=lambda jt: (jt[0], -float(rank_TE[jt[1]].max())))
+        pairs.sort(key=lambda jt: (jt[0], -float(p_TE[jt[1]].max())))
     if policy == "weight":
-        pairs.sort(key=lambda jt: -float(rank_TE[jt[1], ids[jt[1]][jt[0]]]))
+        pairs.sort(key=lambda jt: -float(weight_TE[jt[1], ids[jt[1]][jt[0]]]))
     taken, kept = [0] * E, {t: [] for t in range(T)}
     for j, t in pairs:
         e = ids[t][j]

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from expertmesh.recipes import RECIPES
+from expertmesh.training import loop
 from expertmesh.training.loop import train
 
 WORDS = [
@@ -93,3 +94,19 @@ def run_quietly():
         return train(config, recipe="gpt-moe-test", console=Console(quiet=True))
 
     return run
+
+
+@pytest.fixture
+def before_steps(monkeypatch):
+    """A function that has another one, of the model and the step's number, called before every training step."""
+
+    def install(action):
+        training_step = loop.training_step
+
+        def step(task, model, *args, **kwargs):
+            action(model, kwargs["step"])
+            return training_step(task, model, *args, **kwargs)
+
+        monkeypatch.setattr(loop, "training_step", step)
+
+    return install

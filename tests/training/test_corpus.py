@@ -124,9 +124,9 @@ def test_what_cannot_be_used_is_one_line_with_value_and_fix(tmp_path, files, pat
     assert all(word in message for word in words), message
 
 
-def test_a_dataset_without_the_package_names_the_extra(monkeypatch):
+def test_a_dataset_without_the_package_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"expertmesh\[train\]"):
+    with pytest.raises(ConfigError, match="pip install datasets"):
         load_corpus(TextConfig(dataset="some/name"))
 
 

@@ -158,7 +158,7 @@ def test_a_name_with_a_colon_is_a_path(tmp_path):
 )
 def test_mistakes(path, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "b.txt", "a.bin"):
+    for name in ("a.txt", "b.txt", "a.bin", "a.idx"):
         (tmp_path / name).write_text("some text\n" * 200)
     with pytest.raises(em.ConfigError, match=text):
         load_corpus(TextConfig(path=path))
@@ -170,7 +170,7 @@ def test_mistakes_of_token_files(tmp_path):
     whole = index.read_bytes()
     for data, text in (
         (whole[:-8], "is damaged"),
-        (b"x" + whole, "no Megatron index"),
+        (b"x" + whole, "is no Megatron index"),
         (whole[:17] + b"\x63" + whole[18:], "is damaged"),
     ):
         index.write_bytes(data)

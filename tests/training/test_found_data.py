@@ -85,13 +85,12 @@ def test_a_large_file_is_cut_so_that_the_split_is_near_what_was_asked_for(tmp_pa
         ([3, 3], 0.5, None),
     ],
 )
-def test_a_split_far_from_what_was_asked_for_is_said(tmp_path, caplog, sizes, fraction, words):
+def test_a_split_far_from_what_was_asked_for_is_said(tmp_path, sizes, fraction, words):
     for i, size in enumerate(sizes):
         # Below the smallest piece, files stay whole.
         (tmp_path / f"f{i}.txt").write_text(f"{i} " + "x" * 128 * size + "\n")
-    with caplog.at_level(logging.WARNING, "expertmesh.data"):
-        load_corpus(TextConfig(path=str(tmp_path), validation_fraction=fraction))
-    said = " ".join(record.getMessage() for record in caplog.records)
+    corpus = load_corpus(TextConfig(path=str(tmp_path), validation_fraction=fraction))
+    said = " ".join(corpus.notes)
     assert bool(said) == (words is not None)
     assert all(word in said for word in words or ()), said
 
@@ -194,15 +193,14 @@ def several_kinds(folder):
         several_kinds,
     ],
 )
-def test_what_is_in_a_folder_is_used_or_said(tmp_path, caplog, add):
+def test_what_is_in_a_folder_is_used_or_said(tmp_path, add):
     folder = tmp_path / "texts"
     folder.mkdir()
     small(folder)
     count, words = add(folder)
-    with caplog.at_level(logging.WARNING, "expertmesh.data"):
-        corpus = load_corpus(TextConfig(path=str(folder), validation_fraction=0.3))
+    corpus = load_corpus(TextConfig(path=str(folder), validation_fraction=0.3))
     assert len(corpus.training) + len(corpus.validation) == count
-    said = " ".join(r.getMessage() for r in caplog.records if "left out" in r.getMessage())
+    said = " ".join(note for note in corpus.notes if "left out" in note)
     assert bool(said) == bool(words) and all(word in said for word in words), said
     said.encode()  # it can be printed
     assert all(list(texts(side)) for side in (corpus.training, corpus.validation))
@@ -312,6 +310,15 @@ def test_a_damaged_token_cache_is_made_anew_and_said(tmp_path, filled, caplog, d
     said = [r.getMessage() for r in caplog.records if "token cache" in r.getMessage()]
     assert len(said) == 1 and word in said[0] and "made anew" in said[0]
     assert np.asarray(data.training.tokens_N).tobytes() == before["training.bin"]
+
+
+def test_what_is_to_be_known_of_the_corpus_is_said_once(tmp_path, caplog):
+    small(tmp_path)
+    (tmp_path / "a.bin").write_bytes(b"\0")
+    config = TextConfig(path=str(tmp_path), cache_dir=str(tmp_path / ".cache"), seq_len=8)
+    with caplog.at_level(logging.WARNING, "expertmesh.data"):
+        prepare_tokens(config, vocab_size=300)
+    assert sum("1 files are left out" in r.getMessage() for r in caplog.records) == 1
 
 
 def test_a_cache_of_old_without_checksums_is_used(tmp_path, filled, caplog):

@@ -1,6 +1,5 @@
 """Whole runs: resume, locks, what is refused, what is written."""
 
-import errno
 import json
 import logging
 import math
@@ -16,7 +15,7 @@ from tests.support.calls import calls_of
 from expertmesh.data.text import TextData
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.training import checkpoint, loop, stop
+from expertmesh.training import stop
 from expertmesh.training.checkpoint import list_checkpoints
 from expertmesh.training.metrics import MetricsFile, measure_load, read_metrics
 from expertmesh.training.run_dir import RunDir, load_run
@@ -194,22 +193,6 @@ def test_one_process_per_run_directory_and_a_dead_one_does_not_count(tmp_path):
         assert (tmp_path / "run" / "lock").read_text().strip() == str(os.getpid())
 
 
-@pytest.fixture
-def before_steps(monkeypatch):
-    """A function that has another one, of the model and the step's number, called before every training step."""
-
-    def install(action):
-        training_step = loop.training_step
-
-        def step(task, model, *args, **kwargs):
-            action(model, kwargs["step"])
-            return training_step(task, model, *args, **kwargs)
-
-        monkeypatch.setattr(loop, "training_step", step)
-
-    return install
-
-
 def test_nan_weights_stop_the_run_and_name_the_last_good_checkpoint(
     tiny, run_quietly, before_steps, monkeypatch
 ):
@@ -252,24 +235,7 @@ def test_a_few_bad_steps_are_skipped_and_counted(tiny, run_quietly, before_steps
     assert [m["skipped_steps"] for m in lines(config)] == [0, 0, 1, 1, 2, 2, 2, 2]
 
 
-def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(tiny, run_quietly, monkeypatch):
-    config = tiny(**{"train.steps": 40, "train.checkpoint_every": 2})
-    write = checkpoint.write_tensors
-
-    def fail_late(folder, tensors):
-        if "00000006" in folder.name:
-            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
-        return write(folder, tensors)
-
-    monkeypatch.setattr(checkpoint, "write_tensors", fail_late)
-    with pytest.raises(OSError, match="No space left"):
-        run_quietly(config)
-    assert load_run(config.train.run_dir).checkpoint.name == "step_00000004"
-    monkeypatch.undo()
-    assert run_quietly(config.updated({"train.resume": "auto"})).resumed_from == 4
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_the_run_goes_on_later(
     tiny, run_quietly, tmp_path, before_steps, monkeypatch, number
 ):

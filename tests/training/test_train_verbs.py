@@ -2,18 +2,24 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from rich.console import Console
 from tests.support.patience import PATIENCE_S
 
-from expertmesh.cli import report
+from expertmesh.cli import report, samples
 from expertmesh.cli.main import main
+from expertmesh.config.text import TextConfig
+from expertmesh.data.corpus import load_corpus
+from expertmesh.errors import TrainingDivergedError
 from expertmesh.models.family import Baseline
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.training.loop import train
 
 TINY = [
     "--model.vocab-size",
@@ -66,22 +72,99 @@ def test_dry_run_writes_nothing(tmp_path, corpus_folder, cache_folder, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_report_compares_with_the_trigram_and_the_exit_code_says_who_wins(
+def report_words(tmp_path, *more):
+    return ["report", str(tmp_path / "run"), "--samples", "2", "--tokens", "20", *more]
+
+
+def test_report_compares_with_the_trigram_and_the_exit_code_says_who_wins_if_asked(
     tmp_path, corpus_folder, cache_folder, capsys, monkeypatch
 ):
     argv = words(tmp_path, corpus_folder, cache_folder, "--train.steps", "3")
     main(["train", "gpt-moe-test", *argv])
     capsys.readouterr()
-    arguments = ["report", "--run", str(tmp_path / "run"), "--samples", "2", "--tokens", "20"]
-    assert main(arguments) == 1
+    assert main(report_words(tmp_path)) == 0
     out = capsys.readouterr().out
-    for text in ("before training", "after step 3", "byte trigram", "sample 2", "tokenise as"):
+    for text in ("before training", "after step 3", "byte trigram", "sample 2", "words that the"):
         assert text in out
-    assert "NOT better" in out
+    assert "NOT better" in out and "import os" not in out
+    assert main(report_words(tmp_path, "--check")) == 1
     poor = Baseline("byte trigram", "trigram model", 99.0)
     monkeypatch.setattr(GPTTask, "baseline", lambda task, data: poor)
-    assert main([*arguments, "--temperature", "0"]) == 0
-    assert "better than the trigram model" in capsys.readouterr().out
+    capsys.readouterr()
+    again = report_words(tmp_path, "--check", "--temperature", "0", "--prompt", "alpha beta")
+    assert main(again) == 0
+    out = capsys.readouterr().out
+    assert "better than the trigram model" in out and "prompt 'alpha beta'" in out
+
+
+def test_report_says_of_which_step_and_which_data_its_numbers_are(
+    tmp_path, corpus_folder, cache_folder, capsys
+):
+    argv = words(tmp_path, corpus_folder, cache_folder, "--train.steps", "3")
+    main(["train", "gpt-moe-test", *argv, "--train.eval-every", "1"])
+    trained = capsys.readouterr().out
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    # Steps that are in no checkpoint, as a diverging run leaves them.
+    line = json.loads(metrics.read_text().splitlines()[-1])
+    for step in (4, 5):
+        lost = line | {"step": step, "loss": None, "eval_bits_per_byte": None, "skipped_steps": 1}
+        with metrics.open("a") as file:
+            file.write(json.dumps(lost) + "\n")
+    assert main(report_words(tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert "on the trainer's sample, after step 3" in out and "after step 5" not in out
+    assert "on all validation data, after step 3" in out
+    value = re.search(r"step 3: validation loss .*?, ([0-9.]+) bits per byte", trained)[1]
+    assert re.search(rf"trainer's sample, after step 3 +{value}\n", out)
+    assert "not finite" in out and "1 steps were skipped" in out
+
+
+@pytest.mark.parametrize("change", ["moved", "changed"])
+def test_report_without_its_data_says_so_and_samples(
+    tmp_path, make_corpus, cache_folder, capsys, change
+):
+    folder = make_corpus(tmp_path / "texts")
+    argv = words(tmp_path, folder, cache_folder, "--train.steps", "2")
+    main(["train", "gpt-moe-test", *argv])
+    if change == "moved":
+        folder.rename(tmp_path / "elsewhere")
+    else:
+        (folder / "file000.txt").write_text("another text\n")
+    capsys.readouterr()
+    assert main(report_words(tmp_path)) == 0
+    out = capsys.readouterr().out
+    reason = "does not exist" if change == "moved" else "not what the run"
+    for text in ("not judged beside a baseline", reason, "sample 2", "before training"):
+        assert text in out
+    assert main(report_words(tmp_path, "--check")) == 1
+
+
+def test_report_of_a_run_that_diverged_at_once_shows_the_curve(tmp_path, capsys, tiny):
+    config = tiny(**{"model.init_std": 1e38})
+    with pytest.raises(TrainingDivergedError):
+        train(config, recipe="gpt-moe-test", console=Console(quiet=True))
+    assert main(["report", config.train.run_dir]) == 1
+    out, error = capsys.readouterr()
+    assert "not finite" in out and "has no checkpoint yet" in error
+
+
+def test_report_of_python_source_begins_and_is_judged_like_python(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n" * 9)
+    (tmp_path / "b.py").write_text("y = 1\n" * 9)
+    corpus = load_corpus(TextConfig(path=str(tmp_path)))
+    assert samples.prompts_of(corpus, 9)[:8] == list(samples.PYTHON_PROMPTS)
+    found = [samples.Sample("def ", "f(x):\n    return $\n", False)]
+    assert samples.measure(found, corpus) == "sampled lines that tokenise as Python: 1 of 2 (50%)"
+    (tmp_path / "c.txt").write_text("Speak, speak again.\n\nAll resolved to die.\n" * 20)
+    corpus = load_corpus(TextConfig(path=str(tmp_path)))
+    assert "import os\nimport sys\n" not in samples.prompts_of(corpus, 9)
+    assert "words that the training text has" in samples.measure(found, corpus)
+
+
+def test_words_that_a_sample_has_only_a_part_of_do_not_count():
+    assert samples.countable_words(samples.Sample("hel", "lo big wor", True)) == ["big"]
+    assert samples.countable_words(samples.Sample("hi", " big world", False)) == ["big", "world"]
+    assert samples.countable_words(samples.Sample("", "big world ", True)) == ["big", "world"]
 
 
 @pytest.mark.parametrize(
@@ -89,22 +172,13 @@ def test_report_compares_with_the_trigram_and_the_exit_code_says_who_wins(
     [
         (["--run", "nowhere"], "does not exist"),
         (["--run", "x", "--tokens", "0"], "--tokens 0"),
-        ([], "--run"),
+        ([], "no run given"),
     ],
 )
 def test_report_of_nothing_is_one_line(arguments, text, capsys):
     assert main(["report", *arguments]) == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1
-
-
-def test_report_needs_the_data_it_was_trained_on(tmp_path, make_corpus, cache_folder, capsys):
-    folder = make_corpus(tmp_path / "texts")
-    argv = words(tmp_path, folder, cache_folder, "--train.steps", "2")
-    main(["train", "gpt-moe-test", *argv])
-    (folder / "file000.txt").write_text("another text\n")
-    assert main(["report", "--run", str(tmp_path / "run")]) == 2
-    assert "not what the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -120,14 +194,14 @@ def test_report_needs_the_data_it_was_trained_on(tmp_path, make_corpus, cache_fo
     ],
 )
 def test_the_rule_of_lines_that_tokenise(line, good):
-    assert report.tokenises(line) == good
+    assert samples.tokenises(line) == good
 
 
 def test_countable_lines_leave_out_the_prompt_and_the_cut_line():
-    cut = report.Sample("import os\nimport sys\n", "x = 1\n\n  y = 2\nz = (", True)
-    assert report.countable_lines(cut) == ["x = 1", "y = 2"]
-    ended = report.Sample("def f", "(a):\n    return a", False)
-    assert report.countable_lines(ended) == ["def f(a):", "return a"]
+    cut = samples.Sample("import os\nimport sys\n", "x = 1\n\n  y = 2\nz = (", True)
+    assert samples.countable_lines(cut) == ["x = 1", "y = 2"]
+    ended = samples.Sample("def f", "(a):\n    return a", False)
+    assert samples.countable_lines(ended) == ["def f(a):", "return a"]
 
 
 def test_the_curve_has_few_rows_and_ends_with_the_last():

@@ -165,5 +165,5 @@ def test_other_verbs_answer(learned, capsys):
     assert "nats per target token" in capsys.readouterr().out
     assert main(["generate", "--run", learned, "a dog"]) == 2
     error = capsys.readouterr().err
-    assert "use expertmesh translate" in error and error.count("\n") == 1
+    assert "expertmesh translate" in error and error.count("\n") == 1
     assert Path(learned, "tokenizer.json").is_file()

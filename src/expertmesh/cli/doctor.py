@@ -73,9 +73,14 @@ def run(argv: list[str]) -> int:
         prog="expertmesh doctor",
         description="Says what this machine and this installation can do, and why not the rest.",
     )
-    parser.parse_args(argv)
-    sections = dict(SECTIONS)
-    if _has_ranks():
+    parser.add_argument(
+        "--topology", action="store_true", help="only what is known of links and plans, by topology"
+    )
+    only_topology = parser.parse_args(argv).topology
+    sections = {"Topologies": topologies} if only_topology else dict(SECTIONS)
+    if _has_ranks() and only_topology and not is_first_rank():
+        return 0
+    if _has_ranks() and not only_topology:
         bindings = _gather_bindings()
         if not bindings:
             return 0
@@ -244,6 +249,29 @@ def communication() -> list[Finding]:
     ]
 
 
+def topologies() -> list[Finding]:
+    """What was measured between ranks, and which plans were found, on this machine's disk."""
+    from expertmesh.planner.cache import known
+
+    found = []
+    for path, network, plans in known():
+        if network is not None:
+            links = ", ".join(
+                f"{name} {link.bytes_per_s / 1e6:,.0f} MB/s and {link.latency_s * 1e6:,.0f} us"
+                for name, link in (("inside", network.inside), ("across", network.across))
+            )
+            found.append(Finding(path.stem, "", f"links: {links} ({path})"))
+        for bucket, way in plans.items():
+            text = ", ".join(f"{name} {value}" for name, value in vars(way).items())
+            found.append(Finding(path.stem, "", f"{bucket}: {text}"))
+    nothing = Finding(
+        "links",
+        "no",
+        "nothing is known; torchrun --nproc-per-node N -m expertmesh bench comm measures",
+    )
+    return found or [nothing]
+
+
 def ranks(bindings: Sequence[Binding]) -> list[Finding]:
     """Host, cores and GPU of each rank, and whether the threads of a host's ranks fit its cores."""
     findings = []
@@ -261,6 +289,13 @@ def _has_ranks() -> bool:
     import torch.distributed
 
     return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for all."""
+    from expertmesh.config.base import launched_rank
+
+    return launched_rank()[0] == 0
 
 
 def _gather_bindings() -> list[Binding]:

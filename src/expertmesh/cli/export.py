@@ -2,7 +2,7 @@
 
 from argparse import RawDescriptionHelpFormatter
 
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.flags import OptionParser, chosen_run
 
 _EXAMPLES = """\
 examples:
@@ -21,12 +21,14 @@ def run(argv: list[str]) -> int:
         ConfigError: a path breaks a rule.
         CheckpointError: there is no usable checkpoint.
     """
-    options = _parser().parse_args(argv)
     from expertmesh.training.export import export
     from expertmesh.training.run_dir import expanded
 
+    parser = _parser()
+    options = parser.parse_args(argv)
+    source = expanded(chosen_run(options.source, options.run, parser.prog))
     output = expanded(options.output)
-    found = export(expanded(options.source), output, overwrite=options.overwrite)
+    found = export(source, output, overwrite=options.overwrite)
     print(
         f"{output}: {found.num_tensors} tensors, {found.num_bytes:,} bytes, of step {found.step} ({found.checkpoint})"
     )
@@ -41,8 +43,12 @@ def _parser() -> OptionParser:
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "source", help="run directory (its newest good checkpoint), or a checkpoint's folder"
+        "source",
+        nargs="?",
+        metavar="RUN",
+        help="run directory (its newest good checkpoint), or a checkpoint's folder",
     )
+    parser.add_argument("--run", metavar="RUN", help="the same")
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
     parser.add_argument("--overwrite", action="store_true", help="the file may exist already")
     return parser

@@ -8,7 +8,6 @@ the configuration itself, so that the command line and Python give the same one-
 import argparse
 import difflib
 import re
-import shutil
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from pydantic import BaseModel
 
 from expertmesh.cli.config_file import flat_values, read_config_file
+from expertmesh.cli.layout import fitted
 from expertmesh.config.base import FieldError, Location, nearest_name, option_names, shown
 from expertmesh.config.family import FAMILIES, GPT, Family, Recipes, find_family
 from expertmesh.config.run import ParallelConfig, RunConfig, with_fitting_warmup
@@ -44,6 +44,10 @@ class _Option:
 class OptionParser(argparse.ArgumentParser):
     """argparse for the small verbs, with errors as one-line `ConfigError` and the nearest option named."""
 
+    def format_help(self) -> str:
+        """The help, in lines that fit the terminal."""
+        return fitted(super().format_help())
+
     def error(self, message: str) -> NoReturn:
         """Raises `ConfigError` where argparse would print its usage and exit."""
         unknown = re.search(r"unrecognized arguments: (\S+)", message)
@@ -53,6 +57,20 @@ class OptionParser(argparse.ArgumentParser):
             hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
             raise ConfigError(f"unknown option {word}; {hint}")
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def chosen_run(word: str | None, option: str | None, prog: str) -> str:
+    """The run directory that a verb was given, as a word or as `--run`.
+
+    Raises:
+        ConfigError: neither, or both.
+    """
+    if (word is None) == (option is None):
+        rule = "no run given" if word is None else f"two runs given, {word} and {option}"
+        raise ConfigError(f"{rule}; write one: {prog} runs/demo (see {prog} --help)")
+    found = word if option is None else option
+    assert found is not None
+    return found
 
 
 def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> ParsedRun:
@@ -196,13 +214,11 @@ def _train_help_head(recipe: str | None, recipes: Recipes) -> str:
         lines += [
             f"  {name:<{width}}  {_first_line(function)}" for name, function in recipes.items()
         ]
-    return "\n".join([*lines, ""])
+    return fitted("\n".join([*lines, ""]))
 
 
 def _first_line(function: Callable[[], RunConfig]) -> str:
-    text = (getattr(function, "summary", None) or function.__doc__ or "").strip().partition("\n")[0]
-    width = shutil.get_terminal_size().columns - 20
-    return text if len(text) <= width else text[: width - 3] + "..."
+    return (getattr(function, "summary", None) or function.__doc__ or "").strip().partition("\n")[0]
 
 
 def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:

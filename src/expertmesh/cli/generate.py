@@ -208,7 +208,7 @@ def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
     from expertmesh.data.tokenizer import load_tokenizer
     from expertmesh.training import state
 
-    tokenizer = load_tokenizer(found.path / "tokenizer.json")
+    tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
     precision = _precision(found, device)
     task = found.family.open_task(found.config)
     model = task.build(device=precision.device, dtype=precision.master_dtype)

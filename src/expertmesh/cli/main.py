@@ -1,7 +1,8 @@
 """`expertmesh VERB ...`: picks the verb, and turns every expected failure into one line on stderr.
 
 Exit codes: 0 done; 1 the run failed (damaged checkpoint, diverged training, full disk, ...); 2 the user's input breaks
-a rule; 130 interrupted by Ctrl-C; 141 nobody reads the output any more; 143 stopped by SIGTERM. A verb is a module with
+a rule; 129 the terminal was closed; 130 interrupted by Ctrl-C; 141 nobody reads the output any more; 143 stopped by
+SIGTERM. A verb is a module with
 `run(argv) -> int`; it is imported only when it is called, so that `--help` answers without torch.
 """
 
@@ -12,10 +13,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from expertmesh.cli.launched import leave, tell_launcher
+from expertmesh.cli.layout import fitted
+from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import spell_program
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import (
@@ -75,6 +79,12 @@ def _doctor(argv: list[str]) -> int:
     return run(argv)
 
 
+def _bench(argv: list[str]) -> int:
+    from expertmesh.cli.bench import run
+
+    return run(argv)
+
+
 VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (
         _train,
@@ -88,7 +98,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         _translate,
         'translate a text:             expertmesh translate --run runs/translate-multi30k --to de "a dog"',
     ),
-    "report": (_report, "summarise a run:              expertmesh report --run runs/demo"),
+    "report": (_report, "summarise a run:              expertmesh report runs/demo"),
     "export": (
         _export,
         "weights as one file:          expertmesh export runs/demo --output demo.safetensors",
@@ -99,16 +109,17 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     ),
     "data": (_data, "make parallel text:           expertmesh data lohelp --packages debs/"),
     "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
+    "bench": (_bench, "measure links between ranks:  torchrun ... -m expertmesh bench comm"),
 }
 
-VERBS_OF_ALL_RANKS = ("train", "doctor")
+VERBS_OF_ALL_RANKS = ("train", "doctor", "bench")
 """Under torchrun every process runs these; all else is for the first one alone."""
 
 
 def help_text() -> str:
     """The text of `expertmesh --help`."""
     verbs = "\n".join(f"  {name:<10} {text}" for name, (_, text) in VERBS.items())
-    return f"""\
+    text = f"""\
 ExpertMesh trains and runs mixture-of-experts models.
 
 usage: expertmesh [--debug] VERB [options]
@@ -118,6 +129,7 @@ verbs:
 
 `expertmesh VERB --help` lists the options of a verb. `--debug` shows the traceback of an error.
 """
+    return fitted(text)
 
 
 def program() -> NoReturn:
@@ -132,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None: those of this process.
 
     Returns:
-        0, 1, 2, 130, 141 or 143, see the module's docstring. With `--debug`, an error leaves this function as the exception
+        0, 1, 2, 129, 130, 141 or 143, see the module's docstring. With `--debug`, an error leaves this function as the exception
         that it is.
     """
     words = list(sys.argv[1:] if argv is None else argv)
@@ -151,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse after --help
         return stop.code if isinstance(stop.code, int) else 0
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        _silence_output()
+        silence_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if debug:
@@ -194,11 +206,6 @@ def _open_streams() -> bool:
     return was_closed
 
 
-def _silence_output() -> None:
-    """Lets Python's flush at exit go nowhere, where it would print a traceback of the same broken pipe."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _verb(name: str) -> Callable[[list[str]], int]:
     if name in VERBS:
         return VERBS[name][0]
@@ -217,9 +224,24 @@ def _report_error(error: Exception) -> int:
         return _fail(spell_options(str(error)), 2 if isinstance(error, ConfigError) else 1)
     if isinstance(error, OSError) and error.errno is not None:
         return _fail(_os_error_text(error), 1)
+    if (needs := _out_of_memory(error)) is not None:
+        from expertmesh.cli.flags import spell_options
+
+        return _fail(spell_options(needs), 1)
     return _fail(
         f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1
     )
+
+
+def _out_of_memory(error: Exception) -> str | None:
+    """What to say where there was no memory, of a GPU or of the machine; None: it was something else. Without importing torch."""
+    text = str(error)
+    fix = "lower train.micro_batch_size, use train.activation_checkpointing, or see --dry-run for the parts"
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"the GPU is out of memory ({text.partition('. ')[2].partition('. ')[0] or text}); {fix}"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
+        return f"this machine is out of memory; {fix}"
+    return None
 
 
 def _os_error_text(error: OSError) -> str:
@@ -241,6 +263,7 @@ def _os_error_text(error: OSError) -> str:
 
 def _fail(message: str, code: int) -> int:
     line = "error: " + spell_program(" ".join(message.split()))
-    print(line, file=sys.stderr)
+    with suppress(OSError):  # nobody reads, but the exit code tells
+        print(line, file=sys.stderr, flush=True)
     tell_launcher(line)
     return code

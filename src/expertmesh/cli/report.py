@@ -1,51 +1,22 @@
-"""`expertmesh report --run DIR`: what a run learned, against a baseline, and samples of models that generate text.
+"""`expertmesh report RUN`: what a run learned, against a baseline, and samples of models that generate text."""
 
-The share of sampled lines that tokenise follows one rule: every line of a continuation is stripped and given on its own
-to Python's `tokenize`; it counts if that neither raises nor finds an error token. Empty lines do not count, nor does the
-last line of a continuation that was cut off at its length.
-"""
-
-import io
-import tokenize
-from dataclasses import dataclass
+import math
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.news import told_of_data
+from expertmesh.cli.samples import measure, prompts_of, sample
 from expertmesh.config.family import GPT, Family
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from expertmesh.models.family import Baseline, Task
+    from expertmesh.data.corpus import Corpus
+    from expertmesh.models.family import Data, Task
     from expertmesh.training.run_dir import Run
 
-_PROMPTS = (
-    "import os\nimport sys\n",
-    "def main(",
-    "class Test",
-    "    def __init__(self",
-    "if __name__ ==",
-    "for i in range(",
-    "    return ",
-    "try:\n    ",
-)
 _CURVE_ROWS = 12
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One continuation.
-
-    Attributes:
-        prompt: what the model was given.
-        text: what it went on with.
-        is_cut: whether it ended at its length, not at the end of the text.
-    """
-
-    prompt: str
-    text: str
-    is_cut: bool
 
 
 def run(argv: list[str]) -> int:
@@ -55,32 +26,49 @@ def run(argv: list[str]) -> int:
         argv: words after `report`.
 
     Returns:
-        0 if the model is better than its family's baseline, or there is none, else 1.
+        0; with `--check` 1, unless the model is better than its family's baseline.
 
     Raises:
-        ConfigError: a value breaks a rule, or the run's data are not there any more.
+        ConfigError: a value breaks a rule.
         CheckpointError: the run has no usable checkpoint.
     """
-    parser = OptionParser(prog="expertmesh report", description="Summarises a run.")
-    parser.add_argument(
-        "--run", required=True, action="append", help="run directory; several are compared"
+    parser = OptionParser(
+        prog="expertmesh report",
+        description="Summarises a run: its learning curve, its measure beside a simple baseline, and samples.",
+        epilog="exit code: 0; 1 with --check unless the model is better than the baseline; 2 for a mistake",
     )
+    parser.add_argument(
+        "folders", nargs="*", metavar="RUN", help="run directory; several are compared"
+    )
+    parser.add_argument("--run", action="append", default=[], metavar="RUN", help="the same")
     parser.add_argument(
         "--page", metavar="FILE", help="the HTML page (report.html in the first run's directory)"
     )
     parser.add_argument("--family", help="of a run of your own family: module:name")
     parser.add_argument("--samples", type=int, default=8, help="continuations to sample (8)")
+    parser.add_argument(
+        "--prompt", action="append", help="of the samples; repeatable (beginnings of such texts)"
+    )
     parser.add_argument("--tokens", type=int, default=100, help="tokens for each (100)")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: greedy (0.7)")
     parser.add_argument("--seed", type=int, default=0, help="of the samples (0)")
+    parser.add_argument(
+        "--check", action="store_true", help="exit code 1 unless better than the baseline"
+    )
     options = parser.parse_args(argv)
     if options.samples < 0 or options.tokens < 1 or not 0 <= options.temperature < float("inf"):
         raise ConfigError(
             f"--samples {options.samples} --tokens {options.tokens} --temperature {options.temperature}: "
             "must be at least 0, 1 and 0; change them"
         )
+    options.run = [*options.folders, *options.run]
+    if not options.run:
+        raise ConfigError(
+            f"no run given; write one: {parser.prog} runs/demo (see {parser.prog} --help)"
+        )
     _write_page(options)  # first, for runs without a checkpoint have one, too
-    return max([_report(options, run) for run in options.run])
+    with told_of_data():
+        return max([_report(options, run) for run in options.run])
 
 
 def _write_page(options: Any) -> None:
@@ -99,39 +87,45 @@ def _write_page(options: Any) -> None:
 
 def _report(options: Any, run: str) -> int:
     from expertmesh.config.family import find_family
-    from expertmesh.training.metrics import evaluations, read_metrics
+    from expertmesh.training.metrics import read_metrics
     from expertmesh.training.run_dir import RunDir, load_run
+    from expertmesh.training.state import read_run_state
 
-    found = load_run(run, None if options.family is None else find_family(options.family))
-    family, metric = found.family, found.family.metric
-    metrics = read_metrics(RunDir(run).metrics)
+    given = None if options.family is None else find_family(options.family)
+    folder = RunDir(run)
+    try:
+        found = load_run(run, given)
+    except CheckpointError:
+        # Where nothing can be judged the curve is all there is to see.
+        if metrics := read_metrics(folder.metrics):
+            print(curve_table(metrics, folder.read_config(given)[1]))
+        raise
+    family, metrics = found.family, read_metrics(folder.metrics)
     task: Task = family.open_task(found.config)
     model = _load_model(found, task)
     print(curve_table(metrics, family))
-    before = evaluations(metrics, "initial_eval_")
-    after, baseline = _judge(found, task, model)
-    steps = f"after step {metrics[-1]['step']:,}" if metrics else "now"
-    print()
-    if before:
-        print(f"validation {metric.text}, before training    {before[0][metric.key]:.4f}")
-    print(f"validation {metric.text}, {steps:<18} {after:.4f}")
-    if baseline is not None:
-        print(f"{baseline.name:<44} {baseline.value:.4f}")
+    step = read_run_state(found.checkpoint)["step"]
+    print(f"\nthe newest checkpoint is of step {step:,}")
+    data, missing = _find_data(found, task)
+    is_better = _print_measures(found, task, model, data, metrics, step)
+    if missing is not None:
+        print(f"not judged beside a baseline: {missing}")
     if family.generates_text:
+        corpus: Corpus | None = getattr(data, "corpus", None)
         samples = sample(
             task.decoder(model),
             found,
-            count=options.samples,
+            prompts=options.prompt or prompts_of(corpus, options.samples),
             num_tokens=options.tokens,
             temperature=options.temperature,
             seed=options.seed,
         )
-        _print_samples(samples)
-    if baseline is None:
-        return 0
-    is_better = after > baseline.value if metric.higher_is_better else after < baseline.value
-    print(f"the model is {'' if is_better else 'NOT '}better than the {baseline.short}")
-    return 0 if is_better else 1
+        for number, sampled in enumerate(samples, 1):
+            print(f"\n--- sample {number}, prompt {sampled.prompt!r}")
+            print(sampled.prompt + sampled.text)
+        if samples:
+            print(f"\n{measure(samples, corpus)}")
+    return 1 if options.check and is_better is not True else 0
 
 
 def _load_model(found: "Run", task: "Task") -> "nn.Module":
@@ -144,88 +138,66 @@ def _load_model(found: "Run", task: "Task") -> "nn.Module":
     return model
 
 
-def _judge(found: "Run", task: "Task", model: "nn.Module") -> tuple[float, "Baseline | None"]:
-    """The family's metric of the model, and the baseline, on all of the validation data."""
-    from expertmesh.training.checkpoint import read_state
-    from expertmesh.training.evaluate import evaluate
-    from expertmesh.training.precision import resolve_precision
-    from expertmesh.training.state import check_same_data
+def _find_data(found: "Run", task: "Task") -> "tuple[Data | None, str | None]":
+    """The data of the run, or why they are not there: moved, or changed."""
+    from expertmesh.training.state import check_same_data, read_run_state
 
-    config = found.config
-    data = task.prepare()
-    check_same_data(read_state(found.checkpoint)["data_key"], data, where=found.checkpoint)
-    result = evaluate(
-        task,
-        model,
-        data,
-        batch_size=config.train.micro_batch_size or config.train.batch_size,
-        max_samples=None,
-        precision=resolve_precision(config.train, record=found.arithmetic),
-    )
-    return result[found.family.metric.key], task.baseline(data)
-
-
-def sample(
-    model: Any, found: "Run", *, count: int, num_tokens: int, temperature: float, seed: int
-) -> list[Sample]:
-    """Continuations of fixed prompts, each from the beginning of a text.
-
-    Args:
-        model: the model.
-        found: its run.
-        count: how many; prompts repeat after the last.
-        num_tokens: most tokens for each.
-        temperature: 0: the most likely token always.
-        seed: of the random numbers.
-    """
-    from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
-    from expertmesh.infer.engine import generate_batch
-    from expertmesh.infer.sampling import Sampling
-
-    if count == 0:
-        return []
-    tokenizer = load_tokenizer(found.path / "tokenizer.json")
-    sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
-    prompts = [_PROMPTS[i % len(_PROMPTS)] for i in range(count)]
-    prompt_ids = [[END_OF_TEXT_ID, *tokenizer.encode(p).ids] for p in prompts]
-    room = model.max_seq_len - max(map(len, prompt_ids))
-    outputs: list[list[int]] = [[] for _ in prompts]
-    is_cut = [True] * count
-    steps = generate_batch(
-        model,
-        prompt_ids,
-        max_new_tokens=min(num_tokens, room),
-        sampling=sampling,
-        eos_id=END_OF_TEXT_ID,
-    )
-    for step in steps:
-        for i, token_id in enumerate(step):
-            if token_id is None:
-                is_cut[i] = False
-            else:
-                outputs[i].append(token_id)
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
-    return [Sample(p, t, c) for p, t, c in zip(prompts, texts, is_cut, strict=True)]
-
-
-def countable_lines(sampled: Sample) -> list[str]:
-    """The stripped lines of prompt and continuation that the rule in this module's docstring looks at.
-
-    Lines that hold nothing but prompt are left out.
-    """
-    lines = (sampled.prompt + sampled.text).split("\n")
-    first = sampled.prompt.count("\n")
-    chosen = lines[first : len(lines) - 1 if sampled.is_cut else len(lines)]
-    return [line.strip() for line in chosen if line.strip()]
-
-
-def tokenises(line: str) -> bool:
-    """Whether Python's `tokenize` takes a line on its own."""
     try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(line + "\n").readline))
-    except (tokenize.TokenError, SyntaxError):
-        return False
-    return all(token.type != tokenize.ERRORTOKEN for token in tokens)
+        data = task.prepare()
+        check_same_data(read_run_state(found.checkpoint)["data_key"], data, where=found.checkpoint)
+    except ConfigError as error:
+        return None, str(error)
+    return data, None
+
+
+def _print_measures(
+    found: "Run",
+    task: "Task",
+    model: "nn.Module",
+    data: "Data | None",
+    metrics: list[dict[str, Any]],
+    step: int,
+) -> bool | None:
+    """What the trainer measured on its sample of the validation data, and the measure on all of them beside the baseline.
+
+    Returns:
+        Whether the model is better than the baseline; None: not known.
+    """
+    from expertmesh.training.evaluate import evaluate
+    from expertmesh.training.metrics import evaluations
+    from expertmesh.training.precision import resolve_precision
+
+    metric, config = found.family.metric, found.config
+    rows = []
+    if before := evaluations(metrics, "initial_eval_"):
+        rows.append(("on the trainer's sample, before training", before[0].get(metric.key)))
+    of_step = [line for line in metrics if line["step"] == step]
+    if then := evaluations(of_step):
+        rows.append((f"on the trainer's sample, after step {step:,}", then[-1].get(metric.key)))
+    after = baseline = None
+    if data is not None:
+        result = evaluate(
+            task,
+            model,
+            data,
+            batch_size=config.train.micro_batch_size or config.train.batch_size,
+            max_samples=None,
+            precision=resolve_precision(config.train, record=found.arithmetic),
+        )
+        after, baseline = result[metric.key], task.baseline(data)
+        rows.append((f"on all validation data, after step {step:,}", after))
+    if baseline is not None:
+        rows.append((f"{baseline.name}, on all validation data", baseline.value))
+    width = max((len(name) for name, _ in rows), default=0)
+    if rows:
+        print(f"validation {metric.text}")
+    for name, value in rows:
+        print(f"  {name:<{width}}  {_number(value)}")
+    if after is None or baseline is None:
+        return None
+    is_better = after > baseline.value if metric.higher_is_better else after < baseline.value
+    print(f"the model is {'' if is_better else 'NOT '}better than the {baseline.short}")
+    return is_better
 
 
 def curve_table(metrics: list[dict[str, Any]], family: Family = GPT) -> str:
@@ -238,26 +210,24 @@ def curve_table(metrics: list[dict[str, Any]], family: Family = GPT) -> str:
     chosen = [m for i, m in enumerate(rows) if (len(rows) - 1 - i) % stride == 0]
     if chosen[0] is not metrics[0]:
         chosen.insert(0, metrics[0])
+    if chosen[-1] is not metrics[-1]:
+        chosen.append(metrics[-1])
     items, metric = family.items, family.metric
     head = (
         f"{'step':>8} {items:>12} {'loss':>8} {metric.short:>10} {items + '/s':>9} {'imbalance':>9}"
     )
     lines = [head]
     for m in chosen:
-        value = f"{m[f'eval_{metric.key}']:.4f}" if f"eval_{metric.key}" in m else ""
+        key = f"eval_{metric.key}"
         lines.append(
-            f"{m['step']:>8,} {m[items]:>12,} {m['loss']:>8.4f} {value:>10} {m[f'{items}_per_second']:>9,.0f}"
-            f" {m['load_imbalance']:>9.2f}"
+            f"{m['step']:>8,} {m[items]:>12,} {_number(m['loss']):>8} {_number(m[key]) if key in m else '':>10}"
+            f" {m[f'{items}_per_second']:>9,.0f} {_number(m['load_imbalance'], 2):>9}"
         )
+    if skipped := metrics[-1].get("skipped_steps"):
+        lines.append(f"{skipped:,} steps were skipped: a loss or gradient was not finite")
     return "\n".join(lines)
 
 
-def _print_samples(samples: list[Sample]) -> None:
-    for number, sampled in enumerate(samples, 1):
-        print(f"\n--- sample {number}, prompt {sampled.prompt!r}")
-        print(sampled.prompt + sampled.text)
-    lines = [line for sampled in samples for line in countable_lines(sampled)]
-    good = sum(map(tokenises, lines))
-    print()
-    share = f" ({good / len(lines):.0%})" if lines else ""
-    print(f"sampled lines that tokenise as Python: {good} of {len(lines)}{share}")
+def _number(value: float | None, places: int = 4) -> str:
+    """A number of a metrics file, where null stands for what is not finite."""
+    return "not finite" if value is None or not math.isfinite(value) else f"{value:.{places}f}"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.launched import said_once
+from expertmesh.cli.news import silence_output, told_of_data
 from expertmesh.cli.program import program
 from expertmesh.config.base import launched_rank
 from expertmesh.config.family import Family
@@ -24,7 +25,8 @@ def run(argv: list[str]) -> int:
         argv: words after `train`.
 
     Returns:
-        0, or 143 or 130 when a signal stopped the run after a clean save.
+        0, or 128 + N when signal N stopped the run after a clean save: 129 a closed terminal, 130 Ctrl-C, 141 a dead pipe,
+        143 SIGTERM.
 
     Raises:
         ConfigError: the words, or what they ask for, break a rule.
@@ -41,13 +43,17 @@ def run(argv: list[str]) -> int:
         return 0
     from expertmesh.training.loop import train
     from expertmesh.training.precision import resolve_device
+    from expertmesh.training.stop import NOBODY_READS
 
     with said_once():
         device = resolve_device(parsed.config.train.device)
     if device.type == "cpu":
         keep_freed_memory()
-    result = train(parsed.config, recipe=parsed.recipe, family=parsed.family)
-    if result.is_leader:
+    with told_of_data():
+        result = train(parsed.config, recipe=parsed.recipe, family=parsed.family)
+    if result.stopped_by in NOBODY_READS:
+        silence_output()
+    elif result.is_leader:
         print(summary(result, parsed.family))
     return 0 if result.stopped_by is None else 128 + int(result.stopped_by)
 
@@ -147,7 +153,7 @@ def summary(result: "TrainResult", family: Family) -> str:
         lines.append(f"{result.skipped_steps} steps were skipped (not finite)")
     if result.checkpoint is not None:
         lines.append(f"checkpoint: {result.checkpoint}")
-    lines.append(f"try: {program()} report --run {result.run_dir}")
+        lines.append(f"try: {program()} report {result.run_dir}")
     return "\n".join(lines)
 
 

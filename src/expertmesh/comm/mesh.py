@@ -114,6 +114,8 @@ def expert_degrees(
     hidden_dim: int,
     es_degree: int | None = None,
     order: ExpertOrder = "slices_inner",
+    num_replicas: int = 1,
+    tp_degree: int = 1,
 ) -> ExpertDegrees:
     """Factor the ranks of one copy for the experts of one layer.
 
@@ -123,28 +125,41 @@ def expert_degrees(
         hidden_dim: F.
         es_degree: f; None: the smallest for which W / f divides E, which is W / gcd(E, W).
         order: see `ExpertDegrees`.
+        num_replicas: copies of the model, for the message.
+        tp_degree: ranks of a copy that share sequences, for the message.
 
     Raises:
         ConfigError: f does not divide W or F, or W / f does not divide E; names the nearest valid choice.
     """
     f = num_ranks // math.gcd(num_experts, num_ranks) if es_degree is None else es_degree
-    fits = [
-        d
-        for d in divisors(num_ranks)
-        if num_experts % (num_ranks // d) == 0 and hidden_dim % d == 0
-    ]
+    fits = _slices(num_ranks, num_experts, hidden_dim)
     if f in fits:
         return ExpertDegrees(num_ranks // f, f, order)
-    near = min(fits, key=lambda d: abs(math.log(d / f)), default=None)
-    fix = (
-        f"use es_degree={near}"
-        if near is not None
-        else f"use a hidden_dim divisible by {num_ranks // math.gcd(num_experts, num_ranks)}, or fewer ranks"
-    )
+    if fits:
+        fix = f"use es_degree={min(fits, key=lambda d: abs(math.log(d / f)))}"
+    else:
+        # More copies of the model change nothing of it; for one rank of a copy everything fits.
+        copies = [
+            r
+            for r in divisors(num_ranks // tp_degree)
+            if _slices(num_ranks // r, num_experts, hidden_dim)
+        ]
+        wanted = num_ranks // math.gcd(num_experts, num_ranks)
+        fix = f"use dp_replicate_degree={num_replicas * copies[0]}, or " if copies else "use "
+        fix += f"a hidden_dim divisible by {wanted}"
     raise ConfigError(
         f"es_degree={f} on {num_ranks} ranks, with num_experts={num_experts} and hidden_dim={hidden_dim}: es_degree must "
         f"divide the ranks and hidden_dim, and ranks / es_degree must divide num_experts; {fix}"
     )
+
+
+def _slices(num_ranks: int, num_experts: int, hidden_dim: int) -> list[int]:
+    """The es_degrees that fit."""
+    return [
+        d
+        for d in divisors(num_ranks)
+        if num_experts % (num_ranks // d) == 0 and hidden_dim % d == 0
+    ]
 
 
 def dense_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:

@@ -50,6 +50,7 @@ class World:
         self.device_type, self.timeout_s = device_type, timeout_s
         self.traffic = Traffic()
         self._made: list[dist.ProcessGroup] = []
+        self._nodes: tuple[int, ...] | None = None
         self._is_default = len(self.ranks) == dist.get_world_size()
         self._group = group or dist.group.WORLD
         self._groups: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
@@ -65,12 +66,15 @@ class World:
 
         As torchrun started them (RANK and LOCAL_RANK); without torchrun all ranks are on one node.
         """
+        if self._nodes is not None:
+            return self._nodes
         local = os.environ.get("LOCAL_RANK")
         first = 0 if local is None else dist.get_rank() - int(local)
         mine = torch.tensor(first, device=self.device_type)
         all_P, pending = start_all_gather(mine, self.everyone(), where="nodes of the ranks")
         wait_for(pending)
-        return tuple(all_P.tolist())
+        self._nodes = tuple(all_P.tolist())
+        return self._nodes
 
     def everyone(self) -> RankGroup:
         """The group of all ranks."""

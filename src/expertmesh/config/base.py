@@ -8,12 +8,13 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from expertmesh.errors import ConfigError
 
 Location = tuple[int | str, ...]
+_TOO_LARGE = 2**63
 UNKNOWN = "unknown option"
 _MEANT = "did you mean "
 
@@ -86,6 +87,21 @@ class Config(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise first_error(error, type(self)) from None
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        """Whole numbers must be those of a machine: they become sizes and seeds of tensors."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(number, int) and not -_TOO_LARGE <= number < _TOO_LARGE:
+                    raise FieldError(
+                        name,
+                        number,
+                        "must be a number of 64 bits, below 2**63",
+                        "use a smaller one",
+                    )
+        return self
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
@@ -257,6 +273,11 @@ def launched_rank() -> tuple[int, int]:
 def is_first_on_host() -> bool:
     """Whether no process of a lower number was started on this host by the same torchrun."""
     return not is_launched() or os.environ["LOCAL_RANK"] == "0"
+
+
+def ranks_on_host() -> int:
+    """Processes that torchrun started on this host; 1 without torchrun."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched() else 1
 
 
 def launcher_error_file() -> Path | None:

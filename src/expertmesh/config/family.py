@@ -26,7 +26,7 @@ class Metric:
 
     Attributes:
         key: its name in `Task.evaluation` and, after "eval_", in metrics.jsonl.
-        text: its name for people.
+        text: the name for people.
         short: the same for the head of a column.
         higher_is_better: whether more of it is better.
     """
@@ -52,7 +52,7 @@ class Family:
         products: a function of (configuration, parts of a batch's rows) that returns the step's dominant
             `expertmesh.costs.products.Product`s, or "module:name" of one; None: usual ones. What train.dtype=auto measures.
         items: what losses are means over, and rates count, in the plural.
-        metric: of its evaluations.
+        metric: the metric of the evaluations.
         fixed: options besides the model's and train.seed that a run must go on with, by dotted name.
         free: options of the model that it need not, because they change the speed only.
         generates_text: whether its tasks have a `decoder`, and its runs a tokenizer.json.

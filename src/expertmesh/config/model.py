@@ -37,13 +37,13 @@ class MoEConfig(LayerChoices):
 class ModelConfig(Config):
     """A GPT: RMSNorm, RoPE, grouped-query attention, and MoE in every n-th layer."""
 
-    vocab_size: int = Field(default=4096, gt=0)
+    vocab_size: int = Field(default=4096, gt=0, lt=2**31)
     """Tokens in the vocabulary (V)."""
     max_seq_len: int = Field(default=256, gt=0)
     """Longest sequence (S)."""
     dim: int = Field(default=256, gt=0)
     """Model width (D)."""
-    num_layers: int = Field(default=6, gt=0)
+    num_layers: int = Field(default=6, gt=0, le=100_000)
     """Transformer layers."""
     num_heads: int = Field(default=4, gt=0)
     """Attention heads (H)."""

@@ -5,6 +5,7 @@ A rule about one option is its type. Rules about several are the checks of `Laye
 
 import math
 import numbers
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -23,6 +24,8 @@ BalanceLoss = Literal["switch", "gshard", "importance_load", "none"]
 LossScope = Literal["group", "global"]
 Backend = Literal["auto", "triton", "torch", "reference"]
 
+MOST_FACTOR = 1e6
+"""Largest capacity factor; as large as the number of experts it drops nothing."""
 _FACTORS = ("capacity_factor", "eval_capacity_factor", "max_capacity_factor")
 
 
@@ -62,13 +65,13 @@ class LayerChoices(Config):
     """Step of the aux-loss-free balancing bias; 0: no bias."""
     cosine_dim: int = Field(default=256, gt=0)
     """Dimensions in which the cosine router compares tokens with experts."""
-    capacity_factor: float | None = Field(default=None, gt=0)
+    capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
     """Rows per expert in training as a ratio of the even share; none: dropless."""
-    eval_capacity_factor: float | None = Field(default=None, gt=0)
+    eval_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
     """The same in evaluation; none: dropless."""
-    min_capacity: int = Field(default=4, ge=0)
+    min_capacity: int = Field(default=4, ge=0, lt=2**31)
     """Least rows per expert and routing group when a capacity is set."""
-    max_capacity_factor: float | None = Field(default=None, gt=0)
+    max_capacity_factor: float | None = Field(default=None, gt=0, le=MOST_FACTOR)
     """Upper bound on any expert's rows as a ratio of the even share, also for a dropless layer; none: no bound."""
     drop_policy: DropPolicy = "random"
     """Which rows stay when an expert is over capacity."""
@@ -100,9 +103,9 @@ class LayerChoices(Config):
     """In evaluation the layers give a token the same bits in every batch (slower); model.batch_invariant sets it."""
 
     @property
+    @abstractmethod
     def expert_counts(self) -> tuple[int, ...]:
         """Experts of each layer that these options are for; none: no layer has experts."""
-        raise NotImplementedError
 
     @property
     def is_dropless(self) -> bool:

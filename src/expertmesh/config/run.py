@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from expertmesh.config.base import Config, FieldError, refuses_idle_options
+from expertmesh.config.way import AllToAll
 from expertmesh.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Schedule = Literal["cosine", "wsd"]
 Resume = Literal["auto", "never", "required"]
-AllToAll = Literal["flat", "hierarchical"]
+Bind = Literal["auto", "off"]
 ExpertOrder = Literal["slices_inner", "experts_inner"]
 
 
@@ -136,9 +137,15 @@ class ParallelConfig(Config):
     overlap_degree: int = Field(default=1, gt=0)
     """Parts that tokens travel in: one is under way while the experts compute on another. 1: all at once."""
     all_to_all: AllToAll = "flat"
-    """flat: tokens go straight to the ranks of their experts; hierarchical: between nodes first, once to each node."""
+    """flat: tokens go straight to the ranks of their experts; hierarchical: between nodes first, once to each node; auto: the faster by the cost model."""
     ranks_per_node: int | None = Field(default=None, gt=0)
-    """Neighbouring ranks on one node, for the hierarchical all_to_all; none: as torchrun started them."""
+    """Neighbouring ranks on one node, where that is asked; none: as torchrun started them."""
+    shadow_experts: int = Field(default=0, ge=0)
+    """Hot experts of a layer, those with most tokens in the step before, whose weights come to the tokens."""
+    adaptive: bool = False
+    """Choose route_degree, overlap_degree, all_to_all and shadow_experts per layer and load; what is given stays."""
+    bind: Bind = "auto"
+    """auto: ranks of a machine with several NUMA nodes run on the cores of one each, where the launcher has not bound them; off."""
     expert_order: ExpertOrder = "slices_inner"
     """Neighbouring ranks hold slices of the same experts (slices_inner), or other experts (experts_inner)."""
     zero_stage: int = Field(default=3, ge=1, le=3)
@@ -182,7 +189,7 @@ class ParallelConfig(Config):
                 f"conflicts with ep_degree={shown}, which names the same thing",
                 "give only one of the two",
             )
-        if self.ranks_per_node is not None and self.all_to_all == "flat":
+        if self.ranks_per_node is not None and self.all_to_all == "flat" and not self.adaptive:
             raise FieldError(
                 "ranks_per_node",
                 self.ranks_per_node,

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.costs.parameters import (
@@ -54,12 +55,6 @@ def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
     return config.dim + kept
 
 
-SHORT_SEQUENCE = 256
-"""Tokens up to which attention in BF16 on a CPU goes by, and keeps, its probabilities (`models/short_attention.py`)."""
-HALVED_SEQUENCE = 64
-"""Tokens from which on it leaves out the keys that the first half of the queries cannot see."""
-
-
 def layer_activation_bytes(
     config: ModelConfig, *, num_experts: int, dtype: str, seq_len: int
 ) -> int:
@@ -67,7 +62,7 @@ def layer_activation_bytes(
 
     Args:
         config: the model.
-        num_experts: of this layer; 0: dense.
+        num_experts: the number of experts of this layer; 0: dense.
         dtype: compute dtype.
         seq_len: tokens per sequence.
 
@@ -196,12 +191,12 @@ def rank_memory(
     * of dense parameters, 1 / tp of those outside the layers and of two neighbouring layers (one where dp_shard is 1, which
       FSDP2 copies all the same), or of all layers where zero_stage is 1 or 2; with tp > 1 the vocabulary's matrices whole;
     * of experts, 1 / route_degree of two neighbouring MoE layers in the compute dtype, or of all where zero_stage is 1 or 2;
-      none where route_degree = W.
+      none where route_degree = W; and shadow_experts of each layer, from its forward to its backward.
 
     Args:
         config: the model.
         parallel: degrees that fit the model and the ranks.
-        num_ranks: of the world.
+        num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
 
     Returns:
@@ -227,19 +222,21 @@ def rank_memory(
             dense[parameter.layer] += whole
     layers = list(dense.values())
     most = sum(layers) if kept else _most_at_once(layers, 2 if dp_shard > 1 else 1)
-    shares = []
+    shares, hot = [], 0
     for index, (layer, num_elements) in enumerate(experts.items()):
         num_experts = config.experts_per_layer()[layer]
         ep_degree = parallel.ep_degree_of(index, num_moe_layers=len(experts))
         slices = parallel.es_degree or W // math.gcd(num_experts, W)
         route = parallel.route_degree or W if ep_degree is None else ep_degree * slices
+        hot += 0 if route == 1 else parallel.shadow_experts * num_elements // num_experts
         shares.append(0 if route == W else num_elements // route)
     return RankMemory(
         parameters_bytes=held * master,
         gradients_bytes=held * master,
         optimizer_bytes=2 * held * master,
         gathered_dense_bytes=(outside + most) * master,
-        gathered_experts_bytes=(sum(shares) if kept else _most_at_once(shares, 2)) * compute,
+        gathered_experts_bytes=(hot + (sum(shares) if kept else _most_at_once(shares, 2)))
+        * compute,
     )
 
 

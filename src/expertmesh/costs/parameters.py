@@ -24,9 +24,9 @@ class ParameterCount:
         embedding: token embedding.
         output: output projection; 0 when it is the embedding.
         attention: projections and query-key norms.
-        norms: of the residual stream.
+        norms: the norms of the residual stream.
         dense_ffn: feed-forward layers without experts.
-        router: of all MoE layers.
+        router: the router of all MoE layers.
         experts: routed experts.
         shared: shared experts.
         residual: residual MLPs and coefficients.

@@ -16,7 +16,7 @@ class RunCosts:
         parameters: in all.
         active: parameters that one item (a token, an image) uses.
         num_items: items of all steps.
-        flops_per_item: of training.
+        flops_per_item: the operations of training on one item.
         alone: memory of one process that does it alone.
         each: memory of each of several ranks, activations left out; None for one.
     """
@@ -34,7 +34,7 @@ def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
 
     Args:
         config: the run; its degrees fit the ranks.
-        num_ranks: of the world.
+        num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
     """
     train, seq_len = config.train, config.data.seq_len

@@ -6,7 +6,6 @@ packed files that are cut), so a corpus may be larger than memory.
 
 import hashlib
 import importlib.util
-import logging
 import math
 import os
 import sysconfig
@@ -35,9 +34,7 @@ _PIECE_BYTES = 65_536
 _LEAST_PIECES = 40
 _LEAST_PIECE_BYTES = 512
 # A split is said to be far from what was asked for beyond this ratio.
-_FAR = 2.0
-
-_log = logging.getLogger("expertmesh.data")
+_FAR = 3.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +64,7 @@ class Corpus:
         validation: documents to evaluate on; none of them has the text of a training document.
         num_skipped: files left out: not UTF-8 text, not readable, no regular files.
         digest: hex SHA-256 of all names and texts, in the order above, and of the split.
+        notes: what a user should know of it, a line each: files left out, a split far from what was asked for.
     """
 
     source: str
@@ -74,6 +72,7 @@ class Corpus:
     validation: tuple[Document, ...]
     num_skipped: int
     digest: str
+    notes: tuple[str, ...] = ()
 
 
 def load_corpus(config: TextConfig) -> Corpus:
@@ -111,33 +110,36 @@ def load_corpus(config: TextConfig) -> Corpus:
         num_bytes += len(data)
         progress.at(num_bytes)
         documents.append(Document(name, len(data), hashlib.sha256(data).digest(), _reader(read)))
+    progress.finish()
     if not documents:
         why = (
             f"{left_out.total} files are left out: {left_out}" if left_out.total else "it is empty"
         )
         raise ConfigError(f"{_option(config)}: has no text ({why}); give text files in UTF-8")
-    if left_out.total:
-        _log.warning("%s: %d files are left out: %s", _option(config), left_out.total, left_out)
     training, validation = split_documents(documents, config.validation_fraction)
     if not training or not validation:
         raise ConfigError(
             f"{_option(config)}: {len(documents)} different documents cannot be split into training and validation; "
             "give more text"
         )
-    _warn_of_split(training, validation, config)
+    notes = _note_of_split(training, validation, config)
+    if left_out.total:
+        notes.append(f"{_option(config)}: {left_out.total} files are left out: {left_out}")
     training = _weighted(training, config)
     digest = hashlib.sha256()
     for side in (training, validation):
         digest.update(f"{len(side)}\n".encode())
         for document in side:
             digest.update(os.fsencode(document.name) + b"\0" + document.digest)
-    return Corpus(source, tuple(training), tuple(validation), left_out.total, digest.hexdigest())
+    return Corpus(
+        source, tuple(training), tuple(validation), left_out.total, digest.hexdigest(), tuple(notes)
+    )
 
 
-def _warn_of_split(
+def _note_of_split(
     training: Sequence[Document], validation: Sequence[Document], config: TextConfig
-) -> None:
-    """Say that whole documents made another split than was asked for."""
+) -> list[str]:
+    """A line where whole documents made a split far from what was asked for."""
     sizes = [sum(document.num_bytes for document in side) for side in (training, validation)]
     share, wanted = sizes[1] / sum(sizes), config.validation_fraction
     ratios = (
@@ -146,15 +148,13 @@ def _warn_of_split(
         (1 - share) / (1 - wanted),
         (1 - wanted) / (1 - share),
     )
-    if max(ratios) > _FAR:
-        _log.warning(
-            "%s: %.1f%% of the text is for validation, not the %.1f%% of data.validation_fraction: documents stay whole, and"
-            " there are %d; give more, or another fraction",
-            _option(config),
-            100 * share,
-            100 * wanted,
-            len(training) + len(validation),
-        )
+    if max(ratios) <= _FAR:
+        return []
+    note = (
+        f"{_option(config)}: {share:.1%} of the text is for validation, not the {wanted:.1%} of data.validation_fraction:"
+        f" documents stay whole, and there are {len(training) + len(validation)}; give more, or another fraction"
+    )
+    return [note]
 
 
 def split_documents(

@@ -41,6 +41,8 @@ def rows_of(path: Path, *, tokenizer: str | None) -> list[Reader] | None:
         OSError: it cannot be read.
     """
     name = path.name.lower()
+    if name.endswith(".bin") and not path.with_suffix(".idx").exists():
+        return None  # any other file of bytes
     for ending, rows in FORMATS.items():
         if name.endswith((ending, f"{ending}.gz", f"{ending}.zst")):
             return rows(path, tokenizer)
@@ -163,11 +165,11 @@ def _megatron(path: Path, tokenizer: str | None) -> list[Reader]:
             f"data.path={path}: holds token ids; name the tokenizer.json that made them: data.tokenizer=FILE"
         )
     index = path.with_suffix(".idx")
-    data = index.read_bytes() if index.is_file() else b""
+    data = index.read_bytes()
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     if not data.startswith(_MAGIC) or len(data) < head:
         raise ConfigError(
-            f"data.path={path}: has no Megatron index {index.name} beside it; give both files"
+            f"data.path={path}: {index.name} beside it is no Megatron index; write it again"
         )
     _, code, count, borders = struct.unpack_from("<QBQQ", data, len(_MAGIC))
     if code not in _TYPES or len(data) < head + 12 * count + 8 * borders:

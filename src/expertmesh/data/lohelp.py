@@ -73,7 +73,7 @@ class _Segments(HTMLParser):
             return
         while self._open:
             opened, begins, _ = self._open.pop()
-            if begins is not None:
+            if begins is not None and begins in self._texts:
                 self.found[begins] = " ".join("".join(self._texts.pop(begins)).split())
             if opened == tag:
                 return

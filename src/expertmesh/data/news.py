@@ -37,3 +37,7 @@ class Progress:
             of,
             extra={"is_progress": True},
         )
+
+    def finish(self) -> None:
+        """What a terminal shows of it may go."""
+        _log.info("", extra={"is_progress": True})

@@ -119,6 +119,8 @@ def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
                 f"data.seq_len={config.seq_len}: the {name} split has only {len(shard.tokens_N)} tokens; "
                 "give more text or lower data.seq_len"
             )
+    for note in corpus.notes:
+        _log.warning(note)
     return TokenData(
         folder, key, corpus.source, training, validation, folder / "tokenizer.json", corpus
     )
@@ -199,7 +201,9 @@ def _build(corpus: Corpus, folder: Path, given: Tokenizer | None, *, vocab_size:
         tokenizer = given
         if tokenizer is None:
             _log.info("learning a tokenizer of %d tokens", vocab_size, extra={"is_progress": True})
-            tokenizer = train_tokenizer(texts(corpus.training), vocab_size=vocab_size)
+            # No text has more merges than bytes, and the trainer sets memory aside for all that it is told of.
+            most = 257 + sum(document.num_bytes for document in corpus.training)
+            tokenizer = train_tokenizer(texts(corpus.training), vocab_size=min(vocab_size, most))
         (partial / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         # Encode with what was saved, which is what everybody will use.
         tokenizer = load_tokenizer(partial / "tokenizer.json")
@@ -242,6 +246,7 @@ def _write_tokens(
             progress.at(num_bytes)
         file.flush()
         os.fsync(file.fileno())
+    progress.finish()
     return num_tokens
 
 

@@ -43,11 +43,15 @@ def train_tokenizer(
     return tokenizer
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
     """Read a tokenizer that a run saved.
 
+    Args:
+        path: the file.
+        vocab_size: V of the run's model; None: not known.
+
     Raises:
-        CheckpointError: the file is missing or damaged.
+        CheckpointError: the file is missing or damaged, or of a model with a larger vocabulary.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -56,6 +60,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise CheckpointError(
             f"{path}: is not a readable tokenizer ({reason}); restore the file or train again"
         ) from None
+    if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
+        raise CheckpointError(
+            f"{path}: has {tokenizer.get_vocab_size()} tokens and the model {vocab_size}; it is of another run: restore the file from"
+            " a copy"
+        )
     # Not in the file: without it a text that quotes the end-of-text token would become that token.
     tokenizer.encode_special_tokens = True
     return tokenizer

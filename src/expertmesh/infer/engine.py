@@ -46,12 +46,12 @@ def generate_text(
     """Continue a text.
 
     Args:
-        model: as `generate_batch`.
+        model: the model, as for `generate_batch`.
         tokenizer: byte-level BPE of the model.
         prompt: not empty.
-        max_new_tokens: as `generate_batch`.
-        sampling: as `generate_batch`.
-        eos_id: as `generate_batch`.
+        max_new_tokens: the most tokens to append, as for `generate_batch`.
+        sampling: the rule of sampling, as for `generate_batch`.
+        eos_id: the token that ends a text, as for `generate_batch`.
         start_id: put before the prompt, to say that a document begins; None: nothing.
 
     Returns:
@@ -286,7 +286,7 @@ def pad_left(
 
     Args:
         prompts: token ids.
-        device: of the result.
+        device: the device of the result.
 
     Returns:
         (B, S) int64 ids, 0 where padded, and the (B, S) bool mask, False where padded; None if nothing is.

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from expertmesh.errors import ConfigError
 
+# Logits over less than this leave FP32; what is left is the most likely token.
+_COLDEST = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -18,7 +21,7 @@ class Sampling:
         top_k: only the k most likely tokens stay; None: all.
         top_p: of those, the fewest most likely tokens whose probabilities sum to at least p stay (nucleus sampling,
             Holtzman et al. 2020); in (0, 1]; None: all.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -36,7 +39,7 @@ class Sampling:
             raise ConfigError(
                 f"temperature={self.temperature}: must be at least 0; use 0 for the most likely token"
             )
-        if self.temperature == 0:
+        if self.temperature < _COLDEST:
             object.__setattr__(self, "greedy", True)
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(

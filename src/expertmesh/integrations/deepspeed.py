@@ -10,7 +10,6 @@ needed. Where DeepSpeed's code does something else than its documentation says, 
 """
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from expertmesh.comm.world import World
 from expertmesh.config.moe_rules import DropPolicy, RouterNoise
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import LocalDispatcher
+from expertmesh.moe.experts import FirstOutput
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, to_foreign
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.recognize import RecognizedMLP, recognize_mlp
@@ -95,7 +95,7 @@ class MoE(nn.Module):
             hidden_dim=self._mlp.hidden_dim if self._mlp else hidden_size,
             num_experts=num_experts,
             top_k=k,
-            experts=None if self._mlp else lambda _: _First(copy.deepcopy(expert)),
+            experts=None if self._mlp else lambda _: FirstOutput(copy.deepcopy(expert)),
             activation=self._mlp.activation if self._mlp else "gelu",
             bias=bool(self._mlp and self._mlp.bias),
             normalize_weights="none" if k == 1 else "kept" if drop_tokens else "topk",
@@ -196,19 +196,6 @@ class MoE(nn.Module):
         return y, stats.aux_loss, stats.num_tokens_per_expert_E
 
 
-class _First(nn.Module):
-    """An expert whose tuple output counts by its first entry."""
-
-    def __init__(self, expert: nn.Module) -> None:
-        super().__init__()
-        self.expert = expert
-
-    def forward(self, x_RD: Tensor) -> Tensor:
-        y = self.expert(x_RD)
-        first: Tensor = y[0] if isinstance(y, tuple) else y
-        return first
-
-
 _FUSED = ("w_in", "w_out", "b_in", "b_out")
 
 
@@ -281,16 +268,9 @@ def _to_theirs(moe: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> No
         to_foreign(state, _names(moe), prefix=prefix, own_prefix="_layer.")
 
 
-def _to_ours(
-    moe: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    _local: Mapping[str, Any],
-    _strict: bool,
-    _missing: list[str],
-    _unexpected: list[str],
-    errors: list[str],
-) -> None:
+def _to_ours(moe: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     assert isinstance(moe, MoE)
     if isinstance(moe._layer.dispatcher, LocalDispatcher):
-        errors += from_foreign(state, _names(moe), moe._layer, prefix=prefix, own_prefix="_layer.")
+        others[-1].extend(
+            from_foreign(state, _names(moe), moe._layer, prefix=prefix, own_prefix="_layer.")
+        )

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
+from expertmesh.moe.experts import FirstOutput
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.router import router_linear
+from expertmesh.ops.router_linear import router_linear
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
 
@@ -170,7 +171,9 @@ class MOELayer(nn.Module):
             num_experts=num_experts,
             top_k=gate.top_k,
             router=_Logits(gate.wg),
-            experts=lambda e: _First(own[e - first] if first <= e < first + len(own) else None),
+            experts=lambda e: FirstOutput(
+                own[e - first] if first <= e < first + len(own) else None
+            ),
             capacity_factor=gate.capacity_factor,
             eval_capacity_factor=gate.eval_capacity_factor,
             min_capacity=1,
@@ -238,17 +241,3 @@ class _Logits(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return router_linear(x_TD, self.wg.weight)
-
-
-class _First(nn.Module):
-    """An expert whose tuple output counts by its first entry; on other ranks there is none."""
-
-    def __init__(self, expert: nn.Module | None) -> None:
-        super().__init__()
-        self.expert = expert
-
-    def forward(self, x_RD: Tensor) -> Tensor:
-        assert self.expert is not None, "the expert is on another rank"
-        y = self.expert(x_RD)
-        first: Tensor = y[0] if isinstance(y, tuple) else y
-        return first

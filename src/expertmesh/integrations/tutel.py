@@ -359,23 +359,16 @@ def _to_theirs(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> 
         state[f"{prefix}_num_global_experts"] = torch.tensor(layer.num_global_experts)
 
 
-def _to_ours(
-    layer: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    _local: Mapping[str, Any],
-    _strict: bool,
-    _missing: list[str],
-    _unexpected: list[str],
-    errors: list[str],
-) -> None:
+def _to_ours(layer: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     assert isinstance(layer, MOELayer)
     if not isinstance(layer._layer.dispatcher, LocalDispatcher):
         return
     state.pop(f"{prefix}_num_global_experts", None)
     bias = state.pop(f"{prefix}gates.0.cosine_projector.bias", None)
     if bias is not None and bool((bias != 0).any()):
-        errors.append(
+        others[-1].append(
             f"{prefix}gates.0.cosine_projector.bias is not zero; the cosine router has no such bias"
         )
-    errors += from_foreign(state, _names(layer), layer._layer, prefix=prefix, own_prefix="_layer.")
+    others[-1].extend(
+        from_foreign(state, _names(layer), layer._layer, prefix=prefix, own_prefix="_layer.")
+    )

@@ -103,11 +103,11 @@ def _strides(factor: Tensor) -> tuple[int, ...]:
     return (part if factor.shape[0] > 1 else 0, *others)
 
 
-def _product(a_PMK: Tensor, b_PKN: Tensor, *, dtype: torch.dtype, long_sum: bool) -> Tensor:
+def _product(a_ZMK: Tensor, b_ZKN: Tensor, *, dtype: torch.dtype, long_sum: bool) -> Tensor:
     """The product of two sums of parts; long_sum shares K, too, out among programs."""
-    (_, M, K), N = a_PMK.shape, b_PKN.shape[2]
-    cores = tiles.multiprocessors(a_PMK.device)
-    tile = tiles.split_tile(a_PMK.device, num_rows=M, num_programs=cores)
+    (_, M, K), N = a_ZMK.shape, b_ZKN.shape[2]
+    cores = tiles.multiprocessors(a_ZMK.device)
+    tile = tiles.split_tile(a_ZMK.device, num_rows=M, num_programs=cores)
     block_n = min(tile.block_n, max(16, next_power_of_2(N)))
     grid = (triton.cdiv(M, tile.block_m), triton.cdiv(N, block_n))
     num_steps = triton.cdiv(K, tile.block_k)
@@ -115,21 +115,21 @@ def _product(a_PMK: Tensor, b_PKN: Tensor, *, dtype: torch.dtype, long_sum: bool
     if long_sum:
         steps_of_piece = triton.cdiv(num_steps, max(1, cores // (grid[0] * grid[1])))
     pieces = triton.cdiv(num_steps, steps_of_piece)
-    out = torch.empty(pieces, M, N, dtype=dtype, device=a_PMK.device)
+    out = torch.empty(pieces, M, N, dtype=dtype, device=a_ZMK.device)
     launch(
         _split_product,
         (*grid, pieces),
-        a_PMK,
-        b_PKN,
+        a_ZMK,
+        b_ZKN,
         out,
         M,
         N,
         K,
         steps_of_piece,
-        *_strides(a_PMK),
-        *_strides(b_PKN),
-        A_PARTS=a_PMK.shape[0],
-        B_PARTS=b_PKN.shape[0],
+        *_strides(a_ZMK),
+        *_strides(b_ZKN),
+        A_PARTS=a_ZMK.shape[0],
+        B_PARTS=b_ZKN.shape[0],
         EVEN_M=long_sum and M % tile.block_m == 0,
         EVEN_K=K % tile.block_k == 0 and not long_sum,
         BLOCK_M=tile.block_m,
@@ -143,8 +143,8 @@ def _product(a_PMK: Tensor, b_PKN: Tensor, *, dtype: torch.dtype, long_sum: bool
 
 def logits(x_TD: Tensor, w_ED: Tensor) -> Tensor:
     """x W^T in FP32 (T, E): BF16 tokens times the three parts of FP32 weights, D > 0. Does not synchronise."""
-    parts_PDE = split(w_ED, 3).transpose(1, 2)
-    return _product(x_TD.contiguous()[None], parts_PDE, dtype=torch.float32, long_sum=False)
+    parts_ZDE = split(w_ED, 3).transpose(1, 2)
+    return _product(x_TD.contiguous()[None], parts_ZDE, dtype=torch.float32, long_sum=False)
 
 
 def gradients(
@@ -160,10 +160,10 @@ def gradients(
         need_w: whether grad^T x in FP32 (E, D) is wanted: three parts of grad; sums over pieces of T are added in order.
     """
     d_x, d_w = x_TD.new_empty(0), w_ED.new_empty(0)
-    parts_PTE = split(grad_TE, 3)
+    parts_ZTE = split(grad_TE, 3)
     if need_x:
-        d_x = _product(parts_PTE[:2], split(w_ED, 2), dtype=x_TD.dtype, long_sum=False)
+        d_x = _product(parts_ZTE[:2], split(w_ED, 2), dtype=x_TD.dtype, long_sum=False)
     if need_w:
-        x_PTD = x_TD.contiguous()[None]
-        d_w = _product(parts_PTE.transpose(1, 2), x_PTD, dtype=torch.float32, long_sum=True)
+        x_ZTD = x_TD.contiguous()[None]
+        d_w = _product(parts_ZTE.transpose(1, 2), x_ZTD, dtype=torch.float32, long_sum=True)
     return d_x, d_w

@@ -38,11 +38,11 @@ class KVCache:
     The model announces new tokens once with `begin`, then every layer stores its part with `update`.
 
     Args:
-        config: of the model.
+        config: the config of the model.
         batch_size: sequences.
         max_len: most tokens per sequence, padding included; None: config.max_seq_len.
-        device: of the cache.
-        dtype: of keys and values: the compute dtype of the model.
+        device: the device of the cache.
+        dtype: the type of keys and values: the type that the model computes in.
 
     Raises:
         ConfigError: max_len is more than the model's longest sequence.

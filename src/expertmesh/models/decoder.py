@@ -76,7 +76,7 @@ class CausalLM(Protocol):
         Args:
             ids_BS: (B, S) int64; the whole prompts at first, padded on the left, then one token of each sequence.
             token_mask_BS: (B, S) bool, False for padding; None: there is none.
-            cache: of `new_cache`.
+            cache: the cache of `new_cache`.
 
         Returns:
             (B, V), of any floating dtype.
@@ -103,6 +103,6 @@ class EncoderDecoder(CausalLM, Protocol):
         Args:
             ids_BS: (B, S) int64, padded on the right.
             token_mask_BS: (B, S) bool, False for padding; None: there is none.
-            cache: of `new_cache`, still empty.
+            cache: the cache of `new_cache`, still empty.
         """
         ...

@@ -69,9 +69,9 @@ class Part:
     """Which part of a run's batch a call of `Task.loss` or `Task.measure` is about.
 
     Attributes:
-        step: of the run, from 0.
+        step: the step of the run, from 0.
         rows: its samples in the whole batch.
-        ranks: that work on the batch.
+        ranks: the ranks that work on the batch.
     """
 
     step: int
@@ -94,7 +94,7 @@ class Baseline(NamedTuple):
     Attributes:
         name: in words.
         short: in fewer words.
-        value: of the family's metric, on all of the validation data.
+        value: the value of the family's metric, on all of the validation data.
     """
 
     name: str
@@ -138,8 +138,8 @@ class Task(ABC):
         """The whole model with its initial weights, which depend on the run's seed only: torch's default generator is seeded.
 
         Args:
-            device: of the parameters.
-            dtype: of the parameters.
+            device: the device of the parameters.
+            dtype: the type of the parameters.
         """
 
     @abstractmethod
@@ -147,7 +147,7 @@ class Task(ABC):
         """The loss of some samples in training mode, under autocast.
 
         Args:
-            model: as `place` returned it.
+            model: the model as `place` returned it.
             batch: samples on the model's device.
             part: which they are.
         """

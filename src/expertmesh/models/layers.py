@@ -3,18 +3,13 @@
 The dense feed-forward layer is `expertmesh.moe.experts.DenseMLP`, the same module as a shared expert.
 """
 
-from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.models import masked_attention, row_blocks, short_attention
-from expertmesh.ops.cpu import products as cpu_products
-from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.invariant import operators as invariant
-from expertmesh.ops.invariant.attention import attention as invariant_attention
+from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
 
 class LayerCache(Protocol):
@@ -33,9 +28,9 @@ class RMSNorm(nn.Module):
     Args:
         dim: size of the last axis.
         eps: added to the mean square.
-        batch_invariant: in evaluation, sum in an order that the width alone decides.
-        device: of the weight.
-        dtype: of the weight.
+        arithmetic: the arithmetic of the norm in evaluation.
+        device: the device of the weight.
+        dtype: the type of the weight.
     """
 
     def __init__(
@@ -43,32 +38,47 @@ class RMSNorm(nn.Module):
         dim: int,
         *,
         eps: float,
-        batch_invariant: bool = False,
+        arithmetic: RowArithmetic = ORDINARY,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.eps, self.batch_invariant = eps, batch_invariant
+        self.eps, self.arithmetic = eps, arithmetic
         self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim) in the dtype of x."""
-        if self.batch_invariant and not self.training:
-            return invariant.rms_norm(x, self.weight, eps=self.eps)
-        if row_blocks.serves(x):
-            return row_blocks.rms_norm(x, self.weight, eps=self.eps)
-        dtype = accumulate_dtype(x.dtype)
-        weight = self.weight.to(dtype)
-        return F.rms_norm(x.to(dtype), weight.shape, weight, self.eps).to(x.dtype)
+        return self.arithmetic.in_mode(self.training).rms_norm(x, self.weight, eps=self.eps)
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, on a CPU by its fastest library."""
+    """`nn.Linear` by the model's arithmetic.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: whether there is a bias (N,).
+        arithmetic: the arithmetic of the product in evaluation.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        arithmetic: RowArithmetic = ORDINARY,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.arithmetic = arithmetic
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        y = cpu_products.linear(x, self.weight)
-        return y if self.bias is None else y + self.bias
+        return self.arithmetic.in_mode(self.training).linear(x, self.weight, self.bias)
 
 
 def rope_tables(
@@ -78,7 +88,7 @@ def rope_tables(
     base: float,
     dtype: torch.dtype,
     fraction: float = 1.0,
-    batch_invariant: bool = False,
+    arithmetic: RowArithmetic = ORDINARY,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
 
@@ -90,7 +100,7 @@ def rope_tables(
         base: base of the frequencies.
         dtype: FP32 or FP64.
         fraction: share of the pairs that turn.
-        batch_invariant: an entry has the same bits wherever it stands in the table.
+        arithmetic: the arithmetic of the cosines and sines.
 
     Returns:
         Cosines and sines, each (..., S, head_dim / 2).
@@ -100,9 +110,7 @@ def rope_tables(
     frequency = torch.pow(base, -half / turning)
     frequency = F.pad(frequency, (0, (head_dim - turning) // 2))
     angle = positions_S.to(dtype)[..., None] * frequency
-    if batch_invariant:
-        return invariant.pointwise(angle, "cos"), invariant.pointwise(angle, "sin")
-    return angle.cos(), angle.sin()
+    return arithmetic.cos_and_sin(angle)
 
 
 def apply_rope(x_BHSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -111,7 +119,7 @@ def apply_rope(x_BHSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x_BHSD: (B, H, S, head_dim) queries or keys.
         cos: (S, head_dim / 2), or (B, 1, S, head_dim / 2).
-        sin: like cos.
+        sin: the sines, of the shape of cos.
 
     Returns:
         The turned x, in its dtype; computed in the dtype of the tables.
@@ -133,13 +141,13 @@ class Attention(nn.Module):
         num_kv_heads: key and value heads, a divisor of num_heads.
         head_dim: size of one head, even.
         qk_norm: RMSNorm on queries and keys, before the rotation.
-        qk_norm_scope: whether that is over each "head", or over all queries (keys) of a token, the "projection".
-        qkv_bias: whether queries, keys and values have biases.
-        norm_eps: its epsilon.
+        norm_eps: the epsilon of that norm.
         layer_index: which layer of a cache is this one's.
-        batch_invariant: in evaluation a token's result is the same to the bit in every batch.
-        device: of the parameters.
-        dtype: of the parameters.
+        qk_norm_scope: whether that norm is over each "head", or over all queries (keys) of a token, the "projection".
+        qkv_bias: whether queries, keys and values have biases.
+        arithmetic: the arithmetic of everything in evaluation.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
     """
 
     def __init__(
@@ -154,25 +162,25 @@ class Attention(nn.Module):
         layer_index: int,
         qk_norm_scope: Literal["head", "projection"] = "head",
         qkv_bias: bool = False,
-        batch_invariant: bool = False,
+        arithmetic: RowArithmetic = ORDINARY,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.layer_index, self.batch_invariant = layer_index, batch_invariant
+        self.layer_index, self.arithmetic = layer_index, arithmetic
         rows = (num_heads + 2 * num_kv_heads) * head_dim
-        self.qkv = Linear(dim, rows, bias=qkv_bias, device=device, dtype=dtype)
-        self.out = Linear(num_heads * head_dim, dim, bias=False, device=device, dtype=dtype)
+        how: dict[str, Any] = {"arithmetic": arithmetic, "device": device, "dtype": dtype}
+        self.qkv = Linear(dim, rows, bias=qkv_bias, **how)
+        self.out = Linear(num_heads * head_dim, dim, **how)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.norms_heads = qk_norm_scope == "head"
         if qk_norm:
-            norm = partial(
-                RMSNorm, eps=norm_eps, batch_invariant=batch_invariant, device=device, dtype=dtype
-            )
             sizes = (1, 1) if self.norms_heads else (num_heads, num_kv_heads)
-            self.q_norm, self.k_norm = (norm(size * head_dim) for size in sizes)
+            self.q_norm, self.k_norm = (
+                RMSNorm(size * head_dim, eps=norm_eps, **how) for size in sizes
+            )
 
     def forward(
         self,
@@ -188,7 +196,7 @@ class Attention(nn.Module):
         Args:
             x_BSD: (B, S, D).
             cos: rotary cosines of the S positions, see `apply_rope`.
-            sin: rotary sines.
+            sin: rotary sines of the same positions.
             mask: boolean, broadcastable to (B, H, S, keys), True where a query may look; None: causal.
             cache: holds the keys and values of earlier tokens; the mask is then needed unless S = 1 or it is empty.
 
@@ -197,12 +205,7 @@ class Attention(nn.Module):
         """
         B, S, _ = x_BSD.shape
         group = self.num_heads // self.num_kv_heads
-        invariant_now = self.batch_invariant and not self.training
-        linear = invariant.linear if invariant_now else cpu_products.linear
-        qkv = linear(x_BSD, self.qkv.weight)
-        if self.qkv.bias is not None:
-            qkv = qkv + self.qkv.bias
-        qkv = qkv.view(B, S, self.num_kv_heads, group + 2, self.head_dim)
+        qkv = self.qkv(x_BSD).view(B, S, self.num_kv_heads, group + 2, self.head_dim)
         q, k, v = (t.flatten(2, 3) for t in qkv.split([group, 1, 1], dim=3))
         q, k = (
             self._norm_and_rope(t, norm, cos, sin)
@@ -211,19 +214,7 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(self.layer_index, k_BHSD=k, v_BHSD=v)
-        if invariant_now:
-            y = invariant_attention(q, k, v, mask=mask)
-            return linear(y.transpose(1, 2).flatten(2), self.out.weight)
-        # One new token may look at everything so far, so it needs no mask at all.
-        causal = mask is None and S > 1
-        if causal and short_attention.serves(q, k):
-            y = short_attention.causal_attention(q, k, v)
-        elif mask is not None and masked_attention.serves(q, k):
-            y = masked_attention.masked_attention(q, k, v, mask)
-        else:
-            y = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1
-            )
+        y = self.arithmetic.in_mode(self.training).attention(q, k, v, mask=mask)
         return self.out(y.transpose(1, 2).flatten(2))
 
     def _norm_and_rope(
@@ -232,11 +223,11 @@ class Attention(nn.Module):
         """(B, S, H, head_dim) -> (B, H, S, head_dim), normalised and turned."""
         if norm is not None and not self.norms_heads:
             x_BSHd, norm = norm(x_BSHd.flatten(2)).view(x_BSHd.shape), None
-        plain = self.training or not self.batch_invariant
-        if plain and row_blocks.serves(x_BSHd) and cos.ndim == 2:
-            weight = None if norm is None else norm.weight
-            eps = 0.0 if norm is None else norm.eps
-            turned = row_blocks.norm_and_rope(x_BSHd, weight, eps=eps, cos=cos, sin=sin)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        turned = self.arithmetic.in_mode(self.training).norm_and_rope(
+            x_BSHd, weight, eps=eps, cos=cos, sin=sin
+        )
+        if turned is not None:
             return turned.transpose(1, 2)
         x_BHSD = x_BSHd.transpose(1, 2)
         return apply_rope(x_BHSD if norm is None else norm(x_BHSD), cos, sin)

@@ -120,7 +120,7 @@ def upcycle(
         top_k: copies that a token uses (K / granularity).
         granularity: experts that a copy is cut into (g); it must divide the hidden size.
         noise_std: standard deviation of Gaussian noise on the copied weights, relative to that of each weight; 0: none.
-        seed: of routers and noise.
+        seed: the seed of routers and noise.
         options: further keywords of `MoELayer`, such as capacity_factor, aux_loss_weight or num_shared_experts.
 
     Returns:

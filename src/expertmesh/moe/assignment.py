@@ -9,6 +9,7 @@ from torch import Tensor
 
 from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.random import STREAM_RANDOM_DROP, random_bits
+from expertmesh.moe.types import RouterOutput
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.route_metadata import MOST_TRITON_EXPERTS, route_metadata
@@ -178,7 +179,12 @@ def valid_tokens_per_group(
 
 
 def count_choices(expert_ids_TK: Tensor, num_experts: int, group_size: int | None) -> Tensor:
-    """(number of groups, E) int64, slots that chose each expert; ids equal to E count nowhere."""
+    """(number of groups, E) int64, slots that chose each expert; ids equal to E count nowhere.
+
+    Example:
+        >>> count_choices(torch.tensor([[0, 1], [0, 2]]), 2, None).tolist()  # 2 is "no expert"
+        [[2, 1]]
+    """
     T = expert_ids_TK.shape[0]
     num_groups, size = group_sizes(T, group_size)
     segment_TK = expert_ids_TK
@@ -213,14 +219,16 @@ def _queue_order(
     noise_key: Tensor,
     token_index_T: Tensor,
     layer_index: int,
+    priority_T: Tensor | None,
 ) -> Tensor | None:
     """Order in which slots, counted choice by choice (j * T + t), queue for their experts; None: as counted."""
     if policy == "first":
         return None
     if policy == "priority":
         T, K = weights_TK.shape
-        largest_T = weights_TK.detach().masked_fill(~live_TK, -math.inf).amax(-1)
-        token_T = torch.sort(-largest_T, stable=True).indices
+        if priority_T is None:
+            priority_T = weights_TK.detach().masked_fill(~live_TK, -math.inf).amax(-1)
+        token_T = torch.sort(-priority_T, stable=True).indices
         first_slot_K = torch.arange(K, device=weights_TK.device) * T
         return (first_slot_K[:, None] + token_T).reshape(-1)
     if policy == "weight":
@@ -264,6 +272,16 @@ def all_kept(expert_ids_TK: Tensor, weights_TK: Tensor) -> Assignment:
     return Assignment(expert_ids_TK, weights_TK, zero, None)
 
 
+def priority_of(routed: RouterOutput, options: CapacityOptions) -> Tensor | None:
+    """(T,) what ranks tokens under "priority": the largest of a token's scores over all experts, before the weights are normalised.
+
+    None: the policy is another, or the router has no scores.
+    """
+    if options.policy != "priority" or routed.scores_TE is None:
+        return None
+    return routed.scores_TE.detach().amax(-1)
+
+
 def assign(
     expert_ids_TK: Tensor,
     weights_TK: Tensor,
@@ -274,12 +292,13 @@ def assign(
     noise_key: Tensor,
     token_index_T: Tensor,
     layer_index: int,
+    priority_T: Tensor | None = None,
 ) -> Assignment:
     """Drop what exceeds C = max(min_capacity, ceil(K * T_g / E * factor)) rows of an expert in a routing group.
 
     T_g counts the tokens that the mask does not hide, as a tensor; buffer sizes come from the static size, so
     nothing synchronises with the host. Who stays, per `options.policy`: first (all first choices in token order,
-    then second choices, ...; GShard), priority (the same with the tokens in descending order of their largest weight:
+    then second choices, ...; GShard), priority (the same with the tokens in descending order of `priority_T`:
     batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2), weight (choices by routing weight: DeepSpeed's
     `probs`), random (uniform over the queue: DeepSpeed's Random Token Selection), ties in the order of "first".
 
@@ -292,6 +311,7 @@ def assign(
         noise_key: (2,) int64, for "random".
         token_index_T: (T,) int64, for "random".
         layer_index: for "random".
+        priority_T: (T,) for "priority"; see `priority_of`. None: the largest weight of a token's choices.
 
     Returns:
         Choices, weights and a static bound on rows.
@@ -301,16 +321,18 @@ def assign(
         return all_kept(expert_ids_TK, weights_TK)
     num_groups, size = group_sizes(T, options.group_size)
     factor, least = options.factor, options.min_capacity
-    valid_G = valid_tokens_per_group(T, options.group_size, token_mask_T, expert_ids_TK.device)
-    capacity_G = capacity_of(valid_G, K, num_experts, factor, min_capacity=least)
+    valid_U = valid_tokens_per_group(T, options.group_size, token_mask_T, expert_ids_TK.device)
+    capacity_U = capacity_of(valid_U, K, num_experts, factor, min_capacity=least)
     group_T = torch.arange(T, device=expert_ids_TK.device) // size
     segment_TK = expert_ids_TK + group_T[:, None] * (num_experts + 1)
     live_TK = expert_ids_TK < num_experts
-    order = _queue_order(weights_TK, live_TK, options.policy, noise_key, token_index_T, layer_index)
+    order = _queue_order(
+        weights_TK, live_TK, options.policy, noise_key, token_index_T, layer_index, priority_T
+    )
     position_KT = queue_positions(
         segment_TK.t().reshape(-1), order, num_groups * (num_experts + 1)
     ).view(K, T)
-    kept_TK = live_TK & (position_KT.t() < capacity_G[group_T][:, None])
+    kept_TK = live_TK & (position_KT.t() < capacity_U[group_T][:, None])
     if options.renormalize:
         weights_TK = give_kept_the_sum(weights_TK, live_TK, kept_TK)
     tail = T - (num_groups - 1) * size

@@ -9,7 +9,9 @@ from torch import nn
 from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
 from expertmesh.moe.router import ROUTERS
+from expertmesh.moe.validation import check_modules
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.row_arithmetic import row_arithmetic
 
 
 def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None) -> nn.Module:
@@ -24,7 +26,7 @@ def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None
         dim=options.dim,
         num_experts=options.num_experts,
         cosine_dim=options.cosine_dim,
-        batch_invariant=options.batch_invariant,
+        arithmetic=row_arithmetic(options.batch_invariant),
         backend=options.backend,
         device=device,
         dtype=accumulate_dtype(dtype or torch.get_default_dtype()),
@@ -32,8 +34,13 @@ def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None
 
 
 def _of_all_mlps(options: LayerOptions) -> dict[str, Any]:
-    names = ("dim", "activation", "bias", "batch_invariant", "backend")
-    return {name: getattr(options, name) for name in names}
+    return {
+        "dim": options.dim,
+        "activation": options.activation,
+        "bias": options.bias,
+        "arithmetic": row_arithmetic(options.batch_invariant),
+        "backend": options.backend,
+    }
 
 
 def make_experts(
@@ -56,9 +63,12 @@ def make_experts(
             **_of_all_mlps(options),
             **place,
         )
-    if not isinstance(experts, nn.ModuleList):
-        experts = nn.ModuleList([experts(e) for e in range(options.num_experts)])
-    return ExpertList(experts, backend=options.backend)
+    if isinstance(experts, nn.ModuleList):
+        modules = [*experts]
+    else:
+        modules = [experts(e) for e in range(options.num_experts)]
+    check_modules(modules)
+    return ExpertList(modules, backend=options.backend)
 
 
 def make_shared_experts(options: LayerOptions, **place: Any) -> DenseMLP | None:

@@ -1,16 +1,17 @@
 """One call of a layer: its arguments checked, flattened and joined with what the layer says for all calls."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from expertmesh.moe.assignment import CapacityOptions
+from expertmesh.moe.assignment import Assignment, CapacityOptions, all_kept, assign, priority_of
 from expertmesh.moe.experts import GroupedExperts
-from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens
+from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens, assign_shared
 from expertmesh.moe.random import fresh_key, random_bits
-from expertmesh.moe.types import Routing, RoutingStats
+from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
 from expertmesh.moe.validation import (
     check_call_factor,
     check_input,
@@ -18,6 +19,7 @@ from expertmesh.moe.validation import (
     check_top_k,
     flat_argument,
 )
+from expertmesh.ops.transforms import refuse_transforms
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,23 @@ class CallInputs:
             stream=stream,
         )
 
+    def assign(self, routed: RouterOutput, *, num_experts: int) -> Assignment:
+        """Apply the capacity to the choices; expert-choice routing has applied its own."""
+        chosen = (routed.topk_expert_ids_TK, routed.topk_weights_TK)
+        if self.capacity is None:
+            return all_kept(*chosen)
+        decide = assign if self.groups is None else partial(assign_shared, groups=self.groups)
+        return decide(
+            *chosen,
+            num_experts=num_experts,
+            options=self.capacity,
+            token_mask_T=self.token_mask_T,
+            noise_key=self.noise_key,
+            token_index_T=self.token_index_T,
+            layer_index=self.layer_index,
+            priority_T=priority_of(routed, self.capacity),
+        )
+
 
 def call_of(
     layer: Any,
@@ -102,6 +121,7 @@ def call_of(
     Raises:
         ConfigError: an argument does not fit the layer.
     """
+    refuse_transforms("a MoE layer", lambda: (x, *layer.parameters()))
     grouped = layer.experts if isinstance(layer.experts, GroupedExperts) else None
     check_input(
         x,
@@ -110,7 +130,7 @@ def call_of(
         device=None if grouped is None else grouped.compute_device,
     )
     training, E = layer.training, layer.num_experts
-    check_call_factor(capacity_factor, batch_invariant=layer.batch_invariant and not training)
+    check_call_factor(capacity_factor, arithmetic=layer.arithmetic.in_mode(training))
     if top_k is not None:
         check_top_k(top_k, E)
     mask_T, ids_T, index_T = (

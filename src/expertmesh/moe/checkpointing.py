@@ -39,10 +39,15 @@ def routing_checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> C
     random numbers of noise and drops are drawn again from the same state (`preserve_rng_state`).
 
     Args:
-        ctx: given by torch.
-        op: the operator.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        ctx: the context that torch gives.
+        op: the operator whose result could be kept.
+        args: the arguments of the operator.
+        kwargs: the keyword arguments of the operator.
+
+    Example:
+        >>> layer, x = MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2), torch.randn(5, 8, requires_grad=True)
+        >>> y, stats = checkpoint(layer, x, use_reentrant=False, context_fn=routing_checkpoint_contexts)
+        >>> y.sum().backward()
     """
     if op in CHOOSING_OPERATORS:
         return CheckpointPolicy.MUST_SAVE

@@ -4,11 +4,12 @@ The layer knows only the protocol: it starts tokens on their way, computes what 
 finishes with the experts. Expert parallelism swaps the dispatcher; on one process nothing moves.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from torch import Tensor
 
+from expertmesh.config.way import AS_USUAL, Way
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.moe.phases import phase
@@ -54,9 +55,9 @@ def apply_experts(
     """Run experts on tokens that have arrived.
 
     Args:
-        experts: of this process.
-        tokens: with local expert ids.
-        parameters: that the experts compute with; None: their own.
+        experts: the experts of this process.
+        tokens: the tokens, with local expert ids.
+        parameters: the parameters that the experts compute with; None: their own.
 
     Returns:
         (T, D) one partial sum per token.
@@ -82,7 +83,7 @@ class Journey(Protocol):
         """Wait for tokens, run the experts on them, and bring the sums home.
 
         Args:
-            experts: of this process, called on what arrives, perhaps in several parts.
+            experts: the experts of this process, called on what arrives, perhaps in several parts.
 
         Returns:
             (T, D) for the tokens that set out.
@@ -96,23 +97,15 @@ class TokenDispatcher(Protocol):
     Every process that shares the experts must call, with any number of tokens, none included.
     """
 
-    def start(
-        self,
-        tokens: Tokens,
-        *,
-        route_degree: int | None = None,
-        overlap_degree: int | None = None,
-    ) -> Journey:
+    def start(self, tokens: Tokens, way: Way = AS_USUAL) -> Journey:
         """Send tokens out; what the caller computes before `finish` hides their travel, in the backward too.
 
         Args:
-            tokens: of this process, with global expert ids.
-            route_degree: processes that a token may travel over in this call; None: the dispatcher's own choice.
-            overlap_degree: parts that the tokens travel in, each while the experts compute on another; None: as for
-                route_degree.
+            tokens: the tokens of this process, with global expert ids.
+            way: how they travel in this call.
 
         Raises:
-            ConfigError: the dispatcher cannot route over so many, or in so many parts.
+            ConfigError: the dispatcher has no such way.
         """
         ...
 
@@ -126,7 +119,7 @@ class LocalJourney:
     """Tokens that stay.
 
     Attributes:
-        tokens: as they were given.
+        tokens: the tokens as they were given.
     """
 
     tokens: Tokens
@@ -139,21 +132,25 @@ class LocalJourney:
         return apply_experts(experts, self.tokens)
 
 
+_AT_HOME = {
+    "route_degree": (None, 1),
+    "overlap_degree": (None, 1),
+    "all_to_all": (None, "flat", "auto"),
+    "shadow_experts": (None, 0),
+}
+"""Values that ask nothing of one process."""
+
+
 class LocalDispatcher:
     """All experts are here: nothing moves. Never synchronises."""
 
-    def start(
-        self,
-        tokens: Tokens,
-        *,
-        route_degree: int | None = None,
-        overlap_degree: int | None = None,
-    ) -> Journey:
+    def start(self, tokens: Tokens, way: Way = AS_USUAL) -> Journey:
         """Keep the tokens."""
-        given = {"route_degree": route_degree, "overlap_degree": overlap_degree}
-        for name in (name for name, degree in given.items() if degree not in (None, 1)):
+        for name in (field.name for field in fields(way)):
+            if getattr(way, name) in _AT_HOME[name]:
+                continue
             raise ConfigError(
-                f"{name}={given[name]}: this layer is on one process; leave it out, or spread the layer with "
+                f"{name}={getattr(way, name)}: this layer is on one process; leave it out, or spread the layer with "
                 "expertmesh.parallel"
             )
         return LocalJourney(tokens)

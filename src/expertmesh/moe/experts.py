@@ -2,22 +2,20 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
-from expertmesh.ops.activation import activate, num_branches
-from expertmesh.ops.cpu import few_rows
+from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.expert_types import WeightGradients, Weights
-from expertmesh.ops.experts.moe_mlp import moe_mlp
-from expertmesh.ops.invariant.experts import invariant_mlp, invariant_moe_mlp
+from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import route_metadata
+from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,7 @@ class ExpertParameters:
         b_out_ED: (e, D) or None.
         context: entered around the experts' operator; their owner may decide there what autograd keeps.
         main_grads: see `moe_mlp`; their owner hands the gradients on.
+        late: see `moe_mlp`; their owner asks for the gradients.
     """
 
     w_in_EGFD: Weights
@@ -39,6 +38,7 @@ class ExpertParameters:
     b_out_ED: Tensor | None = None
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     main_grads: WeightGradients | None = None
+    late: LateWeightGradients | None = None
 
     @property
     def num_experts(self) -> int:
@@ -46,17 +46,6 @@ class ExpertParameters:
         return (self.w_in_EGFD if isinstance(self.w_in_EGFD, Tensor) else self.w_in_EGFD[0]).shape[
             0
         ]
-
-    def in_one_piece(self) -> "ExpertParameters":
-        """The same with slices joined, by a copy."""
-        if isinstance(self.w_in_EGFD, Tensor):
-            return self
-        w_in, w_out, b_in = (
-            None if slices is None else torch.cat(list(slices), 2)
-            for slices in (self.w_in_EGFD, self.w_out_EDF, self.b_in_EGF)
-        )
-        assert w_in is not None and w_out is not None
-        return replace(self, w_in_EGFD=w_in, w_out_EDF=w_out, b_in_EGF=b_in, main_grads=None)
 
 
 class DenseMLP(nn.Module):
@@ -73,16 +62,16 @@ class DenseMLP(nn.Module):
         hidden_dim: int,
         activation: str,
         bias: bool,
-        batch_invariant: bool = False,
+        arithmetic: RowArithmetic = ORDINARY,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate the parameters; the layer initialises them. `backend` counts with batch_invariant only."""
+        """Allocate the parameters; the layer initialises them. `backend` counts with batch-invariant arithmetic only."""
         super().__init__()
         branches = num_branches(activation)
         self.activation = activation
-        self.batch_invariant, self.backend = batch_invariant, backend
+        self.arithmetic, self.backend = arithmetic, backend
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -94,19 +83,15 @@ class DenseMLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> (T, D), in x's dtype or autocast's."""
-        if self.batch_invariant and not self.training:
-            return invariant_mlp(
-                x_TD,
-                self.w_in,
-                self.w_out,
-                activation=self.activation,
-                b_in_GF=self.b_in,
-                b_out_D=self.b_out,
-                backend=self.backend,
-            )
-        b_in = None if self.b_in is None else self.b_in.flatten()
-        h_TGF = F.linear(x_TD, self.w_in.flatten(0, 1), b_in).unflatten(-1, self.w_in.shape[:2])
-        return F.linear(activate(h_TGF, self.activation), self.w_out, self.b_out)
+        return self.arithmetic.in_mode(self.training).mlp(
+            x_TD,
+            self.w_in,
+            self.w_out,
+            activation=self.activation,
+            b_in_GF=self.b_in,
+            b_out_D=self.b_out,
+            backend=self.backend,
+        )
 
 
 class GroupedExperts(nn.Module):
@@ -121,10 +106,10 @@ class GroupedExperts(nn.Module):
         activation: swiglu, geglu, reglu, gelu, relu, relu2 or silu.
         bias: whether there are b_in and b_out.
         recompute_h: do not save the pre-activations, compute them again in the backward; the same results to the bit.
-        batch_invariant: in evaluation, run `invariant_moe_mlp`.
+        arithmetic: the arithmetic of the operator in evaluation.
         backend: see `ops.backend.resolve_backend`.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
     """
 
     def __init__(
@@ -136,7 +121,7 @@ class GroupedExperts(nn.Module):
         activation: str,
         bias: bool,
         recompute_h: bool = False,
-        batch_invariant: bool = False,
+        arithmetic: RowArithmetic = ORDINARY,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -145,7 +130,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         branches = num_branches(activation)
         self.num_experts, self.activation, self.backend = num_experts, activation, backend
-        self.recompute_h, self.batch_invariant = recompute_h, batch_invariant
+        self.recompute_h, self.arithmetic = recompute_h, arithmetic
         self.main_grads: WeightGradients | None = None
         self.compute_device: torch.device | None = None  # where it is not the parameters'
 
@@ -203,27 +188,35 @@ class GroupedExperts(nn.Module):
             expert_ids_TK: (T, K) in [0, E]; E is skipped.
             weights_TK: (T, K).
             max_rows: a bound on the ids below E that the caller guarantees.
-            parameters: of the experts that the ids count, in the place of this module's own.
+            parameters: the parameters of the experts that the ids count, in the place of this module's own.
 
         Returns:
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
         """
+        arithmetic = self.arithmetic.in_mode(self.training)
         if parameters is None:
-            y_TD = self._of_few_rows(x_TD, expert_ids_TK, weights_TK)
-            if y_TD is not None:
-                return y_TD
+            if self.b_in is None:
+                y_TD = arithmetic.moe_mlp_of_few(
+                    x_TD,
+                    self.w_in,
+                    self.w_out,
+                    expert_ids_TK,
+                    weights_TK,
+                    activation=self.activation,
+                    backend=self.backend,
+                )
+                if y_TD is not None:
+                    return y_TD
             parameters = ExpertParameters(
                 self.w_in, self.w_out, self.b_in, self.b_out, main_grads=self.main_grads
             )
         metadata = route_metadata(
             expert_ids_TK, parameters.num_experts, max_rows=max_rows, backend=self.backend
         )
-        run = partial(moe_mlp, recompute_h=self.recompute_h, main_grads=parameters.main_grads)
-        if self.batch_invariant and not self.training:
+        if arithmetic.batch_invariant:
             _refuse_main_grads(self.main_grads)
-            parameters, run = parameters.in_one_piece(), partial(invariant_moe_mlp)
         with parameters.context():
-            return run(
+            return arithmetic.moe_mlp(
                 x_TD,
                 parameters.w_in_EGFD,
                 parameters.w_out_EDF,
@@ -232,21 +225,11 @@ class GroupedExperts(nn.Module):
                 activation=self.activation,
                 b_in_EGF=parameters.b_in_EGF,
                 b_out_ED=parameters.b_out_ED,
+                recompute_h=self.recompute_h,
+                main_grads=parameters.main_grads,
+                late=parameters.late,
                 backend=self.backend,
             )
-
-    def _of_few_rows(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
-        """The result by `ops.cpu.few_rows`, which text generated token by token needs; None where it does not serve."""
-        if self.b_in is not None or (self.batch_invariant and not self.training):
-            return None
-        weights = (self.w_in, self.w_out)
-        if ids_TK.shape != weights_TK.shape or not few_rows.serves(
-            x_TD, ids_TK.numel(), *weights, weights_TK, backend=self.backend
-        ):
-            return None
-        return few_rows.moe_mlp_of_few(
-            x_TD, *weights, ids_TK, weights_TK, activation=self.activation
-        )
 
 
 def _refuse_main_grads(main_grads: WeightGradients | None) -> None:
@@ -255,6 +238,21 @@ def _refuse_main_grads(main_grads: WeightGradients | None) -> None:
             "batch_invariant=True with main gradients in evaluation: its backward does not add to them; "
             "compute under torch.no_grad(), or call layer.train()"
         )
+
+
+def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:
+    """What a module of the user's returned for its rows.
+
+    Raises:
+        ConfigError: it is no tensor of the shape of its input.
+    """
+    if isinstance(y, Tensor) and y.shape == x_nD.shape and y.is_floating_point():
+        return y
+    found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+    raise ConfigError(
+        f"experts[{index}] returned {found} for rows of shape {tuple(x_nD.shape)}; it must return one floating-point tensor of that"
+        " shape; fix its forward"
+    )
 
 
 class ExpertList(nn.ModuleList):
@@ -287,8 +285,10 @@ class ExpertList(nn.ModuleList):
         x_RD = permute(x_TD, metadata)
         bounds = metadata.offsets_E.tolist()
         rows = [
-            expert(x_RD[start:end])
-            for expert, start, end in zip(callables, bounds, bounds[1:], strict=False)
+            _checked(expert(x_RD[start:end]), index, x_RD[start:end])
+            for index, (expert, start, end) in enumerate(
+                zip(callables, bounds, bounds[1:], strict=False)
+            )
             if end > start
         ]
         dead = x_RD.new_zeros(x_RD.shape[0] - bounds[-1], x_TD.shape[1])
@@ -302,3 +302,19 @@ class ExpertList(nn.ModuleList):
     def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
         """The tokens and the experts of one call, which an heir may put something before."""
         return x_TD, list(self.children())
+
+
+class FirstOutput(nn.Module):
+    """An expert whose tuple output counts by its first entry; None stands for one that is on another rank."""
+
+    def __init__(self, expert: nn.Module | None) -> None:
+        """Hold the expert as `expert`."""
+        super().__init__()
+        self.expert = expert
+
+    def forward(self, x_RD: Tensor) -> Tensor:
+        """(n, D) -> (n, D)."""
+        assert self.expert is not None, "the expert is on another rank"
+        y = self.expert(x_RD)
+        first: Tensor = y[0] if isinstance(y, tuple) else y
+        return first

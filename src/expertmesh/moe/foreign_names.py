@@ -33,9 +33,9 @@ def to_foreign(
 
     Args:
         state: a state dict that holds our names.
-        names: of all tensors of ours.
-        prefix: of the module's names in the state dict.
-        own_prefix: of our tensors, after `prefix`.
+        names: the names of all tensors of ours.
+        prefix: the prefix of the module's names in the state dict.
+        own_prefix: the prefix of our tensors, after `prefix`.
     """
     ours = prefix + own_prefix
     found = {n.removeprefix(ours): state.pop(n) for n in list(state) if n.startswith(ours)}
@@ -56,10 +56,10 @@ def from_foreign(
 
     Args:
         state: a state dict.
-        names: of all tensors of ours.
+        names: the names of all tensors of ours.
         module: the layer, for shapes and dtypes; parts that they do not have are zero.
-        prefix: of the module's names in the state dict.
-        own_prefix: of our tensors, after `prefix`.
+        prefix: the prefix of the module's names in the state dict.
+        own_prefix: the prefix of our tensors, after `prefix`.
 
     Returns:
         One line for each tensor that is missing or has another shape.

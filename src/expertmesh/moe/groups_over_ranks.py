@@ -93,6 +93,7 @@ def assign_shared(
     token_mask_T: Tensor | None,
     token_index_T: Tensor,
     num_experts: int,
+    priority_T: Tensor | None,
     **rest: Any,
 ) -> Assignment:
     """`assign` over the whole call; the result is that of this process's tokens."""
@@ -103,6 +104,7 @@ def assign_shared(
         token_mask_T=groups.gather_mask(token_mask_T),
         token_index_T=groups.gather(token_index_T),
         num_experts=num_experts,
+        priority_T=None if priority_T is None else groups.gather(priority_T),
         **rest,
     )
     ids_TK = everyone.expert_ids_TK[groups.place_T]

@@ -24,7 +24,7 @@ def init_normal_(param: Tensor, *, std: float, seed: int, name: str, per_expert:
     Args:
         param: any shape; with per_expert, axis 0 counts experts and each gets a generator of its own.
         std: standard deviation.
-        seed: of the whole model.
+        seed: the seed of the whole model.
         name: full name of the parameter, unique in the model.
         per_expert: one generator per index of axis 0.
     """
@@ -82,9 +82,9 @@ def reset_custom_modules(module: nn.Module, *, seed: int, name: str) -> None:
     """Call `reset_parameters` of every submodule that has it, under a seed of its own; the global generator is left alone.
 
     Args:
-        module: of the user.
-        seed: of the whole model.
-        name: of the module in the model.
+        module: the module of the user.
+        seed: the seed of the whole model.
+        name: the name of the module in the model.
     """
     for path, child in module.named_modules():
         reset = getattr(child, "reset_parameters", None)

@@ -1,7 +1,6 @@
 """The mixture-of-experts layer: route -> assign -> dispatch -> experts -> combine (+ shared)."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from expertmesh.config.moe_rules import (
     RouterNoise,
     ScoreFunction,
 )
+from expertmesh.config.way import AllToAll, Way
 from expertmesh.errors import ConfigError
-from expertmesh.moe.assignment import Assignment, CapacityRule, all_kept, assign
+from expertmesh.moe.assignment import CapacityRule
 from expertmesh.moe.build import (
     make_experts,
     make_residual,
@@ -29,19 +29,19 @@ from expertmesh.moe.build import (
     make_shared_experts,
     make_shared_gate,
 )
-from expertmesh.moe.call import CallInputs, call_of
+from expertmesh.moe.call import call_of
+from expertmesh.moe.dense_parts import dense_parts
 from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher, Tokens
-from expertmesh.moe.groups_over_ranks import SharedTokens, assign_shared
-from expertmesh.moe.init import draw_seed
+from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.losses import LossOptions, weighted_losses
 from expertmesh.moe.phases import phase
 from expertmesh.moe.reset import reset_layer
 from expertmesh.moe.router import keep_full_precision
 from expertmesh.moe.routing import RoutingOptions, route
-from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
+from expertmesh.moe.types import Routing, RoutingStats
 from expertmesh.moe.validation import check_dtype, check_parts
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.row_arithmetic import row_arithmetic
 
 
 class MoELayer(nn.Module):
@@ -79,17 +79,17 @@ class MoELayer(nn.Module):
         cosine_dim: size of the space in which the cosine router compares.
         capacity_factor: rows per expert and routing group in training, as a ratio of the even share K * T_g / E;
             None (or inf): dropless. For expert_choice None is 1.
-        eval_capacity_factor: the same in evaluation.
+        eval_capacity_factor: the capacity factor in evaluation.
         min_capacity: least rows per expert and routing group when a capacity is set.
         max_capacity_factor: upper bound on the factor, for a dropless layer as well; None: no bound.
         drop_policy: who stays when an expert is over capacity: "first" (all first choices in token order, then all
-            second ones), "priority" (the same with tokens in order of their largest weight: batch-prioritised
+            second ones), "priority" (the same with tokens in order of their largest probability: batch-prioritised
             routing), "weight" (choices by routing weight) or "random" (in training; "first" in evaluation).
         routing_group_size: tokens per routing group, for capacity and losses; None: all tokens of a call.
         experts: an nn.ModuleList of E modules of your own, or a function from the expert's index to a module; each is
             called on its (n, D) rows. They synchronise with the host. None: grouped experts.
-        activation: of the experts, the shared experts and the residual MLP.
-        bias: biases in them.
+        activation: the activation of the experts, the shared experts and the residual MLP.
+        bias: whether these have biases.
         num_shared_experts: experts that every token passes: one dense MLP of this many times hidden_dim.
         shared_hidden_dim: hidden size of that MLP; None: num_shared_experts * hidden_dim.
         shared_gate: its output times sigmoid(g . x), with a learned g, per token (Qwen2-MoE).
@@ -109,10 +109,10 @@ class MoELayer(nn.Module):
             in, at the price of speed; no effect in training. Refused where the batch decides by definition: capacity in
             evaluation, expert_choice; and for a router, experts or a "reference" backend that are not ours to order.
             A dispatcher must keep it. See docs/numerics.md, section 6.
-        seed: of the initial weights and the hash; None: from torch's default generator.
+        seed: the seed of the initial weights and the hash; None: from torch's default generator.
         layer_index: makes weights and noise of the layers of one model differ.
-        device: of the parameters; "meta" allocates none.
-        dtype: of the parameters but the router's; None: torch's default.
+        device: the device of the parameters; "meta" allocates none.
+        dtype: the type of the parameters but the router's; None: torch's default.
 
     Raises:
         ConfigError: an option breaks a rule; one line with the value, the rule and the fix.
@@ -225,7 +225,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
         self._build(options, router, experts, device, dtype)
-        reset_layer(self, self._seed(None), std=None, out_std=None, custom=False)
+        reset_layer(self, options.seed, std=None, out_std=None, custom=False)
 
     def _build(
         self,
@@ -238,7 +238,10 @@ class MoELayer(nn.Module):
         """Make submodules and buffers."""
         self.options = options
         self.dim, self.num_experts, self.top_k = options.dim, options.num_experts, options.top_k
-        self.layer_index, self.batch_invariant = options.layer_index, options.batch_invariant
+        self.layer_index, self.arithmetic = (
+            options.layer_index,
+            row_arithmetic(options.batch_invariant),
+        )
         # plain dataclasses, which torch.compile reads
         self.routing_options = RoutingOptions.of(options)
         self.capacity_rule, self.loss_options = CapacityRule.of(options), LossOptions.of(options)
@@ -259,37 +262,18 @@ class MoELayer(nn.Module):
 
     @classmethod
     def from_config(
-        cls,
-        moe: MoEConfig,
-        *,
-        dim: int,
-        num_experts: int,
-        activation: Activation,
-        residual_hidden_dim: int | None = None,
-        layer_index: int = 0,
-        seed: int | None = None,
-        dispatcher: TokenDispatcher | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        cls, moe: MoEConfig, *, residual_hidden_dim: int | None = None, **own: Any
     ) -> "MoELayer":
-        """Build one layer of a model from its configuration; see the class for the arguments."""
-        return cls(
-            dim=dim,
-            num_experts=num_experts,
-            activation=activation,
-            residual_hidden_dim=residual_hidden_dim if moe.residual else None,
-            layer_index=layer_index,
-            seed=seed,
-            dispatcher=dispatcher,
-            device=device,
-            dtype=dtype,
-            **moe.model_dump(exclude={"num_experts"}),
-        )
+        """Build one layer of a model from its configuration.
 
-    def _seed(self, seed: int | None) -> int:
-        if seed is not None:
-            return seed
-        return draw_seed() if self.options.seed is None else self.options.seed
+        Args:
+            moe: the options of all layers with experts.
+            residual_hidden_dim: hidden size of the residual MLP, if the options ask for one.
+            **own: keywords of this class that are not among the options: dim, num_experts, activation, layer_index, ...
+        """
+        if moe.residual:
+            own["residual_hidden_dim"] = residual_hidden_dim
+        return cls(**own, **moe.model_dump(exclude={"num_experts"}))
 
     def reset_parameters(
         self, seed: int | None = None, *, std: float | None = None, out_std: float | None = None
@@ -306,7 +290,8 @@ class MoELayer(nn.Module):
             out_std: the same for the matrices back to D (w_out); None: std's rule.
         """
         out_std = std if out_std is None else out_std
-        reset_layer(self, self._seed(seed), std=std, out_std=out_std, custom=True)
+        seed = self.options.seed if seed is None else seed
+        reset_layer(self, seed, std=std, out_std=out_std, custom=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoELayer":
         before = self.expert_bias_E
@@ -333,7 +318,7 @@ class MoELayer(nn.Module):
             num_tokens_per_expert_E: (E,) tokens per expert, as in RoutingStats.
 
         Raises:
-            ConfigError: wrong shape.
+            ConfigError: the counts have another shape.
         """
         if self.expert_bias_E is None:
             return
@@ -359,6 +344,8 @@ class MoELayer(nn.Module):
         capacity_factor: float | None = None,
         route_degree: int | None = None,
         overlap_degree: int | None = None,
+        all_to_all: AllToAll | None = None,
+        shadow_experts: int | None = None,
         shared_tokens: SharedTokens | None = None,
     ) -> tuple[Tensor, RoutingStats]:
         """Route every token through its experts.
@@ -371,10 +358,12 @@ class MoELayer(nn.Module):
             token_index: (...) integer global indices of the tokens, which key the noise; None: 0 to T - 1.
             routing: a choice to replay, before capacity. A Routing with weights uses these; without, and for the
                 RoutingStats of an earlier call, the weights are recomputed at the given ids.
-            top_k: for this call only.
-            capacity_factor: for this call only; inf: dropless.
+            top_k: experts per token, for this call only.
+            capacity_factor: rows per expert as a ratio of the even share, for this call only; inf: dropless.
             route_degree: for this call only, processes that a token may travel over, of a layer spread over several.
             overlap_degree: for this call only, parts in which tokens travel, of such a layer.
+            all_to_all: for this call only, how they travel between its processes: "flat", "hierarchical" or "auto".
+            shadow_experts: for this call only, hot experts whose weights come to the tokens of such a layer.
             shared_tokens: processes that have the other tokens of this call, whose order token_index says; routing
                 groups are then those of all their tokens. Expert-choice routing and the z-loss are of this process's tokens.
 
@@ -397,14 +386,13 @@ class MoELayer(nn.Module):
         )
         with phase("route"):
             routed = route(self.router, call, self.routing_options)
-            assigned = self._assign(routed, call)
+            assigned = call.assign(routed, num_experts=self.num_experts)
         with phase("dispatch"):
             tokens = Tokens(
                 call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, assigned.max_rows
             )
-            journey = self.dispatcher.start(
-                tokens, route_degree=route_degree, overlap_degree=overlap_degree
-            )
+            way = Way(route_degree, overlap_degree, all_to_all, shadow_experts)
+            journey = self.dispatcher.start(tokens, way)
         aux_loss, z_loss, counts_E = weighted_losses(
             routed,
             call.token_mask_T,
@@ -414,10 +402,10 @@ class MoELayer(nn.Module):
             groups=call.groups,
         )
         journey.advance()
-        dense = self._dense(call.x_TD)  # while tokens travel
+        dense = dense_parts(self, call.x_TD)  # while tokens travel
         combined_TD = journey.finish(self.experts)
         with phase("combine"):
-            y_TD = self._add_dense(call, combined_TD, *dense)
+            y_TD = dense.add_to(combined_TD, call.token_mask_T)
         num_dropped = assigned.num_dropped
         if call.capacity is not None:
             num_dropped = self.dispatcher.sum_over_processes(num_dropped)
@@ -430,65 +418,3 @@ class MoELayer(nn.Module):
             topk_weights_TK=routed.topk_weights_TK.detach(),
         )
         return y_TD.to(x.dtype).reshape(x.shape), stats
-
-    def _assign(self, routed: RouterOutput, call: CallInputs) -> Assignment:
-        """Apply the capacity; expert-choice routing has applied its own."""
-        chosen = (routed.topk_expert_ids_TK, routed.topk_weights_TK)
-        if call.capacity is None:
-            return all_kept(*chosen)
-        decide = assign if call.groups is None else partial(assign_shared, groups=call.groups)
-        return decide(
-            *chosen,
-            num_experts=self.num_experts,
-            options=call.capacity,
-            token_mask_T=call.token_mask_T,
-            noise_key=call.noise_key,
-            token_index_T=call.token_index_T,
-            layer_index=self.layer_index,
-        )
-
-    def _dense(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """What does not depend on the experts: shares (T, 2), residual MLP and shared experts, as far as there are."""
-        mix_T2 = residual_TD = None
-        if self.residual_mlp is not None:
-            assert self.residual_coefficient is not None
-            mix_T2 = self._mixture(self.residual_coefficient, x_TD)
-            residual_TD = self.residual_mlp(x_TD)
-        shared_TD = None if self.shared_experts is None else self.shared_experts(x_TD)
-        if shared_TD is not None and self.shared_gate is not None:
-            shared_TD = shared_TD * self._share(self.shared_gate, x_TD)
-        return mix_T2, residual_TD, shared_TD
-
-    def _add_dense(
-        self,
-        call: CallInputs,
-        y_TD: Tensor,
-        mix_T2: Tensor | None,
-        residual_TD: Tensor | None,
-        shared_TD: Tensor | None,
-    ) -> Tensor:
-        """Mix in the residual MLP, add the shared experts, and hide masked tokens."""
-        if mix_T2 is not None and residual_TD is not None:
-            y_TD = mix_T2[:, :1] * y_TD + mix_T2[:, 1:] * residual_TD
-        if shared_TD is not None:
-            y_TD = y_TD + shared_TD
-        if call.token_mask_T is not None:
-            y_TD = y_TD.masked_fill(~call.token_mask_T[:, None], 0)
-        return y_TD
-
-    def _share(self, gate: nn.Linear, x_TD: Tensor) -> Tensor:
-        """(T, 1) share of the shared experts."""
-        if self.training or not self.batch_invariant:
-            return gate(x_TD).sigmoid()
-        backend = self.routing_options.selection.backend
-        raw_T1 = invariant.linear(x_TD, gate.weight, backend=backend)
-        return invariant.sigmoid(raw_T1.to(accumulate_dtype(x_TD.dtype))).to(x_TD.dtype)
-
-    def _mixture(self, coefficient: nn.Linear, x_TD: Tensor) -> Tensor:
-        """(T, 2) shares of the experts and of the residual MLP, FP32 or FP64."""
-        exact = accumulate_dtype(x_TD.dtype)
-        if self.training or not self.batch_invariant:
-            return coefficient(x_TD).to(exact).softmax(-1)
-        backend = self.routing_options.selection.backend
-        raw_T2 = invariant.linear(x_TD, coefficient.weight, coefficient.bias, backend=backend)
-        return invariant.softmax(raw_T2.to(exact))

@@ -66,16 +66,16 @@ def weighted_losses(
         routed, token_mask_T = groups.balanced(routed), groups.gather_mask(token_mask_T)
     ids_TK, scores_TE = routed.topk_expert_ids_TK, routed.scores_TE
     counted_TK = ids_TK[:, :1] if options.kind == "gshard" else ids_TK
-    counts_GE = None if size is None else count_choices(counted_TK, num_experts, size)
-    counts_all = counts_GE is not None and not spans and options.kind != "gshard"
+    counts_UE = None if size is None else count_choices(counted_TK, num_experts, size)
+    counts_all = counts_UE is not None and not spans and options.kind != "gshard"
     counts_E = sum_over_processes(
-        counts_GE.sum(0)
-        if counts_GE is not None and counts_all
+        counts_UE.sum(0)
+        if counts_UE is not None and counts_all
         else count_all_choices(own_ids_TK, num_experts)
     )
-    balanced_GE = counts_E[None] if counts_GE is None else counts_GE
-    if counts_GE is None and options.kind == "gshard":
-        balanced_GE = sum_over_processes(count_all_choices(counted_TK, num_experts))[None]
+    balanced_UE = counts_E[None] if counts_UE is None else counts_UE
+    if counts_UE is None and options.kind == "gshard":
+        balanced_UE = sum_over_processes(count_all_choices(counted_TK, num_experts))[None]
     aux_loss = z_loss = routed.topk_weights_TK.new_zeros(())
     with without_autocast(aux_loss.device):
         if options.aux_loss_weight and scores_TE is not None and options.kind != "none":
@@ -84,10 +84,10 @@ def weighted_losses(
                 loss = partial(importance_load_loss, load_TE=routed.load_TE)
             aux_loss = options.aux_loss_weight * loss(
                 scores_TE,
-                balanced_GE,
+                balanced_UE,
                 token_mask_T=token_mask_T,
                 group_size=size,
-                sum_over_processes=sum_over_processes if counts_GE is None else None,
+                sum_over_processes=sum_over_processes if counts_UE is None else None,
             )
         if options.z_loss_weight and routed.logits_TE is not None:
             z_loss = options.z_loss_weight * router_z_loss(routed.logits_TE, token_mask_T=z_mask_T)
@@ -112,8 +112,8 @@ def _sums(
     group_size: int | None,
     sum_over_processes: SumOverProcesses | None,
 ) -> Tensor:
-    sums_GE = _sum_groups(values_TE, token_mask_T, group_size)
-    return sums_GE if sum_over_processes is None else sum_over_processes(sums_GE)
+    sums_UE = _sum_groups(values_TE, token_mask_T, group_size)
+    return sums_UE if sum_over_processes is None else sum_over_processes(sums_UE)
 
 
 def _valid(
@@ -122,21 +122,21 @@ def _valid(
     group_size: int | None,
     sum_over_processes: SumOverProcesses | None,
 ) -> Tensor:
-    valid_G = valid_tokens_per_group(values_TE.shape[0], group_size, token_mask_T, values_TE.device)
-    return valid_G if sum_over_processes is None else sum_over_processes(valid_G)
+    valid_U = valid_tokens_per_group(values_TE.shape[0], group_size, token_mask_T, values_TE.device)
+    return valid_U if sum_over_processes is None else sum_over_processes(valid_U)
 
 
-def _mean_groups(loss_G: Tensor, valid_G: Tensor) -> Tensor:
+def _mean_groups(loss_U: Tensor, valid_U: Tensor) -> Tensor:
     """Mean over the routing groups, weighted by their valid tokens; 0 if there are none and the losses are 0."""
-    if loss_G.shape[0] == 1:
-        return loss_G.squeeze(0)
-    share = valid_G.to(loss_G.dtype) / valid_G.sum().clamp(min=1)
-    return (loss_G * share).sum()
+    if loss_U.shape[0] == 1:
+        return loss_U.squeeze(0)
+    share = valid_U.to(loss_U.dtype) / valid_U.sum().clamp(min=1)
+    return (loss_U * share).sum()
 
 
 def switch_loss(
     scores_TE: Tensor,
-    num_choices_GE: Tensor,
+    num_choices_UE: Tensor,
     *,
     token_mask_T: Tensor | None = None,
     group_size: int | None = None,
@@ -150,32 +150,37 @@ def switch_loss(
 
     Args:
         scores_TE: (T, E) clean scores, summing to 1 per token; differentiable.
-        num_choices_GE: (number of groups, E) integers, choices per expert, before dropping (`count_choices`).
+        num_choices_UE: (number of groups, E) integers, choices per expert, before dropping (`count_choices`).
         token_mask_T: (T,) bool, True for real tokens; None: all are.
         group_size: tokens per routing group; None: all tokens are one group.
-        sum_over_processes: makes that one group of the tokens of all processes; num_choices_GE must be summed already.
+        sum_over_processes: makes that one group of the tokens of all processes; num_choices_UE must be summed already.
 
     Returns:
         Scalar, not weighted. Does not synchronise.
+
+    Example:
+        >>> scores_TE = torch.full((4, 2), 0.5)
+        >>> switch_loss(scores_TE, torch.tensor([[2, 2]])).item()
+        1.0
     """
-    valid_G = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
-    sums_GE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
+    valid_U = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
+    sums_UE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
     # both means of the definition as one quotient per group; the denominators are integers
-    whole_G = num_choices_GE.sum(-1).clamp(min=1) * valid_G.clamp(min=1)
-    loss_G = (num_choices_GE * sums_GE).sum(-1) * scores_TE.shape[1] / whole_G
-    return _mean_groups(loss_G, valid_G)
+    whole_U = num_choices_UE.sum(-1).clamp(min=1) * valid_U.clamp(min=1)
+    loss_U = (num_choices_UE * sums_UE).sum(-1) * scores_TE.shape[1] / whole_U
+    return _mean_groups(loss_U, valid_U)
 
 
-def _cv_squared(values_GE: Tensor) -> Tensor:
+def _cv_squared(values_UE: Tensor) -> Tensor:
     """Squared coefficient of variation over the experts: variance (population) / mean^2; 0 where all are 0."""
-    mean = values_GE.mean(-1, keepdim=True)
-    tiny = torch.finfo(values_GE.dtype).tiny
-    return (values_GE - mean).square().mean(-1) / mean.square().clamp_min(tiny).squeeze(-1)
+    mean = values_UE.mean(-1, keepdim=True)
+    tiny = torch.finfo(values_UE.dtype).tiny
+    return (values_UE - mean).square().mean(-1) / mean.square().clamp_min(tiny).squeeze(-1)
 
 
 def importance_load_loss(
     scores_TE: Tensor,
-    num_choices_GE: Tensor,
+    num_choices_UE: Tensor,
     *,
     load_TE: Tensor | None = None,
     token_mask_T: Tensor | None = None,
@@ -190,22 +195,27 @@ def importance_load_loss(
 
     Args:
         scores_TE: (T, E) clean scores.
-        num_choices_GE: (number of groups, E) choices per expert before dropping.
+        num_choices_UE: (number of groups, E) choices per expert before dropping.
         load_TE: (T, E) probability of being chosen, differentiable, or None.
         token_mask_T: (T,) bool, True for real tokens; None: all are.
         group_size: tokens per routing group; None: all tokens are one group.
-        sum_over_processes: makes that one group of the tokens of all processes; num_choices_GE must be summed already.
+        sum_over_processes: makes that one group of the tokens of all processes; num_choices_UE must be summed already.
 
     Returns:
         Scalar, not weighted. Does not synchronise.
+
+    Example:
+        >>> scores_TE = torch.full((4, 2), 0.5)
+        >>> importance_load_loss(scores_TE, torch.tensor([[2, 2]])).item()
+        0.0
     """
-    valid_G = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
-    importance_GE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
+    valid_U = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
+    importance_UE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
     if load_TE is None:
-        load_GE = num_choices_GE.to(scores_TE.dtype)
+        load_UE = num_choices_UE.to(scores_TE.dtype)
     else:
-        load_GE = _sums(load_TE, token_mask_T, group_size, sum_over_processes)
-    return _mean_groups((_cv_squared(importance_GE) + _cv_squared(load_GE)) / 2, valid_G)
+        load_UE = _sums(load_TE, token_mask_T, group_size, sum_over_processes)
+    return _mean_groups((_cv_squared(importance_UE) + _cv_squared(load_UE)) / 2, valid_U)
 
 
 def router_z_loss(logits_TE: Tensor, *, token_mask_T: Tensor | None = None) -> Tensor:
@@ -217,6 +227,10 @@ def router_z_loss(logits_TE: Tensor, *, token_mask_T: Tensor | None = None) -> T
 
     Returns:
         Scalar, not weighted; 0 for no tokens. Does not synchronise.
+
+    Example:
+        >>> router_z_loss(torch.zeros(4, 1)).item()
+        0.0
     """
     squares_T = logits_TE.logsumexp(-1).square()
     if token_mask_T is None:

@@ -67,7 +67,7 @@ def random_bits(
         noise_key: (2,) int64, (seed, step), on the device of the result.
         token_index_T: (T,) int64 global token indices, below 2^48.
         num_columns: numbers per token, at most 2^18.
-        layer_index: of the layer, below 2^24.
+        layer_index: the number of the layer, below 2^24.
         stream: one of the STREAM_ constants.
 
     Returns:
@@ -121,8 +121,8 @@ def key_noise(module: nn.Module, *, seed: int, step: int) -> None:
 
     Args:
         module: a model or a layer.
-        seed: of the run; any 64-bit integer.
-        step: of the optimiser.
+        seed: the seed of the run; any 64-bit integer.
+        step: the step of the optimiser.
     """
     for layer in module.modules():
         key = getattr(layer, "noise_key", None)

@@ -8,22 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.moe.experts import ExpertList
-from expertmesh.moe.init import init_normal_, reset_custom_modules
+from expertmesh.moe.init import draw_seed, init_normal_, reset_custom_modules
 
 
 @torch.no_grad()
 def reset_layer(
-    layer: Any, seed: int, *, std: float | None, out_std: float | None, custom: bool
+    layer: Any, seed: int | None, *, std: float | None, out_std: float | None, custom: bool
 ) -> None:
     """Draw every parameter of a MoELayer anew; see its `reset_parameters`.
 
     Args:
         layer: a MoELayer.
-        seed: of the whole model.
+        seed: the seed of the whole model; None: a fresh one from torch's default generator.
         std: standard deviation of all matrices but w_out; None: 1 / sqrt(fan_in).
-        out_std: of w_out; None: the same rule.
+        out_std: the standard deviation of w_out; None: the same rule.
         custom: reset the user's own router and experts, too.
     """
+    seed = draw_seed() if seed is None else seed
     prefix = f"layers.{layer.layer_index}.moe."
     for name, parameter in _builtin_parameters(layer):
         if name.endswith((".b_in", ".b_out", ".bias")):

@@ -1,7 +1,7 @@
 """Routers: from tokens to logits over the experts. What is chosen with the logits is in selection.py.
 
 To add one: write an nn.Module whose forward takes x_TD and returns logits_TE (or a RouterOutput), add it to
-ROUTERS below, and add its name to RouterKind in config/model.py.
+ROUTERS below, and add its name to RouterKind in config/moe_rules.py.
 """
 
 import math
@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
-from expertmesh.ops.invariant import operators as invariant
-from expertmesh.ops.router_linear import router_linear
+from expertmesh.ops.dtypes import without_autocast
+from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
 _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, section 3.2)
 
@@ -22,16 +21,12 @@ _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, 
 class _FullPrecisionModule(nn.Module):
     """A module whose floating-point tensors stay FP32 (or FP64) when it is cast to a smaller dtype."""
 
-    batch_invariant: bool
+    arithmetic: RowArithmetic
     backend: str
 
     def _linear(self, x_TD: Tensor, w_ED: Tensor) -> Tensor:
-        """`router_linear`, or what gives the same bits in every batch where that is asked for."""
-        if self.training or not self.batch_invariant:
-            return router_linear(x_TD, w_ED, backend=self.backend)
-        dtype = accumulate_dtype(x_TD.dtype)
-        with without_autocast(x_TD.device):
-            return invariant.linear(x_TD.to(dtype), w_ED.to(dtype), backend=self.backend)
+        arithmetic = self.arithmetic.in_mode(self.training)
+        return arithmetic.router_linear(x_TD, w_ED, backend=self.backend)
 
     def _apply(
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
@@ -63,14 +58,14 @@ class LinearRouter(_FullPrecisionModule):
         *,
         dim: int,
         num_experts: int,
-        batch_invariant: bool = False,
+        arithmetic: RowArithmetic = ORDINARY,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Make a router without bias; `dtype` is FP32 or FP64."""
         super().__init__()
-        self.batch_invariant, self.backend = batch_invariant, backend
+        self.arithmetic, self.backend = arithmetic, backend
         self.proj = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -91,14 +86,14 @@ class CosineRouter(_FullPrecisionModule):
         dim: int,
         num_experts: int,
         cosine_dim: int,
-        batch_invariant: bool = False,
+        arithmetic: RowArithmetic = ORDINARY,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Make a router that compares in `cosine_dim` dimensions."""
         super().__init__()
-        self.batch_invariant, self.backend = batch_invariant, backend
+        self.arithmetic, self.backend = arithmetic, backend
         self.proj = nn.Linear(dim, cosine_dim, bias=False, device=device, dtype=dtype)
         self.expert_embeddings = nn.Parameter(
             torch.empty(num_experts, cosine_dim, device=device, dtype=dtype)
@@ -110,10 +105,7 @@ class CosineRouter(_FullPrecisionModule):
         """(T, D) -> logits (T, E) in FP32, or FP64 for FP64 input."""
         projected = self._linear(x_TD, self.proj.weight)
         with without_autocast(x_TD.device):
-            if self.training or not self.batch_invariant:
-                token = F.normalize(projected, dim=-1, eps=1e-6)
-            else:
-                token = invariant.unit_rows(projected, eps=1e-6)
+            token = self.arithmetic.in_mode(self.training).unit_rows(projected, eps=1e-6)
             expert = F.normalize(self.expert_embeddings.to(token.dtype), dim=-1, eps=1e-6)
             scale = self.log_scale.to(token.dtype).clamp(max=_MAX_LOG_SCALE).exp()
             return self._linear(token, expert) * scale

@@ -72,8 +72,8 @@ def route(router: nn.Module, call: CallInputs, options: RoutingOptions) -> Route
     Raises:
         ConfigError: the hash router has no token ids, or a custom router's result does not fit.
     """
-    if call.training and options.selection.batch_invariant:
-        options = replace(options, selection=replace(options.selection, batch_invariant=False))
+    arithmetic = options.selection.arithmetic.in_mode(call.training)
+    options = replace(options, selection=replace(options.selection, arithmetic=arithmetic))
     given = None if options.kind == "hash" else _run_router(router, call, options)
     with without_autocast(call.x_TD.device):
         if isinstance(given, RouterOutput):

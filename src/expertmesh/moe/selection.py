@@ -10,7 +10,7 @@ from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
 from expertmesh.moe.random import STREAM_HASH, philox4x32
 from expertmesh.moe.types import RouterOutput
-from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic, row_arithmetic
 from expertmesh.ops.topk import choose_experts, runs_fused
 
 
@@ -27,7 +27,7 @@ class SelectionOptions:
     noise_std: float = 0.0
     by_expert: bool = False
     backend: str = "auto"
-    batch_invariant: bool = False
+    arithmetic: RowArithmetic = ORDINARY
 
     @staticmethod
     def of(options: LayerOptions) -> "SelectionOptions":
@@ -42,7 +42,7 @@ class SelectionOptions:
             noise_std=options.router_noise_std,
             by_expert=options.router == "expert_choice",
             backend=options.backend,
-            batch_invariant=options.batch_invariant,
+            arithmetic=row_arithmetic(options.batch_invariant),
         )
 
     def normalizes(self, top_k: int) -> bool:
@@ -55,20 +55,13 @@ class SelectionOptions:
 def scores_of(logits_TE: Tensor, options: SelectionOptions) -> Tensor:
     """Logits -> scores: sigmoid, or softmax over all experts (for softmax_after_topk as well)."""
     if options.score_function == "sigmoid":
-        return invariant.sigmoid(logits_TE) if options.batch_invariant else logits_TE.sigmoid()
-    return _softmax(logits_TE, options)
-
-
-def _softmax(logits_TE: Tensor, options: SelectionOptions) -> Tensor:
-    return invariant.softmax(logits_TE) if options.batch_invariant else logits_TE.softmax(-1)
+        return options.arithmetic.sigmoid(logits_TE)
+    return options.arithmetic.softmax(logits_TE)
 
 
 def normalized(scores_TE: Tensor, options: SelectionOptions) -> Tensor:
     """Divide by the sum over the experts, safely where all scores are zero."""
-    if options.batch_invariant:
-        total = invariant.row_sum(scores_TE)
-    else:
-        total = scores_TE.sum(-1, keepdim=True)
+    total = options.arithmetic.row_sum(scores_TE)
     return scores_TE / total.clamp_min(torch.finfo(scores_TE.dtype).tiny)
 
 
@@ -79,7 +72,6 @@ def weights_at(
     *,
     normalize: bool,
     options: SelectionOptions,
-    all_live: bool = False,
 ) -> Tensor:
     """Routing weights of given choices, differentiable.
 
@@ -91,20 +83,15 @@ def weights_at(
         scores_TE: (T, E) their scores.
         expert_ids_TK: (T, K) int64 in [0, E]; choices equal to E get weight 0.
         normalize: see above.
-        options: of the layer.
-        all_live: the caller knows that no choice equals E.
+        options: the options of the layer.
     """
-    if all_live:
-        return _weights_of_live(
-            logits_TE, scores_TE, expert_ids_TK, normalize=normalize, options=options
-        )
     live_TK = expert_ids_TK < options.num_experts
     index_TK = expert_ids_TK.clamp(max=options.num_experts - 1)
     if options.score_function == "softmax_after_topk":
         chosen_TK = logits_TE.gather(-1, index_TK).masked_fill(~live_TK, -math.inf)
         # A token without any choice has only -inf: softmax gives NaN there, in the gradient too, so shift it to 0.
         chosen_TK = chosen_TK.masked_fill(~live_TK.any(-1, keepdim=True), 0.0)
-        weights_TK = _softmax(chosen_TK, options).masked_fill(~live_TK, 0.0)
+        weights_TK = options.arithmetic.softmax(chosen_TK).masked_fill(~live_TK, 0.0)
     else:
         weights_TK = scores_TE.gather(-1, index_TK).masked_fill(~live_TK, 0.0)
         if normalize:
@@ -112,34 +99,16 @@ def weights_at(
     return weights_TK * options.weight_scale
 
 
-def _weights_of_live(
-    logits_TE: Tensor,
-    scores_TE: Tensor,
-    expert_ids_TK: Tensor,
-    *,
-    normalize: bool,
-    options: SelectionOptions,
-) -> Tensor:
-    """`weights_at` without the masks, which change nothing where every choice is an expert."""
-    if options.score_function == "softmax_after_topk":
-        weights_TK = _softmax(logits_TE.gather(-1, expert_ids_TK), options)
-    else:
-        weights_TK = scores_TE.gather(-1, expert_ids_TK)
-        if normalize:
-            weights_TK = normalized(weights_TK, options)
-    return weights_TK if options.weight_scale == 1.0 else weights_TK * options.weight_scale
-
-
 def _limit_groups(selection_TE: Tensor, options: SelectionOptions) -> Tensor:
     """Set the scores of all experts outside the token's best groups to -inf (DeepSeek-V3, section 2.1.2).
 
     A group's score is the sum of the two best (biased) scores in it.
     """
-    grouped_TGE = selection_TE.unflatten(-1, (options.num_expert_groups, -1))
-    best = grouped_TGE.topk(min(2, grouped_TGE.shape[-1]), dim=-1).values.sum(-1)
+    grouped_TXE = selection_TE.unflatten(-1, (options.num_expert_groups, -1))
+    best = grouped_TXE.topk(min(2, grouped_TXE.shape[-1]), dim=-1).values.sum(-1)
     groups = best.topk(options.num_limited_groups, dim=-1).indices
-    allowed_TG = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
-    return grouped_TGE.masked_fill(~allowed_TG[..., None], -math.inf).flatten(-2)
+    allowed_TX = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
+    return grouped_TXE.masked_fill(~allowed_TX[..., None], -math.inf).flatten(-2)
 
 
 def selection_scores(
@@ -178,7 +147,7 @@ def choose_by_token(
     Args:
         logits_TE: (T, E) clean logits, FP32 or FP64.
         top_k: K.
-        options: of the layer.
+        options: the options of the layer.
         noise_TE: added to the logits for the choice.
         bias_E: aux-loss-free balancing bias, added to the scores for the choice (DeepSeek-V3, eq. 16).
         with_load: also give the probability of being chosen under Gaussian noise of `options.noise_std`.
@@ -188,7 +157,7 @@ def choose_by_token(
     """
     normalize = options.normalizes(top_k)
     # the fused kernel divides a row's sums among threads by the number of rows
-    if not options.batch_invariant and runs_fused(logits_TE, options.backend):
+    if not options.arithmetic.batch_invariant and runs_fused(logits_TE, options.backend):
         ids_TK, weights_TK, scores_TE = choose_experts(
             logits_TE,
             top_k,
@@ -204,9 +173,7 @@ def choose_by_token(
     else:
         raw_TE = scores_of(logits_TE, options)
         ids_TK = selection_scores(logits_TE, noise_TE, bias_E, options).topk(top_k, dim=-1).indices
-        weights_TK = weights_at(
-            logits_TE, raw_TE, ids_TK, normalize=normalize, options=options, all_live=True
-        )
+        weights_TK = weights_at(logits_TE, raw_TE, ids_TK, normalize=normalize, options=options)
         scores_TE = balance_scores(raw_TE, options)
     load_TE = None
     if with_load and noise_TE is not None:
@@ -250,7 +217,7 @@ def choose_by_expert(
     Args:
         logits_TE: (T, E) clean logits.
         top_k: mean number of experts per token.
-        options: of the layer.
+        options: the options of the layer.
         factor: capacity factor as an exact ratio.
         group_size: tokens per routing group; None: all.
         token_mask_T: True for real tokens; the others are never chosen.
@@ -275,10 +242,10 @@ def choose_by_expert(
         grouped = padded.view(num_groups, size, E)
         largest = min(capacity_of(size, top_k, E, factor, min_capacity=1), size)
         best = grouped.topk(largest, dim=1)
-        valid_G = valid_tokens_per_group(T, group_size, token_mask_T, logits_TE.device)
-        limit_G = capacity_of(valid_G, top_k, E, factor, min_capacity=1)
+        valid_U = valid_tokens_per_group(T, group_size, token_mask_T, logits_TE.device)
+        limit_U = capacity_of(valid_U, top_k, E, factor, min_capacity=1)
         rank = torch.arange(largest, device=logits_TE.device)[None, :, None]
-        within = (rank < limit_G[:, None, None]) & (best.values > -math.inf)
+        within = (rank < limit_U[:, None, None]) & (best.values > -math.inf)
         chosen = torch.zeros_like(grouped, dtype=torch.bool).scatter(1, best.indices, within)
         chosen_TE = chosen.view(num_groups * size, E)[:T]
     experts_E = torch.arange(E, device=logits_TE.device)

@@ -3,15 +3,18 @@
 The rules of a layer's options are in `config/moe_rules.py`.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.moe_rules import check_invariant_factor
+from expertmesh.config.moe_rules import MOST_FACTOR, check_invariant_factor
 from expertmesh.errors import ConfigError
 from expertmesh.moe.types import Routing
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.ops.row_arithmetic import RowArithmetic
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,21 +28,22 @@ def check_top_k(top_k: Any, num_experts: int) -> None:
         )
 
 
-def check_call_factor(value: Any, *, batch_invariant: bool) -> None:
+def check_call_factor(value: Any, *, arithmetic: RowArithmetic) -> None:
     """Raise ConfigError unless the capacity factor of a call is positive (inf: dropless) or None.
 
     Args:
         value: the factor.
-        batch_invariant: whether the call must give a token the same bits in every batch.
+        arithmetic: the arithmetic of the call.
     """
     if value is None:
         return
     is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
-    if not is_number or isinstance(value, bool) or not value > 0:
+    is_positive = is_number and not isinstance(value, bool) and value > 0
+    if not is_positive or (value > MOST_FACTOR and value != math.inf):
         raise ConfigError(
-            f"capacity_factor={value!r} must be a number above 0; give 1.0 for the even share, or leave it out for dropless"
+            f"capacity_factor={value!r} must be a number above 0 and at most {MOST_FACTOR:g}; give 1.0 for the even share, or leave it out for dropless"
         )
-    if batch_invariant:
+    if arithmetic.batch_invariant:
         check_invariant_factor(("capacity_factor",), value)
 
 
@@ -69,6 +73,22 @@ def check_parts(router: Any, experts: Any, num_experts: int) -> None:
         )
 
 
+def check_modules(modules: Sequence[Any]) -> None:
+    """Raise ConfigError unless the experts of the user are modules, one object each."""
+    first: dict[int, int] = {}
+    for index, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise ConfigError(
+                f"experts[{index}] is a {type(module).__name__}; it must be an nn.Module; return one from the function"
+            )
+        other = first.setdefault(id(module), index)
+        if other != index:
+            raise ConfigError(
+                f"experts[{index}] is the same module as experts[{other}]; every expert must have its own; build one per index, or"
+                " copy.deepcopy it"
+            )
+
+
 def check_input(
     x: Tensor, *, dim: int, weight: Tensor | None, device: torch.device | None = None
 ) -> None:
@@ -77,12 +97,17 @@ def check_input(
     Args:
         x: input.
         dim: D.
-        weight: of the experts, if they are grouped.
+        weight: the weight of the experts, if they are grouped.
         device: where they are computed, if not where the weight is.
     """
     if not isinstance(x, Tensor):
         raise ConfigError(
             f"x is a {type(x).__name__}; it must be a tensor of shape (..., {dim}); convert it"
+        )
+    if x.is_nested or x.layout != torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise ConfigError(
+            f"x is a {kind} tensor; it must be a dense one of shape (..., {dim}); convert it, for example with padding and token_mask"
         )
     if x.dim() < 1 or x.shape[-1] != dim:
         raise ConfigError(
@@ -112,6 +137,10 @@ def flat_argument(name: str, value: Tensor, x: Tensor, *, boolean: bool) -> Tens
     Raises:
         ConfigError: its shape, dtype or device does not fit.
     """
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"{name} is a {type(value).__name__}; it must be a tensor of shape {tuple(x.shape[:-1])}; convert it with torch.tensor"
+        )
     num_tokens = x.numel() // x.shape[-1]
     if tuple(value.shape) not in (tuple(x.shape[:-1]), (num_tokens,)):
         raise ConfigError(
@@ -134,7 +163,16 @@ def check_routing(
     routing: Routing, *, num_tokens: int, num_experts: int, top_k: int | None
 ) -> None:
     """Raise ConfigError unless a replayed choice fits the call; ids are range-checked on the CPU in eager mode."""
+    if not isinstance(routing, Routing):
+        raise ConfigError(
+            f"routing is a {type(routing).__name__}; it must be a Routing, or the RoutingStats of an earlier call; wrap it in one"
+        )
     ids, weights = routing.expert_ids_TK, routing.weights_TK
+    for name, value in (("expert_ids_TK", ids), ("weights_TK", weights)):
+        if not isinstance(value, Tensor) and (name == "expert_ids_TK" or value is not None):
+            raise ConfigError(
+                f"routing.{name} is a {type(value).__name__}; it must be a tensor; convert it with torch.tensor"
+            )
     if ids.dim() != 2 or ids.shape[0] != num_tokens:
         raise ConfigError(
             f"routing.expert_ids_TK has shape {tuple(ids.shape)}; it must be ({num_tokens}, K); replay the same tokens"

@@ -26,11 +26,14 @@ def warm_up(
     Args:
         layer: on its device and in its mode: evaluation and training need different kernels.
         token_counts: numbers of tokens, at least 0.
-        dtype: of the tokens; None: that of the experts' parameters.
+        dtype: the type of the tokens; None: that of the experts' parameters.
         backward: whether to run the backward, too; None: in training only.
 
     Raises:
         ConfigError: a number of tokens is negative.
+
+    Example:
+        >>> warm_up(MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2), token_counts=[1, 4])
     """
     parameters = [p for p in layer.parameters() if p.requires_grad]
     some = next(layer.experts.parameters(), None)

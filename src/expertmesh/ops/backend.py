@@ -75,7 +75,7 @@ def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> s
             Triton's interpreter, thousands of times slower: for tests and debugging), "torch" (PyTorch's own
             operators) or "reference" (plain autograd, slow).
         device: where the tensors are.
-        dtype: their floating-point type.
+        dtype: the floating-point type of the tensors.
 
     Returns:
         "triton", "torch" or "reference".

@@ -31,6 +31,11 @@ def dispatch_capacity(
 
     Raises:
         ConfigError: the capacity is below 1, or E * C is 2**31 or more.
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[0], [0], [1]]), 2)
+        >>> dispatch_capacity(torch.tensor([[1.0], [2.0], [3.0]]), maps, 1).flatten().tolist()
+        [1.0, 3.0]
     """
     _check(metadata, capacity)
     if resolve_backend(backend, x_TD.device, x_TD.dtype) == "triton":
@@ -58,7 +63,7 @@ def combine_capacity(
 
     Args:
         y_ECD: (E, C, D).
-        metadata: as given to `dispatch_capacity`.
+        metadata: the metadata as given to `dispatch_capacity`.
         top_k: K.
         weights_TK: (T, K) factors of the rows, or None.
         backend: see `resolve_backend`.
@@ -68,6 +73,11 @@ def combine_capacity(
 
     Raises:
         ConfigError: the buffers do not fit the metadata, or E * C is 2**31 or more.
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[0], [0], [1]]), 2)
+        >>> combine_capacity(torch.tensor([[[1.0]], [[3.0]]]), maps, 1).flatten().tolist()
+        [1.0, 0.0, 3.0]
     """
     num_experts, capacity, dim = y_ECD.shape
     _check(metadata, capacity)
@@ -97,6 +107,11 @@ def weighted_combine(
 
     Returns:
         (T, D) in the type of y, differentiable (once with triton). Does not synchronise.
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[1, 0]]), 2)
+        >>> weighted_combine(torch.tensor([[2.0], [4.0]]), maps, torch.tensor([[0.25, 0.75]])).tolist()
+        [[2.5]]
     """
     if resolve_backend(backend, y_RD.device, y_RD.dtype) == "triton":
         return _weighted_sum(y_RD, weights_TK, *_maps(metadata), weights_TK.shape[1], None)
@@ -158,16 +173,11 @@ def _fill_places(
     return kernels.fill_places(x_TD, offsets_E, token_of_row_N, slot_of_row_N, capacity)
 
 
-@_fill_places.register_fake
-def _(
-    x_TD: Tensor,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    capacity: int,
-) -> Tensor:
-    return x_TD.new_empty(offsets_E.shape[0] - 1, capacity, x_TD.shape[1])
+_fill_places.register_fake(
+    lambda x, offsets, tokens, slots, rows, capacity: x.new_empty(
+        offsets.shape[0] - 1, capacity, x.shape[1]
+    )
+)
 
 
 @torch.library.custom_op("expertmesh::weighted_sum", mutates_args=())
@@ -198,18 +208,11 @@ def _index_and_bound(
     return places_N, (offsets_E.shape[0] - 1) * capacity
 
 
-@_weighted_sum.register_fake
-def _(
-    y_RD: Tensor,
-    weights_TK: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    top_k: int,
-    capacity: int | None,
-) -> Tensor:
-    return y_RD.new_empty(row_of_slot_N.shape[0] // top_k, y_RD.shape[1])
+_weighted_sum.register_fake(
+    lambda y, weights, offsets, tokens, slots, rows, top_k, capacity: y.new_empty(
+        rows.shape[0] // top_k, y.shape[1]
+    )
+)
 
 
 @torch.library.custom_op("expertmesh::weighted_sum_backward", mutates_args=())
@@ -240,20 +243,12 @@ def _weighted_sum_backward(
     return d_y, combine.dot_rows(grad_TD, y_RD, bound, index_N, top_k, weights_TK.dtype)
 
 
-@_weighted_sum_backward.register_fake
-def _(
-    grad_TD: Tensor,
-    y_RD: Tensor,
-    weights_TK: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    top_k: int,
-    capacity: int | None,
-) -> tuple[Tensor, Tensor]:
-    d_weights = grad_TD.new_empty(0) if weights_TK is None else torch.empty_like(weights_TK)
-    return torch.empty_like(y_RD), d_weights
+_weighted_sum_backward.register_fake(
+    lambda grad, y, weights, *rest: (
+        torch.empty_like(y),
+        grad.new_empty(0) if weights is None else torch.empty_like(weights),
+    )
+)
 
 
 def _save_fill(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

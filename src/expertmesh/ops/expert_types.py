@@ -19,6 +19,15 @@ class WeightGradients:
         w_out: (E, D, F), or a tuple of slices; None: not wanted.
         b_in: (E, G, F), or a tuple of slices; None: no bias, or not wanted.
         b_out: (E, D); None: no bias, or not wanted.
+
+    Example:
+        >>> w_in_EGFD, w_out_EDF = torch.randn(4, 2, 16, 8, requires_grad=True), torch.randn(4, 8, 16, requires_grad=True)
+        >>> buffers = WeightGradients(torch.zeros(4, 2, 16, 8), torch.zeros(4, 8, 16))
+        >>> maps, weights_TK = route_metadata(torch.randint(0, 4, (5, 2)), 4), torch.ones(5, 2)
+        >>> y_TD = moe_mlp(torch.randn(5, 8), w_in_EGFD, w_out_EDF, weights_TK, maps, activation="swiglu", main_grads=buffers)
+        >>> y_TD.sum().backward()
+        >>> w_in_EGFD.grad is None, bool(buffers.w_in.any())
+        (True, True)
     """
 
     w_in: Tensor | tuple[Tensor, ...] | None

@@ -9,27 +9,41 @@ from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.route_metadata import RouteMetadata
+from expertmesh.ops.transforms import refuse_transforms
 
 
 def permute(x_TD: Tensor, metadata: RouteMetadata, *, backend: str = "auto") -> Tensor:
     """Copy tokens (T, D) to rows in expert order (R, D); rows behind the last live one are zero.
 
     Differentiable any number of times; no host synchronisation on a GPU.
+
+    Example:
+        >>> x_TD = torch.tensor([[1.0], [2.0]])
+        >>> permute(x_TD, route_metadata(torch.tensor([[1], [0]]), 2)).tolist()
+        [[2.0], [1.0]]
     """
     m, name = metadata, resolve_backend(backend, x_TD.device, x_TD.dtype)
     if name == "reference":
         return reference.gather_rows(x_TD, m.token_of_row_N, int(m.offsets_E[-1]))
+    refuse_transforms("permute", lambda: [x_TD])
     return _tokens_to_rows(x_TD, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, name)
 
 
 def unpermute(
     y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str = "auto"
 ) -> Tensor:
-    """Copy rows in expert order (R, D) to slots (T, K, D); dead slots are zero. Differentiable any number of times."""
+    """Copy rows in expert order (R, D) to slots (T, K, D); dead slots are zero. Differentiable any number of times.
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[1], [0]]), 2)
+        >>> unpermute(torch.tensor([[2.0], [1.0]]), maps, 1).tolist()
+        [[[1.0]], [[2.0]]]
+    """
     m, name = metadata, resolve_backend(backend, y_RD.device, y_RD.dtype)
     if name == "reference":
         slots_ND = reference.rows_to_slots(y_RD, m.row_of_slot_N, int(m.offsets_E[-1]))
     else:
+        refuse_transforms("unpermute", lambda: [y_RD])
         slots_ND = _rows_to_slots(y_RD, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N, name)
     return slots_ND.view(slots_ND.shape[0] // top_k, top_k, y_RD.shape[1])
 
@@ -38,10 +52,16 @@ def combine(y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str =
     """Sum each token's live rows, (R, D) -> (T, D), in FP32 (FP64 for FP64) and a fixed order.
 
     Differentiable any number of times; bitwise deterministic.
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[1, 0]]), 2)
+        >>> combine(torch.tensor([[2.0], [1.0]]), maps, 2).tolist()
+        [[3.0]]
     """
     m, name = metadata, resolve_backend(backend, y_RD.device, y_RD.dtype)
     if name == "reference":
         return reference.combine(y_RD, m.row_of_slot_N, int(m.offsets_E[-1]), top_k)
+    refuse_transforms("combine", lambda: [y_RD])
     return _sum_rows(y_RD, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, top_k, name)
 
 
@@ -55,7 +75,7 @@ def _tokens_to_rows(
     offsets_E: Tensor,
     token_of_row_N: Tensor,
     row_of_slot_N: Tensor,
-    backend: str = "torch",
+    backend: str,
 ) -> Tensor:
     if backend == "triton":
         from expertmesh.kernels import permute as kernels
@@ -71,15 +91,9 @@ def _tokens_to_rows(
     return torch.where(live[:, None], x_TD[token_of_row_N], 0)
 
 
-@_tokens_to_rows.register_fake
-def _(
-    x_TD: Tensor,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    backend: str = "torch",
-) -> Tensor:
-    return x_TD.new_empty(token_of_row_N.shape[0], x_TD.shape[1])
+_tokens_to_rows.register_fake(
+    lambda x, offsets, tokens, slots, backend: x.new_empty(tokens.shape[0], x.shape[1])
+)
 
 
 def sum_rows(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, top_k: int) -> Tensor:
@@ -120,7 +134,7 @@ def _sum_rows(
     token_of_row_N: Tensor,
     row_of_slot_N: Tensor,
     top_k: int,
-    backend: str = "torch",
+    backend: str,
 ) -> Tensor:
     if backend == "triton":
         from expertmesh.kernels import combine as kernels
@@ -129,16 +143,9 @@ def _sum_rows(
     return sum_rows(y_RD, offsets_E, row_of_slot_N, top_k)
 
 
-@_sum_rows.register_fake
-def _(
-    y_RD: Tensor,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    top_k: int,
-    backend: str = "torch",
-) -> Tensor:
-    return y_RD.new_empty(row_of_slot_N.shape[0] // top_k, y_RD.shape[1])
+_sum_rows.register_fake(
+    lambda y, offsets, tokens, rows, top_k, backend: y.new_empty(rows.shape[0] // top_k, y.shape[1])
+)
 
 
 @torch.library.custom_op("expertmesh::rows_to_slots", mutates_args=())
@@ -147,7 +154,7 @@ def _rows_to_slots(
     offsets_E: Tensor,
     slot_of_row_N: Tensor,
     row_of_slot_N: Tensor,
-    backend: str = "torch",
+    backend: str,
 ) -> Tensor:
     if backend == "triton":
         from expertmesh.kernels import permute as kernels
@@ -159,15 +166,9 @@ def _rows_to_slots(
     return torch.where(live[:, None], y_RD[torch.where(live, row_of_slot_N, 0)], 0)
 
 
-@_rows_to_slots.register_fake
-def _(
-    y_RD: Tensor,
-    offsets_E: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    backend: str = "torch",
-) -> Tensor:
-    return y_RD.new_empty(row_of_slot_N.shape[0], y_RD.shape[1])
+_rows_to_slots.register_fake(
+    lambda y, offsets, slots, rows, backend: y.new_empty(rows.shape[0], y.shape[1])
+)
 
 
 @torch.library.custom_op("expertmesh::slots_to_rows", mutates_args=())
@@ -176,7 +177,7 @@ def _slots_to_rows(
     offsets_E: Tensor,
     slot_of_row_N: Tensor,
     row_of_slot_N: Tensor,
-    backend: str = "torch",
+    backend: str,
 ) -> Tensor:
     if backend == "triton":
         from expertmesh.kernels import permute as kernels
@@ -186,15 +187,9 @@ def _slots_to_rows(
     return torch.where(live[:, None], slots_ND[slot_of_row_N], 0)
 
 
-@_slots_to_rows.register_fake
-def _(
-    slots_ND: Tensor,
-    offsets_E: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    backend: str = "torch",
-) -> Tensor:
-    return slots_ND.new_empty(slot_of_row_N.shape[0], slots_ND.shape[1])
+_slots_to_rows.register_fake(
+    lambda values, offsets, slots, rows, backend: values.new_empty(slots.shape[0], values.shape[1])
+)
 
 
 # Each copy is the transpose of another one, so they are each other's gradients, to any order.

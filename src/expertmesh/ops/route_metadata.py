@@ -62,6 +62,11 @@ def route_metadata(
     Raises:
         ConfigError: shape or dtype of the ids is wrong, or (torch backend on the CPU only) an id is out of range; the
             triton backend takes such ids for "no expert".
+
+    Example:
+        >>> maps = route_metadata(torch.tensor([[1, 0], [1, 2]]), 2)  # 2 is "no expert"
+        >>> maps.offsets_E.tolist(), maps.token_of_row_N[:3].tolist()
+        ([0, 1, 3], [0, 0, 1])
     """
     if expert_ids_TK.dim() != 2:
         raise ConfigError(

@@ -34,8 +34,9 @@ def router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tenso
     in_parts = (
         x_TD.dtype == torch.bfloat16
         and w_ED.dtype == torch.float32
-        and x_TD.shape[0] >= FEWEST_SPLIT_ROWS
         and resolve_backend(backend, x_TD.device, x_TD.dtype) == "triton"
+        # Last: a compiler makes it a condition of what it has compiled.
+        and x_TD.shape[0] >= FEWEST_SPLIT_ROWS
     )
     return (_split_linear if in_parts else _router_linear)(x_TD, w_ED)
 

@@ -53,6 +53,12 @@ def choose_experts(
 
     Raises:
         ConfigError: an option or shape is wrong, or triton was asked for and cannot do it.
+
+    Example:
+        >>> logits_TE = torch.tensor([[0.0, 2.0, 1.0]])
+        >>> ids_TK, weights_TK, scores_TE = choose_experts(logits_TE, 2, score_function="softmax", normalize=True)
+        >>> ids_TK.tolist()
+        [[1, 2]]
     """
     num_experts = logits_TE.shape[-1]
     if logits_TE.dim() != 2 or not 1 <= top_k <= num_experts:
@@ -133,20 +139,13 @@ def _choose_experts(
     return ids, weights, scores
 
 
-@_choose_experts.register_fake
-def _(
-    logits_TE: Tensor,
-    noise_TE: Tensor | None,
-    bias_E: Tensor | None,
-    top_k: int,
-    score_function: str,
-    normalize: bool,
-    weight_scale: float,
-    groups: list[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (logits_TE.shape[0], top_k)
-    ids = logits_TE.new_empty(shape, dtype=torch.int64)
-    return ids, logits_TE.new_empty(shape), logits_TE.new_empty(logits_TE.shape)
+_choose_experts.register_fake(
+    lambda logits, noise, bias, top_k, *rule: (
+        logits.new_empty(logits.shape[0], top_k, dtype=torch.int64),
+        logits.new_empty(logits.shape[0], top_k),
+        logits.new_empty(logits.shape),
+    )
+)
 
 
 @torch.library.custom_op("expertmesh::choose_experts_backward", mutates_args=())
@@ -165,17 +164,7 @@ def _choose_experts_backward(
     return kernels.choose_backward(logits_TE, ids_TK, rule, d_weights_TK, d_scores_TE)
 
 
-@_choose_experts_backward.register_fake
-def _(
-    logits_TE: Tensor,
-    ids_TK: Tensor,
-    d_weights_TK: Tensor | None,
-    d_scores_TE: Tensor | None,
-    score_function: str,
-    normalize: bool,
-    weight_scale: float,
-) -> Tensor:
-    return logits_TE.new_empty(logits_TE.shape)
+_choose_experts_backward.register_fake(lambda logits, *rest: logits.new_empty(logits.shape))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -18,14 +18,26 @@ from expertmesh.comm.mesh import (
 )
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.way import Way
+from expertmesh.costs.communication import USUAL_NETWORK, Network
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
+from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
 from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Prefetcher
 from expertmesh.parallel.experts.storage import Keep
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.tensor import TensorPlan, apply_plan, tensor_group
+from expertmesh.planner.cache import (
+    Topology,
+    load_network,
+    load_plans,
+    network_path,
+    plans_path,
+    save_plans,
+)
 
 _KEEP: dict[int, Keep] = {1: "until_step", 2: "until_step", 3: "regather"}
 
@@ -37,6 +49,7 @@ def parallelize(
     world: World | None = None,
     blocks: Iterable[nn.Module] = (),
     tensor_plan: TensorPlan | None = None,
+    adaptive: bool = False,
 ) -> World:
     """Spread a model over all ranks of a world, in place. Every rank must call.
 
@@ -51,8 +64,9 @@ def parallelize(
         world: the ranks; None: all of torch.distributed.
         blocks: modules whose dense parameters are gathered together, one after the other (the layers of a
             transformer); the model's other parameters make one more block.
-        tensor_plan: with a tp_degree above 1, styles of `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`
+        tensor_plan: the plan of tensor parallelism, needed with a tp_degree above 1, styles of `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`
             by name of module, see `TensorPlan`. Modules without one run on this rank's tokens with whole parameters.
+        adaptive: as `config.adaptive`: each layer chooses how its tokens travel, by its load.
 
     Returns:
         The world, which counts bytes and can be closed.
@@ -81,35 +95,7 @@ def parallelize(
     world = World(timeout_s=config.timeout_s) if world is None else world
     degrees = degrees_of(config, num_ranks=world.size)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    prefetcher = Prefetcher()
-    per_node = config.ranks_per_node
-    nodes = None if per_node is None else [rank // per_node for rank in range(world.size)]
-    for index, layer in enumerate(moe_layers):
-        ep_degree = config.ep_degree_of(index, num_moe_layers=len(moe_layers))
-        es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
-        if isinstance(layer.experts, GroupedExperts):
-            plan = expert_plan(
-                config,
-                num_ranks=degrees.num_storage_ranks,
-                num_experts=layer.num_experts,
-                hidden_dim=layer.experts.w_in.shape[2],
-                ep_degree=ep_degree,
-            )
-            es_degree, route_degree = plan.storage.f, plan.route_degree
-        spread_experts(
-            layer,
-            world,
-            num_replicas=degrees.dp_replicate,
-            es_degree=es_degree,
-            order=config.expert_order,
-            route_degree=route_degree,
-            overlap_degree=config.overlap_degree,
-            all_to_all=config.all_to_all,
-            nodes=nodes,
-            keep=_KEEP[config.zero_stage],
-            offload=config.offload,
-            prefetcher=prefetcher,
-        )
+    _spread_layers(moe_layers, config, world, degrees, adaptive=adaptive)
     experts = {p for layer in moe_layers for p in layer.experts.parameters()}
     if degrees.tp > 1:
         tensor_mesh = dense_mesh(world, degrees)["tp"]
@@ -125,11 +111,101 @@ def parallelize(
             offload_policy=policy if config.offload else OffloadPolicy(),
             shard_placement_fn=partial(_axis_of_shards, num_parts=degrees.dp_shard),
         )
+    _sum_gradients(model)
+    return world
+
+
+def _spread_layers(
+    moe_layers: list[MoELayer],
+    config: ParallelConfig,
+    world: World,
+    degrees: DenseDegrees,
+    *,
+    adaptive: bool,
+) -> None:
+    """Spread the experts of all layers, and let the layers choose how their tokens travel if that is asked."""
+    prefetcher = Prefetcher()
+    per_node, adaptive = config.ranks_per_node, adaptive or config.adaptive
+    nodes = None if per_node is None else [rank // per_node for rank in range(world.size)]
+    models_cost = bool(moe_layers) and (adaptive or config.all_to_all == "auto")
+    topology, network = _network(world, nodes) if models_cost else (None, USUAL_NETWORK)
+    for index, layer in enumerate(moe_layers):
+        ep_degree = config.ep_degree_of(index, num_moe_layers=len(moe_layers))
+        es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
+        if isinstance(layer.experts, GroupedExperts):
+            plan = expert_plan(
+                config,
+                degrees=degrees,
+                num_experts=layer.num_experts,
+                hidden_dim=layer.experts.w_in.shape[2],
+                ep_degree=ep_degree,
+            )
+            es_degree, route_degree = plan.storage.f, plan.route_degree
+        spread_experts(
+            layer,
+            world,
+            num_replicas=degrees.dp_replicate,
+            es_degree=es_degree,
+            order=config.expert_order,
+            route_degree=route_degree,
+            overlap_degree=config.overlap_degree,
+            all_to_all=config.all_to_all,
+            shadow_experts=config.shadow_experts,
+            nodes=nodes,
+            network=network,
+            keep=_KEEP[config.zero_stage],
+            offload=config.offload,
+            prefetcher=prefetcher,
+        )
+    if adaptive and topology is not None:
+        _adapt(moe_layers, config, world, topology, network)
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Let FSDP2 add gradients over ranks, where it would take means."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return world
+
+
+def _network(world: World, nodes: list[int] | None) -> tuple[Topology, Network]:
+    """The ranks, and their links as the leader finds them measured, or as is usual; every rank must call."""
+    topology = Topology.of(_device_name(world), world.nodes() if nodes is None else nodes)
+    found = Ranks(world).first(lambda: load_network(network_path(topology)))
+    return topology, found or USUAL_NETWORK
+
+
+def _adapt(
+    layers: list[MoELayer],
+    config: ParallelConfig,
+    world: World,
+    topology: Topology,
+    network: Network,
+) -> None:
+    """Let layers choose what the configuration leaves open, and keep what they find."""
+    ranks = Ranks(world)
+    shapes = {(m.num_experts, m.dim, m.options.hidden_dim, m.options.activation) for m in layers}
+    model = f"{sorted(shapes)}, zero_stage {config.zero_stage}"
+    path = plans_path(topology, model)
+    pinned = Way(
+        config.route_degree or (max(config.ep_degree) if config.ep_degree else None),
+        config.overlap_degree if config.overlap_degree > 1 else None,
+        "hierarchical" if config.all_to_all == "hierarchical" else None,
+        config.shadow_experts or None,
+    )
+    adapt(
+        layers,
+        pinned,
+        network,
+        num_gathers=2 if config.zero_stage == 3 else 1,
+        known=ranks.first(lambda: load_plans(path, model)),
+        on_settled=(lambda plans: save_plans(path, plans, model)) if ranks.is_leader else None,
+    )
+
+
+def _device_name(world: World) -> str:
+    return torch.cuda.get_device_name() if world.device_type == "cuda" else "cpu"
 
 
 def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -145,7 +221,7 @@ def follow_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 def expert_plan(
     config: ParallelConfig,
     *,
-    num_ranks: int,
+    degrees: DenseDegrees,
     num_experts: int,
     hidden_dim: int,
     ep_degree: int | None,
@@ -154,16 +230,19 @@ def expert_plan(
 
     Args:
         config: the degrees wanted.
-        num_ranks: of one copy of the model.
+        degrees: the degrees of the dense layers.
         num_experts: E.
         hidden_dim: F.
-        ep_degree: of the layer, see `ParallelConfig.ep_degree_of`.
+        ep_degree: the degree of expert parallelism of the layer, see `ParallelConfig.ep_degree_of`.
 
     Raises:
         ConfigError: the degrees do not fit.
     """
+    num_ranks = degrees.num_storage_ranks
     storage = expert_degrees(
         num_ranks,
+        num_replicas=degrees.dp_replicate,
+        tp_degree=degrees.tp,
         num_experts=num_experts,
         hidden_dim=hidden_dim,
         es_degree=config.es_degree,

@@ -10,7 +10,7 @@ def give_memory(model: nn.Module, *, device: torch.device | str, offload: bool =
 
     Args:
         model: spread by `expertmesh.parallel.apply.parallelize` while it was on the meta device.
-        device: that computes.
+        device: the device that computes.
         offload: parameters rest in host memory; buffers are on the device all the same.
     """
     model.to_empty(device="cpu" if offload else device)

@@ -26,7 +26,7 @@ class HostMemory:
     """Moves tensors between where they rest and where they are computed with.
 
     Args:
-        device: that computes.
+        device: the device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:

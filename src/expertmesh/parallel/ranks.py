@@ -187,7 +187,7 @@ def open_ranks(
 
     Args:
         device_type: "cpu" (gloo) or "cuda" (NCCL).
-        timeout_s: of every collective.
+        timeout_s: the timeout of every collective.
         tp_degree: see `Ranks`.
         reduces_once: see `Ranks`.
         offload: whether parameters rest in host memory. Groups then have a backend for the CPU, too, and a process alone

@@ -53,7 +53,7 @@ class SharedSequences:
     """What a model asks of the ranks that share its sequences.
 
     Attributes:
-        group: they.
+        group: the ranks that share sequences.
     """
 
     group: RankGroup
@@ -196,8 +196,8 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
     The dense parts of each `MoELayer` need no plan: shared experts and the residual MLP are cut along their hidden size.
 
     Args:
-        model: with the same parameters on all ranks.
-        mesh: of one axis, the ranks that share sequences.
+        model: the model, with the same parameters on all ranks.
+        mesh: the mesh of one axis, the ranks that share sequences.
         group: the same ranks.
         plan: see `TensorPlan`.
 
@@ -252,10 +252,10 @@ class _LocalParameters:
 
     Args:
         module: whose forward reads them.
-        mesh: of the group.
+        mesh: the mesh of the group.
         cut: axis by name.
         once: names of those that count for nothing on this rank.
-        recurse: with those inside.
+        recurse: whether parameters of the modules inside count, too.
         apart: parameters to leave alone.
     """
 

@@ -16,7 +16,7 @@ def dense_twin(config: GPTRunConfig) -> GPTRunConfig:
     of the router too, and never fewer in all.
 
     Args:
-        config: of a model with gated experts, equally many in every layer.
+        config: the config of a model with gated experts, equally many in every layer.
     """
     moe = config.model.moe
     multiplications = 3 * moe.top_k * moe.hidden_dim + moe.num_experts[0]

@@ -25,7 +25,7 @@ class PublishedGPT:
     """One row of the published tables.
 
     Attributes:
-        name: of the recipe.
+        name: the name of the recipe.
         dim: model width.
         num_layers: transformer layers.
         num_heads: attention heads.

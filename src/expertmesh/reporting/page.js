@@ -206,7 +206,7 @@ function details() {
       heatMap(section, run);
       const grid = element("div", { class: "grid" });
       section.append(grid);
-      perLayer(grid, run, "Routing entropy", "nats, mean over tokens; 0: one choice has all the weight; paler: deeper layers", "entropy");
+      perLayer(grid, run, "Routing entropy", "nats, mean over tokens; 0: one choice has all the weight; paler: deeper layers", "entropy", {});
       perLayer(grid, run, "Dropped rows", "share of a layer's rows", "dropped");
       perLayer(grid, run, "Dead experts", "without a row in a step, per layer", "dead");
       section.append(element("h3", {}, "Most confident experts"), element("div", { class: "scroll" }, expertTable(run)),

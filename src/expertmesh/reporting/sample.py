@@ -100,7 +100,7 @@ def sample_of_run(path: str, *, seed: int = 0) -> list[dict[str, Any]]:
         if not ids:
             return []
         layers = experts_of_tokens(model, [END_OF_TEXT_ID, *ids])
-    stream = TextStream(load_tokenizer(run.path / "tokenizer.json"))
+    stream = TextStream(load_tokenizer(run.path / "tokenizer.json", vocab_size=run.vocab_size))
     return [
         {"text": stream.feed(token), "experts": [layer[place] for layer in layers]}
         for place, token in enumerate(ids, 1)

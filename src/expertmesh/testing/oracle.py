@@ -40,7 +40,7 @@ def oracle_forward(inputs: OracleInputs, options: OracleOptions) -> OracleOutput
         np.where(ids_TK < options.num_experts, routed.raw_TK, 0.0),
     )
     weights_TK = _weights(routed.raw_TK, ids_TK < options.num_experts, inputs, options)
-    kept_TK = _assign(ids_TK, weights_TK, inputs, options, routed.gaps)
+    kept_TK = _assign(ids_TK, weights_TK, inputs, options, routed)
     final_TK = _weights(routed.raw_TK, kept_TK, inputs, options)
     moe_TD = np.zeros_like(x_TD)
     for t, x_D in enumerate(x_TD):
@@ -218,7 +218,7 @@ def _assign(
     weights_TK: Array,
     inputs: OracleInputs,
     options: OracleOptions,
-    gaps: list[float],
+    routed: Routed,
 ) -> Array:
     """(T, K) bool: rows that exist and are not dropped."""
     kept_TK = ids_TK < options.num_experts
@@ -229,10 +229,9 @@ def _assign(
             continue
         for e in range(options.num_experts):
             queue = [(k, t) for k in range(ids_TK.shape[1]) for t in members if ids_TK[t, k] == e]
-            if (
-                options.drop_policy == "priority"
-            ):  # V-MoE, algorithm 2: by choice, then by the token's largest weight
-                key = [(k, -max(weights_TK[t, ids_TK[t] < options.num_experts])) for k, t in queue]
+            if options.drop_policy == "priority":
+                # V-MoE, algorithm 2: by choice, then by the token's largest probability, of whichever expert
+                key = [(k, -max(routed.probabilities_TE[t])) for k, t in queue]
             elif options.drop_policy == "weight":
                 key = [(0, -weights_TK[t, k]) for k, t in queue]
             elif options.drop_policy == "random":
@@ -252,7 +251,7 @@ def _assign(
                 is_constant = options.router == "hash" or -last[1] == options.weight_scale
                 by_weight = options.drop_policy in ("priority", "weight")
                 if last[0] == first_out[0] and not (by_weight and is_constant):
-                    gaps.append(first_out[1] - last[1])
+                    routed.gaps.append(first_out[1] - last[1])
     return kept_TK
 
 

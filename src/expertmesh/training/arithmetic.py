@@ -36,8 +36,8 @@ class Way(NamedTuple):
     """One way to multiply on a CPU.
 
     Attributes:
-        dtype: of the factors.
-        library: that multiplies FP32.
+        dtype: the type of the factors.
+        library: the library that multiplies FP32.
     """
 
     dtype: str
@@ -57,8 +57,8 @@ class Arithmetic:
 
     Attributes:
         device: "cpu" or "cuda".
-        dtype: of matrix products.
-        library: that multiplies FP32 on a CPU.
+        dtype: the type of matrix products.
+        library: the library that multiplies FP32 on a CPU.
         seconds: what each way took for the products of a step, by name, where that decided.
     """
 
@@ -87,7 +87,7 @@ def choose(seconds: Mapping[Way, float]) -> Arithmetic:
     """The fastest way, where those that are no clear gain count for nothing.
 
     Args:
-        seconds: of each way; FP32 by the usual library is one of them.
+        seconds: the seconds of each way; FP32 by the usual library is one of them.
     """
     best = Way("float32", cpu_products.usual_library())
     for way in sorted(seconds, key=lambda way: way.dtype != "float32"):

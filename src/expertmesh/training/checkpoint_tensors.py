@@ -5,6 +5,7 @@ and warn where there is no process group.
 """
 
 import copy
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,10 +117,28 @@ class _StagedPlanner(DefaultSavePlanner):
 
 
 def write_tensors(folder: Path, staged: Staged) -> list[WriteResult]:
-    """Write this rank's pieces into one file; returns where they are in it. Communicates with nobody."""
+    """Write this rank's pieces into one file; returns where they are in it. Communicates with nobody.
+
+    Raises:
+        OSError: the file cannot be written, for example because the disk is full.
+    """
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
     writer.set_up_storage_writer(is_coordinator=True)
-    return writer.write_data(staged.plan, _StagedPlanner(staged.pieces)).wait()
+    try:
+        return writer.write_data(staged.plan, _StagedPlanner(staged.pieces)).wait()
+    except RuntimeError as error:
+        # torch's archive hides the error of the disk behind one of its own.
+        raise _hidden_error(error, folder) from error
+
+
+def _hidden_error(error: BaseException, folder: Path) -> BaseException:
+    """The OSError that another error came from; the error itself if there is none."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, OSError) and found.errno is not None:
+            return OSError(found.errno, os.strerror(found.errno), found.filename or str(folder))
+        found = found.__cause__ or found.__context__
+    return error
 
 
 def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -41,8 +41,8 @@ def evaluate(
 
     Args:
         task: says what is measured.
-        model: of the task.
-        data: of the task.
+        model: the model of the task.
+        data: the data of the task.
         batch_size: samples per forward pass of all ranks.
         max_samples: so many samples, evenly spread over the split; None: all.
         precision: device and dtype.

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.training.checkpoint import find_damage, read_state
+from expertmesh.training.checkpoint import find_damage
 from expertmesh.training.checkpoint_tensors import tensor_dtypes, tensor_shapes, whole_tensors
 from expertmesh.training.run_dir import load_run
+from expertmesh.training.state import read_run_state
 
 _MODEL = "model."
 DTYPE_NAMES = {
@@ -45,7 +46,7 @@ class Exported:
         checkpoint: where it is from.
         step: optimiser steps done then.
         num_tensors: in the file.
-        num_bytes: of the file.
+        num_bytes: the size of the file.
     """
 
     checkpoint: Path
@@ -70,7 +71,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
     """
     _check_output(output, overwrite=overwrite)
     checkpoint = find_checkpoint(source)
-    state = read_state(checkpoint)
+    state = read_run_state(checkpoint)
     shapes, dtypes = tensor_shapes(checkpoint), tensor_dtypes(checkpoint)
     names = sorted(name for name in shapes if name.startswith(_MODEL))
     header = _header(names, shapes, dtypes, _texts(state))

@@ -1,5 +1,6 @@
 """The training loop of any model: data, steps, evaluations, checkpoints, and a clean stop."""
 
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, TrainingDivergedError
@@ -21,13 +23,13 @@ from expertmesh.training.checkpoint import (
     CheckpointStore,
     list_checkpoints,
     newest_good,
-    read_state,
 )
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
 from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
 from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
+from expertmesh.training.room import check_room
 from expertmesh.training.run_dir import RunDir, load_run
 from expertmesh.training.state import (
     RunProgress,
@@ -35,11 +37,15 @@ from expertmesh.training.state import (
     check_same_data,
     check_same_run,
     load_weights,
+    read_run_state,
 )
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
 from expertmesh.training.teacher import copy_layers, open_teacher
 from expertmesh.training.trackers import Files, OwnTracker, Tracker, open_tensorboard
+
+# More of them only wait for one another; a test may want a few more than there are.
+_MOST_THREADS_PER_CORE = 16
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def train(
 ) -> TrainResult:
     """Train, or go on training, in `config.train.run_dir`.
 
-    SIGTERM or Ctrl-C end the current step, save a checkpoint and return. On CPU the losses depend on the
+    SIGTERM, SIGHUP, Ctrl-C or a dead pipe end the current step, save a checkpoint and return. On CPU the losses depend on the
     configuration only: stopping and resuming changes no bit.
 
     Args:
@@ -119,6 +125,7 @@ def train(
         )
         ranks.agree(config.model_dump_json(), what="the configuration")
         ranks.first(lambda: check_ranks(task, ranks))
+        ranks.first(lambda: check_room(family, config, device, num_ranks=ranks.size))
 
         def open_run() -> None:
             stack.enter_context(run_dir.locked())
@@ -128,12 +135,13 @@ def train(
                 check_same_run(saved, config, family=family, where=run_dir.path)
 
         ranks.first(open_run)
+        stack.enter_context(bind_ranks(config.parallel.bind))
         stack.enter_context(_threads(config.parallel.num_threads))
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(config.train.seed)
-        if ranks.size > 1:
-            ranks.first(lambda: task.prepare() is None)  # the leader fills the cache
-        data = ranks.each(task.prepare)
+        prepared: list[Data] = []
+        ranks.first(lambda: prepared.append(task.prepare()))  # fills the cache
+        data = ranks.each(lambda: prepared[0] if prepared else task.prepare())
         ranks.agree(data.key, what="the data")
         products = family.products_of(config, num_parts=ranks.num_row_parts)
         settle = partial(settle_precision, products=products, record=run_dir.arithmetic)
@@ -189,7 +197,7 @@ class _Trainer:
             if (begin := self.config.train.init_from) is not None:
                 self.ranks.each(lambda: load_weights(load_run(begin).checkpoint, self.state.model))
             return 0
-        values = read_state(path)
+        values = read_run_state(path)
         self.ranks.first(
             lambda: check_same_run(values["config"], self.config, family=self.family, where=path)
         )
@@ -223,9 +231,14 @@ class _Trainer:
             return
         report = stack.enter_context(
             ProgressReport(
-                console, family=self.family, total_steps=config.train.steps, first_step=first
+                console,
+                family=self.family,
+                total_steps=config.train.steps,
+                first_step=first,
+                on_lost=lambda: stop.ask(signal.SIGPIPE),
             )
         )
+        stop.on_ask = report.asked
         report.message(self._description(first))
         extra: dict[str, float] = {}
         if first == 0:
@@ -240,11 +253,32 @@ class _Trainer:
         if self.saved_step != progress.step and progress.bad_steps_in_row == 0:
             self._save(None)
         self.store.wait()
+        self._say_end(stop, report, first)
+
+    def _say_end(self, stop: StopRequest, report: ProgressReport, first: int) -> None:
+        """Say what stopped the run, and what of it is lost because its last steps were not finite.
+
+        Raises:
+            TrainingDivergedError: none of these steps changed a weight, or no state of the run was worth saving.
+        """
+        progress, paths = self.state.progress, list_checkpoints(self.run_dir.checkpoints)
+        bad = progress.bad_steps_in_row
+        kept = f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
+        if stop.signal is None and bad and (bad >= progress.step - first or not paths):
+            raise TrainingDivergedError(
+                f"step {progress.step}: the last {bad} of {progress.step - first} steps had a non-finite loss or gradient and"
+                f" changed nothing; {kept}; lower optim.lr or the initial weights (model.init_std), or use train.dtype=float32"
+            )
+        saved = f"saved in {self.store.folder}"
+        if bad:
+            saved = f"the last {bad} steps were not finite and are not saved, {kept}"
         if stop.signal is not None:
             report.message(
-                f"stopped by {stop.signal.name} after step {progress.step}, saved in {self.store.folder};"
+                f"stopped by {stop.signal.name} after step {progress.step}, {saved};"
                 " continue with --train.resume auto"
             )
+        elif bad:
+            report.message(saved)
 
     def _one_step(
         self,
@@ -360,7 +394,8 @@ class _Trainer:
         if self.ranks.size == 1:
             return ""
         threads = torch.get_num_threads()
-        return f", {self.ranks.size} ranks of {threads} thread{'s' if threads > 1 else ''}"
+        where = bound_to()
+        return f", {self.ranks.size} ranks of {threads} thread{'s' if threads > 1 else ''}{where}"
 
     def result(self, resumed_from: int, stop: StopRequest) -> TrainResult:
         """How it ended."""
@@ -398,8 +433,10 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
         ("es_degree", parallel.es_degree),
         ("route_degree", parallel.route_degree),
         ("overlap_degree", parallel.overlap_degree),
+        ("shadow_experts", parallel.shadow_experts),
     ):
-        if ranks.size == 1 and (degree or 1) > 1:
+        idle = 0 if name == "shadow_experts" else 1
+        if ranks.size == 1 and (degree or idle) > idle:
             raise ConfigError(
                 f"parallel.{name}={degree}: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh"
                 " train ..."
@@ -420,7 +457,11 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
     """PyTorch's CPU threads for the time of a run."""
-    before = torch.get_num_threads()
+    before, cores = torch.get_num_threads(), os.cpu_count() or 1
+    if count is not None and count > max(_MOST_THREADS_PER_CORE * cores, before):
+        raise ConfigError(
+            f"parallel.num_threads={count}: this machine has {cores} cores; use at most as many"
+        )
     if count is not None:
         torch.set_num_threads(count)
     try:

@@ -30,8 +30,8 @@ class Precision:
 
     Attributes:
         device: where.
-        compute_dtype: of matrix multiplications.
-        master_dtype: of parameters and optimiser state: FP64 for float64, else FP32.
+        compute_dtype: the type of matrix multiplications.
+        master_dtype: the type of parameters and optimiser state: FP64 for float64, else FP32.
         arithmetic: the choice that led to this, to be kept with the run.
     """
 
@@ -86,7 +86,7 @@ def resolve_precision(
     """Turn "auto" into what this machine does well, or into what a run was begun with.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         products: those that dominate a step of its model, which a CPU measures; none: usual ones.
         record: the run's file of its arithmetic, see `training.arithmetic`; followed if it exists and is of the same kind
             of device.

@@ -1,5 +1,10 @@
 """What a person sees while a run trains: a live table on a terminal, plain lines elsewhere."""
 
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -13,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from expertmesh.config.family import Family
 from expertmesh.training.evaluate import Evaluation
@@ -27,26 +33,42 @@ class _Cell:
     text: str
 
 
+class _Console(Console):
+    """Says that nobody reads any more, where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class ProgressReport:
-    """Shows steps and evaluations; a context manager.
+    """Shows steps and evaluations; a context manager. When nobody reads any more it falls silent and says so.
 
     Args:
         console: where to write; None: standard output.
         family: what is trained; names the items and the metric.
-        total_steps: of the run.
+        total_steps: the number of steps of the run.
         first_step: steps done before.
+        on_lost: called when what is written reaches nobody: a dead pipe, a closed terminal.
     """
 
     def __init__(
-        self, console: Console | None, *, family: Family, total_steps: int, first_step: int
+        self,
+        console: Console | None,
+        *,
+        family: Family,
+        total_steps: int,
+        first_step: int,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._family = family
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or _Console(highlight=False)
+        self._on_lost = on_lost
         self._total, self._first = total_steps, first_step
         self._every = max(1, (total_steps - first_step) // _PLAIN_LINES)
         self._evaluation: Evaluation | None = None
         self._rate: float | None = None
         self._live: Live | None = None
+        self._shown: Group | None = None
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -62,17 +84,44 @@ class ProgressReport:
         """Start the display."""
         if self.console.is_terminal:
             self._live = Live(self._bar, console=self.console, refresh_per_second=4)
-            self._live.start()
+            with self._heard():
+                self._live.start()
+            if self.console.quiet:
+                self._live = None
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop the display; what it shows stays on the screen."""
         if self._live is not None:
-            self._live.stop()
+            with self._heard():
+                self._live.stop()
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Falls silent when what is written inside reaches nobody. (rich ends the process then.)"""
+        try:
+            yield
+        except (OSError, SystemExit):
+            self.console.quiet = True
+            self._on_lost()
 
     def message(self, text: str) -> None:
         """One line of its own."""
-        self.console.print(text, markup=False)
+        with self._heard():
+            self.console.print(text, markup=False, soft_wrap=True)
+
+    def asked(self, number: signal.Signals) -> None:
+        """Says at once that a signal came; callable in the middle of anything, a signal's handler among it."""
+        again = "; Ctrl-C again: now, without saving" if number == signal.SIGINT else ""
+        text = f"{number.name}: stopping after this step, to save{again}"
+        if self._live is not None:
+            # Its own thread draws it.
+            shown = [] if self._shown is None else [self._shown]
+            self._live.update(Group(*shown, Text(text)))
+        elif not self.console.quiet:
+            # Not through the console: it may be writing just now.
+            with suppress(OSError, ValueError):
+                os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         """An evaluation after `step` steps."""
@@ -87,7 +136,8 @@ class ProgressReport:
         self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
         if self._live is not None:
             self._bar.update(self._task, completed=metrics.step)
-            self._live.update(Group(self._bar, self._table(metrics)))
+            self._shown = Group(self._bar, self._table(metrics))
+            self._live.update(self._shown)
         elif metrics.step % self._every == 0 or metrics.step in (self._first + 1, self._total):
             cells = ", ".join(f"{c.name} {c.text}" for c in self._cells(metrics))
             self.message(f"step {metrics.step}/{self._total}: {cells}, ETA {self._eta(metrics)}")

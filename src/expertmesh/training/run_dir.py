@@ -173,6 +173,11 @@ class Run(NamedTuple):
     checkpoint: Path
 
     @property
+    def vocab_size(self) -> int | None:
+        """V of the model; None where it has none."""
+        return getattr(self.config.model, "vocab_size", None)
+
+    @property
     def arithmetic(self) -> Path:
         """File of what it computes in; see `training.arithmetic`."""
         return RunDir(self.path).arithmetic

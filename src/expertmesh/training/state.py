@@ -20,6 +20,15 @@ from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
+_VALUES: dict[str, type | tuple[type, ...]] = {
+    "step": int,
+    "progress": dict,
+    "config": dict,
+    "data_key": str,
+    "scaler": dict,
+}
+
+
 @dataclass
 class RunProgress:
     """How far a run is.
@@ -86,7 +95,7 @@ class TrainState:
         Raises:
             CheckpointError: it is of another model or unreadable.
         """
-        values = read_state(path)
+        values = read_run_state(path)
         saved = tensor_shapes(path)
         targets = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         expected = {name for name in saved if name.startswith("model.")}
@@ -115,12 +124,32 @@ class TrainState:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
 
+def read_run_state(path: Path) -> dict[str, Any]:
+    """The plain values of a run's checkpoint, all of them there.
+
+    Raises:
+        CheckpointError: unreadable, of a newer format, or one is missing or no value of its kind.
+    """
+    values = read_state(path)
+    for name, kind in _VALUES.items():
+        if not isinstance(values.get(name), kind):
+            raise CheckpointError(
+                f"{path / 'state.json'}: has no usable {name}; choose another checkpoint"
+            )
+    for name, value in values["progress"].items():
+        if not isinstance(value, int | float):
+            raise CheckpointError(
+                f"{path / 'state.json'}: progress.{name} is no number; choose another checkpoint"
+            )
+    return values
+
+
 def load_weights(path: Path, model: nn.Module) -> None:
     """Set the weights of a model from a checkpoint; for inference.
 
     Args:
         path: the checkpoint's folder.
-        model: of the same configuration.
+        model: the model of the same configuration.
 
     Raises:
         CheckpointError: damaged, or of another model.
@@ -142,8 +171,8 @@ def check_same_run(
 
     Args:
         saved: a RunConfig as plain values.
-        config: of the run that wants to go on.
-        family: of the run that wants to go on.
+        config: the configuration of the run that wants to go on.
+        family: the family of the run that wants to go on.
         where: named in the message.
 
     Raises:

@@ -60,8 +60,8 @@ def training_step(
     Args:
         task: says what the loss is, and holds the run's configuration.
         model: in training mode.
-        optimizer: with the learning rate of this step.
-        scaler: of the loss; may be switched off.
+        optimizer: the optimizer, with the learning rate of this step.
+        scaler: the scaler of the loss; may be switched off.
         batch: samples of all ranks, on the CPU.
         step: from 0.
         precision: device and dtype.
@@ -122,7 +122,7 @@ def accumulate_gradients(
         batch: samples of all ranks, on the CPU.
         step: from 0.
         micro_batch_size: samples per forward pass of all ranks.
-        scaler: of the loss.
+        scaler: the scaler of the loss.
         precision: device and dtype.
         ranks: see `training_step`.
         watch: sum routing weights and entropies, too.

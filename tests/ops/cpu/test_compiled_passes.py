@@ -27,20 +27,20 @@ def draw(activation, dtype, num_rows, hidden_dim, num_places):
     def randn(*shape):
         return torch.randn(*shape, generator=generator).to(dtype)
 
-    rows_P = torch.randint(0, num_rows, (num_places,), generator=generator).int()
+    rows_W = torch.randint(0, num_rows, (num_places,), generator=generator).int()
     h_RH = randn(num_rows, num_branches(activation) * hidden_dim)
-    s_P = torch.rand(num_places, generator=generator)
-    return randn(num_places, hidden_dim), h_RH, rows_P, s_P
+    s_W = torch.rand(num_places, generator=generator)
+    return randn(num_places, hidden_dim), h_RH, rows_W, s_W
 
 
 def results(passes, call):
     """out, dh and ds of the backward, with memory that shows what is not written."""
-    grad_PF, h_RH, rows_P, s_P = call
-    P = len(h_RH) if rows_P is None else len(rows_P)
-    out_PF = torch.full_like(grad_PF, float("nan"))
-    d_h_PH = h_RH.new_full((P, h_RH.shape[1]), float("nan"))
-    d_s_P = passes.backward(grad_PF.clone(), h_RH, rows_P, s_P, out_PF, d_h_PH)
-    return out_PF, d_h_PH, d_s_P
+    grad_WF, h_RH, rows_W, s_W = call
+    W = len(h_RH) if rows_W is None else len(rows_W)
+    out_WF = torch.full_like(grad_WF, float("nan"))
+    d_h_WH = h_RH.new_full((W, h_RH.shape[1]), float("nan"))
+    d_s_W = passes.backward(grad_WF.clone(), h_RH, rows_W, s_W, out_WF, d_h_WH)
+    return out_WF, d_h_WH, d_s_W
 
 
 @needs_compiler
@@ -61,15 +61,15 @@ def test_is_what_the_passes_are(activation, dtype, sizes):
 @needs_compiler
 @pytest.mark.parametrize(("activation", "dtype"), KINDS)
 def test_forward_and_backward_have_the_same_activation(activation, dtype):
-    grad_PF, h_RH, _, s_P = draw(activation, dtype, 12, 40, 12)
+    grad_WF, h_RH, _, s_W = draw(activation, dtype, 12, 40, 12)
     out_RF = torch.full((15, 40), float("nan")).to(dtype)
-    CompiledPasses(activation).forward(h_RH, s_P, out_RF)
-    out_PF, *_ = results(CompiledPasses(activation), (grad_PF, h_RH, None, s_P))
-    assert torch.equal(out_RF[:12], out_PF)
+    CompiledPasses(activation).forward(h_RH, s_W, out_RF)
+    out_WF, *_ = results(CompiledPasses(activation), (grad_WF, h_RH, None, s_W))
+    assert torch.equal(out_RF[:12], out_WF)
     assert out_RF[12:].isnan().all(), "rows behind the last one"
-    blocks = torch.empty_like(out_PF)
-    Passes.allocate(activation, blocks, backward=False).forward(h_RH, s_P, blocks)
-    assert_two_times(out_PF, blocks, blocks.double(), what="out", dtype=dtype)
+    blocks = torch.empty_like(out_WF)
+    Passes.allocate(activation, blocks, backward=False).forward(h_RH, s_W, blocks)
+    assert_two_times(out_WF, blocks, blocks.double(), what="out", dtype=dtype)
 
 
 @needs_compiler

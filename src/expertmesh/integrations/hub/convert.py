@@ -13,10 +13,10 @@ from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import hub_family
 from expertmesh.integrations.hub.load import load_pretrained, read_config
 from expertmesh.integrations.hub.save import EXTRAS, save_pretrained
-from expertmesh.training.checkpoint import CheckpointStore, read_state
+from expertmesh.training.checkpoint import CheckpointStore
 from expertmesh.training.export import export, find_checkpoint
 from expertmesh.training.run_dir import RunDir, expanded
-from expertmesh.training.state import RunProgress
+from expertmesh.training.state import RunProgress, read_run_state
 
 _BESIDE = ("config.json", "generation_config.json", "chat_template.jinja")
 
@@ -69,7 +69,7 @@ def convert(
     checkpoint = find_checkpoint(source)
     run_dir = checkpoint.parent.parent
     with saved_run():
-        config = GPTRunConfig.model_validate(read_state(checkpoint)["config"])
+        config = GPTRunConfig.model_validate(read_run_state(checkpoint)["config"])
     family = save_pretrained(checkpoint, run_dir, config, target, dtype=dtype)
     return Converted(target, f"a {family.architecture} of {checkpoint}")
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.model import ModelConfig
+from expertmesh.config.way import AllToAll
 from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
 from expertmesh.models.layers import Attention, LayerCache, RMSNorm, rope_tables
@@ -20,10 +20,8 @@ from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
-from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
-from expertmesh.ops.invariant import operators as invariant
-from expertmesh.ops.invariant.attention import first_token
+from expertmesh.ops.row_arithmetic import row_arithmetic
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,8 @@ class Block(nn.Module):
         config: the model.
         layer_index: which layer this is, from 0.
         num_experts: experts of this layer; 0: a dense feed-forward layer.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
     """
 
     def __init__(
@@ -124,9 +122,12 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         dim, eps = config.dim, config.norm_eps
-        invariant = config.batch_invariant
-        norm = partial(RMSNorm, dim, eps=eps, batch_invariant=invariant, device=device, dtype=dtype)
-        self.attention_norm = norm()
+        how: dict[str, Any] = {
+            "arithmetic": row_arithmetic(config.batch_invariant),
+            "device": device,
+            "dtype": dtype,
+        }
+        self.attention_norm = RMSNorm(dim, eps=eps, **how)
         self.attention = Attention(
             dim=dim,
             num_heads=config.num_heads,
@@ -137,11 +138,9 @@ class Block(nn.Module):
             qkv_bias=config.qkv_bias,
             norm_eps=eps,
             layer_index=layer_index,
-            batch_invariant=invariant,
-            device=device,
-            dtype=dtype,
+            **how,
         )
-        self.ffn_norm = norm()
+        self.ffn_norm = RMSNorm(dim, eps=eps, **how)
         self.moe: MoELayer | None = None
         self.ffn: DenseMLP | None = None
         if num_experts:
@@ -161,9 +160,7 @@ class Block(nn.Module):
                 hidden_dim=config.ffn_hidden_dim,
                 activation=config.activation,
                 bias=False,
-                batch_invariant=invariant,
-                device=device,
-                dtype=dtype,
+                **how,
             )
 
     def forward(
@@ -204,9 +201,9 @@ class GPT(nn.Module):
 
     Args:
         config: the model.
-        device: of the parameters; "meta" makes none (then `to_empty` and `init_weights`).
-        dtype: of the parameters; None: torch's default.
-        seed: of the initial weights; None: a fresh one from torch's default generator.
+        device: the device of the parameters; "meta" makes none (then `to_empty` and `init_weights`).
+        dtype: the type of the parameters; None: torch's default.
+        seed: the seed of the initial weights; None: a fresh one from torch's default generator.
 
     Raises:
         ConfigError: a value breaks a rule.
@@ -229,6 +226,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.arithmetic = row_arithmetic(config.batch_invariant)
         self.activation_checkpointing = False
         self.shared: SharedSequences | None = None
         # Built without storage first, so that every weight is drawn once, by init_weights.
@@ -240,7 +238,7 @@ class GPT(nn.Module):
         self.final_norm = RMSNorm(
             config.dim,
             eps=config.norm_eps,
-            batch_invariant=config.batch_invariant,
+            arithmetic=self.arithmetic,
             device="meta",
             dtype=dtype,
         )
@@ -353,6 +351,9 @@ class GPT(nn.Module):
         top_k: int | None = None,
         capacity_factor: float | None = None,
         route_degree: int | None = None,
+        overlap_degree: int | None = None,
+        all_to_all: AllToAll | None = None,
+        shadow_experts: int | None = None,
     ) -> GPTOutput:
         """Logits of the next token at every position; of this rank's positions where ranks share sequences.
 
@@ -364,9 +365,12 @@ class GPT(nn.Module):
             token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
             cache: keys and values of the tokens before these; gets those of these.
             num_logits: only the last so many positions get logits; None: all.
-            top_k: of all MoE layers, for this call only; None: theirs. So are the next two.
+            top_k: experts per token of all MoE layers, for this call only; None: theirs. So are all that follow.
             capacity_factor: inf: dropless.
             route_degree: ranks that a token may travel over, of a model spread over several; all ranks give the same.
+            overlap_degree: parts that tokens travel in, of such a model.
+            all_to_all: "flat", "hierarchical" or "auto", of such a model.
+            shadow_experts: hot experts of each layer whose weights come to the tokens, of such a model.
 
         Returns:
             Logits and the routing statistics of every MoE layer.
@@ -385,8 +389,8 @@ class GPT(nn.Module):
         else:
             positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
             mask = None if token_mask_BS is None else causal_mask(token_mask_BS)
-        invariant_now = self.config.batch_invariant and not self.training
-        first_B = first_token(mask) if invariant_now else None
+        arithmetic = self.arithmetic.in_mode(self.training)
+        first_B = arithmetic.first_token(mask)
         if first_B is not None:
             # counted from the sequence's own first token, so that padding before it turns no bit
             positions_S = (positions_S - first_B[:, None]).clamp(min=0)[:, None]
@@ -396,7 +400,7 @@ class GPT(nn.Module):
             base=self.config.rope_base,
             fraction=self.config.rope_fraction,
             dtype=accumulate_dtype(self.embedding.weight.dtype),
-            batch_invariant=invariant_now,
+            arithmetic=arithmetic,
         )
         context: dict[str, Any] = {
             "cos": cos,
@@ -410,6 +414,9 @@ class GPT(nn.Module):
                 "top_k": top_k,
                 "capacity_factor": capacity_factor,
                 "route_degree": route_degree,
+                "overlap_degree": overlap_degree,
+                "all_to_all": all_to_all,
+                "shadow_experts": shadow_experts,
             },
         }
         x_BSD, table_VD = self._embed(ids_BS, context)
@@ -427,5 +434,4 @@ class GPT(nn.Module):
         if self.output is not None:
             table_VD = self.output.weight
             table_VD = table_VD if self.shared is None else self.shared.gather(table_VD)
-        linear = invariant.linear if invariant_now else cpu_products.linear
-        return GPTOutput(linear(self.final_norm(x_BSD), table_VD), tuple(all_stats))
+        return GPTOutput(arithmetic.linear(self.final_norm(x_BSD), table_VD), tuple(all_stats))

@@ -68,7 +68,7 @@ def check_degrees(
     Args:
         model: the model.
         config: the degrees.
-        num_ranks: of the world.
+        num_ranks: the number of ranks of the world.
         seq_len: tokens of a sequence, if they are known.
 
     Raises:
@@ -79,7 +79,7 @@ def check_degrees(
     for index, num_experts in enumerate(moe_layers):
         expert_plan(
             config,
-            num_ranks=degrees.num_storage_ranks,
+            degrees=degrees,
             num_experts=num_experts,
             hidden_dim=model.moe.hidden_dim,
             ep_degree=config.ep_degree_of(index, num_moe_layers=len(moe_layers)),

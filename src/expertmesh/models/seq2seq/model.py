@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.layers import Attention, Linear, RMSNorm, rope_tables
-from expertmesh.models.masked_attention import masked_attention, serves
 from expertmesh.models.seq2seq.cache import Seq2SeqCache
 from expertmesh.models.token_dropout import TokenDropout
 from expertmesh.moe.experts import DenseMLP
@@ -21,6 +20,7 @@ from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.ops.cpu.masked_attention import masked_attention, serves
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
 
 Memory = tuple[Tensor, Tensor]

@@ -92,39 +92,39 @@ class Passes:
 
     def backward(
         self,
-        grad_PF: Tensor,
+        grad_WF: Tensor,
         h_RH: Tensor,
-        rows_P: Tensor | None,
-        s_P: Tensor,
-        out_PF: Tensor,
-        d_h_PH: Tensor,
+        rows_W: Tensor | None,
+        s_W: Tensor,
+        out_WF: Tensor,
+        d_h_WH: Tensor,
     ) -> Tensor:
         """Write s * act(h) and the gradient of h, for places whose rows lie anywhere in h.
 
         Args:
-            grad_PF: (P, F) gradient of s * act(h) before the product with s, that is dO W_out; overwritten.
+            grad_WF: (W, F) gradient of s * act(h) before the product with s, that is dO W_out; overwritten.
             h_RH: (R, G * F) pre-activations, of the same type.
-            rows_P: (P,) int32 in [0, R); None: all rows in order.
-            s_P: (P,) routing weights, FP32 or FP64.
-            out_PF: (P, F), receives s * act(h).
-            d_h_PH: (P, G * F), receives the gradient of h.
+            rows_W: (W,) int32 in [0, R); None: all rows in order.
+            s_W: (W,) routing weights, FP32 or FP64.
+            out_WF: (W, F), receives s * act(h).
+            d_h_WH: (W, G * F), receives the gradient of h.
 
         Returns:
-            The gradient of s, rowsum(grad * act(h)), (P,).
+            The gradient of s, rowsum(grad * act(h)), (W,).
         """
         # every block reads what it needs of H before it writes there, so it may lie in dH's place
-        h_PH = h_RH if rows_P is None else torch.index_select(h_RH, 0, rows_P, out=d_h_PH)
-        d_s_P = torch.empty_like(s_P)
-        gates, ups = self._branches(h_PH)
-        d_gates, d_ups = self._branches(d_h_PH)
-        grads, outs = self._blocks(grad_PF), self._blocks(out_PF)
-        weights = zip(self._blocks(s_P[:, None]), self._blocks(d_s_P), strict=True)
+        h_WH = h_RH if rows_W is None else torch.index_select(h_RH, 0, rows_W, out=d_h_WH)
+        d_s_W = torch.empty_like(s_W)
+        gates, ups = self._branches(h_WH)
+        d_gates, d_ups = self._branches(d_h_WH)
+        grads, outs = self._blocks(grad_WF), self._blocks(out_WF)
+        weights = zip(self._blocks(s_W[:, None]), self._blocks(d_s_W), strict=True)
         blocks = (
             Block(*views) for views in zip(gates, ups, grads, outs, d_gates, d_ups, strict=True)
         )
         for block, (s, d_s) in zip(blocks, weights, strict=True):
             act, product, *rest = (self._sized(buffer, block.gate) for buffer in self.scratch)
-            if h_PH.dtype == s_P.dtype:
+            if h_WH.dtype == s_W.dtype:
                 self._block_backward(block, s, d_s, act, product)
             else:
                 wide = self._widened(block, act, product, *rest)
@@ -133,7 +133,7 @@ class Passes:
                 block.d_gate.copy_(wide.d_gate)
                 if block.d_up is not None and wide.d_up is not None:
                     block.d_up.copy_(wide.d_up)
-        return d_s_P
+        return d_s_W
 
     def _block_backward(
         self, block: Block, s: Tensor, d_s: Tensor, act: Tensor, product: Tensor

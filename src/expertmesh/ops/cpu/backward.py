@@ -39,11 +39,11 @@ def backward(
 
     Args:
         grad_TD: (T, D) gradient of y, contiguous.
-        x_TD: as given to `forward`.
+        x_TD: the tokens as given to `forward`.
         h_RH: H of `forward`; with fewer rows than R it is computed again, expert by expert.
-        experts: as given to `forward`.
-        weights_TK: as given to `forward`.
-        maps: as given to `forward`.
+        experts: the experts as given to `forward`.
+        weights_TK: the weights as given to `forward`.
+        maps: the maps as given to `forward`.
         needs: which gradients are wanted.
         into: buffers that the experts' gradients are added to (see `weight_grads`); None: fresh tensors.
 
@@ -102,12 +102,12 @@ def weight_grads(
     """Give the gradients of the experts' weights and biases; experts without rows get zeros.
 
     Args:
-        grad_TD: as given to `data_grads`.
-        x_TD: as given to `forward`.
+        grad_TD: the gradient as given to `data_grads`.
+        x_TD: the tokens as given to `forward`.
         hidden: from `data_grads`.
-        experts: as given to `forward`.
-        weights_TK: as given to `forward`.
-        maps: as given to `forward`.
+        experts: the experts as given to `forward`.
+        weights_TK: the weights as given to `forward`.
+        maps: the maps as given to `forward`.
         needs: which gradients are wanted.
         into: FP32 or FP64 buffers to add to, in place. Products of BF16 matrices are rounded to BF16 expert by expert
             before they are added, because PyTorch's CPU GEMMs give no wider result; the sum is never rounded.

@@ -61,7 +61,7 @@ def make_loop(
     Args:
         function: returns tensors; may write into arguments that it does not read.
         example: small CPU tensors whose sizes differ where they may, none 0 or 1: what is equal here stays equal.
-        options: of Inductor, beside ours.
+        options: the options of Inductor, beside ours.
     """
     _log.info("compiling %s for the CPU, which takes some seconds", function)
     try:

@@ -22,7 +22,7 @@ def serves(activation: str, rows_RF: Tensor, *, num_rows: int, backward: bool) -
     """Whether `CompiledPasses` can do this pass; the first large call of an activation and type has its loop made.
 
     Args:
-        activation: its name.
+        activation: the name of the activation.
         rows_RF: some rows of A; H and the gradients are of its type.
         num_rows: N, all rows of the call.
         backward: which pass.
@@ -38,7 +38,7 @@ class CompiledPasses:
     """`Passes`, each a loop; for an activation and a type that `serves` says so of.
 
     Attributes:
-        activation: its name.
+        activation: the name of the activation.
     """
 
     activation: str
@@ -49,18 +49,18 @@ class CompiledPasses:
 
     def backward(
         self,
-        grad_PF: Tensor,
+        grad_WF: Tensor,
         h_RH: Tensor,
-        rows_P: Tensor | None,
-        s_P: Tensor,
-        out_PF: Tensor,
-        d_h_PH: Tensor,
+        rows_W: Tensor | None,
+        s_W: Tensor,
+        out_WF: Tensor,
+        d_h_WH: Tensor,
     ) -> Tensor:
         """As `Passes.backward`, but h may not lie in the place of its gradient, and grad stays as it is."""
-        if rows_P is None:
-            rows_P = torch.arange(len(h_RH), dtype=torch.int32, device=h_RH.device)
+        if rows_W is None:
+            rows_W = torch.arange(len(h_RH), dtype=torch.int32, device=h_RH.device)
         return backward_loop(self.activation, h_RH.dtype)(
-            grad_PF, h_RH, rows_P, s_P, out_PF, *d_h_PH.split(out_PF.shape[1], 1)
+            grad_WF, h_RH, rows_W, s_W, out_WF, *d_h_WH.split(out_WF.shape[1], 1)
         )
 
 
@@ -80,12 +80,12 @@ def forward_loop(activation: str, dtype: torch.dtype) -> Loop:
 def backward_loop(activation: str, dtype: torch.dtype) -> Loop:
     """Make the loop of the backward."""
     hidden = num_branches(activation) * 80
-    grad_PF, h_RH = example_values(5, 80, dtype=dtype), example_values(7, hidden, dtype=dtype)
-    rows_P = torch.tensor([6, 0, 2, 2, 1], dtype=torch.int32, device="cpu")
-    out_PF, d_h_PH = (torch.zeros(5, n, dtype=dtype, device="cpu") for n in (80, hidden))
+    grad_WF, h_RH = example_values(5, 80, dtype=dtype), example_values(7, hidden, dtype=dtype)
+    rows_W = torch.tensor([6, 0, 2, 2, 1], dtype=torch.int32, device="cpu")
+    out_WF, d_h_WH = (torch.zeros(5, n, dtype=dtype, device="cpu") for n in (80, hidden))
     return make_loop(
         partial(_backward, activation),
-        (grad_PF, h_RH, rows_P, example_values(5), out_PF, *d_h_PH.split(80, 1)),
+        (grad_WF, h_RH, rows_W, example_values(5), out_WF, *d_h_WH.split(80, 1)),
     )
 
 
@@ -99,26 +99,26 @@ def _forward(activation: str, h_RH: Tensor, s_R: Tensor, out_RF: Tensor) -> Tens
 
 def _backward(
     activation: str,
-    grad_PF: Tensor,
+    grad_WF: Tensor,
     h_RH: Tensor,
-    rows_P: Tensor,
-    s_P: Tensor,
-    out_PF: Tensor,
+    rows_W: Tensor,
+    s_W: Tensor,
+    out_WF: Tensor,
     *d_branches: Tensor,
 ) -> Tensor:
     inner = inner_name(activation)
-    gate, *up = h_RH[rows_P].float().split(out_PF.shape[1], 1)
+    gate, *up = h_RH[rows_W].float().split(out_WF.shape[1], 1)
     d_gate, *d_up = d_branches
-    grad, act, s_P1 = grad_PF.float(), _pointwise(gate, inner), s_P[:, None]
+    grad, act, s_W1 = grad_WF.float(), _pointwise(gate, inner), s_W[:, None]
     out = act * up[0] if up else act
-    d_s_P = (grad * out).sum(1)
-    out_PF.copy_(out * s_P1)
-    grad = grad * s_P1
+    d_s_W = (grad * out).sum(1)
+    out_WF.copy_(out * s_W1)
+    grad = grad * s_W1
     if up:
         d_up[0].copy_(grad * act)
         grad = grad * up[0]
     d_gate.copy_(_pointwise_backward(grad, gate, inner))
-    return d_s_P
+    return d_s_W
 
 
 def _pointwise(h: Tensor, inner: str) -> Tensor:

@@ -45,12 +45,13 @@ def serves(
     """Whether `moe_mlp_of_few` may run for tokens (..., D): few slots on the CPU, no gradient, compiler or autocast."""
     _, G, F, D = w_in.shape
     return (
-        0 < num_slots <= MOST_SLOTS
+        # First: a compiler would make the sizes below a condition of what it has compiled.
+        runs_plainly(x, w_in, w_out, weights_TK)
+        and 0 < num_slots <= MOST_SLOTS
         and num_slots * G * F <= MOST_ELEMENTS
         and x.dtype is w_in.dtype
         and x.shape[-1] == D
         and backend in ("auto", "torch")
-        and runs_plainly(x, w_in, w_out, weights_TK)
         and not torch.is_autocast_enabled("cpu")
         and w_in.is_contiguous()
         and (has_products_of(x.dtype) or w_in.numel() >= compiled_products.SMALLEST)
@@ -74,7 +75,7 @@ def moe_mlp_of_few(
         w_out_EDF: (E, D, F).
         ids_TK: (T, K) in [0, E]; E is skipped.
         weights_TK: (T, K).
-        activation: its name.
+        activation: the name of the activation.
 
     Returns:
         y (T, D), or None where an expert has so many rows that the general way is better.
@@ -198,8 +199,8 @@ class _Blocks:
         """As `_multiply`, in FP32."""
         x_RK = rows_RK.float().contiguous()
         out_BMN = compiled_products.product(x_RK, w_ENK, self.experts_B, self.rows_BM)
-        out_PN = out_BMN.flatten(0, 1)
-        return out_PN if len(out_PN) == len(x_RK) else out_PN.index_select(0, self.places_R)
+        out_WN = out_BMN.flatten(0, 1)
+        return out_WN if len(out_WN) == len(x_RK) else out_WN.index_select(0, self.places_R)
 
 
 def _multiply(rows_RK: Tensor, w_ENK: Tensor, order: _Order, blocks: _Blocks | None) -> Tensor:

@@ -92,8 +92,8 @@ def gemm_rows(
 
     Args:
         num_rows: rows of one expert.
-        device: of the product.
-        dtype: of the product.
+        device: the device of the product.
+        dtype: the type of the product.
         is_narrow: the weights are so small that generating code takes as long as ten products: up to 1/8 more.
     """
     is_half = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)

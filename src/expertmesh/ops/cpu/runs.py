@@ -24,7 +24,7 @@ class Run:
         starts: first row of each.
         counts: rows of each.
         sizes: places of each: its rows and their padding.
-        device: of the rows.
+        device: the device of the rows.
     """
 
     experts: list[int]
@@ -57,17 +57,17 @@ class Run:
 
     @property
     def row_of_place(self) -> Tensor | None:
-        """(P,) int32 row at each place, in the padding the expert's last one; None: nothing is padded."""
+        """(W,) int32 row at each place, in the padding the expert's last one; None: nothing is padded."""
         return self._places[0]
 
     @property
     def live(self) -> Tensor | None:
-        """(P,) bool, False in the padding; None: nothing is padded."""
+        """(W,) bool, False in the padding; None: nothing is padded."""
         return self._places[1]
 
     @property
     def num_places(self) -> int:
-        """P."""
+        """W."""
         return sum(self.sizes)
 
     @property
@@ -76,15 +76,15 @@ class Run:
         ends = (start + size for start, size in zip(self.starts, self.sizes, strict=True))
         return max(ends) - self.rows.stop
 
-    def split(self, values_P: Tensor) -> Sequence[Tensor]:
+    def split(self, values_W: Tensor) -> Sequence[Tensor]:
         """The places of each expert."""
-        return torch.split_with_sizes(values_P, self.sizes)
+        return torch.split_with_sizes(values_W, self.sizes)
 
     def rows_of(self, values: Tensor, first: int = 0) -> Sequence[Tensor]:
         """As many rows as an expert has places, from its first row: the padding covers other experts' rows.
 
         Args:
-            values: of the rows from `first` on.
+            values: the values of the rows from `first` on.
             first: a row.
         """
         if self.sizes == self.counts:
@@ -95,14 +95,14 @@ class Run:
         return [values[start - first : start - first + size] for start, size in pairs]
 
     def taken(self, values_R: Tensor) -> Tensor:
-        """A value per row, (R,) -> (P,)."""
+        """A value per row, (R,) -> (W,)."""
         if self.row_of_place is None:
             return values_R[self.rows]
         return values_R.index_select(0, self.row_of_place)
 
-    def without_padding(self, values_P: Tensor) -> Tensor:
+    def without_padding(self, values_W: Tensor) -> Tensor:
         """The values with zeros in the padding."""
-        return values_P if self.live is None else values_P * self.live
+        return values_W if self.live is None else values_W * self.live
 
 
 def make_runs(

@@ -30,7 +30,7 @@ class ExpertsCall(NamedTuple):
         b_in: first bias, (E, G, F_i) of every slice; empty without one.
         b_out: second bias (E, D); empty without one.
         maps: the tensors of `RouteMetadata`.
-        activation: its name.
+        activation: the name of the activation.
         backend: "torch" or "triton"; "reference" is for those who look before they call.
     """
 
@@ -63,11 +63,10 @@ class ExpertsCall(NamedTuple):
 
     def _by_slice(self, values: Sequence[Any], missing: Any) -> Iterator[tuple[Any, ...]]:
         """Values in the order of the parameters -> (w_in, w_out, b_in, b_out) of every slice."""
-        S, B = len(self.w_in), len(self.b_in)
-        b_in, b_out = values[2 * S : 2 * S + B], values[2 * S + B :]
-        others = [missing] * S
+        n, after = len(self.w_in), 2 * len(self.w_in) + len(self.b_in)
+        b_in, b_out, others = values[2 * n : after], values[after:], [missing] * n
         return zip(
-            values[:S], values[S : 2 * S], b_in or others, [*b_out, *others][:S], strict=True
+            values[:n], values[n : 2 * n], b_in or others, [*b_out, *others][:n], strict=True
         )
 
     def _steps(

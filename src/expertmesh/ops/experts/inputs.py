@@ -12,6 +12,7 @@ from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
 from expertmesh.ops.expert_types import WeightGradients, Weights
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.route_metadata import RouteMetadata
+from expertmesh.ops.transforms import refuse_transforms
 
 
 def make_call(
@@ -49,6 +50,8 @@ def make_call(
     maps = [m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N]
     fields: list[Any] = [x_TD, weights_TK, *lists, maps, activation, resolved]
     call = ExpertsCall(*fields)
+    if resolved != "reference":
+        refuse_transforms("moe_mlp", lambda: call.differentiable)
     _check(call, sliced=sliced)
     return call
 

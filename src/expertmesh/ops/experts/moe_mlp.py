@@ -8,6 +8,7 @@ from expertmesh.ops.expert_types import WeightGradients, Weights
 from expertmesh.ops.experts import operator
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.inputs import make_buffers, make_call
+from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.ops.route_metadata import RouteMetadata
 
 
@@ -24,6 +25,7 @@ def moe_mlp(
     recompute_h: bool = False,
     main_grads: WeightGradients | None = None,
     backend: str = "auto",
+    late: LateWeightGradients | None = None,
 ) -> Tensor:
     """Run every token through its experts and sum the weighted results.
 
@@ -54,12 +56,21 @@ def moe_mlp(
             leaves its buffer alone. Not to be combined with anything that runs a backward twice or reads weights'
             gradients from autograd (`torch.autograd.grad`, hooks, gradient scaling of `.grad`).
         backend: see `resolve_backend`. FP64 runs on PyTorch's GEMMs under "auto", and "triton" refuses it.
+        late: takes what the weights' gradients need, and computes them (to the same bits) when asked after the backward of
+            the tokens; autograd sees none of them then. All weights must want one. Not for `torch.compile`.
 
     Returns:
         y (T, D) in the type of x (of autocast under autocast).
 
     Raises:
         ConfigError: shapes or types do not fit one another.
+
+    Example:
+        >>> x_TD, weights_TK = torch.randn(5, 8), torch.full((5, 2), 0.5)
+        >>> maps = route_metadata(torch.randint(0, 4, (5, 2)), 4)
+        >>> y_TD = moe_mlp(x_TD, torch.randn(4, 2, 16, 8), torch.randn(4, 8, 16), weights_TK, maps, activation="swiglu")
+        >>> y_TD.shape
+        torch.Size([5, 8])
     """
     call = make_call(
         x_TD,
@@ -76,6 +87,8 @@ def moe_mlp(
     if call.backend == "reference":
         return _reference(call, buffers)
     save_h = torch.is_grad_enabled() and any(t.requires_grad for t in call.differentiable)
+    if late is not None:
+        return late.run(call, buffers, save_h=save_h and not recompute_h)
     return operator.run(call, buffers, save_h=save_h and not recompute_h)
 
 

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.transforms import refuse_batched_gradient
 
 _CALL = (
     "Tensor x_TD, Tensor weights_TK, Tensor[] w_in, Tensor[] w_out, Tensor[] b_in, Tensor[] b_out, Tensor[] maps, "
     "str activation, str backend"
 )
 _GRADIENTS = "Tensor grad_TD, Tensor[] hidden, bool[] needs"
+FORWARD = f"({_CALL}, Tensor[] main, bool save_h) -> Tensor[]"
+"""Schema of an operator that gives y and the pre-activations of every slice."""
 
 
 def run(call: ExpertsCall, main: Sequence[Tensor], *, save_h: bool) -> Tensor:
@@ -26,11 +29,7 @@ def run(call: ExpertsCall, main: Sequence[Tensor], *, save_h: bool) -> Tensor:
     return _moe_mlp(*call, list(main), save_h)[0]
 
 
-@torch.library.custom_op(
-    "expertmesh::moe_mlp",
-    mutates_args=(),
-    schema=f"({_CALL}, Tensor[] main, bool save_h) -> Tensor[]",
-)
+@torch.library.custom_op("expertmesh::moe_mlp", mutates_args=(), schema=FORWARD)
 def _moe_mlp(*args: Any) -> list[Tensor]:
     *fields, _, save_h = args
     call = ExpertsCall(*fields)
@@ -40,12 +39,17 @@ def _moe_mlp(*args: Any) -> list[Tensor]:
 
 
 @_moe_mlp.register_fake
-def _(*args: Any) -> list[Tensor]:
+def shapes(*args: Any) -> list[Tensor]:
+    """Results of an operator with the schema FORWARD, without values."""
     *fields, _, save_h = args
     call = ExpertsCall(*fields)
-    x, num_rows = call.x_TD, call.maps[1].shape[0] if save_h else 0
-    hidden = [x.new_empty(num_rows, w.shape[1] * w.shape[2]) for w in call.w_in]
-    return [x.new_empty(x.shape), *hidden]
+    hidden = without_rows(call, call.maps[1].shape[0] if save_h else 0)
+    return [call.x_TD.new_empty(call.x_TD.shape), *hidden]
+
+
+def without_rows(call: ExpertsCall, num_rows: int = 0) -> list[Tensor]:
+    """H of every slice, not filled; without rows the backward computes it again."""
+    return [call.x_TD.new_empty(num_rows, w.shape[1] * w.shape[2]) for w in call.w_in]
 
 
 @torch.library.custom_op(
@@ -103,7 +107,8 @@ def _(*args: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    """Save what `gradients` needs of an operator with the schema FORWARD."""
     *fields, main, _ = inputs
     x, weights, *lists, ctx.activation, ctx.backend = fields
     lists.append(output[1:])
@@ -114,7 +119,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+def gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    """The backward of an operator with the schema FORWARD."""
     saved = iter(
         ctx.saved_tensors
     )  # read once: activation checkpointing lets nobody read them again
@@ -122,6 +128,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     *lists, hidden = [list(islice(saved, length)) for length in ctx.lengths]
     fields: list[Any] = [x, weights, *lists, ctx.activation, ctx.backend]
     call = ExpertsCall(*fields)
+    refuse_batched_gradient("the backward of moe_mlp", grads[0])
     need_x, need_weights, *need_lists = ctx.needs_input_grad[:6]
     needs = [need_x, need_weights, *chain(*need_lists)]
     found: list[Tensor | None] = [None] * len(needs)
@@ -147,5 +154,5 @@ def _double_backward(ctx: Any, *grads: Any) -> None:
     )
 
 
-_moe_mlp.register_autograd(_backward, setup_context=_setup_context)
+_moe_mlp.register_autograd(gradients, setup_context=setup_context)
 _moe_mlp_backward.register_autograd(_double_backward)

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import inner_name
-from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.cpu.forward import row_weights
-from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
-from expertmesh.ops.expert_types import Experts
-from expertmesh.ops.experts import triton_backend as moe_mlp_triton
-from expertmesh.ops.experts.moe_mlp import moe_mlp
+from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype, without_autocast
+from expertmesh.ops.expert_types import Experts, WeightGradients, Weights
+from expertmesh.ops.experts import operator, triton_backend
+from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.inputs import make_call
+from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.invariant.operators import BlockProduct
 from expertmesh.ops.permute import sum_rows
@@ -24,42 +25,44 @@ _CHUNK_ROWS = 1024
 
 def invariant_moe_mlp(
     x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
+    w_in_EGFD: Weights,
+    w_out_EDF: Weights,
     weights_TK: Tensor,
     metadata: RouteMetadata,
     *,
     activation: str,
-    b_in_EGF: Tensor | None = None,
+    b_in_EGF: Weights | None = None,
     b_out_ED: Tensor | None = None,
+    recompute_h: bool = False,
+    main_grads: WeightGradients | None = None,
+    late: LateWeightGradients | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`moe_mlp` with a fixed order of every sum; its arguments and result, to rounding.
 
-    Differentiable once, by computing everything again with `moe_mlp`: made for inference. On the torch backend it
-    synchronises with a GPU to read the offsets.
+    Differentiable once, by the backward of `moe_mlp`, which computes H again: made for inference, where `recompute_h`,
+    `main_grads` and `late` say nothing. Slices are joined by a copy. On the torch backend it synchronises with a GPU to read the
+    offsets.
 
     Raises:
-        ConfigError: the backend is "reference", which promises nothing.
+        ConfigError: as `moe_mlp`, or the backend is "reference", which promises nothing.
     """
-    dtype = autocast_dtype(x_TD.device)
-    if dtype is not None and x_TD.dtype != torch.float64:
-        x_TD, w_in_EGFD, w_out_EDF = x_TD.to(dtype), w_in_EGFD.to(dtype), w_out_EDF.to(dtype)
-        b_in_EGF = None if b_in_EGF is None else b_in_EGF.to(dtype)
-        b_out_ED = None if b_out_ED is None else b_out_ED.to(dtype)
-    if backend == "reference":
+    call = make_call(
+        x_TD,
+        w_in_EGFD,
+        w_out_EDF,
+        weights_TK,
+        metadata,
+        activation=activation,
+        b_in=b_in_EGF,
+        b_out_ED=b_out_ED,
+        backend=backend,
+    )
+    if call.backend == "reference":
         raise ConfigError(
             "backend='reference' with batch_invariant: its sums follow the batch; use auto, torch or triton"
         )
-    maps = (
-        metadata.offsets_E,
-        metadata.token_of_row_N,
-        metadata.slot_of_row_N,
-        metadata.row_of_slot_N,
-    )
-    inputs = (x_TD, w_in_EGFD, w_out_EDF, weights_TK, b_in_EGF, b_out_ED)
-    y_TD: Tensor = _moe_mlp(*inputs, *maps, activation, backend)
-    return y_TD
+    return _moe_mlp(*call, [], False)[0]
 
 
 def invariant_mlp(
@@ -89,49 +92,29 @@ def invariant_mlp(
     )
 
 
-@torch.library.custom_op("expertmesh::invariant_moe_mlp", mutates_args=())
-def _moe_mlp(
-    x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    activation: str,
-    backend: str,
-) -> Tensor:
-    experts = Experts(w_in_EGFD, w_out_EDF, b_in_EGF, b_out_ED, activation)
-    maps = RouteMetadata(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N)
+@torch.library.custom_op("expertmesh::invariant_moe_mlp", mutates_args=(), schema=operator.FORWARD)
+def _moe_mlp(*args: Any) -> list[Tensor]:
+    """As the operator of `moe_mlp` without saved pre-activations, whose backward it has."""
+    call = ExpertsCall(*args[:-2])
+    parts = (call.w_in, call.w_out, call.b_in)
+    w_in, w_out, b_in = (
+        torch.cat(part, 2) if len(part) > 1 else next(iter(part), None) for part in parts
+    )
+    assert w_in is not None and w_out is not None
+    experts = Experts(w_in, w_out, b_in, next(iter(call.b_out), None), call.activation)
+    x_TD, weights_TK, maps = call.x_TD, call.weights_TK, RouteMetadata(*call.maps)
     with without_autocast(x_TD.device):
-        resolved = resolve_backend(backend, x_TD.device, x_TD.dtype)
-        if resolved == "triton" and x_TD.dtype != torch.float64:
-            y_TD, _ = moe_mlp_triton.forward(
+        if call.backend == "triton":
+            y_TD, _ = triton_backend.forward(
                 x_TD, experts, weights_TK, maps, save_h=False, batch_invariant=True
             )
-            return y_TD
-        return _in_blocks(x_TD, experts, weights_TK, maps)
+        else:
+            y_TD = _in_blocks(x_TD, experts, weights_TK, maps)
+    return [y_TD, *operator.without_rows(call)]
 
 
-@_moe_mlp.register_fake
-def _(
-    x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    weights_TK: Tensor,
-    b_in_EGF: Tensor | None,
-    b_out_ED: Tensor | None,
-    offsets_E: Tensor,
-    token_of_row_N: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    activation: str,
-    backend: str,
-) -> Tensor:
-    return x_TD.new_empty(x_TD.shape)
+_moe_mlp.register_fake(operator.shapes)
+_moe_mlp.register_autograd(operator.gradients, setup_context=operator.setup_context)
 
 
 def _in_blocks(x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: RouteMetadata) -> Tensor:
@@ -165,37 +148,3 @@ def _hidden(x_RD: Tensor, up: BlockProduct, s_R1: Tensor, experts: Experts) -> T
     h_RH = up.into(x_RD, x_RD.new_empty(x_RD.shape[0], G * F, dtype=up.w_NK.dtype))
     h_RGF = h_RH.to(s_R1.dtype).unflatten(1, (G, F))
     return invariant.activate(h_RGF, inner_name(experts.activation)) * s_R1
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.activation, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-    """Run the ordinary operator under autograd: its gradients are those of the same function."""
-    *inputs, offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N = ctx.saved_tensors
-    needs = ctx.needs_input_grad[: len(inputs)]
-    with torch.enable_grad(), without_autocast(grad_TD.device):
-        given: list[Any] = [
-            t if t is None else t.detach().requires_grad_(needed)
-            for t, needed in zip(inputs, needs, strict=True)
-        ]
-        x, w_in, w_out, weights, b_in, b_out = given
-        y_TD = moe_mlp(
-            x,
-            w_in,
-            w_out,
-            weights,
-            RouteMetadata(offsets_E, token_of_row_N, slot_of_row_N, row_of_slot_N),
-            activation=ctx.activation,
-            b_in_EGF=b_in,
-            b_out_ED=b_out,
-            backend=ctx.backend,
-        )
-        wanted = [t for t, needed in zip(given, needs, strict=True) if needed]
-        found = iter(torch.autograd.grad(y_TD, wanted, grad_TD))
-    return *(next(found) if needed else None for needed in needs), *(None,) * 6
-
-
-_moe_mlp.register_autograd(_backward, setup_context=_save)

@@ -140,9 +140,7 @@ def _linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Ten
         return block.into(x_RK, x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
 
 
-@_linear.register_fake
-def _(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Tensor:
-    return x_RK.new_empty(x_RK.shape[0], w_NK.shape[0])
+_linear.register_fake(lambda x, w, b, backend: x.new_empty(x.shape[0], w.shape[0]))
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -197,9 +195,7 @@ def _pointwise(x: Tensor, name: str) -> Tensor:
     return padded[:length].view(x.shape).clone(memory_format=torch.contiguous_format)
 
 
-@_pointwise.register_fake
-def _(x: Tensor, name: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+_pointwise.register_fake(lambda x, name: torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
 def _save_pointwise(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -10,7 +11,15 @@ from torch import Tensor
 from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.mesh import expert_degrees
 from expertmesh.comm.world import World
-from expertmesh.config.run import AllToAll, ExpertOrder
+from expertmesh.config.run import ExpertOrder
+from expertmesh.config.way import AS_USUAL, AllToAll, Way
+from expertmesh.costs.communication import (
+    USUAL_NETWORK,
+    Network,
+    TokenLoad,
+    faster_all_to_all,
+)
+from expertmesh.costs.layer_time import hottest
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Experts, Tokens, apply_experts
 from expertmesh.moe.experts import GroupedExperts
@@ -28,9 +37,11 @@ from expertmesh.parallel.experts.exchange import (
 )
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
+from expertmesh.parallel.experts.load import FIRST_TOKENS, Chooser, Chosen, LoadRecord, route_shape
 from expertmesh.parallel.experts.modules import ExpertModules, module_degrees
 from expertmesh.parallel.experts.plan import Plan, make_plan
-from expertmesh.parallel.experts.prefetch import Prefetcher
+from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
+from expertmesh.parallel.experts.shadow import Staying, without_hot
 from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Keep
 from expertmesh.parallel.offload import compute_device
 
@@ -43,12 +54,20 @@ class SpreadJourney:
             before travels home.
         storage: of the weights.
         gathered: weights that are being gathered; None: the experts have their own.
+        staying: the choices of hot experts, computed while tokens travel; None: there are none.
+        when_over: told of the result, at the end of the forward.
     """
 
     def __init__(
-        self, outbounds: list[Outbound], storage: ExpertHolder, gathered: GatheredWeights | None
+        self,
+        outbounds: list[Outbound],
+        storage: ExpertHolder,
+        gathered: GatheredWeights | None,
+        staying: Staying | None = None,
+        when_over: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._outbounds, self._storage, self._gathered = outbounds, storage, gathered
+        self._staying, self._when_over = staying, when_over
 
     def advance(self) -> None:
         """Send the rows, as soon as the other ranks have said how many to expect.
@@ -67,6 +86,7 @@ class SpreadJourney:
         """
         self.advance()
         outbounds, gathered = self._outbounds, self._gathered
+        hot_TD = None if self._staying is None else self._staying.finish(experts)
         parameters = None
         if gathered is not None:
             parameters = self._storage.finish_gather(gathered, num_calls=len(outbounds))
@@ -77,7 +97,11 @@ class SpreadJourney:
                 if following is not None:
                     following.advance()
                 tokens = outbound.finish()
-            y_RD = apply_experts(experts, tokens, parameters)
+            given = parameters
+            if outbound is outbounds[0] and gathered is not None and parameters is not None:
+                # in the backward it is last, when no other part's products are left to fill the time of its exchange
+                given = gathered.late(parameters) if outbound.travels else parameters
+            y_RD = apply_experts(experts, tokens, given)
             with phase("combine"):
                 if gathered is not None and following is None:  # the backward begins here
                     gathered.announce_backward(y_RD)
@@ -88,7 +112,11 @@ class SpreadJourney:
                 del under_way[:-1]
         with phase("combine"):
             found.append(under_way[0].finish())
-            return found[0] if len(found) == 1 else torch.cat(found)
+            y_TD = found[0] if len(found) == 1 else torch.cat(found)
+            y_TD = y_TD if hot_TD is None else y_TD + hot_TD
+        if self._when_over is not None:
+            self._when_over(y_TD)
+        return y_TD
 
 
 class ExpertDispatcher:
@@ -97,17 +125,16 @@ class ExpertDispatcher:
     Args:
         storage: of the experts' parameters.
         num_experts: E.
-        route_degree: ranks that a token may travel over unless a call says otherwise; None: all of one copy.
+        way: how tokens travel unless a call says otherwise; what it leaves open: over all ranks of one copy, at once, flat.
+            Where all ranks that share tokens are on one node, or each on its own, hierarchical is flat.
         fixed_tokens: None: ragged exchanges, whose sizes the host waits for. A number: no rank has more tokens in a
             call; every rank sends that many to each, so that the host never waits: for decoding a few tokens at a time.
-        overlap_degree: parts that tokens travel in unless a call says otherwise; the results are equal but for rounding.
-        all_to_all: "flat": tokens go straight to the ranks of their experts; "hierarchical": between nodes first, once to
-            each node, see `Hierarchical`. Where all ranks that share tokens are on one node, or each on its own, it is flat.
-        nodes: the node of each rank of the world, for the hierarchical one; None: as torchrun started them.
+        nodes: the node of each rank of the world; None: as torchrun started them.
+        network: that the cost model of all_to_all="auto" assumes.
         exchanges: makes the exchange of a route; None: the one of this package that fits.
 
     Raises:
-        ConfigError: route_degree does not divide the ranks.
+        ConfigError: route_degree does not divide the ranks, or an option does not go with fixed_tokens.
     """
 
     def __init__(
@@ -115,53 +142,67 @@ class ExpertDispatcher:
         storage: ExpertHolder,
         *,
         num_experts: int,
-        route_degree: int | None = None,
+        way: Way = AS_USUAL,
         fixed_tokens: int | None = None,
-        overlap_degree: int = 1,
-        all_to_all: AllToAll = "flat",
         nodes: Sequence[int] | None = None,
+        network: Network = USUAL_NETWORK,
         exchanges: Callable[[Route], Exchange] | None = None,
     ) -> None:
-        self.storage, self.num_experts = storage, num_experts
-        self.route_degree = make_plan(storage.degrees, route_degree).route_degree
-        self.overlap_degree = _checked_overlap(overlap_degree)
-        self.exchanges = exchanges or self._usual_exchange
-        self._fixed_tokens, self._all_to_all = fixed_tokens, all_to_all
-        if fixed_tokens is not None and all_to_all != "flat":
-            raise ConfigError(
-                f"all_to_all={all_to_all} with fixed_tokens={fixed_tokens}: exchanges of fixed size are flat; leave one out"
-            )
-        if all_to_all == "hierarchical":
-            self._nodes = storage.world.nodes() if nodes is None else tuple(nodes)
+        self.storage, self.num_experts, self.network = storage, num_experts, network
+        self._fixed_tokens, self.exchanges = fixed_tokens, exchanges
+        self._nodes = None if nodes is None else tuple(nodes)
         self._everyone = storage.world.everyone()
-        self._exchanges: dict[int, Exchange] = {}
+        self._exchanges: dict[tuple[int, bool], Exchange] = {}
+        self.load = LoadRecord(num_experts, num_ranks=storage.world.size)
+        self.chooser: Chooser | None = None
+        self._last = Chosen(0, 1, False, ())
+        usual = Way(
+            make_plan(storage.degrees, way.route_degree).route_degree,
+            way.overlap_degree or 1,
+            way.all_to_all or "flat",
+            way.shadow_experts or 0,
+        )
+        self._check(usual)
+        self.usual = usual
 
-    def exchange(self, route_degree: int | None = None) -> Exchange:
+    def exchange(self, route_degree: int | None = None, *, is_flat: bool | None = None) -> Exchange:
         """What moves tokens under a plan; every rank must ask when a plan is used first.
+
+        Args:
+            route_degree: of the plan; None: the usual one.
+            is_flat: straight, or between nodes first; None: as is usual.
 
         Raises:
             ConfigError: route_degree does not divide the ranks.
         """
-        degree = self.route_degree if route_degree is None else route_degree
-        if degree not in self._exchanges:
+        degree = self.usual.route_degree if route_degree is None else route_degree
+        assert degree is not None
+        key = degree, self.usual.all_to_all != "hierarchical" if is_flat is None else is_flat
+        if key not in self._exchanges:
             route = self._new_route(make_plan(self.storage.degrees, degree))
-            self._exchanges[degree] = self.exchanges(route)
-        return self._exchanges[degree]
+            make = self.exchanges or partial(self._usual_exchange, is_flat=key[1])
+            self._exchanges[key] = make(route)
+        return self._exchanges[key]
 
-    def _usual_exchange(self, route: Route) -> Exchange:
+    def _usual_exchange(self, route: Route, *, is_flat: bool) -> Exchange:
         if route.group.size == 1:
             return Alone(route)
         if self._fixed_tokens is not None:
             return Fixed(route, self._fixed_tokens)
-        if self._all_to_all == "hierarchical":
+        if not is_flat:
             nodes = self._nodes_of(route)
             if 1 < len(nodes.members) < route.group.size:
                 return Hierarchical(route, nodes)
         return Ragged(route)
 
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank of the world; every rank must ask."""
+        return self.storage.world.nodes() if self._nodes is None else self._nodes
+
     def _nodes_of(self, route: Route) -> Nodes:
         """Where the ranks of a route lie; every rank must ask, because groups are made."""
-        W, node_of = self.storage.degrees.num_ranks, self._nodes
+        W, node_of = self.storage.degrees.num_ranks, self.nodes
         cells: dict[tuple[int, int, int], list[int]] = {}
         for copy in range(self.storage.num_replicas):
             for i, cell in enumerate(route.plan.route_cells()):
@@ -186,42 +227,104 @@ class ExpertDispatcher:
         return Route(plan, group, self.num_experts, first, places, self.storage.layer)
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
-        """Sum over all ranks, copies of the experts included."""
-        return all_reduce(value, self._everyone, where=f"{self.storage.layer}, statistics")
+        """Sum over all ranks, copies of the experts included; the first of a call are the choices of each expert."""
+        where = f"{self.storage.layer}, statistics"
+        if not self.load.is_awaited(value):
+            return all_reduce(value, self._everyone, where=where)
+        extra = [] if self.chooser is None else self.chooser.to_agree_on()
+        given = torch.cat((value, value.new_tensor(extra))) if extra else value
+        total = all_reduce(given, self._everyone, where=where)
+        if extra and self.chooser is not None:
+            self.chooser.agreed(total[self.num_experts :])
+            total = total[: self.num_experts]
+        self.load.note(total)
+        return total
 
-    def start(
-        self,
-        tokens: Tokens,
-        *,
-        route_degree: int | None = None,
-        overlap_degree: int | None = None,
-    ) -> SpreadJourney:
+    def _check(self, way: Way) -> None:
+        """Refuse what no call can have.
+
+        Raises:
+            ConfigError: see `start`.
+        """
+        if way.overlap_degree is not None and way.overlap_degree < 1:
+            raise ConfigError(
+                f"overlap_degree={way.overlap_degree}: must be at least 1; use 1 to send all tokens at once"
+            )
+        if not 0 <= (way.shadow_experts or 0) <= self.num_experts:
+            raise ConfigError(
+                f"shadow_experts={way.shadow_experts}: must be from 0 to the {self.num_experts} experts; choose fewer"
+            )
+        if self._fixed_tokens is not None and way.all_to_all not in (None, "flat"):
+            raise ConfigError(
+                f"all_to_all={way.all_to_all} with fixed_tokens={self._fixed_tokens}: exchanges of fixed size are flat; "
+                "leave one out"
+            )
+        if self._fixed_tokens is not None and way.shadow_experts:
+            raise ConfigError(
+                f"shadow_experts={way.shadow_experts} with fixed_tokens={self._fixed_tokens}: the host reads which experts are "
+                "hot; leave one out"
+            )
+
+    def start(self, tokens: Tokens, way: Way = AS_USUAL) -> SpreadJourney:
         """Send tokens to their experts, and begin to gather weights; see `TokenDispatcher`.
 
         Raises:
-            ConfigError: route_degree does not divide the ranks, overlap_degree is below 1, or there are more tokens than
-                `fixed_tokens`.
+            ConfigError: route_degree does not divide the ranks, overlap_degree is below 1, there are fewer experts than
+                shadow_experts, or more tokens than `fixed_tokens`.
             CollectiveError: a rank is gone or late.
         """
-        exchange = self.exchange(route_degree)
-        num_parts = self.overlap_degree
-        if overlap_degree is not None:
-            num_parts = _checked_overlap(overlap_degree)
+        chosen = self._choose(way, tokens)
+        exchange = self.exchange(chosen.route_degree, is_flat=chosen.is_flat)
+        when_over = None
+        if self.chooser is not None and not in_backward():
+            tokens, when_over = self.chooser.timed(tokens)
         x_TD = tokens.x_TD
         cast = None if x_TD.dtype == torch.float64 else autocast_dtype(x_TD.device)
+        hot = chosen.hot if exchange.route.group.size > 1 else ()
+        shadow = self.storage.shadow(hot, cast) if hot else None
         gathered = self.storage.start_gather(exchange.route.plan, cast)
         if cast is not None and self.storage.casts_tokens:
             # the experts would do so; on the way it is half the bytes
             tokens = replace(tokens, x_TD=x_TD.to(cast))
-        return SpreadJourney(exchange.start_parts(tokens, num_parts), self.storage, gathered)
+        staying = None
+        if shadow is not None:
+            staying = Staying(tokens, shadow, self.num_experts)
+            tokens = without_hot(tokens, hot, self.num_experts)
+        outbounds = exchange.start_parts(tokens, chosen.num_parts)
+        return SpreadJourney(outbounds, self.storage, gathered, staying, when_over)
 
-
-def _checked_overlap(degree: int) -> int:
-    if degree < 1:
-        raise ConfigError(
-            f"overlap_degree={degree}: must be at least 1; use 1 to send all tokens at once"
+    def _choose(self, way: Way, tokens: Tokens) -> "Chosen":
+        """What a call does; in the repetition of a forward (activation checkpointing) what that did."""
+        self.load.begin(is_again=in_backward())
+        if in_backward():
+            return self._last
+        self._check(way)
+        top_k = tokens.expert_ids_TK.shape[1]
+        usual = self.usual if self.chooser is None else self.chooser.way(self, top_k)
+        route_degree, num_parts, all_to_all, shadow = (
+            mine if given is None else given
+            for given, mine in zip(vars(way).values(), vars(usual).values(), strict=True)
         )
-    return degree
+        route_degree = make_plan(self.storage.degrees, route_degree).route_degree
+        if all_to_all == "auto":
+            all_to_all = self._faster(route_degree, top_k, tokens.x_TD)
+        counts = self.load.counts() if shadow else None
+        hot = () if counts is None else hottest(counts, shadow)
+        self._last = Chosen(route_degree, num_parts, all_to_all == "flat", hot)
+        return self._last
+
+    def _faster(self, route_degree: int, top_k: int, x_TD: Tensor) -> str:
+        """The faster all-to-all by the cost model, from numbers that all ranks have in common."""
+        if route_degree == 1 or self.exchanges is not None:
+            return "flat"
+        route = route_shape(make_plan(self.storage.degrees, route_degree), self.nodes)
+        if not route.has_two_levels:
+            return "flat"
+        load = self.load.token_load(top_k)
+        if load is None:
+            load = TokenLoad.even(FIRST_TOKENS, top_k, self.num_experts)
+        sizes = {"dim": x_TD.shape[1], "element_bytes": x_TD.element_size()}
+        return faster_all_to_all(route, load, self.network, **sizes)
 
 
 def spread_experts(
@@ -236,7 +339,9 @@ def spread_experts(
     fixed_tokens: int | None = None,
     overlap_degree: int = 1,
     all_to_all: AllToAll = "flat",
+    shadow_experts: int = 0,
     nodes: Sequence[int] | None = None,
+    network: Network = USUAL_NETWORK,
     exchanges: Callable[[Route], Exchange] | None = None,
     offload: bool = False,
     prefetcher: Prefetcher | None = None,
@@ -253,12 +358,14 @@ def spread_experts(
         num_replicas: copies of the experts; each is spread over world.size / num_replicas ranks.
         es_degree: slices of each expert; None: as few as possible.
         order: which ranks hold which part, see `ExpertDegrees`.
-        route_degree: see `ExpertDispatcher`.
+        route_degree: see `Way`.
         keep: see `ExpertStorage`.
         fixed_tokens: see `ExpertDispatcher`.
-        overlap_degree: see `ExpertDispatcher`.
-        all_to_all: see `ExpertDispatcher`.
+        overlap_degree: see `Way`.
+        all_to_all: see `Way`.
+        shadow_experts: see `Way`.
         nodes: see `ExpertDispatcher`.
+        network: see `ExpertDispatcher`.
         exchanges: see `ExpertDispatcher`.
         offload: keep the experts' parameters, gradients and optimiser state in host memory; the world's groups need a
             backend for the CPU then. Build the optimiser afterwards.
@@ -304,11 +411,10 @@ def spread_experts(
     dispatcher = ExpertDispatcher(
         storage,
         num_experts=layer.num_experts,
-        route_degree=route_degree,
+        way=Way(route_degree, overlap_degree, all_to_all, shadow_experts),
         fixed_tokens=fixed_tokens,
-        overlap_degree=overlap_degree,
-        all_to_all=all_to_all,
         nodes=nodes,
+        network=network,
         exchanges=exchanges,
     )
     layer.dispatcher = dispatcher

@@ -80,6 +80,9 @@ class Homebound(Protocol):
 class Outbound(ABC):
     """Tokens on their way to their experts."""
 
+    travels = True
+    """Whether there is a way that something could hide."""
+
     @abstractmethod
     def advance(self) -> None:
         """Send what had to wait for numbers of other ranks, and wait for these; `finish` does it if nobody did."""
@@ -169,6 +172,8 @@ class _AtHome:
 
 
 class _Staying(Outbound):
+    travels = False
+
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
@@ -290,9 +295,9 @@ class _RaggedOutbound(Outbound):
         ids_TK = tokens.expert_ids_TK
         block_TK = route.blocks(ids_TK)
         self._places_BQ = torch.tensor(route.places, device=ids_TK.device)
-        destination_TS = destinations(block_TK, self._places_BQ, route.group.size)
-        self._slots = destination_TS.shape[1]
-        self._metadata = route_metadata(destination_TS, route.group.size)
+        destination_TJ = destinations(block_TK, self._places_BQ, route.group.size)
+        self._slots = destination_TJ.shape[1]
+        self._metadata = route_metadata(destination_TJ, route.group.size)
         self.counts_PC = self._new_counts_PC(block_TK)
         self.numbers: CountsInFlight
         self.column = 0
@@ -382,7 +387,7 @@ def only_rows(metadata: RouteMetadata, num_rows: int) -> RouteMetadata:
 
 
 def destinations(block_TK: Tensor, places_BQ: Tensor, none: int) -> Tensor:
-    """(T, S) ranks that each token goes to, each once, and `none` in empty places.
+    """(T, J) ranks that each token goes to, each once, and `none` in empty places.
 
     Args:
         block_TK: block of experts of each choice; route_e for no choice.
@@ -394,11 +399,11 @@ def destinations(block_TK: Tensor, places_BQ: Tensor, none: int) -> Tensor:
     if num_blocks <= K:
         chosen = torch.zeros(T, num_blocks + 1, dtype=torch.bool, device=block_TK.device)
         chosen = chosen.scatter(1, block_TK, True)[:, :-1]
-        block_TS = torch.arange(num_blocks, device=block_TK.device).expand(T, -1)
-        block_TS = torch.where(chosen, block_TS, num_blocks)
+        block_TJ = torch.arange(num_blocks, device=block_TK.device).expand(T, -1)
+        block_TJ = torch.where(chosen, block_TJ, num_blocks)
     else:
         same_TKK = block_TK[:, :, None] == block_TK[:, None, :]
         again_TK = same_TKK.tril(-1).any(-1)
-        block_TS = block_TK.masked_fill(again_TK, num_blocks)
+        block_TJ = block_TK.masked_fill(again_TK, num_blocks)
     table = torch.cat((places_BQ, places_BQ.new_full((1, num_slices), none)))
-    return table[block_TS].flatten(1)
+    return table[block_TJ].flatten(1)

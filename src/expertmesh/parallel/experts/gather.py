@@ -7,7 +7,7 @@ gradients are added by the operators to one buffer that is ordered by rank, so t
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from expertmesh.comm.group import RankGroup, wait_for
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.expert_types import WeightGradients
+from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.parallel.experts.prefetch import Fetch, FetchedLayer, Key, Prefetcher, Visit, Whole
 from expertmesh.parallel.offload import HostMemory
 
@@ -276,6 +277,7 @@ class GatheredWeights:
         self._addresses: dict[int, int] = {}
         self._buffers: GradientBuffers | None = None
         self._wanted: list[bool] = []
+        self._late: LateWeightGradients | None = None
 
     def start(self, fetch: Fetch) -> None:
         """Take what is gathered for the forward, or its repetition in the backward."""
@@ -319,6 +321,13 @@ class GatheredWeights:
             self._dropping if self.drops else nullcontext,
             direct if self._buffers is None else self._buffers.as_main_grads(),
         )
+
+    def late(self, parameters: ExpertParameters) -> ExpertParameters:
+        """The same parameters for one call whose weight gradients are computed after the tokens' have set out for home."""
+        if not all(self._wanted) or not torch.is_grad_enabled():
+            return parameters
+        self._late = LateWeightGradients()
+        return replace(parameters, late=self._late)
 
     def _direct_main_grads(self) -> WeightGradients | None:
         """The buffers of the shards themselves, where nothing is gathered, summed over copies, or padded."""
@@ -374,6 +383,9 @@ class GatheredWeights:
     def reduce(self, grads: Sequence[Tensor | None], counts: Sequence[int]) -> list[Tensor | None]:
         """Gradients of all slices -> gradients of the shards, summed over all ranks."""
         self._prefetcher.done(self.source, self.key)
+        late = [] if self._late is None else self._late.compute()
+        if late:
+            grads = [_sum_of(*pair) for pair in zip(grads, late, strict=True)]
         each, shards = iter(grads), self.source.shards()
         whole: list[Tensor | None] = []
         for n, (name, shard) in enumerate(zip(self.source.names, shards, strict=True)):
@@ -398,18 +410,11 @@ class GatheredWeights:
         return self.layout.by_rank(name, given, shard, is_sum=is_sum) if given else None
 
     def _hand_over(self, name: str, grad: Tensor, shard: Tensor) -> Tensor | None:
-        main, host = self._main_grads(), self.source.host
-        if main is None:
-            grad = grad.to(shard.dtype)
-        if host is not None:
-            grad = host.to_host(grad)
-        if main is not None:
-            total = _local(getattr(main, name))
-            assert total is not None
-            total.add_(grad)
-            return None
+        host = self.source.host
+        found = hand_over(name, grad, shard, main=self._main_grads(), host=host)
         # a buffer of ours gives its memory back
-        return grad.clone() if host is None and self._lies_in_buffer else grad
+        in_buffer = host is None and self._lies_in_buffer
+        return found.clone() if found is not None and in_buffer else found
 
     @property
     def _is_alone(self) -> bool:
@@ -421,9 +426,31 @@ class GatheredWeights:
         return self._buffers is not None and self.layout.group.size == 1
 
 
+def hand_over(
+    name: str, grad: Tensor, shard: Tensor, *, main: WeightGradients | None, host: HostMemory | None
+) -> Tensor | None:
+    """Bring the gradient of a shard to where it rests: what autograd is to see, None if it was added to main gradients."""
+    if main is None:
+        grad = grad.to(shard.dtype)
+    if host is not None:
+        grad = host.to_host(grad)
+    if main is None:
+        return grad
+    total = _local(getattr(main, name))
+    assert total is not None
+    total.add_(grad)
+    return None
+
+
 def _local(buffer: Tensor | tuple[Tensor, ...] | None) -> Tensor | None:
     assert buffer is None or isinstance(buffer, DTensor), "main gradients of shards are sharded"
     return None if buffer is None else buffer.to_local()
+
+
+def _sum_of(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
 
 
 class _Gathered(torch.autograd.Function):

@@ -111,29 +111,29 @@ class _Outbound(Outbound):
         device = tokens.expert_ids_TK.device
         self._places_BQ = torch.tensor(route.places, device=device)
         P, M, here = route.group.size, len(nodes.members), route.group.rank
-        place_TS = self._places(tokens.expert_ids_TK)
+        place_TJ = self._places(tokens.expert_ids_TK)
         node_of_P = torch.tensor([*map(nodes.of, range(P)), M], device=device)
         entry_M1 = torch.tensor([[nodes.entry(here, m)] for m in range(M)], device=device)
-        entry_TS = destinations(node_of_P[place_TS], entry_M1, P)
-        self._slots = entry_TS.shape[1]
-        self._metadata = route_metadata(entry_TS, P)
-        self.counts_PC = self._new_counts_PC(place_TS)
+        entry_TJ = destinations(node_of_P[place_TJ], entry_M1, P)
+        self._slots = entry_TJ.shape[1]
+        self._metadata = route_metadata(entry_TJ, P)
+        self.counts_PC = self._new_counts_PC(place_TJ)
         self.numbers: CountsInFlight
         self.columns = slice(0, 0)
         self._across: tuple[InFlight, InFlight] | None = None
         self._inside: tuple[RouteMetadata, int, Counts] | None = None
 
     def _places(self, ids_TK: Tensor) -> Tensor:
-        """(T, S) ranks that each token goes to, each once; the number of ranks in empty places."""
+        """(T, J) ranks that each token goes to, each once; the number of ranks in empty places."""
         block_TK = self._route.blocks(ids_TK)
         return destinations(block_TK, self._places_BQ, self._route.group.size)
 
-    def _new_counts_PC(self, place_TS: Tensor) -> Tensor:  # noqa: N802
+    def _new_counts_PC(self, place_TJ: Tensor) -> Tensor:  # noqa: N802
         """Per rank: rows across to it, copies and live slots meant for it, and copies that it is to hand on to each rank
         of its node for this one."""
-        route, nodes, device = self._route, self._nodes, place_TS.device
+        route, nodes, device = self._route, self._nodes, place_TJ.device
         P, here = route.group.size, route.group.rank
-        copies_P = torch.bincount(place_TS.flatten(), minlength=P + 1)[:P]
+        copies_P = torch.bincount(place_TJ.flatten(), minlength=P + 1)[:P]
         block_TK = route.blocks(self._tokens.expert_ids_TK)
         slots_P = slots_of_ranks(block_TK, self._places_BQ)
         rows_P = self._metadata.offsets_E.diff().to(torch.int64)
@@ -179,18 +179,18 @@ class _Outbound(Outbound):
         nodes, group, inside = self._nodes, self._route.group, self._nodes.inside
         _, copies, _, *handed = self._counts()
         K = self._tokens.expert_ids_TK.shape[1]
-        place_RS = self._places(both_RK[:, K:].detach().to(torch.int64))
+        place_RJ = self._places(both_RK[:, K:].detach().to(torch.int64))
         here = nodes.of(group.rank)
         members = nodes.members[here]
-        place_inside_P = torch.full((group.size + 1,), inside.size, device=place_RS.device)
-        place_inside_P[members] = torch.arange(inside.size, device=place_RS.device)
+        place_inside_P = torch.full((group.size + 1,), inside.size, device=place_RJ.device)
+        place_inside_P[members] = torch.arange(inside.size, device=place_RJ.device)
         send = [sum(column.receive) for column in handed[: inside.size]]
         receive = [
             sum(n for o, n in enumerate(copies.receive) if nodes.entry(o, here) == entry)
             for entry in members
         ]
-        metadata = route_metadata(place_inside_P[place_RS], inside.size)
-        return only_rows(metadata, sum(send)), place_RS.shape[1], Counts(send, receive)
+        metadata = route_metadata(place_inside_P[place_RJ], inside.size)
+        return only_rows(metadata, sum(send)), place_RJ.shape[1], Counts(send, receive)
 
     def start_home(self, y_RD: Tensor) -> Homebound:
         assert self._inside is not None, "tokens go home after they have arrived"

@@ -6,6 +6,7 @@ one plan needs; the gradient goes back by a reduce-scatter to the shards and a s
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -23,9 +24,11 @@ from expertmesh.parallel.experts.gather import (
     GatheredWeights,
     GradientBuffers,
     Layout,
+    hand_over,
 )
 from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Fetch, Key, Prefetcher, Whole, in_backward
+from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.offload import HostMemory, host_mesh
 
 Keep = Literal["until_step", "until_backward", "regather"]
@@ -75,6 +78,16 @@ class ExpertHolder(ABC):
             use: what was started.
             num_calls: of the experts with them.
         """
+
+    def shadow(self, hot: Sequence[int], dtype: torch.dtype | None) -> ShadowWeights:
+        """Begin to bring the weights of some experts to all ranks, in a type (None: the parameters' own).
+
+        Raises:
+            ConfigError: these experts cannot leave.
+        """
+        raise ConfigError(
+            f"shadow_experts={len(hot)} with experts that are modules of your own: they stay where they are; leave it out"
+        )
 
 
 class ExpertStorage(ExpertHolder):
@@ -214,6 +227,28 @@ class ExpertStorage(ExpertHolder):
         plan, dtype = key
         self._pin()
         return Gather(self, self.layout(plan), dtype)
+
+    def shadow(self, hot: Sequence[int], dtype: torch.dtype | None) -> ShadowWeights:
+        """Begin to bring the weights of some experts to all ranks."""
+        self._pin()
+        shards, host = self.shards(), self.host
+        return ShadowWeights(
+            self.names,
+            shards,
+            hot,
+            degrees=self.degrees,
+            rank=self.rank,
+            dtype=dtype or shards[0].dtype,
+            copy=self.group(
+                [list(range(self.degrees.num_ranks))], "the ranks that hold the experts"
+            ),
+            everyone=self.world.everyone(),
+            deposit=lambda name, grad, shard: hand_over(
+                name, grad, shard, main=self.experts.main_grads, host=host
+            ),
+            bring=lambda shard: shard if host is None else shard.to(host.device),
+            layer=self.layer,
+        )
 
     def _pin(self) -> None:
         """Pin what was given its memory after construction, which no copy beside the computation can be made of."""

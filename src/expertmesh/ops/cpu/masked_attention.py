@@ -6,6 +6,8 @@ PyTorch's fused attention takes up to ten times as long for its backward pass wh
 import torch
 from torch import Tensor
 
+from expertmesh.ops.dtypes import accumulate_dtype
+
 LONGEST = 256
 """Longest sequence for which products were measured to be faster."""
 
@@ -34,6 +36,6 @@ def masked_attention(q_BHSd: Tensor, k_BHSd: Tensor, v_BHSd: Tensor, mask: Tenso
         (B, H, S, d) in the dtype of q.
     """
     scores = (q_BHSd * q_BHSd.shape[-1] ** -0.5) @ k_BHSd.transpose(-1, -2)
-    dtype = torch.promote_types(scores.dtype, torch.float32)
+    dtype = accumulate_dtype(scores.dtype)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=dtype)
     return weights.to(v_BHSd.dtype) @ v_BHSd

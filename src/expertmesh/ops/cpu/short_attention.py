@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.costs.memory import HALVED_SEQUENCE, SHORT_SEQUENCE
+from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
 
 _BLOCK_ELEMENTS = 1 << 19
 
 
-def serves(q_BHSd: Tensor, k_BGSd: Tensor) -> bool:
+def serves(q_BHSd: Tensor, k_BhSd: Tensor) -> bool:
     """Whether `causal_attention` is the way to go: short sequences without earlier keys, on a CPU, nothing compiled.
 
     Up to SHORT_SEQUENCE tokens it was measured to be faster than `scaled_dot_product_attention`.
@@ -29,23 +29,23 @@ def serves(q_BHSd: Tensor, k_BGSd: Tensor) -> bool:
         q_BHSd.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and q_BHSd.dtype == torch.bfloat16
-        and 1 < S == k_BGSd.shape[2] <= SHORT_SEQUENCE
+        and 1 < S == k_BhSd.shape[2] <= SHORT_SEQUENCE
         and q_BHSd.numel() > 0
     )
 
 
-def causal_attention(q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor) -> Tensor:
+def causal_attention(q_BHSd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d), each token over itself and those before it) v; differentiable once.
 
     Args:
         q_BHSd: (B, H, S, d) queries on the CPU, any floating-point type; products of rows are FP32 or in that type.
-        k_BGSd: (B, G, S, d) keys; G divides H, and query head h looks at key head h // (H / G).
-        v_BGSd: (B, G, S, d) values.
+        k_BhSd: (B, h, S, d) keys; h divides H, and query head i looks at key head i // (H / h).
+        v_BhSd: (B, h, S, d) values.
 
     Returns:
         (B, H, S, d) in the dtype of q.
     """
-    y: Tensor = _CausalAttention.apply(q_BHSd, k_BGSd, v_BGSd)
+    y: Tensor = _CausalAttention.apply(q_BHSd, k_BhSd, v_BhSd)
     return y
 
 
@@ -61,14 +61,14 @@ def _blocks(num_sequences: int, elements_of_each: int) -> Iterator[slice]:
 
 
 class _CausalAttention(torch.autograd.Function):
-    """The M = H / G query heads of a key head are rows of one product, so keys and values are not repeated."""
+    """The M = H / h query heads of a key head are rows of one product, so keys and values are not repeated."""
 
     @staticmethod
-    def forward(ctx: Any, q_BHSd: Tensor, k_BGSd: Tensor, v_BGSd: Tensor) -> Tensor:
-        (B, H, S, d), G = q_BHSd.shape, k_BGSd.shape[1]
-        N, M = B * G, H // G
+    def forward(ctx: Any, q_BHSd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor) -> Tensor:
+        (B, H, S, d), h = q_BHSd.shape, k_BhSd.shape[1]
+        N, M = B * h, H // h
         q_NMSd = q_BHSd.reshape(N, M, S, d)
-        k_NSd, v_NSd = k_BGSd.reshape(N, S, d), v_BGSd.reshape(N, S, d)
+        k_NSd, v_NSd = k_BhSd.reshape(N, S, d), v_BhSd.reshape(N, S, d)
         spans = _spans(S)
         parts = [q_NMSd.new_empty(N, M * (stop - start), stop) for start, stop in spans]
         hidden = [
@@ -87,7 +87,7 @@ class _CausalAttention(torch.autograd.Function):
                 y = torch.bmm(p[some], v_NSd[some, :stop])
                 y_NMSd[some, :, start:stop] = y.unflatten(1, (M, -1))
         ctx.save_for_backward(q_NMSd, k_NSd, v_NSd, *parts)
-        ctx.num_key_heads = G
+        ctx.num_key_heads = h
         return y_NMSd.view(B, H, S, d)
 
     @staticmethod
@@ -117,5 +117,5 @@ class _CausalAttention(torch.autograd.Function):
                         total[some] = found
                     else:
                         total[some, :stop] += found
-        G = ctx.num_key_heads
-        return d_q.view(B, H, S, d), d_k.view(B, G, S, d), d_v.view(B, G, S, d)
+        h = ctx.num_key_heads
+        return d_q.view(B, H, S, d), d_k.view(B, h, S, d), d_v.view(B, h, S, d)

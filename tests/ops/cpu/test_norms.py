@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from expertmesh.models import layers, row_blocks
+from expertmesh.models import layers
+from expertmesh.ops.cpu import norms
 from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 
 EPS = 1e-5
@@ -26,7 +27,7 @@ def written_out_norm(x, weight):
 
 
 def block_norm(x, weight):
-    return row_blocks.rms_norm(x, weight, eps=EPS)
+    return norms.rms_norm(x, weight, eps=EPS)
 
 
 def plain_rope(x, weight, cos, sin):
@@ -37,7 +38,7 @@ def plain_rope(x, weight, cos, sin):
 
 
 def block_rope(x, weight, cos, sin):
-    return row_blocks.norm_and_rope(x, weight, eps=EPS, cos=cos, sin=sin)
+    return norms.norm_and_rope(x, weight, eps=EPS, cos=cos, sin=sin)
 
 
 def results(function, x, weight, grad, *tables):
@@ -55,7 +56,7 @@ def tables(S, d, dtype):
 
 @pytest.fixture(autouse=True)
 def _small_blocks(threshold):
-    threshold(row_blocks, "_BLOCK_ELEMENTS", 64)
+    threshold(norms, "_BLOCK_ELEMENTS", 64)
 
 
 CASES = [(1, 2), (3, 7), (40, 16), (2, 5, 6)]

@@ -42,12 +42,12 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 def norm_and_rope(
     x_BSHd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """RMSNorm over each head, if there is a weight, then the rotation of `layers.apply_rope`; differentiable once.
+    """RMSNorm over each head, if there is a weight, then the rotation of `models.layers.apply_rope`; differentiable once.
 
     Args:
         x_BSHd: (B, S, H, head_dim) queries or keys on the CPU, any strides.
         weight: (head_dim,), or None: no norm.
-        eps: of the norm.
+        eps: the epsilon of the norm.
         cos: (S, head_dim / 2).
         sin: like cos.
 

@@ -1,0 +1,216 @@
+"""One command per question; each writes its results to benchmarks/results/adaptive_NAME.json.
+
+python -m benchmarks.adaptive hierarchical [--short]   flat against hierarchical, and whether auto is right
+python -m benchmarks.adaptive overlap                  parts against all at once, exchange and products alike
+python -m benchmarks.adaptive hot                      hot experts with and without shadows
+python -m benchmarks.adaptive tuner [--points N]       24 points, 12 static plans, and the tuner
+python -m benchmarks.adaptive end-to-end               a GPT with K = 8, flags by hand and --parallel.adaptive
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from benchmarks.adaptive.hosts import PORT, SUBNET, hosts, run_ranks
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+SHAPE = {"experts": 32, "dim": 512, "hidden": 512}
+STATIC = {
+    **{f"r{r} n{n}": {"route_degree": r, "overlap_degree": n} for r, n in [(4, 1), (4, 2), (4, 4)]},
+    "r4 hierarchical": {"route_degree": 4, "all_to_all": "hierarchical"},
+    "r4 n2 hierarchical": {"route_degree": 4, "overlap_degree": 2, "all_to_all": "hierarchical"},
+    "r4 n4 hierarchical": {"route_degree": 4, "overlap_degree": 4, "all_to_all": "hierarchical"},
+    "r2 n1": {"route_degree": 2},
+    "r2 n2": {"route_degree": 2, "overlap_degree": 2},
+    "r1": {"route_degree": 1},
+    "r4 shadow 1": {"route_degree": 4, "shadow_experts": 1},
+    "r4 n2 shadow 1": {"route_degree": 4, "overlap_degree": 2, "shadow_experts": 1},
+    "r4 hierarchical shadow 1": {
+        "route_degree": 4,
+        "all_to_all": "hierarchical",
+        "shadow_experts": 1,
+    },
+}
+"""Twelve plans by name, for four ranks; of eight ranks r is doubled."""
+
+
+def save(name: str, found: Any) -> None:
+    about = {
+        "torch": torch.__version__,
+        "processor": platform.processor(),
+        "machine": platform.machine(),
+    }
+    path = RESULTS / f"adaptive_{name}.json"
+    path.write_text(json.dumps({"about": about, "found": found}, indent=1))
+    print(f"kept in {path}")
+
+
+def bytes_per_s(rate: str | None) -> float | None:
+    return None if rate is None else float(rate.removesuffix("mbit")) * 1e6 / 8
+
+
+def hierarchical(short: bool) -> None:
+    points = [(2, 8, 4096)] if short else list(itertools.product((2, 4), (1, 2, 8), (512, 4096)))
+    found = []
+    for number, top_k, tokens in points:
+        with hosts(number, "200mbit") as names:
+            job = {**SHAPE, "kind": "exchange", "top_k": top_k, "tokens": tokens, "rounds": 3}
+            job["bytes_per_s"] = bytes_per_s("200mbit")
+            point = run_ranks(names, 2, job)
+        times = {name: t["seconds"] for name, t in point["times"].items()}
+        point |= {"hosts": number, "top_k": top_k, "tokens": tokens}
+        point["flat / hierarchical"] = times["flat"] / times["hierarchical"]
+        point["copies / hierarchical"] = times["one copy per choice"] / times["hierarchical"]
+        point["auto / better"] = times[point["auto"]] / min(times["flat"], times["hierarchical"])
+        found.append(point)
+        print(json.dumps(point), flush=True)
+    save("hierarchical_short" if short else "hierarchical", found)
+
+
+def overlap() -> None:
+    """The hidden size is chosen so that products take as long as the exchange."""
+    job = {**SHAPE, "experts": 8, "top_k": 2, "tokens": 1024, "rounds": 2, "hidden": 256}
+    with hosts(2, "200mbit") as names:
+        for _ in range(3):
+            parts = run_ranks(names, 1, job | {"kind": "alone"})
+            ratio = parts["exchange"]["seconds"] / parts["products"]["seconds"]
+            if 0.8 <= ratio <= 1.25:
+                break
+            job["hidden"] = max(16, round(job["hidden"] * ratio / 16) * 16)
+        ways = {f"n{n}": {"overlap_degree": n} for n in (1, 2, 4, 8)}
+        found = run_ranks(names, 1, job | {"kind": "layer", "ways": ways, "rounds": 5})
+        one = found["times"]["n1"]["seconds"]
+        found["of degree 1"] = {k: t["seconds"] / one for k, t in found["times"].items()}
+        found |= {"exchange / products": ratio, "hidden": job["hidden"]}
+    print(json.dumps(found))
+    save("overlap", found)
+
+
+def hot() -> None:
+    found = {}
+    for number in (2, 4):
+        job = {**SHAPE, "experts": 8, "top_k": 1, "tokens": 2048, "rounds": 5, "hidden": 1024}
+        ways = {"without": {}, "one shadow": {"shadow_experts": 1}}
+        with hosts(1, None) as names:
+            job |= {"kind": "layer", "ways": ways, "fullest": 5.5}
+            times = run_ranks(names, number, job)["times"]
+        for what in ("seconds", "cpu_seconds"):
+            ratio = times["one shadow"][what] / times["without"][what]
+            found[f"{number} ranks, {what}"] = ratio
+    print(json.dumps(found))
+    save("hot", found)
+
+
+def points_of_tuner() -> list[dict[str, Any]]:
+    """Half of 48, fixed: every other one in the order of their product."""
+    names = ("tokens", "ranks", "fullest", "rate", "top_k")
+    rates = ("50mbit", "200mbit", None)
+    every = itertools.product((256, 4096), (4, 8), (1.0, 4.0), rates, (1, 2))
+    return [
+        dict(zip(names, values, strict=True)) for n, values in enumerate(every) if n % 2 == n // 24
+    ]
+
+
+def tuner(number: int) -> None:
+    found = []
+    for point in points_of_tuner()[:number]:
+        scale = point["ranks"] // 4
+        ways = {
+            name: way
+            | {"route_degree": way["route_degree"] * scale if way["route_degree"] > 1 else 1}
+            for name, way in STATIC.items()
+        }
+        job = {**SHAPE, "kind": "layer", "rounds": 3, "ways": ways, "adaptive": True}
+        job |= {name: point[name] for name in ("tokens", "fullest", "top_k")}
+        job["bytes_per_s"] = bytes_per_s(point["rate"])
+        with hosts(2, point["rate"]) as names:
+            result = run_ranks(names, point["ranks"] // 2, job, limit_s=3000)
+        static = {n: t["seconds"] for n, t in result["finals"].items() if n != "adaptive"}
+        result["adaptive / best"] = result["finals"]["adaptive"]["seconds"] / min(static.values())
+        found.append(point | result)
+        print(json.dumps(found[-1]), flush=True)
+    adaptive = sum(p["finals"]["adaptive"]["seconds"] for p in found)
+    totals = {n: sum(p["finals"][n]["seconds"] for p in found) / adaptive for n in STATIC}
+    save("tuner", {"points": found, "static / adaptive, in total": totals})
+
+
+END_TO_END = {
+    "defaults": [],
+    "overlap 4": ["--parallel.overlap-degree", "4"],
+    "hierarchical": ["--parallel.all-to-all", "hierarchical"],
+    "hierarchical, overlap 4": [
+        "--parallel.all-to-all",
+        "hierarchical",
+        "--parallel.overlap-degree",
+        "4",
+    ],
+    "adaptive": ["--parallel.adaptive", "true"],
+}
+
+
+def end_to_end(folder: Path) -> None:
+    words = [
+        "train",
+        "gpt-moe-demo",
+        "--model.moe.top-k",
+        "8",
+        "--train.steps",
+        "60",
+        "--train.dtype",
+        "float32",
+    ]
+    words += ["--train.eval-every", "1000", "--train.tensorboard", "false"]
+    found = {}
+    for name, flags in END_TO_END.items():
+        run_dir = folder / name.replace(", ", "-").replace(" ", "-")
+        with hosts(2, "200mbit") as names:
+            agents = [
+                subprocess.Popen(
+                    [
+                        "ip", "netns", "exec", host, "env", "GLOO_SOCKET_IFNAME=net0", "OMP_NUM_THREADS=1",
+                        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
+                        "--rdzv-backend=c10d", f"--rdzv-endpoint={SUBNET}.1:{PORT}", "--rdzv-id=1",
+                        f"--local-addr={SUBNET}.{n + 1}", f"--rdzv-conf=is_host={int(n == 0)}",
+                        "-m", "expertmesh", *words, "--train.run-dir", str(run_dir), *flags,
+                    ]
+                )
+                for n, host in enumerate(names)
+            ]  # fmt: skip
+            codes = [agent.wait() for agent in agents]
+        if any(codes):
+            raise SystemExit(f"{name}: torchrun ended with {codes}")
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        rate = median(line["tokens_per_second"] for line in lines[-20:])
+        found[name] = {"tokens_per_second": rate, "loss": lines[-1]["loss"]}
+        print(name, found[name], flush=True)
+    save("end_to_end", found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["hierarchical", "overlap", "hot", "tuner", "end-to-end"])
+    parser.add_argument("--short", action="store_true", help="one point")
+    parser.add_argument("--points", type=int, default=24, help="of the tuner's, from the first on")
+    parser.add_argument("--folder", type=Path, default=Path("runs/end_to_end"), help="for runs")
+    options = parser.parse_args()
+    if options.what == "hierarchical":
+        hierarchical(options.short)
+    elif options.what == "tuner":
+        tuner(options.points)
+    elif options.what == "end-to-end":
+        end_to_end(options.folder)
+    else:
+        {"overlap": overlap, "hot": hot}[options.what]()
+
+
+if __name__ == "__main__":
+    main()

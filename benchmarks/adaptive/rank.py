@@ -1,0 +1,186 @@
+"""What one rank does: variants of a layer, or of its exchange alone, timed in turn; rank 0 prints medians as JSON."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expertmesh import MoELayer, Routing
+from expertmesh.comm.world import World
+from expertmesh.config.way import Way
+from expertmesh.costs.communication import Link, Network
+from expertmesh.moe.dispatch import Tokens
+from expertmesh.parallel.experts.adaptive import adapt
+from expertmesh.parallel.experts.dispatcher import spread_experts
+
+Timed = tuple[float, float, int]
+"""Seconds, processor seconds, and bytes that all ranks hand to others."""
+
+
+def cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def timed(world: World, run: Callable[[], object]) -> Timed:
+    """Of the slowest rank, from a barrier on."""
+    dist.barrier()
+    with world.traffic.logged() as log:
+        start, cpu = time.perf_counter(), cpu_seconds()
+        run()
+        dist.barrier()
+        spent = torch.tensor([time.perf_counter() - start, cpu_seconds() - cpu])
+    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    handed = torch.tensor(log.num_bytes(collective="all_to_all"))
+    dist.all_reduce(handed)
+    return float(spent[0]), float(spent[1]), int(handed)
+
+
+def in_turn(
+    world: World, variants: dict[str, Callable[[], object]], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Medians after one round that does not count."""
+    found: dict[str, list[Timed]] = {name: [] for name in variants}
+    for _ in range(rounds + 1):
+        for name, run in variants.items():
+            found[name].append(timed(world, run))
+    return {
+        name: {
+            "seconds": median(t[0] for t in times[1:]),
+            "cpu_seconds": median(t[1] for t in times[1:]),
+            "bytes": times[-1][2],
+        }
+        for name, times in found.items()
+    }
+
+
+def choices(job: dict[str, Any], rank: int) -> Tensor:
+    """(T, K) different experts; with "fullest" above 1 expert 0 has so many times the mean."""
+    T, K, E = job["tokens"], job["top_k"], job["experts"]
+    generator = torch.Generator().manual_seed(rank)
+    weights = torch.ones(E)
+    full = job.get("fullest", 1.0)
+    if full > 1:
+        part = min(full / E, 0.95)
+        weights = torch.full((E,), (1 - part) / (E - 1))
+        weights[0] = part
+    if K == 1:
+        return torch.multinomial(weights, T, True, generator=generator)[:, None]
+    return torch.multinomial(weights.expand(T, -1), K, generator=generator)
+
+
+def build(job: dict[str, Any], world: World, **spread: Any) -> MoELayer:
+    layer = MoELayer(
+        dim=job["dim"], hidden_dim=job["hidden"], num_experts=job["experts"], top_k=job["top_k"],
+        aux_loss_weight=0.0, seed=0,
+    )  # fmt: skip
+    spread_experts(layer, world, **spread)
+    return layer
+
+
+def network_of(job: dict[str, Any]) -> Network:
+    across = Link(3e-4, job.get("bytes_per_s") or 1e9)
+    return Network(Link(1e-4, 5e8), across)
+
+
+def exchange(job: dict[str, Any], world: World) -> Any:
+    """Dispatch and combine, forward only, without experts: flat, hierarchical, auto, and one copy per choice."""
+    layer = build(job | {"hidden": 8}, world, network=network_of(job))
+    dispatcher: Any = layer.dispatcher
+    ids_TK, T, K = choices(job, world.position), job["tokens"], job["top_k"]
+    x_TD, weights_TK = torch.randn(T, job["dim"]), torch.rand(T, K)
+
+    def go(is_flat: bool, tokens: Tokens) -> None:
+        outbound = dispatcher.exchange(is_flat=is_flat).start(tokens)
+        outbound.start_home(outbound.finish().x_TD).finish()
+
+    tokens = Tokens(x_TD, ids_TK, weights_TK)
+    single = Tokens(x_TD.repeat(K, 1), ids_TK.t().reshape(-1, 1), weights_TK.t().reshape(-1, 1))
+    dispatcher.load.begin(is_again=False)
+    counts_E = torch.bincount(ids_TK.flatten(), minlength=job["experts"])
+    dispatcher.sum_over_processes(counts_E)
+    auto = dispatcher._faster(world.size, K, x_TD)
+    with torch.no_grad():
+        variants = {
+            "flat": partial(go, True, tokens),
+            "hierarchical": partial(go, False, tokens),
+        }
+        if job.get("copies", True):
+            variants["one copy per choice"] = partial(go, True, single)
+        return {"auto": auto, "times": in_turn(world, variants, job["rounds"])}
+
+
+def step(layer: MoELayer, x: Tensor, routing: Routing, way: dict[str, Any]) -> None:
+    x = x.detach().requires_grad_()
+    y, _ = layer(x, routing=routing, **way)
+    y.backward(torch.ones_like(y))
+    for parameter in layer.parameters():
+        parameter.grad = None
+
+
+def layer_steps(job: dict[str, Any], world: World) -> Any:
+    """Forward and backward of a layer for several ways, and of its parts alone."""
+    layer = build(job, world)
+    routing = Routing(choices(job, world.position))
+    x = torch.randn(job["tokens"], job["dim"])
+    ways: dict[str, dict[str, Any]] = job["ways"]
+    variants = {name: partial(step, layer, x, routing, way) for name, way in ways.items()}
+    found = {"times": in_turn(world, variants, job["rounds"])}
+    if job.get("adaptive"):
+        chosen = build(job, world, network=network_of(job))
+        adapt([chosen], Way(), network_of(job), num_gathers=1)
+        dispatcher: Any = chosen.dispatcher
+        for _ in range(60):
+            step(chosen, x, routing, {})
+            if dispatcher.chooser.tuner.settled:
+                break
+        found["settled"] = {k: vars(w) for k, w in dispatcher.chooser.tuner.settled.items()}
+        finals = {name: variants[name] for name in job["finals"]} if "finals" in job else variants
+        found["finals"] = in_turn(
+            world, {**finals, "adaptive": partial(step, chosen, x, routing, {})}, job["rounds"]
+        )
+    found["peak_kib"] = {"peak": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
+    return found
+
+
+def alone(job: dict[str, Any], world: World) -> Any:
+    """Seconds of the exchange of a step alone (four ways), and processor seconds of the products of a rank alone."""
+    layer = build(job | {"hidden": 8}, world)
+    local = MoELayer(
+        dim=job["dim"], hidden_dim=job["hidden"], num_experts=job["experts"], top_k=job["top_k"],
+        aux_loss_weight=0.0, seed=0,
+    )  # fmt: skip
+    routing, x = Routing(choices(job, world.position)), torch.randn(job["tokens"], job["dim"])
+    return in_turn(
+        world,
+        {
+            "exchange": partial(step, layer, x, routing, {}),
+            "products": partial(step, local, x, routing, {}),
+        },
+        job["rounds"],
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    job = json.loads(sys.argv[1])
+    dist.init_process_group("gloo")
+    world = World()
+    found = {"exchange": exchange, "layer": layer_steps, "alone": alone}[job["kind"]](job, world)
+    if world.position == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""`expertmesh bench comm`: bandwidth between the ranks that torchrun started, kept for the cost model."""
+
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from expertmesh.cli.flags import OptionParser
+from expertmesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertmesh.comm.measure import Point
+
+CONNECT_TIMEOUT_S = 300.0
+COLORS = (
+    "#0b6e99",
+    "#c4632c",
+    "#6b8e23",
+    "#8a5aa5",
+    "#b8860b",
+    "#777777",
+    "#a83254",
+    "#2f4f4f",
+    "#000000",
+    "#aa0000",
+)
+
+_EXAMPLES = """\
+examples:
+  torchrun --nproc-per-node 4 -m expertmesh bench comm
+  torchrun --nproc-per-node 4 -m expertmesh bench comm --largest-mib 256 --plot bandwidth.svg --ranks-per-node 2
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Measures, prints a table, and keeps what `--parallel.all-to-all auto` and `--parallel.adaptive` ask for; returns 0.
+
+    Args:
+        argv: words after `bench`.
+
+    Raises:
+        ConfigError: a word breaks a rule, or there is one rank.
+        CollectiveError: a rank is gone.
+    """
+    options = _parser().parse_args(argv)
+    if options.largest_mib <= 0:
+        raise ConfigError(f"--largest-mib={options.largest_mib}: must be above 0; for example 16")
+    import torch
+
+    from expertmesh.comm.measure import fit, measure
+    from expertmesh.parallel.ranks import open_ranks
+    from expertmesh.planner.cache import Topology, network_path, save_network
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with open_ranks(device_type=device, timeout_s=CONNECT_TIMEOUT_S) as ranks:
+        world = ranks.world
+        if world is None:
+            raise ConfigError(
+                "bench comm: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh bench comm"
+            )
+        per_node = options.ranks_per_node
+        nodes = world.nodes() if not per_node else [r // per_node for r in range(world.size)]
+        sizes = [1 << n for n in range(8, 40, 2) if 1 << n <= options.largest_mib * (1 << 20)]
+        points = list(measure(world, nodes, sizes))
+        if not ranks.is_leader:
+            return 0
+        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        topology, network = Topology.of(name, nodes), fit(points, nodes)
+        print(table(points))
+        for link, value in asdict(network).items():
+            rate, latency = value["bytes_per_s"] / 1e6, value["latency_s"] * 1e6
+            print(f"{link:8} {rate:10,.1f} MB/s, {latency:8,.1f} us per message")
+        path = network_path(topology)
+        save_network(path, network, [asdict(point) for point in points])
+        print(f"kept in {path}")
+        if options.plot:
+            Path(options.plot).write_text(plot(points))
+            print(f"plot in {options.plot}")
+    return 0
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser(
+        prog="expertmesh bench",
+        description="Measures the links between the ranks that torchrun started.",
+        epilog=_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=["comm"], help="comm: bandwidth over message sizes")
+    parser.add_argument(
+        "--largest-mib",
+        type=float,
+        default=16.0,
+        metavar="N",
+        help="bytes for each other rank, at most",
+    )
+    parser.add_argument("--plot", metavar="FILE", help="write the bandwidths as an SVG picture")
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="as --parallel.ranks-per-node"
+    )
+    return parser
+
+
+def table(points: Sequence["Point"]) -> str:
+    """MB/s of a rank by message size, a column for each algorithm and class of links."""
+    columns = list(dict.fromkeys((p.algorithm, p.link) for p in points))
+    found = {(p.algorithm, p.link, p.num_bytes): p.bus_bytes_per_s / 1e6 for p in points}
+    lines = ["bytes".rjust(12) + "".join(f"{a}/{link}".rjust(19) for a, link in columns)]
+    for size in dict.fromkeys(p.num_bytes for p in points):
+        cells = "".join(f"{found[(*column, size)]:19,.1f}" for column in columns)
+        lines.append(f"{size:12,}{cells}")
+    return "\n".join(["MB/s that a rank hands to others", *lines])
+
+
+def plot(points: Sequence["Point"], width: int = 760, height: int = 420) -> str:
+    """The same as an SVG picture, both axes logarithmic."""
+    from math import log2
+
+    left, bottom, right, top = 70, 50, 190, 20
+    sizes = [log2(p.num_bytes) for p in points]
+    rates = [log2(max(p.bus_bytes_per_s, 1.0)) for p in points]
+    span = max(sizes) - min(sizes) or 1.0
+    low, high = int(min(rates)), int(max(rates)) + 1
+
+    def at(size: float, rate: float) -> tuple[float, float]:
+        x = left + (width - left - right) * (size - min(sizes)) / span
+        return x, height - bottom - (height - bottom - top) * (rate - low) / (high - low)
+
+    parts = []
+    for rate in range(low, high + 1, max((high - low) // 8, 1)):
+        _, y = at(min(sizes), rate)
+        text = f"{2**rate / 1e6:,.3g} MB/s"
+        parts.append(
+            f'<line x1="{left}" y1="{y:.0f}" x2="{width - right}" y2="{y:.0f}" stroke="#ddd"/>'
+        )
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{text}</text>')
+    for size in sorted(set(sizes)):
+        x, _ = at(size, low)
+        shown = f"{int(2**size) >> 10} KiB" if size >= 10 else f"{int(2**size)} B"
+        parts.append(
+            f'<text x="{x:.0f}" y="{height - bottom + 18}" text-anchor="middle">{shown}</text>'
+        )
+    for i, column in enumerate(dict.fromkeys((p.algorithm, p.link) for p in points)):
+        mine = [p for p in points if (p.algorithm, p.link) == column]
+        path = " ".join(
+            "{:.1f},{:.1f}".format(*at(log2(p.num_bytes), log2(max(p.bus_bytes_per_s, 1.0))))
+            for p in mine
+        )
+        color, y = COLORS[i % len(COLORS)], top + 16 * i
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        parts.append(
+            f'<rect x="{width - right + 12}" y="{y}" width="10" height="10" fill="{color}"/>'
+        )
+        parts.append(f'<text x="{width - right + 28}" y="{y + 9}">{" ".join(column)}</text>')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
+        f'<rect width="{width}" height="{height}" fill="white"/>'
+    )
+    foot = f'<text x="{left}" y="{height - 8}">bytes for each other rank</text></svg>'
+    return "\n".join([head, *parts, foot, ""])

@@ -1,0 +1,55 @@
+"""Help that fits the terminal: words and commands stay whole, so that they can be read and copied."""
+
+import re
+import shutil
+import textwrap
+
+_COLUMNS = re.compile(r"( *\S.*?  +)(\S.*)")
+_COMMAND = re.compile(r"(.*?: )? *(expertmesh .*)")
+
+
+def fitted(text: str, width: int | None = None) -> str:
+    """A text with every line broken that is too long: commands after a backslash, columns and sentences between words.
+
+    Args:
+        text: lines; "NAME  words" is two columns, "words:  expertmesh ..." and "  expertmesh ..." have a command.
+        width: of the terminal; None: that of this one.
+    """
+    width = shutil.get_terminal_size().columns if width is None else width
+    return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
+
+
+def _broken(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    indent = len(line) - len(line.lstrip())
+    if line.lstrip().startswith("expertmesh "):
+        return _command(line.lstrip(), indent, width)
+    columns = _COLUMNS.fullmatch(line)
+    if columns is None:
+        return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False)
+    head, words = columns[1], columns[2]
+    command = _COMMAND.fullmatch(words)
+    if command is not None and command[1]:
+        return [head + command[1].rstrip(), *_command(command[2], len(head) + 2, width)]
+    return textwrap.wrap(
+        words,
+        width,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _command(command: str, indent: int, width: int) -> list[str]:
+    """A command in lines that a shell takes as one: broken before options, and before other words if it must be."""
+    lines = [" " * indent]
+    for part in re.findall(r'(?:--\S+(?: (?!--)(?:"[^"]*"|\S+))*)|"[^"]*"|\S+', command):
+        space = "" if lines[-1].isspace() else " "
+        if space and len(lines[-1]) + len(space + part) + 2 > width:
+            lines[-1] += " \\"
+            lines.append(" " * (indent + 4))
+            space = ""
+        lines[-1] += space + part
+    return lines

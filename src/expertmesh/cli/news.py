@@ -1,0 +1,77 @@
+"""What a person is told while a verb prepares: progress in place on a terminal, now and then elsewhere; warnings always."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from expertmesh.config.base import launched_rank
+
+_FIRST_S = 2.0
+_CLEAR = "\r\x1b[2K"
+
+
+class _News(logging.Handler):
+    """Writes to standard error. Elsewhere than on a terminal, the pauses between lines of progress double."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._began = time.monotonic()
+        self._next = self._began + _FIRST_S
+        self._is_open = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from expertmesh.cli.flags import spell_options
+
+        is_progress, text = getattr(record, "is_progress", False), record.getMessage()
+        if text and not is_progress:
+            text = spell_options(f"{record.levelname.lower()}: {text}")
+        if not text:
+            self.clear()
+            return
+        in_place = is_progress and sys.stderr.isatty()
+        if is_progress and not in_place:
+            now = time.monotonic()
+            if now < self._next:
+                return
+            self._next = now + (now - self._began)
+        self.clear()
+        self._is_open = in_place
+        width = os.get_terminal_size(sys.stderr.fileno()).columns - 1 if in_place else None
+        self._write(text[:width] if in_place else f"{text}\n")
+
+    def clear(self) -> None:
+        """Wipe the line of progress that is on the terminal."""
+        if self._is_open:
+            self._write(_CLEAR)
+        self._is_open = False
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+@contextmanager
+def told_of_data() -> Iterator[None]:
+    """Show what the package says of the data that it prepares. Under torchrun only the first rank speaks."""
+    log = logging.getLogger("expertmesh.data")
+    handler = _News() if launched_rank()[0] == 0 else logging.NullHandler()
+    before = log.level, log.propagate
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        if isinstance(handler, _News):
+            handler.clear()
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
+
+
+def silence_output() -> None:
+    """Let standard output go nowhere: at exit Python would flush it, and print a traceback of the same broken pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

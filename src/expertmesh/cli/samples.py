@@ -1,0 +1,183 @@
+"""Samples of a report: which prompts, their continuations, and a measure that fits what the model was trained on.
+
+Python source is judged by the share of sampled lines that tokenise: every line of a continuation is stripped and given on its own
+to Python's `tokenize`; it counts if that neither raises nor finds an error token. Empty lines do not count, nor does the
+last line of a continuation that was cut off at its length. Any other text is judged by the share of sampled words that the
+training text has, too; the first word and, where the continuation was cut off, the last do not count.
+"""
+
+import io
+import tokenize
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from expertmesh.data.corpus import Corpus
+    from expertmesh.training.run_dir import Run
+
+PYTHON_PROMPTS = (
+    "import os\nimport sys\n",
+    "def main(",
+    "class Test",
+    "    def __init__(self",
+    "if __name__ ==",
+    "for i in range(",
+    "    return ",
+    "try:\n    ",
+)
+_PROMPT_WORDS = 4
+_WORD_BYTES = 20_000_000
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One continuation.
+
+    Attributes:
+        prompt: what the model was given.
+        text: what it went on with.
+        is_cut: whether it ended at its length, not at the end of the text.
+    """
+
+    prompt: str
+    text: str
+    is_cut: bool
+
+
+def is_python(corpus: "Corpus") -> bool:
+    """Whether the documents are Python source: by their names."""
+    documents = (*corpus.training, *corpus.validation)
+    return all(document.name.partition("#")[0].endswith(".py") for document in documents)
+
+
+def prompts_of(corpus: "Corpus | None", count: int) -> list[str]:
+    """Prompts that look like what the model was trained on.
+
+    Args:
+        corpus: its data; None: they are not known, and the model begins by itself.
+        count: how many; they repeat after the last.
+    """
+    if corpus is None:
+        found: Sequence[str] = ("",)
+    elif is_python(corpus):
+        found = PYTHON_PROMPTS
+    else:
+        found = [_beginning(document.read()) for document in corpus.validation[:count]]
+    return [found[i % len(found)] for i in range(count)]
+
+
+def _beginning(text: str) -> str:
+    """The first words of the first line that has any."""
+    line = next(filter(str.strip, text.splitlines()), "")
+    return " ".join(line.split()[:_PROMPT_WORDS])
+
+
+def sample(
+    model: Any,
+    found: "Run",
+    *,
+    prompts: Sequence[str],
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+) -> list[Sample]:
+    """Continuations, each from the beginning of a text.
+
+    Args:
+        model: the model.
+        found: its run.
+        prompts: one for each; "" is continued, too.
+        num_tokens: most tokens for each.
+        temperature: 0: the most likely token always.
+        seed: of the random numbers.
+    """
+    from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
+    from expertmesh.errors import ConfigError
+    from expertmesh.infer.engine import generate_batch
+    from expertmesh.infer.sampling import Sampling
+
+    if not prompts:
+        return []
+    tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
+    sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
+    prompt_ids = [[END_OF_TEXT_ID, *tokenizer.encode(p).ids] for p in prompts]
+    longest = max(map(len, prompt_ids))
+    if longest >= model.max_seq_len:
+        raise ConfigError(
+            f"a prompt of {longest} tokens: must be shorter than max_seq_len={model.max_seq_len}; shorten it"
+        )
+    outputs: list[list[int]] = [[] for _ in prompts]
+    is_cut = [True] * len(prompts)
+    steps = generate_batch(
+        model,
+        prompt_ids,
+        max_new_tokens=min(num_tokens, model.max_seq_len - longest),
+        sampling=sampling,
+        eos_id=END_OF_TEXT_ID,
+    )
+    for step in steps:
+        for i, token_id in enumerate(step):
+            if token_id is None:
+                is_cut[i] = False
+            else:
+                outputs[i].append(token_id)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
+    return [Sample(p, t, c) for p, t, c in zip(prompts, texts, is_cut, strict=True)]
+
+
+def measure(samples: Sequence[Sample], corpus: "Corpus | None") -> str:
+    """One line on how the samples look beside what the model was trained on."""
+    if corpus is None:
+        return "samples are not judged: the data are not there"
+    if is_python(corpus):
+        parts = [line for sampled in samples for line in countable_lines(sampled)]
+        good = sum(map(tokenises, parts))
+        what = "sampled lines that tokenise as Python"
+    else:
+        parts = [word for sampled in samples for word in countable_words(sampled)]
+        known = _words(document.read() for document in corpus.training)
+        good = sum(word in known for word in parts)
+        what = "sampled words that the training text has"
+    share = f" ({good / len(parts):.0%})" if parts else ""
+    return f"{what}: {good} of {len(parts)}{share}"
+
+
+def countable_words(sampled: Sample) -> list[str]:
+    """The words of the continuation, but for those that it has only a part of."""
+    words = sampled.text.split()
+    begins_inside = bool(sampled.prompt) and not sampled.text[:1].isspace()
+    ends_inside = sampled.is_cut and not sampled.text[-1:].isspace()
+    return words[int(begins_inside) : len(words) - int(ends_inside)]
+
+
+def _words(texts: Iterable[str]) -> set[str]:
+    """Different words of about the first `_WORD_BYTES` characters."""
+    found: set[str] = set()
+    seen = 0
+    for text in texts:
+        found.update(text.split())
+        seen += len(text)
+        if seen >= _WORD_BYTES:
+            break
+    return found
+
+
+def countable_lines(sampled: Sample) -> list[str]:
+    """The stripped lines of prompt and continuation that the rule in this module's docstring looks at.
+
+    Lines that hold nothing but prompt are left out.
+    """
+    lines = (sampled.prompt + sampled.text).split("\n")
+    first = sampled.prompt.count("\n")
+    chosen = lines[first : len(lines) - 1 if sampled.is_cut else len(lines)]
+    return [line.strip() for line in chosen if line.strip()]
+
+
+def tokenises(line: str) -> bool:
+    """Whether Python's `tokenize` takes a line on its own."""
+    try:
+        tokens = list(tokenize.generate_tokens(io.StringIO(line + "\n").readline))
+    except (tokenize.TokenError, SyntaxError):
+        return False
+    return all(token.type != tokenize.ERRORTOKEN for token in tokens)

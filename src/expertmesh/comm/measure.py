@@ -1,0 +1,150 @@
+"""Bandwidth between ranks over message sizes, and the links of the cost model that fit them."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from expertmesh.comm.all_to_all.flat import start_all_to_all
+from expertmesh.comm.collectives import start_all_gather, start_all_reduce
+from expertmesh.comm.group import Pending, RankGroup, wait_for
+from expertmesh.comm.world import World
+from expertmesh.costs.communication import USUAL_NETWORK, Link, Network
+
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement.
+
+    Attributes:
+        algorithm: all_to_all, all_gather or all_reduce; or two_step, an all-to-all across nodes and one inside.
+        link: class of the links: "inside" a node, "across" nodes, or "all".
+        num_bytes: that a rank hands to each other (of all_reduce: the tensor's).
+        seconds: median, of the slowest rank.
+        bus_bytes_per_s: bytes of a rank to others per second, comparable between algorithms and numbers of ranks.
+    """
+
+    algorithm: str
+    link: str
+    num_bytes: int
+    seconds: float
+    bus_bytes_per_s: float
+
+
+def link_groups(world: World, nodes: Sequence[int]) -> dict[str, RankGroup]:
+    """This rank's group in each class of links; every rank must ask. Ranks of equal place in their nodes talk across."""
+    members: dict[int, list[int]] = {}
+    for position, node in enumerate(nodes):
+        members.setdefault(node, []).append(position)
+    found = {"all": world.everyone()}
+    if len(members) == 1 or len(members) == world.size:
+        return found | {"inside" if len(members) == 1 else "across": world.everyone()}
+    by_place: dict[int, list[int]] = {}
+    for positions in members.values():
+        for place, position in enumerate(positions):
+            by_place.setdefault(place, []).append(position)
+    found["inside"] = world.group(list(members.values()), name="the ranks of a node")
+    found["across"] = world.group(list(by_place.values()), name="one rank of each node")
+    return found
+
+
+def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterator[Point]:
+    """Measure all algorithms on all classes of links; every rank must take all points.
+
+    Args:
+        world: the ranks.
+        nodes: the node of each.
+        sizes: bytes for each other rank.
+    """
+    groups = link_groups(world, nodes)
+    for size in sizes:
+        for link, group in groups.items():
+            n = group.size
+            x_PB = torch.zeros(n, max(size // 4, 1), device=world.device_type)
+            flat = x_PB[0].clone()
+            ways: dict[str, tuple[Callable[[], object], int]] = {
+                "all_to_all": (partial(_all_to_all, x_PB, group), (n - 1) * size),
+                "all_gather": (partial(_all_gather, flat, group), (n - 1) * size),
+                "all_reduce": (partial(_all_reduce, flat, group), 2 * (n - 1) * size // n),
+            }
+            if link == "all" and {"inside", "across"} <= groups.keys():
+                ways["two_step"] = (partial(_two_step, x_PB, groups), (n - 1) * size)
+            for algorithm, (run, num_bytes) in ways.items():
+                seconds = _slowest(world, _timed(world, run))
+                yield Point(algorithm, link, size, seconds, num_bytes / seconds)
+
+
+def _finish(started: tuple[Tensor, Pending | None]) -> Tensor:
+    out, pending = started
+    wait_for(pending)
+    return out
+
+
+def _all_gather(x: Tensor, group: RankGroup) -> Tensor:
+    return _finish(start_all_gather(x, group, where="bench"))
+
+
+def _all_reduce(x: Tensor, group: RankGroup) -> None:
+    wait_for(start_all_reduce(x, group, where="bench"))
+
+
+def _all_to_all(x_PB: Tensor, group: RankGroup) -> Tensor:
+    return _finish(start_all_to_all(x_PB, None, None, group, where="bench"))
+
+
+def _two_step(x_PB: Tensor, groups: dict[str, RankGroup]) -> None:
+    """As many bytes for each rank as flat, which cross in messages for whole nodes; equally large nodes only."""
+    across, inside = groups["across"], groups["inside"]
+    if across.size * inside.size == len(x_PB):
+        x_PB = _all_to_all(x_PB.view(across.size, -1), across)
+        _all_to_all(x_PB.view(inside.size, -1), inside)
+
+
+def _timed(world: World, run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS + 1):
+        _synchronize(world)
+        start = time.perf_counter()
+        run()
+        _synchronize(world)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def _synchronize(world: World) -> None:
+    if world.device_type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _slowest(world: World, seconds: float) -> float:
+    mine = torch.tensor(seconds, dtype=torch.float64, device=world.device_type)
+    return float(_finish(start_all_gather(mine, world.everyone(), where="bench")).max())
+
+
+def fit(points: Sequence[Point], nodes: Sequence[int]) -> Network:
+    """Links that fit the all-to-alls: latency by the smallest, bandwidth by the largest. What was not measured is assumed.
+
+    Args:
+        points: of `measure`.
+        nodes: the node of each rank.
+    """
+    sizes = [nodes.count(node) for node in dict.fromkeys(nodes)]
+    peers = {"inside": max(sizes) - 1, "across": len(sizes) - 1}
+    sharing = {"inside": 1, "across": max(sizes)}
+    links = {}
+    for name in ("inside", "across"):
+        mine = [p for p in points if p.algorithm == "all_to_all" and p.link == name]
+        if not mine or not peers[name]:
+            links[name] = getattr(USUAL_NETWORK, name)
+            continue
+        small, large = (f(mine, key=lambda p: p.num_bytes) for f in (min, max))
+        latency = small.seconds / peers[name]
+        moving = max(large.seconds - small.seconds, large.seconds / 10)
+        links[name] = Link(latency, sharing[name] * peers[name] * large.num_bytes / moving)
+    return Network(links["inside"], links["across"])

@@ -1,0 +1,27 @@
+"""How the tokens of a layer travel over the processes that hold its experts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+AllToAll = Literal["flat", "hierarchical", "auto"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the tokens of one call travel, the same on all processes; None: as the layer was spread.
+
+    Attributes:
+        route_degree: processes that a token may travel over; the rest of the weights is gathered.
+        overlap_degree: parts that the tokens travel in, each while the experts compute on another.
+        all_to_all: "flat": straight to the processes of their experts; "hierarchical": between nodes first, once to each
+            node; "auto": what the cost model says is faster.
+        shadow_experts: number of hot experts whose weights come to the tokens, which stay.
+    """
+
+    route_degree: int | None = None
+    overlap_degree: int | None = None
+    all_to_all: AllToAll | None = None
+    shadow_experts: int | None = None
+
+
+AS_USUAL = Way()

@@ -1,0 +1,220 @@
+"""What tokens and weights cost on their way between ranks, modelled: latency and bandwidth per class of link.
+
+A link moves b bytes in alpha + b / beta seconds. There are two classes: between ranks of one node, and between nodes. A
+node's ranks share its link to the others. All numbers are expectations for tokens that choose K different experts, where
+an expert's share of all choices is known.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+
+@dataclass(frozen=True)
+class Link:
+    """One class of links.
+
+    Attributes:
+        latency_s: alpha, seconds of a message of no bytes.
+        bytes_per_s: beta, bandwidth of one direction.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links between ranks.
+
+    Attributes:
+        inside: of a rank to the others of its node.
+        across: of a node to the others; its ranks share it.
+    """
+
+    inside: Link
+    across: Link
+
+
+USUAL_NETWORK = Network(Link(1e-4, 1e9), Link(3e-4, 1e8))
+"""Assumed where nothing was measured (`expertmesh bench comm` measures): only orders of magnitude."""
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """The ranks that one route_degree lets tokens travel over.
+
+    Attributes:
+        route_degree: r.
+        blocks: the block of experts that each of the r ranks computes; the slices of a block have the same.
+        num_blocks: of experts, equally large, in the order of the experts.
+        nodes: the node of each of the r ranks.
+        num_gathering: ranks that share their weights.
+        gathers_across: whether these are on several nodes.
+    """
+
+    route_degree: int
+    blocks: tuple[int, ...]
+    num_blocks: int
+    nodes: tuple[int, ...]
+    num_gathering: int = 1
+    gathers_across: bool = False
+
+    @cached_property
+    def members(self) -> dict[int, tuple[int, ...]]:
+        """Places of the ranks of each node."""
+        places = sorted(range(len(self.nodes)), key=self.nodes.__getitem__)
+        return {node: tuple(each) for node, each in groupby(places, self.nodes.__getitem__)}
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether there are several nodes, and several ranks on one of them."""
+        return 1 < len(self.members) < len(self.nodes)
+
+
+@dataclass(frozen=True)
+class TokenLoad:
+    """The tokens of one call of a layer, on average over its ranks.
+
+    Attributes:
+        num_tokens: per rank.
+        top_k: K.
+        shares: part of all choices that falls on each expert; sums to 1 or, where some do not travel, to less.
+    """
+
+    num_tokens: float
+    top_k: int
+    shares: tuple[float, ...]
+
+    @staticmethod
+    def even(num_tokens: float, top_k: int, num_experts: int) -> "TokenLoad":
+        """A load that is the same for all experts."""
+        return TokenLoad(num_tokens, top_k, (1 / num_experts,) * num_experts)
+
+    def chance(self, share: float) -> float:
+        """Probability that a token has a choice among experts with a share of all choices.
+
+        1 - prod over j < K of (1 - share E / (E - j)): exact for even choices without repetition, (E - n choose K) /
+        (E choose K) tokens having none of n experts.
+        """
+        none, E = 1.0, len(self.shares)
+        for j in range(min(self.top_k, E)):
+            none *= max(0.0, 1 - share * E / (E - j))
+        return 1 - none
+
+    def without(self, experts: Sequence[int]) -> "TokenLoad":
+        """The load that is left to travel where the choices of some experts stay."""
+        left = tuple(0.0 if e in experts else share for e, share in enumerate(self.shares))
+        return TokenLoad(self.num_tokens, self.top_k, left)
+
+    def block_shares(self, num_blocks: int) -> list[float]:
+        """The shares of equal blocks of experts."""
+        size = len(self.shares) // num_blocks
+        return [sum(self.shares[b * size : (b + 1) * size]) for b in range(num_blocks)]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Rows that one dispatch moves; combine moves as many back.
+
+    Attributes:
+        inside: most that one rank sends to, or gets from, ranks of its node.
+        across: most that one node sends to, or gets from, other nodes.
+        inside_messages: that a rank sends, at most.
+        across_messages: that a rank sends, at most.
+    """
+
+    inside: float
+    across: float
+    inside_messages: int
+    across_messages: int
+
+    def seconds(self, network: Network, row_bytes: float) -> float:
+        """Time of one way."""
+        inside, across = network.inside, network.across
+        return (
+            self.inside_messages * inside.latency_s
+            + self.across_messages * across.latency_s
+            + self.inside * row_bytes / inside.bytes_per_s
+            + self.across * row_bytes / across.bytes_per_s
+        )
+
+
+def flat_copies(route: RouteShape, load: TokenLoad) -> Copies:
+    """Rows of the flat exchange: a token goes once to each rank that it needs."""
+    P, T = len(route.nodes), load.num_tokens
+    chances = [load.chance(route_share) for route_share in _place_shares(route, load)]
+    total, inside, across = sum(chances), 0.0, 0.0
+    for members in route.members.values():
+        here = sum(chances[p] for p in members)
+        n = len(members)
+        across = max(across, T * n * (total - here), T * (P - n) * here)
+        inside = max(inside, *(T * max(here - chances[p], (n - 1) * chances[p]) for p in members))
+    widest = max(map(len, route.members.values()))
+    return Copies(inside, across, widest - 1, P - min(map(len, route.members.values())))
+
+
+def hierarchical_copies(route: RouteShape, load: TokenLoad) -> Copies:
+    """Rows of the hierarchical exchange: a token goes once to each node that it needs, and on inside."""
+    P, T = len(route.nodes), load.num_tokens
+    places, blocks = _place_shares(route, load), load.block_shares(route.num_blocks)
+    node_chances = {
+        node: load.chance(sum(blocks[b] for b in {route.blocks[p] for p in members}))
+        for node, members in route.members.items()
+    }
+    total, inside, across = sum(node_chances.values()), 0.0, 0.0
+    for node, members in route.members.items():
+        n, chances = len(members), [load.chance(places[p]) for p in members]
+        others = total - node_chances[node]
+        across = max(across, T * n * others, T * (P - n) * node_chances[node])
+        # Tokens of all ranks enter at one rank of the node, each member taking equally many.
+        handed = T * P / n
+        inside = max(inside, *(handed * max(sum(chances) - c, (n - 1) * c) for c in chances))
+    widest = max(map(len, route.members.values()))
+    return Copies(inside, across, widest - 1, len(route.members) - 1)
+
+
+def _place_shares(route: RouteShape, load: TokenLoad) -> list[float]:
+    blocks = load.block_shares(route.num_blocks)
+    return [blocks[b] for b in route.blocks]
+
+
+def travel_seconds(
+    kind: str, route: RouteShape, load: TokenLoad, network: Network, *, dim: int, element_bytes: int
+) -> float:
+    """Dispatch and combine of one forward; the gradients of a backward take as long again.
+
+    Args:
+        kind: "flat" or "hierarchical".
+        route: the ranks.
+        load: the tokens.
+        network: the links.
+        dim: D.
+        element_bytes: of a travelling token.
+    """
+    if len(route.nodes) == 1:
+        return 0.0
+    two_levels = kind == "hierarchical" and route.has_two_levels
+    copies = (hierarchical_copies if two_levels else flat_copies)(route, load)
+    out_bytes, home_bytes = dim * element_bytes + 2 * load.top_k * 4, dim * element_bytes
+    return copies.seconds(network, out_bytes) + copies.seconds(network, home_bytes)
+
+
+def faster_all_to_all(
+    route: RouteShape, load: TokenLoad, network: Network, *, dim: int, element_bytes: int
+) -> str:
+    """ "flat" or "hierarchical", whichever the model says is faster; flat where both are the same."""
+
+    def seconds(kind: str) -> float:
+        return travel_seconds(kind, route, load, network, dim=dim, element_bytes=element_bytes)
+
+    return "hierarchical" if seconds("hierarchical") < seconds("flat") else "flat"
+
+
+def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:
+    """An all-gather (or reduce-scatter) of so many bytes in all over a ring."""
+    if num_ranks == 1 or not num_bytes:
+        return 0.0
+    step = num_bytes / num_ranks / link.bytes_per_s + link.latency_s
+    return (num_ranks - 1) * step

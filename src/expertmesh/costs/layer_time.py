@@ -1,0 +1,150 @@
+"""How long a step of a spread MoE layer takes for each way that its tokens may travel, modelled."""
+
+from dataclasses import dataclass
+
+from expertmesh.config.way import Way
+from expertmesh.costs.communication import (
+    Network,
+    RouteShape,
+    TokenLoad,
+    ring_seconds,
+    travel_seconds,
+)
+
+PART_COST = 0.07
+"""Products of n parts take 1 + 0.07 (n - 1) of the time of one: docs/log.md, parts of tokens (1.09, 1.14, 1.57 for 2, 4, 8)."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One MoE layer on W ranks.
+
+    Attributes:
+        num_experts: E.
+        dim: D.
+        hidden_dim: F.
+        num_matrices: of an expert: 2, or 3 of a gated one.
+        element_bytes: of a travelling token and a gathered weight.
+        gradient_bytes: of an element of a weight's gradient.
+        num_ranks: W, which hold one copy.
+        num_gathers: of the weights per step: 2 where the backward gathers again.
+        trains: whether there is a backward.
+    """
+
+    num_experts: int
+    dim: int
+    hidden_dim: int
+    num_matrices: int
+    element_bytes: int
+    gradient_bytes: int
+    num_ranks: int
+    num_gathers: int = 1
+    trains: bool = True
+
+    @property
+    def expert_elements(self) -> int:
+        """Parameters of one expert."""
+        return self.num_matrices * self.dim * self.hidden_dim
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank has.
+
+    Attributes:
+        network: its links.
+        flops_per_s: of its products.
+    """
+
+    network: Network
+    flops_per_s: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of a layer: forward and, in training, backward.
+
+    Attributes:
+        products_s: of the rank with most rows.
+        travel_s: of tokens.
+        weights_s: of weights and their gradients.
+        num_parts: in which tokens travel.
+    """
+
+    products_s: float
+    travel_s: float
+    weights_s: float
+    num_parts: int = 1
+
+    @property
+    def total_s(self) -> float:
+        """With n parts the longer of products and travel hides (n - 1) / n of the other."""
+        n = self.num_parts
+        products = self.products_s * (1 + PART_COST * (n - 1))
+        hidden = (n - 1) / n * min(products, self.travel_s)
+        return products + self.travel_s - hidden + self.weights_s
+
+
+def hottest(shares: tuple[float, ...], number: int) -> tuple[int, ...]:
+    """The experts with most rows, ascending; of equals those that come first."""
+    by_rows = sorted(range(len(shares)), key=lambda e: (-shares[e], e))
+    return tuple(sorted(by_rows[:number]))
+
+
+def step_time(
+    way: Way, route: RouteShape, layer: LayerShape, load: TokenLoad, machine: Machine
+) -> StepTime:
+    """One step of a layer.
+
+    Args:
+        way: all of it given; "auto" counts as flat.
+        route: of its route_degree.
+        layer: the layer.
+        load: its tokens.
+        machine: that it runs on.
+    """
+    network, W = machine.network, layer.num_ranks
+    hot = hottest(load.shares, way.shadow_experts or 0) if route.route_degree > 1 else ()
+    moving = load.without(hot)
+    r, slices = route.route_degree, len(route.blocks) // route.num_blocks
+    stay = sum(load.shares[e] for e in hot)
+    fullest = max(moving.block_shares(route.num_blocks)) * r / slices if r > 1 else 1.0
+    rows = load.num_tokens * load.top_k * (fullest + stay)
+    passes = 3 if layer.trains else 1
+    products_s = passes * rows * 2 * layer.expert_elements / machine.flops_per_s
+    travel_s = (2 if layer.trains else 1) * travel_seconds(
+        way.all_to_all or "flat",
+        route,
+        moving,
+        network,
+        dim=layer.dim,
+        element_bytes=layer.element_bytes,
+    )
+    elements = layer.num_experts // route.num_blocks * layer.expert_elements / slices
+    link = network.across if route.gathers_across else network.inside
+    weights_s = layer.num_gathers * ring_seconds(
+        elements * layer.element_bytes, route.num_gathering, link
+    )
+    spans = len(route.members) > 1
+    shadow_link = network.across if spans else network.inside
+    shadow = len(hot) * layer.expert_elements
+    # A sum over all ranks is a reduce-scatter and a gather.
+    weights_s += 2 * ring_seconds(shadow * layer.element_bytes, W, shadow_link)
+    if layer.trains:
+        weights_s += ring_seconds(elements * layer.gradient_bytes, route.num_gathering, link)
+        weights_s += 2 * ring_seconds(shadow * layer.gradient_bytes, W, shadow_link)
+    return StepTime(products_s, travel_s, weights_s, way.overlap_degree or 1)
+
+
+def extra_bytes(way: Way, route: RouteShape, layer: LayerShape, load: TokenLoad) -> float:
+    """Memory of a rank that a way needs beside the layer's shards: gathered weights, their gradients, arrived rows."""
+    hot = hottest(load.shares, way.shadow_experts or 0) if route.route_degree > 1 else ()
+    slices = len(route.blocks) // route.num_blocks
+    gathered = layer.num_experts // route.num_blocks / slices if route.num_gathering > 1 else 0
+    weights = (gathered + len(hot)) * layer.expert_elements
+    per_element = layer.element_bytes + (layer.gradient_bytes if layer.trains else 0)
+    fullest = max(load.without(hot).block_shares(route.num_blocks)) * route.route_degree / slices
+    stay = sum(load.shares[e] for e in hot)
+    rows = load.num_tokens * load.top_k * (fullest + stay)
+    row = layer.dim + layer.num_matrices * layer.hidden_dim
+    return weights * per_element + rows * row * layer.element_bytes

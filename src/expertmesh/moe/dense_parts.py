@@ -1,0 +1,58 @@
+"""What every token passes beside the routed experts: shared experts with their gate, and PR-MoE's residual MLP with its mixture."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from expertmesh.ops.dtypes import accumulate_dtype
+
+
+@dataclass(frozen=True)
+class DenseParts:
+    """Results of one call that do not depend on the routed experts, as far as the layer has such parts.
+
+    Attributes:
+        mix_T2: (T, 2) shares of the experts and of the residual MLP, FP32 or FP64.
+        residual_TD: (T, D) output of the residual MLP; there is one where there is a mixture.
+        shared_TD: (T, D) output of the shared experts.
+    """
+
+    mix_T2: Tensor | None
+    residual_TD: Tensor | None
+    shared_TD: Tensor | None
+
+    def add_to(self, y_TD: Tensor, token_mask_T: Tensor | None) -> Tensor:
+        """Mix the residual MLP into the experts' output, add the shared experts, and hide masked tokens."""
+        if self.mix_T2 is not None and self.residual_TD is not None:
+            y_TD = self.mix_T2[:, :1] * y_TD + self.mix_T2[:, 1:] * self.residual_TD
+        if self.shared_TD is not None:
+            y_TD = y_TD + self.shared_TD
+        return y_TD if token_mask_T is None else y_TD.masked_fill(~token_mask_T[:, None], 0)
+
+
+def dense_parts(layer: Any, x_TD: Tensor) -> DenseParts:
+    """Compute the dense parts of a MoELayer for tokens (T, D)."""
+    mix_T2 = residual_TD = None
+    if layer.residual_mlp is not None:
+        mix_T2, residual_TD = _mixture(layer, x_TD), layer.residual_mlp(x_TD)
+    shared_TD = None if layer.shared_experts is None else layer.shared_experts(x_TD)
+    if shared_TD is not None and layer.shared_gate is not None:
+        shared_TD = shared_TD * _share(layer, x_TD)
+    return DenseParts(mix_T2, residual_TD, shared_TD)
+
+
+def _mixture(layer: Any, x_TD: Tensor) -> Tensor:
+    coefficient, backend = layer.residual_coefficient, layer.options.backend
+    arithmetic = layer.arithmetic.in_mode(layer.training)
+    raw_T2 = arithmetic.linear(x_TD, coefficient.weight, coefficient.bias, backend=backend)
+    mix_T2: Tensor = arithmetic.softmax(raw_T2.to(accumulate_dtype(x_TD.dtype)))
+    return mix_T2
+
+
+def _share(layer: Any, x_TD: Tensor) -> Tensor:
+    """(T, 1) share of the shared experts that each token takes."""
+    arithmetic = layer.arithmetic.in_mode(layer.training)
+    raw_T1 = arithmetic.linear(x_TD, layer.shared_gate.weight, backend=layer.options.backend)
+    share_T1: Tensor = arithmetic.sigmoid(raw_T1.to(accumulate_dtype(raw_T1.dtype)))
+    return share_T1.to(raw_T1.dtype)

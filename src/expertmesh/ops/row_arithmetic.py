@@ -1,0 +1,206 @@
+"""How a model's operations are computed: as fast as they go, or with the same bits for a row in every batch.
+
+A model chooses once, by `row_arithmetic(batch_invariant)`, and hands the choice down to its modules. Each of them computes
+by `arithmetic.in_mode(self.training)`, since training is by the ordinary way always.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expertmesh.ops.activation import activate
+from expertmesh.ops.cpu import few_rows, masked_attention, norms, products, short_attention
+from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
+from expertmesh.ops.experts.moe_mlp import moe_mlp
+from expertmesh.ops.invariant import attention as invariant_attention
+from expertmesh.ops.invariant import experts as invariant_experts
+from expertmesh.ops.invariant import operators as invariant
+from expertmesh.ops.router_linear import router_linear
+
+
+@dataclass(frozen=True)
+class RowArithmetic:
+    """The operations that sum along a row, or whose bits may depend on the place of a row.
+
+    `backend` counts with batch_invariant only, but for the router and the experts.
+
+    Attributes:
+        batch_invariant: whether a row's result is the same to the bit in every batch.
+        linear: (x, w_NK, b_N=None, *, backend="auto") -> x W^T + b.
+        router_linear: (x_TD, w_ED, *, backend) -> (T, E) in FP32 or FP64; see `expertmesh.ops.router_linear`.
+        softmax: along the last axis.
+        sigmoid: the sigmoid of each element.
+        row_sum: along the last axis, which is kept.
+        unit_rows: (x, *, eps) -> x / max(|x|, eps) along the last axis.
+        cos_and_sin: the cosines and sines of FP32 or FP64 angles.
+        rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), in x's type.
+        norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; gives None where it does not serve.
+        attention: (q_BHSd, k_BHLd, v_BHLd, *, mask); see `expertmesh.ops.invariant.attention.attention`.
+        first_token: mask -> (B,) columns from which positions are counted, or None: from the first.
+        mlp: the block that every token passes; see `expertmesh.ops.invariant.experts.invariant_mlp`.
+        moe_mlp: see `expertmesh.ops.experts.moe_mlp`.
+        moe_mlp_of_few: the same for a few rows from their ids; None where it does not serve.
+    """
+
+    batch_invariant: bool
+    linear: Callable[..., Tensor]
+    router_linear: Callable[..., Tensor]
+    softmax: Callable[[Tensor], Tensor]
+    sigmoid: Callable[[Tensor], Tensor]
+    row_sum: Callable[[Tensor], Tensor]
+    unit_rows: Callable[..., Tensor]
+    cos_and_sin: Callable[[Tensor], tuple[Tensor, Tensor]]
+    rms_norm: Callable[..., Tensor]
+    norm_and_rope: Callable[..., Tensor | None]
+    attention: Callable[..., Tensor]
+    first_token: Callable[[Tensor | None], Tensor | None]
+    mlp: Callable[..., Tensor]
+    moe_mlp: Callable[..., Tensor]
+    moe_mlp_of_few: Callable[..., Tensor | None]
+
+    def in_mode(self, training: bool) -> "RowArithmetic":
+        """The arithmetic of a module in training (True) or in evaluation (False)."""
+        return ORDINARY if training else self
+
+
+def row_arithmetic(batch_invariant: bool) -> RowArithmetic:
+    """The arithmetic of a model with the option `batch_invariant`."""
+    return BATCH_INVARIANT if batch_invariant else ORDINARY
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    """What there is no special way for."""
+
+
+def _linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    return products.linear(x, w_NK) if b_N is None else F.linear(x, w_NK, b_N)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+def _row_sum(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True)
+
+
+def _unit_rows(x: Tensor, *, eps: float) -> Tensor:
+    return F.normalize(x, dim=-1, eps=eps)
+
+
+def _cos_and_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
+    return angle.cos(), angle.sin()
+
+
+def _rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    if norms.serves(x):
+        return norms.rms_norm(x, weight, eps=eps)
+    dtype = accumulate_dtype(x.dtype)
+    weight = weight.to(dtype)
+    return F.rms_norm(x.to(dtype), weight.shape, weight, eps).to(x.dtype)
+
+
+def _norm_and_rope(
+    x_BSHd: Tensor, weight: Tensor | None, *, eps: float, cos: Tensor, sin: Tensor
+) -> Tensor | None:
+    if not norms.serves(x_BSHd) or cos.ndim != 2:
+        return None
+    return norms.norm_and_rope(x_BSHd, weight, eps=eps, cos=cos, sin=sin)
+
+
+def _attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, *, mask: Tensor | None) -> Tensor:
+    # One new token may look at everything so far, so it needs no mask at all.
+    causal = mask is None and q_BHSd.shape[2] > 1
+    if causal and short_attention.serves(q_BHSd, k_BHLd):
+        return short_attention.causal_attention(q_BHSd, k_BHLd, v_BHLd)
+    if mask is not None and masked_attention.serves(q_BHSd, k_BHLd):
+        return masked_attention.masked_attention(q_BHSd, k_BHLd, v_BHLd, mask)
+    is_grouped = q_BHSd.shape[1] > k_BHLd.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BHSd, k_BHLd, v_BHLd, attn_mask=mask, is_causal=causal, enable_gqa=is_grouped
+    )
+
+
+def _mlp(
+    x_TD: Tensor,
+    w_in_GFD: Tensor,
+    w_out_DF: Tensor,
+    *,
+    activation: str,
+    b_in_GF: Tensor | None = None,
+    b_out_D: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    b_in = None if b_in_GF is None else b_in_GF.flatten()
+    h_TGF = F.linear(x_TD, w_in_GFD.flatten(0, 1), b_in).unflatten(-1, w_in_GFD.shape[:2])
+    return F.linear(activate(h_TGF, activation), w_out_DF, b_out_D)
+
+
+def _moe_mlp_of_few(
+    x_TD: Tensor,
+    w_in_EGFD: Tensor,
+    w_out_EDF: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    activation: str,
+    backend: str,
+) -> Tensor | None:
+    weights = (w_in_EGFD, w_out_EDF)
+    if ids_TK.shape != weights_TK.shape or not few_rows.serves(
+        x_TD, ids_TK.numel(), *weights, weights_TK, backend=backend
+    ):
+        return None
+    return few_rows.moe_mlp_of_few(x_TD, *weights, ids_TK, weights_TK, activation=activation)
+
+
+def _invariant_router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tensor:
+    dtype = accumulate_dtype(x_TD.dtype)
+    with without_autocast(x_TD.device):
+        return invariant.linear(x_TD.to(dtype), w_ED.to(dtype), backend=backend)
+
+
+def _invariant_cos_and_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
+    return invariant.pointwise(angle, "cos"), invariant.pointwise(angle, "sin")
+
+
+ORDINARY = RowArithmetic(
+    batch_invariant=False,
+    linear=_linear,
+    router_linear=router_linear,
+    softmax=_softmax,
+    sigmoid=torch.sigmoid,
+    row_sum=_row_sum,
+    unit_rows=_unit_rows,
+    cos_and_sin=_cos_and_sin,
+    rms_norm=_rms_norm,
+    norm_and_rope=_norm_and_rope,
+    attention=_attention,
+    first_token=_nothing,
+    mlp=_mlp,
+    moe_mlp=moe_mlp,
+    moe_mlp_of_few=_moe_mlp_of_few,
+)
+"""The fastest order of sums, which may follow the batch."""
+
+BATCH_INVARIANT = RowArithmetic(
+    batch_invariant=True,
+    linear=invariant.linear,
+    router_linear=_invariant_router_linear,
+    softmax=invariant.softmax,
+    sigmoid=invariant.sigmoid,
+    row_sum=invariant.row_sum,
+    unit_rows=invariant.unit_rows,
+    cos_and_sin=_invariant_cos_and_sin,
+    rms_norm=invariant.rms_norm,
+    norm_and_rope=_nothing,
+    attention=invariant_attention.attention,
+    first_token=invariant_attention.first_token,
+    mlp=invariant_experts.invariant_mlp,
+    moe_mlp=invariant_experts.invariant_moe_mlp,
+    moe_mlp_of_few=_nothing,
+)
+"""An order of sums that the width of a row alone decides: see `docs/numerics.md`, section 6."""

@@ -1,0 +1,58 @@
+"""What may not watch our operators: `torch.func`, forward-mode differentiation and the tracer of TorchScript.
+
+PyTorch gives an operator of a library without a rule for forward mode a tangent of exactly zero, and `vmap` a loop in which the
+capacity of an expert is that of one sample: wrong, without a word.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, is_legacy_batchedtensor
+from torch.autograd import forward_ad
+
+from expertmesh.errors import ConfigError
+
+
+def refuse_transforms(what: str, tensors: Callable[[], Iterable[Tensor | None]]) -> None:
+    """Refuse to run inside a transform that would give wrong results. Costs nothing to speak of where there is none.
+
+    Args:
+        what: is called, for the message.
+        tensors: gives all that a derivative may be asked for; called inside forward-mode differentiation only.
+
+    Raises:
+        ConfigError: inside torch.func.grad, vjp, jvp, jacrev, jacfwd, hessian, linearize or vmap, inside torch.jit.trace, or with
+            a tensor that has a tangent.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if torch.jit.is_tracing():
+        raise ConfigError(
+            f"{what} inside torch.jit.trace: its routing depends on the data, a trace does not; use torch.export or torch.compile"
+        )
+    stack = get_interpreter_stack() or ()
+    if any(level.key() != TransformType.Functionalize for level in stack):
+        raise ConfigError(
+            f"{what} inside a transform of torch.func (grad, vjp, jvp, jacrev, vmap, ...): would be wrong; use torch.autograd.grad or"
+            " torch.autograd.functional.jacobian, and for vmap a batch"
+        )
+    if forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors()
+    ):
+        raise ConfigError(
+            f"{what} with tangents: has no forward-mode derivative; use torch.autograd.functional.jvp, which needs none"
+        )
+
+
+def refuse_batched_gradient(what: str, grad: Tensor | None) -> None:
+    """Refuse a backward over a batch of gradients at once (`is_grads_batched`, `vectorize`).
+
+    Raises:
+        ConfigError: the gradient is such a batch.
+    """
+    if torch.compiler.is_compiling() or grad is None or not is_legacy_batchedtensor(grad):
+        return
+    raise ConfigError(
+        f"{what} of several gradients at once: is not implemented; leave vectorize or is_grads_batched out"
+    )

@@ -1,0 +1,278 @@
+"""Lets a tuner choose how the tokens of spread layers travel, and tells it how long that took.
+
+The time of a trial is that of the layer's forward and backward on each rank; its sum over ranks travels with the counts
+of a later call, so that all ranks hear the same number and decide alike. When all loads that occur are settled, nothing
+is measured and nothing travels.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.comm.collectives import start_all_gather
+from expertmesh.comm.group import wait_for
+from expertmesh.comm.mesh import divisors
+from expertmesh.config.way import AllToAll, Way
+from expertmesh.costs.communication import Network, RouteShape, TokenLoad
+from expertmesh.costs.layer_time import LayerShape, Machine
+from expertmesh.moe.dispatch import Tokens
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.layer import MoELayer
+from expertmesh.ops.activation import num_branches
+from expertmesh.parallel.experts.load import route_shape
+from expertmesh.parallel.experts.plan import make_plan
+from expertmesh.planner.tuner import (
+    NUM_FINALISTS,
+    OVERLAP_DEGREES,
+    Bucket,
+    Choices,
+    Trial,
+    Tuner,
+    finalists,
+)
+
+SHADOWS = (0, 1, 2)
+PROBE_ROWS = 256
+MEMORY_SHARE = 0.25
+"""Of the memory that is free at the start, what one layer may take beside its shards."""
+
+
+class Stopwatch:
+    """Times one call: from `start` to `stop`, on a GPU by events that nobody waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = [self._now()]
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self) -> None:
+        """The end of a span, or the begin of the next."""
+        self._marks.append(self._now())
+
+    def seconds(self) -> float:
+        """All spans, from odd mark to even mark."""
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=False)
+        if not self._on_gpu:
+            return sum(end - start for start, end in pairs)
+        self._marks[-1].synchronize()
+        return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
+
+
+class LayerChooser:
+    """Chooses for one layer. A `Chooser`.
+
+    Args:
+        tuner: of all layers of its shape.
+        num_ranks: W, that hold its experts.
+        world_size: ranks over which times are summed.
+    """
+
+    def __init__(self, tuner: Tuner, *, num_ranks: int, world_size: int) -> None:
+        self.tuner, self._num_ranks, self._world_size = tuner, num_ranks, world_size
+        self._trial: Trial | None = None
+        self._done: list[tuple[Trial, Stopwatch]] = []
+        self._sent: Trial | None = None
+
+    def way(self, dispatcher: Any, top_k: int) -> Way:
+        """The way of the call that begins."""
+        load = dispatcher.load.token_load(top_k)
+        self._trial = None
+        if load is None:
+            usual: Way = dispatcher.usual
+            return usual if usual.all_to_all != "auto" else Way(usual.route_degree, 1, "flat", 0)
+        bucket = Bucket.of(load, num_ranks=self._num_ranks, trains=torch.is_grad_enabled())
+        way, self._trial = self.tuner.choose(load, bucket)
+        return way
+
+    def timed(self, tokens: Tokens) -> tuple[Tokens, Callable[[Tensor], None] | None]:
+        """The tokens, whose gradient ends the time of this call, and what ends its forward; None: it is no trial."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return tokens, None
+        x_TD, watch = tokens.x_TD, Stopwatch(tokens.x_TD.device)
+        has_backward = x_TD.requires_grad and torch.is_grad_enabled()
+        if has_backward:
+            x_TD = x_TD.view_as(x_TD)
+            x_TD.register_hook(lambda _: self._end(trial, watch))
+
+        def over(y_TD: Tensor) -> None:
+            watch.mark()
+            if has_backward and y_TD.requires_grad:
+                y_TD.register_hook(lambda _: watch.mark())
+            else:
+                self._done.append((trial, watch))
+
+        return replace(tokens, x_TD=x_TD), over
+
+    def _end(self, trial: Trial, watch: Stopwatch) -> None:
+        watch.mark()
+        self._done.append((trial, watch))
+
+    def to_agree_on(self) -> list[int]:
+        """Microseconds of the oldest trial that is over; nothing if there is none."""
+        if not self._done:
+            return []
+        self._sent, watch = self._done.pop(0)
+        return [round(watch.seconds() * 1e6)]
+
+    def agreed(self, sums: Tensor) -> None:
+        """Tell the tuner."""
+        assert self._sent is not None
+        self.tuner.report(self._sent, int(sums[0]) / 1e6 / self._world_size)
+
+
+def _routes(dispatcher: Any, pinned: int | None) -> dict[int, RouteShape]:
+    degrees = dispatcher.storage.degrees
+    W = degrees.num_ranks
+    allowed = divisors(W) if pinned is None else [pinned]
+    nodes = dispatcher.nodes
+    return {r: route_shape(make_plan(degrees, r), nodes) for r in allowed}
+
+
+def layer_shape(layer: MoELayer, *, num_ranks: int, num_gathers: int) -> LayerShape:
+    """A layer for the cost model; element_bytes are those of its parameters."""
+    experts = layer.experts
+    assert isinstance(experts, GroupedExperts)
+    _, branches, hidden_dim, dim = experts.w_in.shape
+    size = experts.w_in.element_size()
+    return LayerShape(
+        num_experts=layer.num_experts,
+        dim=dim,
+        hidden_dim=hidden_dim,
+        num_matrices=num_branches(experts.activation) + 1,
+        element_bytes=size,
+        gradient_bytes=max(size, 4),
+        num_ranks=num_ranks,
+        num_gathers=num_gathers,
+    )
+
+
+def adapt(
+    layers: Sequence[MoELayer],
+    pinned: Way,
+    network: Network,
+    *,
+    num_gathers: int,
+    known: Mapping[str, Way] | None = None,
+    on_settled: Any = None,
+) -> None:
+    """Let spread layers choose how their tokens travel; every rank must call, with the same.
+
+    Args:
+        layers: spread, with grouped experts; others keep their way.
+        pinned: what is not to be chosen.
+        network: the links.
+        num_gathers: of weights per step, see `LayerShape`.
+        known: settled plans, by shape and bucket.
+        on_settled: told of all settled plans when there is a new one.
+    """
+    tuners: dict[tuple[LayerShape, int | None], Tuner] = {}
+    settled: dict[str, Way] = dict(known or {})
+    probe: tuple[float, float] | None = None
+    for layer in layers:
+        dispatcher: Any = layer.dispatcher
+        if not isinstance(layer.experts, GroupedExperts):
+            continue
+        storage = dispatcher.storage
+        W, world = storage.degrees.num_ranks, storage.world
+        if probe is None:
+            probe = _agreed_least(world, [_flops_per_s(layer), _free_bytes(world.device_type)])
+        shape = layer_shape(layer, num_ranks=W, num_gathers=num_gathers)
+        key = shape, pinned.route_degree and dispatcher.usual.route_degree
+        if key not in tuners:
+            is_free = pinned.route_degree is None
+            routes = _routes(dispatcher, None if is_free else dispatcher.usual.route_degree)
+            kinds: Sequence[AllToAll] = ("flat", "hierarchical")
+            choices = Choices(
+                routes,
+                OVERLAP_DEGREES if pinned.overlap_degree is None else (pinned.overlap_degree,),
+                kinds if pinned.all_to_all in (None, "auto") else (pinned.all_to_all,),
+                SHADOWS if pinned.shadow_experts is None else (pinned.shadow_experts,),
+                dispatcher.usual,
+                probe[1] * MEMORY_SHARE / _most_on_a_node(dispatcher.nodes),
+            )
+            tuners[key] = _new_tuner(
+                shape, choices, Machine(network, probe[0]), settled, on_settled
+            )
+        dispatcher.chooser = LayerChooser(tuners[key], num_ranks=W, world_size=world.size)
+
+
+def _new_tuner(
+    shape: LayerShape,
+    choices: Choices,
+    machine: Machine,
+    settled: dict[str, Way],
+    on_settled: Any,
+) -> Tuner:
+    name = f"E{shape.num_experts}-D{shape.dim}-F{shape.hidden_dim}-W{shape.num_ranks}:"
+
+    def rank(load: TokenLoad, trains: bool) -> list[Way]:
+        layer = shape if trains else _inferring(shape)
+        return finalists(choices, layer, load, machine, number=NUM_FINALISTS)
+
+    def note(found: Mapping[str, Way]) -> None:
+        settled.update({name + key: way for key, way in found.items()})
+        if on_settled is not None:
+            on_settled(settled)
+
+    mine = {k.removeprefix(name): way for k, way in settled.items() if k.startswith(name)}
+    fitting = {k: way for k, way in mine.items() if way.route_degree in choices.routes}
+    return Tuner(rank, known=fitting, on_settled=note)
+
+
+def _most_on_a_node(nodes: Sequence[int]) -> int:
+    return max(map(nodes.count, set(nodes)))
+
+
+def _inferring(shape: LayerShape) -> LayerShape:
+    return LayerShape(**{**vars(shape), "trains": False, "num_gathers": 1})
+
+
+def _agreed_least(world: Any, mine: list[float]) -> tuple[float, float]:
+    """The least of each number over all ranks."""
+    numbers = torch.tensor(mine, dtype=torch.float64, device=world.device_type)
+    all_PN, pending = start_all_gather(numbers, world.everyone(), where="speed and memory of ranks")
+    wait_for(pending)
+    flops, free = all_PN.amin(0).tolist()
+    return flops, free
+
+
+def _flops_per_s(layer: MoELayer) -> float:
+    """Of products as large as the experts', measured for some milliseconds; the best of three."""
+    experts = layer.experts
+    assert isinstance(experts, GroupedExperts)
+    _, branches, F, D = experts.w_in.shape
+    device = experts.compute_device or experts.w_in.device
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    x = torch.ones(PROBE_ROWS, D, device=device, dtype=experts.w_in.dtype)
+    w = torch.ones(D, branches * F, device=device, dtype=experts.w_in.dtype)
+    best = float("inf")
+    for _ in range(3):
+        watch = Stopwatch(device)
+        x @ w
+        watch.mark()
+        best = min(best, watch.seconds())
+    return 2 * PROBE_ROWS * D * branches * F / max(best, 1e-9)
+
+
+def _free_bytes(device_type: str) -> float:
+    """Memory that is free on this rank's device."""
+    if device_type == "cuda":
+        return float(torch.cuda.mem_get_info()[0])
+    try:
+        with open("/proc/meminfo") as lines:  # noqa: PTH123
+            free = next(line for line in lines if line.startswith("MemAvailable"))
+        return float(free.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return float("inf")

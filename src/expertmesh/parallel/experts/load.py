@@ -1,0 +1,115 @@
+"""What all ranks have agreed on of a layer's last call, from which all of them draw the same conclusions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from expertmesh.config.way import Way
+from expertmesh.costs.communication import RouteShape, TokenLoad
+from expertmesh.moe.dispatch import Tokens
+from expertmesh.parallel.experts.plan import Plan
+
+FIRST_TOKENS = 4096.0
+"""Tokens of a rank that are assumed before any were seen."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What one call does.
+
+    Attributes:
+        route_degree: ranks that tokens travel over.
+        num_parts: that they travel in.
+        is_flat: whether they go straight.
+        hot: experts whose weights come to the tokens.
+    """
+
+    route_degree: int
+    num_parts: int
+    is_flat: bool
+    hot: tuple[int, ...]
+
+
+class Chooser(Protocol):
+    """Chooses how a layer's tokens travel; all ranks must choose alike."""
+
+    def way(self, dispatcher: Any, top_k: int) -> Way:
+        """The way of the call that begins, all of it."""
+        ...
+
+    def timed(self, tokens: Tokens) -> tuple[Tokens, Callable[[Tensor], None] | None]:
+        """The tokens of that call, and what is to be told of its result; None: nothing."""
+        ...
+
+    def to_agree_on(self) -> list[int]:
+        """Numbers of this rank that are to be summed over all of them, on the way with the counts of the call."""
+        ...
+
+    def agreed(self, sums: Tensor) -> None:
+        """Their sums."""
+        ...
+
+
+class LoadRecord:
+    """Choices of each expert, over all ranks, in the last call with gradients and in the last without.
+
+    Args:
+        num_experts: E.
+        num_ranks: over which counts are summed.
+    """
+
+    def __init__(self, num_experts: int, *, num_ranks: int) -> None:
+        self._num_experts, self._num_ranks = num_experts, num_ranks
+        self._seen: dict[bool, Tensor] = {}
+        self._read: dict[bool, tuple[int, ...]] = {}
+        self._is_awaited = False
+
+    def begin(self, *, is_again: bool) -> None:
+        """A call begins; is_again: it is the repetition of one."""
+        self._is_awaited = not is_again
+
+    def is_awaited(self, value: Tensor) -> bool:
+        """Whether these are the counts of the call that has begun."""
+        return (
+            self._is_awaited
+            and value.shape == (self._num_experts,)
+            and not value.is_floating_point()
+        )
+
+    def note(self, counts_E: Tensor) -> None:
+        """Keep the counts of a call; does not synchronise."""
+        mode, self._is_awaited = torch.is_grad_enabled(), False
+        self._seen[mode] = counts_E.detach()
+        self._read.pop(mode, None)
+
+    def counts(self) -> tuple[int, ...] | None:
+        """Of the last call of this mode; None: there was none. Waits for a GPU, which was done with it long ago."""
+        mode = torch.is_grad_enabled()
+        if mode not in self._read and mode in self._seen:
+            self._read[mode] = tuple(self._seen[mode].tolist())
+        return self._read.get(mode)
+
+    def token_load(self, top_k: int) -> TokenLoad | None:
+        """The same for the cost model; None: nothing was seen, or there was nothing."""
+        counts = self.counts()
+        total = 0 if counts is None else sum(counts)
+        if counts is None or not total:
+            return None
+        shares = tuple(n / total for n in counts)
+        return TokenLoad(total / top_k / self._num_ranks, top_k, shares)
+
+
+def route_shape(plan: Plan, nodes: Sequence[int]) -> RouteShape:
+    """A plan for the cost model, by the first ranks that share tokens and the first that share weights."""
+    members, gathering = plan.route_cells()[0], plan.gather_cells()[0]
+    return RouteShape(
+        plan.route_degree,
+        tuple(plan.block(rank)[0] for rank in members),
+        plan.route_e,
+        tuple(nodes[rank] for rank in members),
+        len(gathering),
+        len({nodes[rank] for rank in gathering}) > 1,
+    )

@@ -1,0 +1,247 @@
+"""Hot experts where the tokens are: their weights come to every rank for one call, their tokens stay home.
+
+A sum over ranks brings the weights: the owners of their slices put them in, all others zeros, which is exact. In the
+backward a sum over all ranks (copies included) brings the gradients, in FP32 (FP64 for FP64), of which the owners keep
+theirs. Both are under way while tokens of the other experts travel. Gathered weights live until their backward.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from expertmesh.comm.collectives import start_all_reduce
+from expertmesh.comm.group import Pending, RankGroup, wait_for
+from expertmesh.comm.mesh import ExpertDegrees
+from expertmesh.moe.dispatch import Experts, Tokens, apply_experts
+from expertmesh.moe.experts import ExpertParameters
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.expert_types import WeightGradients
+
+Deposit = Callable[[str, Tensor, Tensor], Tensor | None]
+"""Hands the gradient of a shard on: its name, the gradient, the shard; gives what autograd is to see."""
+
+
+class ShadowWeights:
+    """The weights of some experts on their way to all ranks, and their gradients on the way back.
+
+    Args:
+        names: of the parameters.
+        shards: this rank's part of each, (E / e, ...).
+        hot: ids of the experts, the same on all ranks, not empty.
+        degrees: how the ranks of one copy hold the experts.
+        rank: of this process in its copy.
+        dtype: that the weights travel in.
+        copy: ranks of this copy.
+        everyone: all ranks.
+        deposit: for gradients.
+        host: None, or a function that brings a shard to the device that computes.
+        layer: name for errors and the byte counter.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        shards: Sequence[Tensor],
+        hot: Sequence[int],
+        *,
+        degrees: ExpertDegrees,
+        rank: int,
+        dtype: torch.dtype,
+        copy: RankGroup,
+        everyone: RankGroup,
+        deposit: Deposit,
+        bring: Callable[[Tensor], Tensor],
+        layer: str,
+    ) -> None:
+        self.names, self.hot, self.layer = names, tuple(hot), layer
+        self._shards, self._degrees, self._copy, self._everyone = shards, degrees, copy, everyone
+        self._deposit, self._dtype = deposit, dtype
+        part, self._slice = degrees.coordinates(rank)
+        first, size = part * shards[0].shape[0], shards[0].shape[0]
+        self._own = [(n, e - first) for n, e in enumerate(self.hot) if first <= e < first + size]
+        self._flat = self._pack(bring)
+        where = f"{layer}, weights of hot experts"
+        self._pending = start_all_reduce(self._flat, copy, where=where)
+        self._gradients: Tensor | None = None
+        self._returning: Pending | None = None
+        self._token: Tensor = _Leave.apply(self, *shards)
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Of each parameter: (f, h, ...), slice by slice."""
+        return [(self._degrees.f, len(self.hot), *shard.shape[1:]) for shard in self._shards]
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        shapes = [torch.Size(shape) for shape in self._shapes()]
+        parts = flat.split([shape.numel() for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _pack(self, bring: Callable[[Tensor], Tensor]) -> Tensor:
+        total = sum(torch.Size(shape).numel() for shape in self._shapes())
+        device = bring(self._shards[0].detach()[:0]).device
+        flat = torch.zeros(total, dtype=self._dtype, device=device)
+        for view, shard in zip(self._views(flat), self._shards, strict=True):
+            for place, local in self._own:
+                view[self._slice, place] = bring(shard.detach()[local])
+        return flat
+
+    def parameters(self) -> ExpertParameters:
+        """Wait for the weights; parameters of the hot experts, in their order, differentiable."""
+        wait_for(self._pending)
+        slices = _arranged(self.names, self._views(self._flat))
+        counts = [len(each) for each in slices]
+        needs = torch.is_grad_enabled() and any(shard.requires_grad for shard in self._shards)
+        found = iter(_Arrive.apply(self._token, self, counts, *(t for s in slices for t in s)))
+        seen = {n: tuple(next(found) for _ in s) for n, s in zip(self.names, slices, strict=True)}
+        buffers = self._new_buffers() if needs else None
+        one = self._degrees.f == 1
+        weights = {n: s[0] if one or n == "b_out" else s for n, s in seen.items()}
+        b_out = seen["b_out"][0] if "b_out" in seen else None
+        return ExpertParameters(
+            weights["w_in"], weights["w_out"], weights.get("b_in"), b_out, main_grads=buffers
+        )
+
+    def _new_buffers(self) -> WeightGradients:
+        """Where the operators add gradients; they take memory from `open` to the end of the backward."""
+        wide = accumulate_dtype(self._shards[0].dtype)
+        self._gradients = torch.empty(self._flat.shape, dtype=wide, device=self._flat.device)
+        arranged = _arranged(self.names, self._views(self._gradients))
+        found = dict(zip(self.names, arranged, strict=True))
+        if "b_out" in found and self._degrees.f > 1:
+            h, width = len(self.hot), found["b_out"][0].shape[1]
+            self._bias = torch.zeros(h, width, dtype=wide, device=self._flat.device)
+            found["b_out"] = (self._bias,)
+        self._gradients.untyped_storage().resize_(0)
+        some = {n: s if len(s) > 1 else s[0] for n, s in found.items()}
+        b_out = found["b_out"][0] if "b_out" in found else None
+        return WeightGradients(some["w_in"], some["w_out"], some.get("b_in"), b_out)
+
+    def open(self) -> None:
+        """Take memory for gradients, and set it to zero."""
+        flat = self._gradients
+        if flat is not None and flat.untyped_storage().size() == 0:
+            flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
+            flat.zero_()
+
+    def start_back(self, counts: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Begin to sum the gradients; those that the operators did not add to the buffers are given."""
+        self.open()
+        flat = self._gradients
+        assert flat is not None
+        each = iter(grads)
+        views = self._views(flat)
+        for name, view, count in zip(self.names, views, counts, strict=True):
+            given = [next(each) for _ in range(count)]
+            if name == "b_out" and self._degrees.f > 1:
+                total = self._bias if given[0] is None else self._bias + given[0]
+                view += total.unflatten(1, (self._degrees.f, -1)).movedim(1, 0)
+                continue
+            for j, grad in enumerate(given):
+                if grad is not None:
+                    view[j].add_(grad)
+        where = f"{self.layer}, gradients of hot experts"
+        self._returning = start_all_reduce(flat, self._everyone, where=where)
+
+    def finish_back(self) -> list[Tensor | None]:
+        """Gradients of this rank's shards."""
+        wait_for(self._returning)
+        flat, self._gradients = self._gradients, None
+        assert flat is not None
+        found: list[Tensor | None] = []
+        for name, shard, view in zip(self.names, self._shards, self._views(flat), strict=True):
+            if not shard.requires_grad or not self._own:
+                found.append(None)
+                continue
+            grad = torch.zeros(shard.shape, dtype=flat.dtype, device=flat.device)
+            for place, local in self._own:
+                grad[local] = view[self._slice, place]
+            found.append(self._deposit(name, grad, shard))
+        return found
+
+
+def _arranged(names: Sequence[str], views: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """(f, h, ...) of every parameter -> slices as the operators take them; b_out in one piece."""
+    return [
+        (view.movedim(0, 1).flatten(1),) if name == "b_out" else tuple(view.unbind(0))
+        for name, view in zip(names, views, strict=True)
+    ]
+
+
+class _Leave(torch.autograd.Function):
+    """Shards set out; in the backward it is last, and waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, use: ShadowWeights, *shards: Tensor) -> Tensor:
+        ctx.use = use
+        return shards[0].new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.use.finish_back()
+
+
+class _Arrive(torch.autograd.Function):
+    """Weights are there; in the backward their gradients set out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, use: ShadowWeights, counts: list[int], *whole: Tensor
+    ) -> Any:
+        ctx.use, ctx.counts, ctx.token = use, counts, token.detach()
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.use.start_back(ctx.counts, grads)
+        return ctx.token, None, None, *(None for _ in grads)
+
+
+class Staying:
+    """Tokens whose experts come to them.
+
+    Args:
+        tokens: of this rank, with global ids; choices of other experts are skipped.
+        weights: of the hot experts.
+        num_experts: E.
+    """
+
+    def __init__(self, tokens: Tokens, weights: ShadowWeights, num_experts: int) -> None:
+        self._tokens, self._weights, self._num_experts = tokens, weights, num_experts
+
+    def finish(self, experts: Experts) -> Tensor:
+        """Run the hot experts; (T, D) one partial sum per token.
+
+        Raises:
+            CollectiveError: a rank is gone or late.
+        """
+        parameters, ids_TK = self._weights.parameters(), self._tokens.expert_ids_TK
+        places_E = torch.full(
+            (self._num_experts + 1,), len(self._weights.hot), device=ids_TK.device
+        )
+        places_E[list(self._weights.hot)] = torch.arange(
+            len(self._weights.hot), device=ids_TK.device
+        )
+        tokens = Tokens(
+            self._tokens.x_TD,
+            places_E[ids_TK.long()],
+            self._tokens.weights_TK,
+            self._tokens.max_rows,
+        )
+        y_TD = apply_experts(experts, tokens, parameters)
+        if y_TD.requires_grad:
+            y_TD.register_hook(lambda _: self._weights.open())
+        return y_TD
+
+
+def without_hot(tokens: Tokens, hot: Sequence[int], num_experts: int) -> Tokens:
+    """The tokens, of whose choices those of hot experts are no choice any more."""
+    ids_TK = tokens.expert_ids_TK
+    is_hot_E = torch.zeros(num_experts + 1, dtype=torch.bool, device=ids_TK.device)
+    is_hot_E[list(hot)] = True
+    cold_TK = torch.where(is_hot_E[ids_TK.long()], num_experts, ids_TK)
+    return Tokens(tokens.x_TD, cold_TK, tokens.weights_TK, tokens.max_rows)

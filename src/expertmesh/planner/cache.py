@@ -1,0 +1,145 @@
+"""What was measured, on disk: links of a topology, and the plans that were found on it. Bad files are as good as none."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from expertmesh.config.base import user_cache_dir
+from expertmesh.config.way import Way
+from expertmesh.costs.communication import Link, Network
+
+VERSION = 1
+_log = logging.getLogger("expertmesh.planner")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks that measurements hold for.
+
+    Attributes:
+        device: of the tensors, with its name.
+        ranks_per_node: in the order of the nodes.
+    """
+
+    device: str
+    ranks_per_node: tuple[int, ...]
+
+    @staticmethod
+    def of(device: str, nodes: Sequence[int]) -> "Topology":
+        """Of the node of each rank."""
+        return Topology(device, tuple(nodes.count(node) for node in dict.fromkeys(nodes)))
+
+    @property
+    def name(self) -> str:
+        """As text, fit for a file."""
+        nodes = "+".join(map(str, self.ranks_per_node))
+        return f"{''.join(c if c.isalnum() else '-' for c in self.device)}-{nodes}"
+
+
+def network_path(topology: Topology) -> Path:
+    """Where the links of a topology are kept."""
+    return user_cache_dir() / "comm" / f"{topology.name}.json"
+
+
+def plans_path(topology: Topology, model: str) -> Path:
+    """Where the plans of a model (any text that tells its layer shapes) on a topology are kept."""
+    digest = hashlib.sha256(model.encode()).hexdigest()[:12]
+    return user_cache_dir() / "plans" / f"{topology.name}-{digest}.json"
+
+
+def save_network(path: Path, network: Network, points: Sequence[Mapping[str, Any]]) -> None:
+    """Keep measured links, with the points that they were fitted to."""
+    _write(path, {"network": asdict(network), "points": list(points)})
+
+
+def load_network(path: Path) -> Network | None:
+    """Measured links; None: there are none that can be used, which is said in one line if there is a file."""
+    values = _read(path)
+    try:
+        return None if values is None else network_of(values["network"])
+    except (KeyError, TypeError, ValueError) as error:
+        _ignored(path, error)
+        return None
+
+
+def network_of(values: Mapping[str, Any]) -> Network:
+    """Links from their JSON.
+
+    Raises:
+        ValueError: a number is no positive number.
+    """
+    links = [Link(**values[name]) for name in ("inside", "across")]
+    if not all(v > 0 for link in links for v in asdict(link).values()):
+        raise ValueError("a latency or bandwidth is not above 0")
+    return Network(*links)
+
+
+def save_plans(path: Path, plans: Mapping[str, Way], model: str) -> None:
+    """Keep settled plans by bucket."""
+    _write(path, {"model": model, "plans": {key: asdict(way) for key, way in plans.items()}})
+
+
+def load_plans(path: Path, model: str) -> dict[str, Way]:
+    """Settled plans; none where the file is missing or cannot be used, which is said in one line."""
+    values = _read(path)
+    try:
+        if values is None:
+            return {}
+        if values["model"] != model:
+            raise ValueError("it is of another model")
+        return {key: _checked(Way(**way)) for key, way in values["plans"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        _ignored(path, error)
+        return {}
+
+
+def known() -> list[tuple[Path, Network | None, dict[str, Way]]]:
+    """All files here: of links, and of plans."""
+    links: list[tuple[Path, Network | None, dict[str, Way]]] = [
+        (p, load_network(p), {}) for p in sorted((user_cache_dir() / "comm").glob("*.json"))
+    ]
+    plans: list[tuple[Path, Network | None, dict[str, Way]]] = []
+    for path in sorted((user_cache_dir() / "plans").glob("*.json")):
+        values = _read(path)
+        if values is not None:
+            plans.append((path, None, load_plans(path, str(values.get("model")))))
+    return [*links, *plans]
+
+
+def _checked(way: Way) -> Way:
+    degrees = (way.route_degree, way.overlap_degree, way.shadow_experts)
+    if way.all_to_all not in ("flat", "hierarchical") or not all(
+        type(n) is int and n >= 0 for n in degrees
+    ):
+        raise ValueError("a plan is not whole")
+    return way
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({"version": VERSION, **values}, indent=1))
+    part.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text())
+        if values["version"] != VERSION:
+            raise ValueError(f"version {values['version']} is not {VERSION}")
+        return dict(values)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        _ignored(path, error)
+        return None
+
+
+def _ignored(path: Path, error: Exception) -> None:
+    reason = str(error).partition("\n")[0]
+    _log.warning("%s is ignored: %s; delete it to be rid of this line", path, reason)

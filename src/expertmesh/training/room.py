@@ -1,0 +1,61 @@
+"""Whether a run has room in memory, before anything is built: the costs are known."""
+
+import os
+
+import torch
+
+from expertmesh.config.base import ranks_on_host
+from expertmesh.config.family import Family
+from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
+
+# Activations are an estimate, and a system may swap: refuse only what is far beyond.
+_FAR = 4
+
+
+def check_room(family: Family, config: RunConfig, device: torch.device, *, num_ranks: int) -> None:
+    """Refuse a model whose weights, gradients and optimiser are larger than the memory that there is.
+
+    Args:
+        family: says what the run costs; one that cannot tell is let through.
+        config: the run; its degrees fit the ranks.
+        device: of the computation.
+        num_ranks: of the world.
+
+    Raises:
+        ConfigError: it is too large.
+    """
+    costs = family.costs_of(config, num_ranks=num_ranks, dtype="float32")
+    if costs is None:
+        return
+    on_host = device.type == "cpu" or config.parallel.offload
+    if on_host:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory //= ranks_on_host()
+    else:
+        memory = torch.cuda.mem_get_info(device)[1]
+    each = costs.alone if costs.each is None else costs.each
+    weights = each.weights_bytes if costs.each is None else each.parameters_bytes
+    fixed = weights + each.gradients_bytes + each.optimizer_bytes
+    whole = fixed + costs.alone.activations_bytes // num_ranks
+    where = "this machine" if on_host else f"{device}"
+    for needed, limit, what, fix in (
+        (
+            fixed,
+            memory,
+            "weights, gradients and optimiser",
+            "make the model smaller, or use more ranks",
+        ),
+        (
+            whole,
+            _FAR * memory,
+            "all and activations",
+            "lower train.micro_batch_size, or data.seq_len",
+        ),
+    ):
+        if needed > limit:
+            share = "" if num_ranks == 1 else f" of each of {num_ranks} ranks"
+            raise ConfigError(
+                f"too large for memory: {costs.parameters:,} parameters; {what}{share} take {needed / 2**30:,.1f} GiB, {where} has"
+                f" {memory / 2**30:,.1f} GiB; {fix} (train --dry-run shows the parts)"
+            )

@@ -1,0 +1,81 @@
+"""A disk that is full, for real: a small file system in memory. One line, nothing lost, nothing left behind."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from expertmesh.cli.main import main
+
+
+@pytest.fixture
+def disk(tmp_path, request):
+    """A file system of so many bytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(disk: Path, *, but: int) -> None:
+    """Leave so many bytes free."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "filling").write_bytes(bytes(free - but))
+
+
+def whole_run(place, disk):
+    fill(disk, but=0)
+    return place.train("--train.run-dir", str(disk / "run"))
+
+
+def first_checkpoint(place, disk):
+    return place.train("--train.run-dir", str(disk / "run"), "--train.no-tensorboard")
+
+
+def token_cache(place, disk):
+    fill(disk, but=1 << 14)
+    return place.train("--data.cache-dir", str(disk / "cache"))
+
+
+def exported(place, disk):
+    place.with_run()
+    fill(disk, but=1 << 16)
+    return ["export", place.path("run"), "--output", str(disk / "out.safetensors")]
+
+
+def overwritten(place, disk):
+    (disk / "out.safetensors").write_text("precious")
+    return [*exported(place, disk), "--overwrite"]
+
+
+@pytest.mark.parametrize("disk", [2 << 20], indirect=True)
+@pytest.mark.parametrize("call", [whole_run, first_checkpoint, token_cache, exported, overwritten])
+def test_one_line_says_that_the_disk_is_full(place, disk, call, capfd):
+    words = call(place, disk)
+    capfd.readouterr()
+    assert main(words) == 1
+    said = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error:")]
+    assert len(said) == 1 and "No space left on device" in said[0] and "free some" in said[0]
+    leftovers = [p.name for p in disk.rglob("*") if ".partial" in p.name]
+    assert leftovers == []
+    if call is overwritten:
+        assert (disk / "out.safetensors").read_text() == "precious"
+
+
+@pytest.mark.parametrize("disk", [16 << 20], indirect=True)
+def test_what_was_saved_before_is_kept_and_goes_on_when_there_is_space(place, disk, capfd):
+    (saved,) = place.finished.glob("checkpoints/step_*")
+    size = sum(path.stat().st_size for path in saved.iterdir())
+    fill(disk, but=size * 2)  # and the run has other files, so the second does not fit
+    words = place.train("--train.run-dir", str(disk / "run"), "--train.checkpoint-every", "1")
+    assert main(words) == 1
+    assert "No space left" in capfd.readouterr().err
+    assert [path.name for path in disk.glob("run/checkpoints/*")] == ["step_00000001"]
+    (disk / "filling").unlink()
+    assert main([*words, "--train.resume", "auto"]) == 0
+    assert "resuming after step 1" in capfd.readouterr().out

@@ -1,0 +1,29 @@
+"""Ranks are bound to NUMA nodes where nobody else did it."""
+
+import pytest
+
+from expertmesh.comm.bind import cores_of_nodes, share_of
+
+NODES = [{0, 1, 2, 3}, {4, 5, 6, 7}]
+
+
+@pytest.mark.parametrize(
+    ("local", "number", "allowed", "cores"),
+    [
+        (0, 4, range(8), {0, 1, 2, 3}),
+        (1, 4, range(8), {0, 1, 2, 3}),
+        (2, 4, range(8), {4, 5, 6, 7}),
+        (2, 3, range(1, 6), {4, 5}),
+        (0, 1, range(8), None),
+        (3, 4, range(4, 8), None),
+    ],
+)
+def test_neighbours_share_a_node_and_who_is_bound_stays(local, number, allowed, cores):
+    assert share_of(local, number, NODES, set(allowed)) == cores
+
+
+def test_nodes_are_read_in_the_order_of_their_numbers(tmp_path):
+    for node, text in ((10, "6-7,9"), (2, "0-1"), (3, "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(text)
+    assert cores_of_nodes(tmp_path) == [{0, 1}, {6, 7, 9}]

@@ -1,0 +1,172 @@
+"""Layers that choose how their tokens travel, by hand at random or by the tuner: the same losses as ones that do not."""
+
+import pytest
+import torch
+from tests.support.replicas import world_of
+
+from expertmesh.cli.bench import plot, run, table
+from expertmesh.comm.measure import fit, measure
+from expertmesh.config.run import ParallelConfig
+from expertmesh.errors import ConfigError
+from expertmesh.moe.layer import MoELayer
+from expertmesh.parallel.apply import parallelize
+from expertmesh.parallel.experts import adaptive
+from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.planner import cache
+from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
+
+NODES = (0, 0, 1, 1)
+D, T, STEPS = 8, 12, 50
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        options = {"num_experts": 8, "top_k": 3, "aux_loss_weight": 0.1, "dtype": torch.float64}
+        self.first, self.second = (
+            MoELayer(dim=D, hidden_dim=6, seed=i, layer_index=i, **options) for i in range(2)
+        )
+
+    def forward(self, x, **way):
+        y, stats = self.first(x, **way)
+        z, others = self.second(x + y, **way)
+        return x + y + z, stats.aux_loss + others.aux_loss
+
+
+def inputs(step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn((T, 1, 0, 5)[(rank + step) % 4], D, dtype=torch.float64, generator=generator)
+
+
+def train(model, world, ways):
+    """Losses of all ranks, one step for each way."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for step, way in enumerate(ways):
+        x = inputs(step, world.position).requires_grad_()
+        y, aux_loss = model(x, **way)
+        loss = (y.square().sum() / T + aux_loss) / world.size
+        optimizer.zero_grad()
+        loss.backward()
+        for name, p in model.named_parameters():
+            if "experts" not in name:
+                torch.distributed.all_reduce(p.grad)
+        optimizer.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(float(total))
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def spread(world):
+    model = Layers()
+    for layer in (model.first, model.second):
+        spread_experts(layer, world, es_degree=1, nodes=NODES)
+    return model
+
+
+def at_random():
+    """Everything switched in each step, against nothing."""
+    world, draw = world_of(), torch.Generator().manual_seed(1)
+
+    def one_of(*values):
+        return values[int(torch.randint(0, len(values), (), generator=draw))]
+
+    ways = [
+        {
+            "route_degree": one_of(1, 2, 4),
+            "overlap_degree": one_of(1, 2, 3, 8),
+            "all_to_all": one_of("flat", "hierarchical", "auto"),
+            "shadow_experts": one_of(0, 1, 3, 8),
+        }
+        for _ in range(STEPS)
+    ]
+    fixed = train(spread(world), world, [{}] * STEPS)
+    return fixed, train(spread(world), world, ways)
+
+
+def test_fifty_steps_with_everything_switched_are_those_of_a_fixed_way(four_ranks):
+    for fixed, switched in four_ranks.run(at_random):
+        assert fixed.unique().numel() == STEPS
+        assert relative_error(switched, fixed) <= FP64_RELATIVE
+
+
+def tuned(cache_dir):
+    """Losses with and without, the ways of each step, and collectives of a step before and after all is settled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "user_cache_dir", lambda: cache_dir)
+        patch.setattr(adaptive, "NUM_FINALISTS", 3)
+        world = world_of()
+        config = ParallelConfig(ranks_per_node=2, adaptive=True)
+        models = [Layers(), Layers(), Layers()]
+        results = []
+        for model, given in zip(models, (ParallelConfig(), config, config), strict=True):
+            parallelize(model, given, world=world)
+            first = model.first.dispatcher
+            ways = []
+            right = first._choose
+
+            def noted(way, tokens, right=right, ways=ways):
+                ways.append(right(way, tokens))
+                return ways[-1]
+
+            first._choose = noted
+            losses = []
+            for _ in range(20):
+                x = inputs(0, world.position).requires_grad_()
+                with world.traffic.logged() as log:
+                    y, aux_loss = model(x)
+                    ((y.square().sum() / T + aux_loss) / world.size).backward()
+                losses.append(float(y.detach().sum()))
+            statistics = log.num_bytes(where="statistics")
+            results.append((torch.tensor(losses, dtype=torch.float64), ways, statistics))
+        return results
+
+
+def test_the_tuner_chooses_alike_on_all_ranks_and_then_costs_nothing(four_ranks, tmp_path):
+    found = four_ranks.run(tuned, tmp_path)
+    for (plain, _, quiet), (tried, ways, settled), (_, again, _) in found:
+        assert torch.isfinite(plain).all()
+        # parameters stay, so that every step has the first one's result
+        error = (tried - plain).abs().max()
+        assert error <= FP64_RELATIVE * max(float(plain.abs().max()), 1.0)
+        assert settled == quiet, "nothing more travels when the load's way is settled"
+        assert ways == found[0][1][1] and again == found[0][2][1]
+        assert len(set(ways)) > 2 and len(set(ways[-5:])) == 1
+        assert set(again[1:]) == {ways[-1]}, "another model of the same shapes finds it on disk"
+    assert len(list(tmp_path.glob("plans/cpu-2+2-*.json"))) == 1
+
+
+def bandwidths():
+    return list(measure(world_of(), NODES, [256, 1024]))
+
+
+def test_links_are_measured(four_ranks):
+    found = four_ranks.run(bandwidths)
+    points = found[0]
+    ways = {(p.algorithm, p.link) for p in points}
+    assert len(points) == 2 * len(ways) == 2 * 10 and ("two_step", "all") in ways
+    assert all(p.seconds == q.seconds for p, q in zip(points, found[3], strict=True))
+    network = fit(points, NODES)
+    assert network.inside.bytes_per_s > 0 and network.across.latency_s > 0
+    assert table(points).count("\n") == 3 and plot(points).count("<polyline") == len(ways)
+
+
+def test_one_rank_has_no_links():
+    with pytest.raises(ConfigError, match="there is one rank; start more with torchrun"):
+        run(["comm"])
+
+
+def refused():
+    layer = spread(world_of()).first
+    for way, words in (
+        ({"shadow_experts": 9}, "shadow_experts=9: must be from 0 to the 8 experts"),
+        ({"overlap_degree": 0}, "overlap_degree=0: must be at least 1"),
+        ({"route_degree": 3}, "route_degree=3: must divide the 4 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            layer(torch.zeros(2, D, dtype=torch.float64), **way)
+
+
+def test_ways_that_there_are_not(four_ranks):
+    four_ranks.run(refused)
