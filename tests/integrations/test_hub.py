@@ -236,7 +236,7 @@ def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
             "tensorboard": False,
         },
         # a step too small to change a number
-        "optim": {"lr": 1e-30},
+        "optim": {"lr": 1e-30, "warmup_steps": 0},
     }
     config = begun_from_another(GPTRunConfig.model_validate(values))
     begin = load_run(tmp_path / "run")
