@@ -109,9 +109,9 @@ BROKEN = [
     ({"train.run_dir": " "}, "train.run_dir=''", "not be empty"),
     ({"train.tensorboard": "maybe"}, "train.tensorboard=maybe", "true or false"),
     ({"parallel.num_threads": 0}, "parallel.num_threads=0", "greater than 0"),
-    ({"train.stepz": 1}, "train.stepz=1", "did you mean steps?"),
+    ({"train.stepz": 1}, "train.stepz=1", "did you mean train.steps?"),
     ({"trian.steps": 1}, "trian.steps=1", "did you mean train.steps?"),
-    ({"model.top_k": 1}, "model.top_k=1", "did you mean moe.top_k?"),
+    ({"model.top_k": 1}, "model.top_k=1", "did you mean model.moe.top_k?"),
 ]
 
 
