@@ -337,7 +337,7 @@ RUN_DIRECTORY = {
         ["No space left on device", "free some space"],
         code=1,
         may_add=("run/tensorboard/",),
-        may_continue=("run/metrics.jsonl", "run/config.json"),
+        may_continue=("run/metrics.jsonl", "run/experts.jsonl", "run/config.json"),
     ),
     "weights not finite": Mistake(
         nan_weights,
@@ -408,7 +408,7 @@ def generate_from_nan(place: Place) -> list[str]:
 
 GENERATE = {
     "no run given": Mistake(
-        plain("generate", "def"), ["--run", "required", "see expertmesh generate --help"]
+        plain("generate", "def"), ["--run", "required", "expertmesh generate --help"]
     ),
     "no such run": Mistake(
         lambda p: p.generate(run="nothing"), ["nothing", "does not exist", "expertmesh train"]
@@ -459,7 +459,7 @@ GENERATE = {
     "top-p above one": Mistake(generating("--top-p", "2"), ["2", "at most 1", "leave it out"]),
     "top-k zero": Mistake(generating("--top-k", "0"), ["0", "at least 1", "leave it out"]),
     "text for top-k": Mistake(
-        generating("--top-k", "few"), ["--top-k", "few", "see expertmesh generate --help"]
+        generating("--top-k", "few"), ["--top-k", "few", "expertmesh generate --help"]
     ),
     "unknown option of generate": Mistake(
         generating("--temprature", "1"), ["--temprature", "did you mean --temperature?"]

@@ -172,7 +172,7 @@ MODEL = {
     ),
     "unknown name in an update": Mistake(
         lambda: GPTRunConfig().updated({"train.stepz": 3}),
-        ["train.stepz=3", "unknown option", "did you mean steps?"],
+        ["train.stepz=3", "unknown option", "did you mean train.steps?"],
     ),
     "sequence longer than the model": Mistake(
         lambda: model()(torch.zeros(1, 17, dtype=torch.int64)), ["17", "max_seq_len=16"]

@@ -28,7 +28,7 @@ def documented_bytes(shape, itemsize, *, recompute_h=False):
     elements = T * D + (0 if recompute_h else 2 * T * K * F)
     metadata = 4 * (E + 1 + 3 * T * K)
     normalised = K > 1
-    routing = T * (4 * E + 8 * K + 4 * K + (4 * K + 8 if normalised else 0))
+    routing = T * (4 * E + 8 * K + 4 * K + (5 * K + 8 if normalised else 0))
     return elements * itemsize + metadata + routing
 
 

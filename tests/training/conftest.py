@@ -1,6 +1,7 @@
 """A tiny corpus and a tiny run for the tests of the trainer."""
 
 import random
+import signal
 
 import pytest
 from rich.console import Console
@@ -38,6 +39,14 @@ def write_corpus(folder, *, documents=40, words=400, seed=0):
         text = " ".join(generator.choice(WORDS) for _ in range(words))
         (folder / f"file{i:03d}.txt").write_text(f"document {i}\n{text}\n")
     return folder
+
+
+@pytest.fixture
+def terminal():
+    """A SIGHUP ends this process, as it does in a terminal; under nohup it is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session")

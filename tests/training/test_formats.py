@@ -108,11 +108,12 @@ def test_they_are_found_in_a_folder_beside_plain_text(write, tmp_path):
         ('{"text": "x', "not a JSON object"),
     ],
 )
-def test_a_line_without_a_text_is_left_out_and_said(line, why, tmp_path, caplog):
+def test_a_line_without_a_text_is_left_out_and_said(line, why, tmp_path):
     (tmp_path / "a.jsonl").write_text(LINES + line + "\n")
     corpus = load_corpus(TextConfig(path=str(tmp_path / "a.jsonl")))
     assert corpus.num_skipped == 1
-    assert why in caplog.text and "a.jsonl#000000060" in caplog.text
+    (note,) = corpus.notes
+    assert why in note and "a.jsonl#000000060" in note
 
 
 def test_patterns_and_weights(tmp_path):

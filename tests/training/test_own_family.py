@@ -155,7 +155,8 @@ def test_by_name_on_the_command_line(tmp_path, capsys):
     out = capsys.readouterr().out
     for text in (
         "images/s",
-        "validation accuracy, after step 60",
+        "validation accuracy",
+        "on all validation data, after step 60",
         "a guess",
         "better than the guess",
     ):

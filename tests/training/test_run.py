@@ -235,6 +235,7 @@ def test_a_few_bad_steps_are_skipped_and_counted(tiny, run_quietly, before_steps
     assert [m["skipped_steps"] for m in lines(config)] == [0, 0, 1, 1, 2, 2, 2, 2]
 
 
+@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_the_run_goes_on_later(
     tiny, run_quietly, tmp_path, before_steps, monkeypatch, number

@@ -57,6 +57,7 @@ def run_words(config, *more):
     return ["train", "gpt-moe-test", "--train.steps", "8", "--train.device", "cpu", *words, *more]
 
 
+@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize(
     "number, code", [(signal.SIGHUP, 129), (signal.SIGPIPE, 141), (signal.SIGINT, 130)]
 )

@@ -71,7 +71,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
     """
     _check_output(output, overwrite=overwrite)
     checkpoint = find_checkpoint(source)
-    state = read_run_state(checkpoint)
+    state = read_run_state(checkpoint, "step", "config")
     shapes, dtypes = tensor_shapes(checkpoint), tensor_dtypes(checkpoint)
     names = sorted(name for name in shapes if name.startswith(_MODEL))
     header = _header(names, shapes, dtypes, _texts(state))

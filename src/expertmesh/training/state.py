@@ -124,19 +124,24 @@ class TrainState:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
 
-def read_run_state(path: Path) -> dict[str, Any]:
-    """The plain values of a run's checkpoint, all of them there.
+def read_run_state(path: Path, *names: str) -> dict[str, Any]:
+    """The plain values of a run's checkpoint.
+
+    Args:
+        path: the checkpoint's folder.
+        names: the values that must be there; none: all of a run.
 
     Raises:
         CheckpointError: unreadable, of a newer format, or one is missing or no value of its kind.
     """
     values = read_state(path)
-    for name, kind in _VALUES.items():
-        if not isinstance(values.get(name), kind):
+    needed = names or tuple(_VALUES)
+    for name in needed:
+        if not isinstance(values.get(name), _VALUES[name]):
             raise CheckpointError(
                 f"{path / 'state.json'}: has no usable {name}; choose another checkpoint"
             )
-    for name, value in values["progress"].items():
+    for name, value in (values["progress"] if "progress" in needed else {}).items():
         if not isinstance(value, int | float):
             raise CheckpointError(
                 f"{path / 'state.json'}: progress.{name} is no number; choose another checkpoint"

@@ -69,7 +69,7 @@ def convert(
     checkpoint = find_checkpoint(source)
     run_dir = checkpoint.parent.parent
     with saved_run():
-        config = GPTRunConfig.model_validate(read_run_state(checkpoint)["config"])
+        config = GPTRunConfig.model_validate(read_run_state(checkpoint, "config")["config"])
     family = save_pretrained(checkpoint, run_dir, config, target, dtype=dtype)
     return Converted(target, f"a {family.architecture} of {checkpoint}")
 

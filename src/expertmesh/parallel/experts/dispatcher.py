@@ -156,13 +156,13 @@ class ExpertDispatcher:
         self.load = LoadRecord(num_experts, num_ranks=storage.world.size)
         self.chooser: Chooser | None = None
         self._last = Chosen(0, 1, False, ())
+        self._check(way)
         usual = Way(
             make_plan(storage.degrees, way.route_degree).route_degree,
             way.overlap_degree or 1,
             way.all_to_all or "flat",
             way.shadow_experts or 0,
         )
-        self._check(usual)
         self.usual = usual
 
     def exchange(self, route_degree: int | None = None, *, is_flat: bool | None = None) -> Exchange:
