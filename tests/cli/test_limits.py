@@ -69,18 +69,19 @@ def change_state(folder, name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("verb", "name", "value"),
     [
-        ("progress", None),
-        ("progress", [3]),
-        ("progress", {"step": "x"}),
-        ("config", None),
-        ("data_key", 3),
-        ("scaler", None),
-        ("step", "2"),
+        ("train", "progress", None),
+        ("train", "progress", [3]),
+        ("train", "progress", {"step": "x"}),
+        ("train", "config", None),
+        ("train", "data_key", 3),
+        ("train", "scaler", None),
+        ("train", "step", "2"),
+        ("export", "config", None),
+        ("export", "step", "2"),
     ],
 )
-@pytest.mark.parametrize("verb", ["train", "export"])
 def test_a_checkpoint_without_its_values(place, capfd, verb, name, value):
     folder = place.with_run()
     change_state(folder, name, value)
