@@ -16,10 +16,10 @@ from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.own_module import Module, own_family
-from expertmesh.training import loop, state
-from expertmesh.training.precision import resolve_precision
+from expertmesh.training import loop
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trackers import Tracker
+from expertmesh.training.trained import open_trained
 
 
 class Loaded(NamedTuple):
@@ -146,15 +146,12 @@ def load(
         >>> ids = tokenizer.encode("To be").ids
     """
     found = load_run(run, own_family(module) if module is not None else family)
-    config = found.config if device is None else found.config.updated({"train.device": device})
-    precision = resolve_precision(config.train, record=found.arithmetic)
+    if device is not None:
+        found = found._replace(config=found.config.updated({"train.device": device}))
     tokenizer = None
     if found.family.generates_text:
         tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
-    task = found.family.open_task(config)
-    model = task.build(device=precision.device, dtype=precision.master_dtype)
-    state.load_weights(found.checkpoint, model)
-    return Loaded(model.eval(), tokenizer)
+    return Loaded(open_trained(found).model, tokenizer)
 
 
 def generate(

@@ -206,14 +206,11 @@ def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
 
     found = load_run(run_dir)
     from expertmesh.data.tokenizer import load_tokenizer
-    from expertmesh.training import state
+    from expertmesh.training.trained import open_trained
 
     tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
-    precision = _precision(found, device)
-    task = found.family.open_task(found.config)
-    model = task.build(device=precision.device, dtype=precision.master_dtype)
-    state.load_weights(found.checkpoint, model)
-    return task, task.decoder(model.eval()), tokenizer, precision
+    task, model, precision = open_trained(found, precision=_precision(found, device))
+    return task, task.decoder(model), tokenizer, precision
 
 
 def _precision(found: Any, device: str | None) -> Any:

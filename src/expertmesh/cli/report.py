@@ -10,11 +10,10 @@ from expertmesh.config.family import GPT, Family
 from expertmesh.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from expertmesh.data.corpus import Corpus
     from expertmesh.models.family import Data, Task
     from expertmesh.training.run_dir import Run
+    from expertmesh.training.trained import Trained
 
 _CURVE_ROWS = 12
 
@@ -90,6 +89,7 @@ def _report(options: Any, run: str) -> int:
     from expertmesh.training.metrics import read_metrics
     from expertmesh.training.run_dir import RunDir, load_run
     from expertmesh.training.state import read_run_state
+    from expertmesh.training.trained import open_trained
 
     given = None if options.family is None else find_family(options.family)
     folder = RunDir(run)
@@ -101,13 +101,14 @@ def _report(options: Any, run: str) -> int:
             print(curve_table(metrics, folder.read_config(given)[1]))
         raise
     family, metrics = found.family, read_metrics(folder.metrics)
-    task: Task = family.open_task(found.config)
-    model = _load_model(found, task)
+    trained = open_trained(found)
+    task, model = trained.task, trained.model
     print(curve_table(metrics, family))
-    step = read_run_state(found.checkpoint)["step"]
+    saved = read_run_state(found.checkpoint)
+    step = saved["step"]
     print(f"\nthe newest checkpoint is of step {step:,}")
-    data, missing = _find_data(found, task)
-    is_better = _print_measures(found, task, model, data, metrics, step)
+    data, missing = _find_data(found, task, saved["data_key"])
+    is_better = _print_measures(found, trained, data, metrics, step)
     if missing is not None:
         print(f"not judged beside a baseline: {missing}")
     if family.generates_text:
@@ -128,23 +129,13 @@ def _report(options: Any, run: str) -> int:
     return 1 if options.check and is_better is not True else 0
 
 
-def _load_model(found: "Run", task: "Task") -> "nn.Module":
-    from expertmesh.training.precision import resolve_precision
-    from expertmesh.training.state import load_weights
-
-    precision = resolve_precision(found.config.train, record=found.arithmetic)
-    model = task.build(device=precision.device, dtype=precision.master_dtype)
-    load_weights(found.checkpoint, model)
-    return model
-
-
-def _find_data(found: "Run", task: "Task") -> "tuple[Data | None, str | None]":
-    """The data of the run, or why they are not there: moved, or changed."""
-    from expertmesh.training.state import check_same_data, read_run_state
+def _find_data(found: "Run", task: "Task", key: str) -> "tuple[Data | None, str | None]":
+    """The data of the run, whose key is given, or why they are not there: moved, or changed."""
+    from expertmesh.training.state import check_same_data
 
     try:
         data = task.prepare()
-        check_same_data(read_run_state(found.checkpoint)["data_key"], data, where=found.checkpoint)
+        check_same_data(key, data, where=found.checkpoint)
     except ConfigError as error:
         return None, str(error)
     return data, None
@@ -152,8 +143,7 @@ def _find_data(found: "Run", task: "Task") -> "tuple[Data | None, str | None]":
 
 def _print_measures(
     found: "Run",
-    task: "Task",
-    model: "nn.Module",
+    trained: "Trained",
     data: "Data | None",
     metrics: list[dict[str, Any]],
     step: int,
@@ -165,7 +155,6 @@ def _print_measures(
     """
     from expertmesh.training.evaluate import evaluate
     from expertmesh.training.metrics import evaluations
-    from expertmesh.training.precision import resolve_precision
 
     metric, config = found.family.metric, found.config
     rows = []
@@ -177,14 +166,14 @@ def _print_measures(
     after = baseline = None
     if data is not None:
         result = evaluate(
-            task,
-            model,
+            trained.task,
+            trained.model,
             data,
             batch_size=config.train.micro_batch_size or config.train.batch_size,
             max_samples=None,
-            precision=resolve_precision(config.train, record=found.arithmetic),
+            precision=trained.precision,
         )
-        after, baseline = result[metric.key], task.baseline(data)
+        after, baseline = result[metric.key], trained.task.baseline(data)
         rows.append((f"on all validation data, after step {step:,}", after))
     if baseline is not None:
         rows.append((f"{baseline.name}, on all validation data", baseline.value))

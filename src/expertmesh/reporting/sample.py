@@ -14,9 +14,8 @@ from expertmesh.infer.text import TextStream
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
-from expertmesh.training.precision import resolve_precision
 from expertmesh.training.run_dir import load_run
-from expertmesh.training.state import load_weights
+from expertmesh.training.trained import open_trained
 
 _TOKENS = 120
 
@@ -83,11 +82,8 @@ def sample_of_run(path: str, *, seed: int = 0) -> list[dict[str, Any]]:
     run = load_run(path)
     if not run.family.generates_text:
         return []
-    task = run.family.open_task(run.config)
-    precision = resolve_precision(run.config.train, record=run.arithmetic)
-    module = task.build(device=precision.device, dtype=precision.master_dtype)
-    load_weights(run.checkpoint, module)
-    model = task.decoder(module.eval())
+    task, module, precision = open_trained(run)
+    model = task.decoder(module)
     if isinstance(model, EncoderDecoder):
         return []  # it writes about what it reads
     room = min(_TOKENS, model.max_seq_len - 1)
