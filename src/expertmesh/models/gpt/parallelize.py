@@ -101,8 +101,10 @@ def _check_slices(model: ModelConfig, tp: int) -> None:
     if 0 in experts or (any(experts) and moe.residual):
         sizes["model.ffn_hidden_dim"] = model.ffn_hidden_dim
     if any(experts) and (moe.num_shared_experts or moe.shared_hidden_dim):
-        hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
-        sizes["hidden size of model.moe's shared experts"] = hidden_dim
+        if moe.shared_hidden_dim:
+            sizes["model.moe.shared_hidden_dim"] = moe.shared_hidden_dim
+        else:
+            sizes["model.moe.num_shared_experts x hidden_dim"] = moe.num_shared_experts * moe.hidden_dim
     for name, size in sizes.items():
         if size % tp:
             fits = [d for d in divisors(math.gcd(*sizes.values())) if d <= tp]
