@@ -256,6 +256,11 @@ def _os_error_text(error: OSError) -> str:
         errno.EEXIST: "something is in the way: choose another path",
         errno.ENOTDIR: "check the path: a part of it is a file",
         errno.EISDIR: "name a file, not a folder",
+        errno.ENAMETOOLONG: "choose a shorter name",
+        errno.ELOOP: "the links lead to one another: name the file itself",
+        errno.EIO: "the disk fails: choose another one, and look after this one",
+        errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
+        errno.ENFILE: "too many files are open on this machine: close some",
     }
     fix = fixes.get(error.errno, "run again with --debug for the traceback")
     return f"{error.strerror}{where}; {fix}"
