@@ -205,10 +205,9 @@ def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
     from expertmesh.training.run_dir import load_run
 
     found = load_run(run_dir)
-    from expertmesh.data.tokenizer import load_tokenizer
     from expertmesh.training.trained import open_trained
 
-    tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
+    tokenizer = found.load_tokenizer()
     task, model, precision = open_trained(found, precision=precision_of(found, device))
     return task, task.decoder(model), tokenizer, precision
 

@@ -11,9 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokenizers import Tokenizer
+
 from expertmesh.config.base import saved_run
 from expertmesh.config.family import FAMILIES, GPT, Family
 from expertmesh.config.run import Resume, RunConfig
+from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.training.checkpoint import newest_good
 
@@ -176,6 +179,14 @@ class Run(NamedTuple):
     def vocab_size(self) -> int | None:
         """V of the model; None where it has none."""
         return getattr(self.config.model, "vocab_size", None)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Read the tokenizer of the run.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or of another run's model.
+        """
+        return load_tokenizer(self.path / "tokenizer.json", vocab_size=self.vocab_size)
 
     @property
     def arithmetic(self) -> Path:
