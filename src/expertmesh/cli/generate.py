@@ -217,11 +217,11 @@ def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
     from expertmesh.training.trained import open_trained
 
     tokenizer = found.load_tokenizer()
-    task, model, precision = open_trained(found, precision=_precision(found, device))
+    task, model, precision = open_trained(found, precision=precision_of(found, device))
     return task, task.decoder(model), tokenizer, precision
 
 
-def _precision(found: Any, device: str | None) -> Any:
+def precision_of(found: Any, device: str | None) -> Any:
     """The precision of a run, on the device that was asked for; errors speak of this verb's option."""
     from expertmesh.training.precision import resolve_precision
 

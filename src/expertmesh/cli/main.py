@@ -49,6 +49,12 @@ def _translate(argv: list[str]) -> int:
     return run(argv)
 
 
+def _classify(argv: list[str]) -> int:
+    from expertmesh.cli.classify import run
+
+    return run(argv)
+
+
 def _data(argv: list[str]) -> int:
     from expertmesh.cli.data import run
 
@@ -97,6 +103,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "translate": (
         _translate,
         'translate a text:             expertmesh translate --run runs/translate-multi30k --to de "a dog"',
+    ),
+    "classify": (
+        _classify,
+        "classify images:              expertmesh classify --run runs/swin-mnist a.png",
     ),
     "report": (_report, "summarise a run:              expertmesh report runs/demo"),
     "export": (
