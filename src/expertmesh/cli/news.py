@@ -43,7 +43,8 @@ class _News(logging.Handler):
             self._next = now + (now - self._began)
         self.clear()
         self._is_open = in_place
-        width = os.get_terminal_size(sys.stderr.fileno()).columns - 1 if in_place else None
+        # A terminal that does not know its width says 0.
+        width = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1 if in_place else None
         self._write(text[:width] if in_place else f"{text}\n")
 
     def clear(self) -> None:
