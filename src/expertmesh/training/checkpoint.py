@@ -32,6 +32,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from expertmesh.config.base import parse_json
 from expertmesh.errors import CheckpointError, PeerError
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint_index import read_plain
@@ -303,7 +304,7 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
         What is wrong, or None.
     """
     try:
-        files = json.loads((path / "manifest.json").read_bytes())["files"]
+        files = parse_json((path / "manifest.json").read_bytes())["files"]
         for name, expected in sorted(files.items())[share[0] :: share[1]]:
             file = path / name
             if not file.is_file():
@@ -324,7 +325,7 @@ def read_state(path: Path) -> dict[str, Any]:
         CheckpointError: unreadable, or of a newer format.
     """
     try:
-        state = json.loads((path / "state.json").read_bytes())
+        state = parse_json((path / "state.json").read_bytes())
         version = state["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(

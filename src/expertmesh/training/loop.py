@@ -134,6 +134,9 @@ def train(
             if run_dir.config.exists():
                 saved, _ = run_dir.read_values()
                 check_same_run(saved, config, family=family, where=run_dir.path)
+            for other in (config.distill.teacher, config.train.init_from):
+                if other is not None:
+                    RunDir(other).read_values()  # before all that takes long
 
         ranks.first(open_run)
         stack.enter_context(bind_ranks(config.parallel.bind))
