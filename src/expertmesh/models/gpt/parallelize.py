@@ -104,7 +104,9 @@ def _check_slices(model: ModelConfig, tp: int) -> None:
         if moe.shared_hidden_dim:
             sizes["model.moe.shared_hidden_dim"] = moe.shared_hidden_dim
         else:
-            sizes["model.moe.num_shared_experts x hidden_dim"] = moe.num_shared_experts * moe.hidden_dim
+            sizes["model.moe.num_shared_experts x hidden_dim"] = (
+                moe.num_shared_experts * moe.hidden_dim
+            )
     for name, size in sizes.items():
         if size % tp:
             fits = [d for d in divisors(math.gcd(*sizes.values())) if d <= tp]
