@@ -11,7 +11,7 @@ from torch import nn
 
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
-from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
+from expertmesh.data.tokenizer import END_OF_TEXT_ID
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
@@ -150,7 +150,7 @@ def load(
         found = found._replace(config=found.config.updated({"train.device": device}))
     tokenizer = None
     if found.family.generates_text:
-        tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
+        tokenizer = found.load_tokenizer()
     return Loaded(open_trained(found).model, tokenizer)
 
 

@@ -257,7 +257,16 @@ def test_messages_are_spelled_as_options(text, spelled):
 @pytest.mark.parametrize("width", [60, 80, 120])
 @pytest.mark.parametrize(
     "words",
-    [[], ["train"], ["train", "gpt-moe-demo"], ["generate"], ["report"], ["export"], ["translate"]],
+    [
+        [],
+        ["train"],
+        ["train", "gpt-moe-demo"],
+        ["generate"],
+        ["report"],
+        ["export"],
+        ["translate"],
+        ["classify"],
+    ],
     ids=str,
 )
 def test_help_fits_the_terminal_and_cuts_no_word(words, width, monkeypatch, capsys):

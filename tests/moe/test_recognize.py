@@ -1,6 +1,6 @@
 """What is recognised as a feed-forward block, and what is not although it looks like one."""
 
-from typing import get_args
+from typing import ClassVar, get_args
 
 import pytest
 import torch
@@ -122,3 +122,15 @@ def test_the_module_is_left_alone():
     recognize_mlp(block)
     assert block.training
     assert all(torch.equal(before[k], v) for k, v in block.state_dict().items())
+
+
+def test_a_module_is_asked_once_for_each_width():
+    class Counted(nn.Sequential):
+        widths: ClassVar[list[int]] = []
+
+        def forward(self, x):
+            self.widths.append(x.shape[1])
+            return super().forward(x)
+
+    assert recognize_mlp(Counted(nn.Linear(8, 12), nn.SELU(), nn.Linear(12, 8))) is None
+    assert sorted(Counted.widths) == [8, 12]  # both maps may be the first one

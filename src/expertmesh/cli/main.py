@@ -49,6 +49,12 @@ def _translate(argv: list[str]) -> int:
     return run(argv)
 
 
+def _classify(argv: list[str]) -> int:
+    from expertmesh.cli.classify import run
+
+    return run(argv)
+
+
 def _data(argv: list[str]) -> int:
     from expertmesh.cli.data import run
 
@@ -103,6 +109,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "translate": (
         _translate,
         'translate a text:             expertmesh translate --run runs/translate-multi30k --to de "a dog"',
+    ),
+    "classify": (
+        _classify,
+        "classify images:              expertmesh classify --run runs/swin-mnist a.png",
     ),
     "report": (_report, "summarise a run:              expertmesh report runs/demo"),
     "export": (
@@ -266,6 +276,11 @@ def _os_error_text(error: OSError) -> str:
         errno.EEXIST: "something is in the way: choose another path",
         errno.ENOTDIR: "check the path: a part of it is a file",
         errno.EISDIR: "name a file, not a folder",
+        errno.ENAMETOOLONG: "choose a shorter name",
+        errno.ELOOP: "the links lead to one another: name the file itself",
+        errno.EIO: "the disk fails: choose another one, and look after this one",
+        errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
+        errno.ENFILE: "too many files are open on this machine: close some",
     }
     fix = fixes.get(error.errno, "run again with --debug for the traceback")
     return f"{error.strerror}{where}; {fix}"

@@ -92,14 +92,14 @@ def sample(
         temperature: 0: the most likely token always.
         seed: of the random numbers.
     """
-    from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
+    from expertmesh.data.tokenizer import END_OF_TEXT_ID
     from expertmesh.errors import ConfigError
     from expertmesh.infer.engine import generate_batch
     from expertmesh.infer.sampling import Sampling
 
     if not prompts:
         return []
-    tokenizer = load_tokenizer(found.path / "tokenizer.json", vocab_size=found.vocab_size)
+    tokenizer = found.load_tokenizer()
     sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
     prompt_ids = [[END_OF_TEXT_ID, *tokenizer.encode(p).ids] for p in prompts]
     longest = max(map(len, prompt_ids))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -64,12 +65,24 @@ class Traffic:
             log.transfers.append(Transfer(collective, where, num_bytes))
 
 
+class Awaited(Protocol):
+    """What torch has under way."""
+
+    def wait(self) -> object:
+        """Wait for it.
+
+        Raises:
+            RuntimeError: it failed or timed out.
+        """
+        ...
+
+
 class Pending:
     """A collective under way. Its tensors may be used after `wait`."""
 
     def __init__(
         self,
-        work: dist.Work | None,
+        work: Awaited | None,
         explain: Callable[[BaseException], CollectiveError],
         then: Callable[[], object] | None = None,
     ) -> None:
@@ -141,7 +154,7 @@ class RankGroup:
         collective: str,
         where: str,
         num_bytes: int,
-        launch: Callable[[dist.ProcessGroup], dist.Work | None],
+        launch: Callable[[dist.ProcessGroup], Awaited | None],
         then: Callable[[], object] | None = None,
     ) -> Pending:
         """Launch an asynchronous collective of torch and record it.

@@ -15,6 +15,7 @@ from expertmesh.config.base import nearest_name
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.config.seq2seq import Seq2SeqRunConfig
+from expertmesh.config.swin import SwinRunConfig
 from expertmesh.errors import ConfigError
 
 Recipes = Mapping[str, Callable[[], RunConfig]]
@@ -127,7 +128,18 @@ SEQ2SEQ = Family(
     files=("tokenizer.json",),
 )
 
-FAMILIES = {family.name: family for family in (GPT, SEQ2SEQ)}
+SWIN = Family(
+    name="swin",
+    task="expertmesh.models.swin.task:SwinTask",
+    config=SwinRunConfig,
+    recipes="expertmesh.recipes.vision:RECIPES",
+    items="images",
+    metric=Metric("accuracy", "accuracy", "accuracy", higher_is_better=True),
+    free=("model.moe.backend",),
+    files=("classes.json",),
+)
+
+FAMILIES = {family.name: family for family in (GPT, SEQ2SEQ, SWIN)}
 """The families of this package by name."""
 
 

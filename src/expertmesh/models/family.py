@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.classifier import Classifier
 from expertmesh.models.decoder import CausalLM, Translation
 from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.apply import degrees_of, parallelize
@@ -227,6 +228,16 @@ class Task(ABC):
         """
         raise ConfigError(
             f"family {self.config.family}: its models translate nothing; use one that does, for example seq2seq"
+        )
+
+    def classifier(self, model: nn.Module) -> Classifier:
+        """The model as classification of images wants it.
+
+        Raises:
+            ConfigError: models of this family classify no images; so here.
+        """
+        raise ConfigError(
+            f"family {self.config.family}: its models classify no images; use one that does, for example swin"
         )
 
 

@@ -3,12 +3,15 @@
 The dense feed-forward layer is `expertmesh.moe.experts.DenseMLP`, the same module as a shared expert.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expertmesh.moe.init import init_normal_
+from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
 
@@ -18,6 +21,36 @@ class LayerCache(Protocol):
     def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of new tokens and return those of all tokens so far."""
         ...
+
+
+def init_transformer(
+    model: nn.Module, *, seed: int, std: float, out_std: Callable[[str], float]
+) -> None:
+    """Draw every parameter anew: N(0, std^2), norms 1, biases 0; those of MoE layers by their own rules.
+
+    The numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
+
+    Args:
+        model: its MoE layers are called `moe`, its norms `...norm`, and its projections back to the residual stream
+            `...attention.out` and `...ffn.w_out`.
+        seed: of the whole model.
+        std: standard deviation of all but those projections.
+        out_std: returns that of such a projection, or of those in a MoE layer, from its name.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            module.reset_parameters(seed, std=std, out_std=out_std(name))
+    for name, parameter in model.named_parameters():
+        if ".moe." in name:
+            continue
+        if name.endswith("norm.weight"):
+            nn.init.ones_(parameter)
+        elif name.endswith(".bias"):
+            nn.init.zeros_(parameter)
+        else:
+            returns = name.endswith(("attention.out.weight", "ffn.w_out"))
+            this_std = out_std(name) if returns else std
+            init_normal_(parameter, std=this_std, seed=seed, name=name, per_expert=False)
 
 
 class RMSNorm(nn.Module):

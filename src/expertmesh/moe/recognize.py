@@ -89,7 +89,7 @@ def recognize_activation(function: Callable[[Tensor], Tensor]) -> str | None:
     grid = torch.cat([torch.linspace(-8, 8, 257, dtype=torch.float64), torch.zeros(1).double()])
     try:
         found = function(grid.clone())
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+    except (RuntimeError, TypeError, ValueError):
         return None
     if not isinstance(found, Tensor) or found.shape != grid.shape:
         return None
@@ -118,8 +118,12 @@ def recognize_mlp(module: nn.Module) -> RecognizedMLP | None:
     if len(linears) not in (2, 3) or _holds_more(module, linears):
         return None
     probe = copy.deepcopy(module).to(device="cpu", dtype=torch.float64).eval()
+    results: dict[int, tuple[Tensor, Tensor | None]] = {}
     for candidate in _candidates(linears):
-        if _computes(probe, candidate):
+        if candidate.dim not in results:
+            results[candidate.dim] = _probed(probe, candidate.dim)
+        x_TD, found_TD = results[candidate.dim]
+        if found_TD is not None and _equal(found_TD, _computed(probe, candidate, x_TD)):
             return candidate
     return None
 
@@ -156,9 +160,20 @@ def _candidates(linears: dict[str, nn.Linear]) -> list[RecognizedMLP]:
     return found
 
 
-def _computes(probe: nn.Module, candidate: RecognizedMLP) -> bool:
+def _probed(probe: nn.Module, dim: int) -> tuple[Tensor, Tensor | None]:
+    """Random rows (T, D) and what the module makes of them; None: it does not take them."""
     generator = torch.Generator().manual_seed(0)
-    x_TD = torch.randn(_NUM_PROBES, candidate.dim, generator=generator, dtype=torch.float64)
+    x_TD = torch.randn(_NUM_PROBES, dim, generator=generator, dtype=torch.float64)
+    try:
+        with torch.no_grad():
+            found = probe(x_TD)
+    except (RuntimeError, TypeError, ValueError):
+        return x_TD, None
+    return x_TD, found if isinstance(found, Tensor) else None
+
+
+def _computed(probe: nn.Module, candidate: RecognizedMLP, x_TD: Tensor) -> Tensor:
+    """What a candidate says that the module computes, (T, D)."""
     w_in, w_out, b_in, b_out = candidate.weights(probe)
     h_TGF = torch.einsum("td,gfd->tgf", x_TD, w_in)
     if b_in is not None:
@@ -166,15 +181,8 @@ def _computes(probe: nn.Module, candidate: RecognizedMLP) -> bool:
     act_TF = pointwise(h_TGF[:, 0], inner_name(candidate.activation))
     if len(candidate.in_names) == 2:
         act_TF = act_TF * h_TGF[:, 1]
-    expected_TD = act_TF @ w_out.T
-    if b_out is not None:
-        expected_TD = expected_TD + b_out
-    try:
-        with torch.no_grad():
-            found = probe(x_TD)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return False
-    return isinstance(found, Tensor) and _equal(found, expected_TD)
+    y_TD = act_TF @ w_out.T
+    return y_TD if b_out is None else y_TD + b_out
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
+from expertmesh.data.tokenizer import END_OF_TEXT_ID
 from expertmesh.infer.engine import generate_batch
 from expertmesh.infer.sampling import Sampling
 from expertmesh.infer.text import TextStream
@@ -96,7 +96,7 @@ def sample_of_run(path: str, *, seed: int = 0) -> list[dict[str, Any]]:
         if not ids:
             return []
         layers = experts_of_tokens(model, [END_OF_TEXT_ID, *ids])
-    stream = TextStream(load_tokenizer(run.path / "tokenizer.json", vocab_size=run.vocab_size))
+    stream = TextStream(run.load_tokenizer())
     return [
         {"text": stream.feed(token), "experts": [layer[place] for layer in layers]}
         for place, token in enumerate(ids, 1)

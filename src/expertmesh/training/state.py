@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from expertmesh.config.base import saved_run
 from expertmesh.config.family import GPT, Family
-from expertmesh.config.run import DistillConfig, RunConfig
+from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.family import Data
 from expertmesh.parallel.ranks import Ranks
@@ -48,6 +48,26 @@ class RunProgress:
     skipped_steps: int = 0
     bad_steps_in_row: int = 0
     seconds: float = 0.0
+
+    @classmethod
+    def saved(cls, values: Mapping[str, Any], *, where: Path) -> "RunProgress":
+        """That of a checkpoint.
+
+        Args:
+            values: by name; those of older versions, too.
+            where: their file.
+
+        Raises:
+            CheckpointError: one is no number.
+        """
+        values = {"items": values.get("tokens", 0), **values}  # its name of old
+        for name, value in values.items():
+            if not isinstance(value, int | float):
+                raise CheckpointError(
+                    f"{where}: progress.{name} is no number; choose another checkpoint"
+                )
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
 
 
 @dataclass
@@ -96,6 +116,7 @@ class TrainState:
             CheckpointError: it is of another model or unreadable.
         """
         values = read_run_state(path)
+        progress = RunProgress.saved(values["progress"], where=path / "state.json")
         saved = tensor_shapes(path)
         targets = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         expected = {name for name in saved if name.startswith("model.")}
@@ -115,10 +136,7 @@ class TrainState:
         _set_random_states(random)
         if self.scaler.is_enabled() and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])
-        known = {f.name for f in fields(RunProgress)}
-        progress = values["progress"]
-        progress.setdefault("items", progress.get("tokens", 0))  # its name of old
-        self.progress = RunProgress(**{k: v for k, v in progress.items() if k in known})
+        self.progress = progress
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
@@ -135,16 +153,10 @@ def read_run_state(path: Path, *names: str) -> dict[str, Any]:
         CheckpointError: unreadable, of a newer format, or one is missing or no value of its kind.
     """
     values = read_state(path)
-    needed = names or tuple(_VALUES)
-    for name in needed:
+    for name in names or _VALUES:
         if not isinstance(values.get(name), _VALUES[name]):
             raise CheckpointError(
                 f"{path / 'state.json'}: has no usable {name}; choose another checkpoint"
-            )
-    for name, value in (values["progress"] if "progress" in needed else {}).items():
-        if not isinstance(value, int | float):
-            raise CheckpointError(
-                f"{path / 'state.json'}: progress.{name} is no number; choose another checkpoint"
             )
     return values
 
@@ -183,30 +195,25 @@ def check_same_run(
     Raises:
         ConfigError: names the first option that differs.
     """
+    of_family = saved.get("family", GPT.name)
+    if of_family != family.name:
+        raise ConfigError(
+            f"family={family.name}: the run in {where} has {of_family}; use that value, or another train.run_dir"
+        )
     try:
         with saved_run():  # options that were not there yet have their defaults
-            saved = family.config.model_validate(dict(saved)).model_dump(mode="json")
-    except ConfigError:
-        pass
-    old_fields, new_fields = (
-        _flat({"family": GPT.name, "distill": DistillConfig().model_dump(), **saved}),
-        _flat(config.model_dump(mode="json")),
-    )
+            before = family.config.model_validate(dict(saved))
+    except ConfigError as error:
+        raise ConfigError(f"the run in {where} cannot go on: {error}") from None
+    old_fields, new_fields = (_flat(run.model_dump(mode="json")) for run in (before, config))
     for name, value in new_fields.items():
-        is_fixed = name.startswith(("model.", "distill.")) or name in (
-            "family",
-            "train.seed",
-            *family.fixed,
-        )
+        is_fixed = name.startswith(("model.", "distill.")) or name in ("train.seed", *family.fixed)
         if is_fixed and name not in family.free and old_fields.get(name) != value:
             raise ConfigError(
                 f"{name}={value}: the run in {where} has {old_fields.get(name)}; use that value, or another"
                 " train.run_dir"
             )
-    doubles = [
-        (saved.get("train") or {}).get("dtype") == "float64",
-        config.train.dtype == "float64",
-    ]
+    doubles = [run.train.dtype == "float64" for run in (before, config)]
     if doubles[0] != doubles[1]:
         raise ConfigError(
             f"train.dtype={config.train.dtype}: the run in {where} keeps its weights in "

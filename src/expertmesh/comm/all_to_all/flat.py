@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expertmesh.comm.group import Pending, RankGroup, wait_for
+from expertmesh.comm.group import Awaited, Pending, RankGroup, wait_for
 from expertmesh.comm.in_flight import InFlight
 
 
@@ -84,21 +84,62 @@ def start_all_to_all(
     x_RD = x_RD.detach().contiguous()
     if group.size == 1:
         return x_RD, None
+    row_bytes = x_RD[0].nbytes if x_RD.shape[0] else 0
     if send is None or receive is None:
         out, to_others = torch.empty_like(x_RD), x_RD.shape[0] * (group.size - 1) // group.size
-        splits: tuple[list[int] | None, list[int] | None] = None, None
     else:
         out = x_RD.new_empty(sum(receive), *x_RD.shape[1:])
         to_others = sum(send) - send[group.rank]
+
+    def launch(pg: dist.ProcessGroup) -> Awaited | None:
+        if send is None or receive is None:
+            return dist.all_to_all_single(out, x_RD, group=pg, async_op=True)
+        if x_RD.device.type == "cpu":
+            return _Messages(out.split(list(receive)), x_RD.split(list(send)), group.rank, pg)
         splits = list(receive), list(send)
-    row_bytes = x_RD[0].nbytes if x_RD.shape[0] else 0
-    pending = group.start(
-        "all_to_all",
-        where,
-        to_others * row_bytes,
-        lambda pg: dist.all_to_all_single(out, x_RD, *splits, group=pg, async_op=True),
-    )
-    return out, pending
+        return dist.all_to_all_single(out, x_RD, *splits, group=pg, async_op=True)
+
+    return out, group.start("all_to_all", where, to_others * row_bytes, launch)
+
+
+class _Messages:
+    """An all-to-all as a message for each pair of ranks that has rows, all receives asked for before anything is sent.
+
+    Gloo's own asks for a receive behind what it sends to that rank. Where one rank of a pair is early, the other's rows
+    then wait for its own to arrive, and the two directions of a link are used one after the other (docs/log.md).
+    """
+
+    def __init__(
+        self,
+        into: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        here: int,
+        process_group: dist.ProcessGroup,
+    ) -> None:
+        n = len(into)
+        # of neighbours first, so that not all ranks begin with the same one
+        others = [(here + i) % n for i in range(1, n)]
+        self._works = [
+            dist.irecv(into[other], group=process_group, group_src=other)
+            for other in reversed(others)
+            if into[other].numel()
+        ]
+        self._works += [
+            dist.isend(rows[other], group=process_group, group_dst=other)
+            for other in others
+            if rows[other].numel()
+        ]
+        into[here].copy_(rows[here])
+
+    def wait(self) -> None:
+        """Wait for all of them.
+
+        Raises:
+            RuntimeError: a rank is gone or late.
+        """
+        for work in self._works:
+            if work is not None:
+                work.wait()
 
 
 def in_flight_all_to_all(

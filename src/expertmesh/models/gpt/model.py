@@ -14,10 +14,10 @@ from expertmesh.config.model import ModelConfig
 from expertmesh.config.way import AllToAll
 from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
-from expertmesh.models.layers import Attention, LayerCache, RMSNorm, rope_tables
+from expertmesh.models.layers import Attention, LayerCache, RMSNorm, init_transformer, rope_tables
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.groups_over_ranks import SharedTokens
-from expertmesh.moe.init import draw_seed, init_normal_
+from expertmesh.moe.init import draw_seed
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
@@ -264,23 +264,7 @@ class GPT(nn.Module):
         seed = draw_seed() if seed is None else seed
         std = self.config.init_std
         out_std = std * (2 * self.config.num_layers) ** -0.5
-        for block in self.layers:
-            assert isinstance(block, Block)
-            if block.moe is not None:
-                block.moe.reset_parameters(seed, std=std, out_std=out_std)
-        for name, parameter in self.named_parameters():
-            if ".moe." in name:
-                continue
-            if name.endswith("norm.weight"):
-                nn.init.ones_(parameter)
-                continue
-            if name.endswith(".bias"):
-                nn.init.zeros_(parameter)
-                continue
-            returns = name.endswith(("attention.out.weight", "ffn.w_out"))
-            init_normal_(
-                parameter, std=out_std if returns else std, seed=seed, name=name, per_expert=False
-            )
+        init_transformer(self, seed=seed, std=std, out_std=lambda name: out_std)
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Keep only the input of every layer in training, and compute the rest again in the backward pass."""

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.layers import Attention, Linear, RMSNorm, rope_tables
+from expertmesh.models.layers import Attention, Linear, RMSNorm, init_transformer, rope_tables
 from expertmesh.models.seq2seq.cache import Seq2SeqCache
 from expertmesh.models.token_dropout import TokenDropout
 from expertmesh.moe.experts import DenseMLP
-from expertmesh.moe.init import draw_seed, init_normal_
+from expertmesh.moe.init import draw_seed
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.cpu import products as cpu_products
@@ -282,20 +282,9 @@ class Seq2Seq(nn.Module):
             "encoder": std * (2 * len(self.encoder)) ** -0.5,
             "decoder": std * (3 * len(self.decoder)) ** -0.5,
         }
-        for side, layers in (("encoder", self.encoder), ("decoder", self.decoder)):
-            for layer in layers:
-                assert isinstance(layer, Layer)
-                if layer.moe is not None:
-                    layer.moe.reset_parameters(seed, std=std, out_std=out_std[side])
-        for name, parameter in self.named_parameters():
-            if ".moe." in name:
-                continue
-            if name.endswith("norm.weight"):
-                nn.init.ones_(parameter)
-                continue
-            returns = name.endswith(("attention.out.weight", "ffn.w_out"))
-            this_std = out_std[name.partition(".")[0]] if returns else std
-            init_normal_(parameter, std=this_std, seed=seed, name=name, per_expert=False)
+        init_transformer(
+            self, seed=seed, std=std, out_std=lambda name: out_std[name.partition(".")[0]]
+        )
 
     @property
     def vocab_size(self) -> int:

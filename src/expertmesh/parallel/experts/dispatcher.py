@@ -45,6 +45,10 @@ from expertmesh.parallel.experts.shadow import Staying, without_hot
 from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Keep
 from expertmesh.parallel.offload import compute_device
 
+PIECE_BYTES = 2 << 20
+MAX_PIECES = 4
+"""Across nodes tokens go in pieces of so many bytes, but not in more pieces than these."""
+
 
 class SpreadJourney:
     """Tokens and weights on their way to each other. A `Journey`.
@@ -60,7 +64,7 @@ class SpreadJourney:
 
     def __init__(
         self,
-        outbounds: list[Outbound],
+        outbounds: Sequence[Outbound],
         storage: ExpertHolder,
         gathered: GatheredWeights | None,
         staying: Staying | None = None,
@@ -290,7 +294,7 @@ class ExpertDispatcher:
         if shadow is not None:
             staying = Staying(tokens, shadow, self.num_experts)
             tokens = without_hot(tokens, hot, self.num_experts)
-        outbounds = exchange.start_parts(tokens, chosen.num_parts)
+        outbounds = exchange.start_parts(tokens, chosen.num_parts, chosen.num_pieces)
         return SpreadJourney(outbounds, self.storage, gathered, staying, when_over)
 
     def _choose(self, way: Way, tokens: Tokens) -> "Chosen":
@@ -310,8 +314,23 @@ class ExpertDispatcher:
             all_to_all = self._faster(route_degree, top_k, tokens.x_TD)
         counts = self.load.counts() if shadow else None
         hot = () if counts is None else hottest(counts, shadow)
-        self._last = Chosen(route_degree, num_parts, all_to_all == "flat", hot)
+        is_flat = all_to_all == "flat"
+        num_pieces = 1 if is_flat else self.num_pieces(top_k, tokens.x_TD, num_parts)
+        self._last = Chosen(route_degree, num_parts, is_flat, hot, num_pieces)
         return self._last
+
+    def num_pieces(self, top_k: int, x_TD: Tensor, num_parts: int) -> int:
+        """Pieces in which a part of a call's tokens goes across nodes; the same on all ranks.
+
+        Args:
+            top_k: K.
+            x_TD: of the call; only its width and type count, because ranks may have different numbers of tokens.
+            num_parts: of the call.
+        """
+        load = self.load.token_load(top_k)
+        num_tokens = FIRST_TOKENS if load is None else load.num_tokens
+        size = num_tokens / num_parts * x_TD.shape[1] * x_TD.element_size()
+        return max(1, min(round(size / PIECE_BYTES), MAX_PIECES))
 
     def _faster(self, route_degree: int, top_k: int, x_TD: Tensor) -> str:
         """The faster all-to-all by the cost model, from numbers that all ranks have in common."""

@@ -25,12 +25,14 @@ class Chosen:
         num_parts: that they travel in.
         is_flat: whether they go straight.
         hot: experts whose weights come to the tokens.
+        num_pieces: that a part crosses between nodes in.
     """
 
     route_degree: int
     num_parts: int
     is_flat: bool
     hot: tuple[int, ...]
+    num_pieces: int = 1
 
 
 class Chooser(Protocol):

@@ -1,0 +1,156 @@
+"""`expertmesh classify --run DIR IMAGE...`: classes of images by the newest checkpoint of a run."""
+
+from typing import TYPE_CHECKING, Any
+
+from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.generate import precision_of
+from expertmesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertmesh.infer.classify import Classified
+
+_EXAMPLES = """\
+examples:
+  expertmesh classify --run runs/pets cat.png dog.jpg
+  expertmesh classify --run runs/swin-mnist images-idx3-ubyte.gz@8001 --picture experts.png
+  expertmesh classify --run runs/swin-mnist --score --capacity 0.5
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Prints the likeliest classes of each image, or how many validation images are classified rightly; returns 0.
+
+    Args:
+        argv: words after `classify`.
+
+    Raises:
+        ConfigError: a value breaks a rule, or an image cannot be read.
+        CheckpointError: the run has no usable checkpoint.
+    """
+    options = _parser().parse_args(argv)
+    if bool(options.image) == options.score:
+        raise ConfigError("no image, or images and --score; give one of the two, for example a.png")
+    if options.score and options.picture is not None:
+        raise ConfigError(
+            f"--picture {options.picture}: shows images, and --score has none; name some"
+        )
+    for name, value, least in (("top", options.top, 1), ("batch-size", options.batch_size, 1)):
+        if value < least:
+            raise ConfigError(f"--{name} {value}: must be at least {least}; raise it")
+    found = _open(options)
+    if options.score:
+        print(_score(found, options))
+        return 0
+    results = _classify(found, options)
+    width = max(len(result.name) for result in results)
+    for result in results:
+        print(f"{result.name:<{width}}  {_likeliest(result, options.top)}")
+    if options.picture is not None:
+        from expertmesh.infer.expert_picture import save_picture
+
+        save_picture(results, options.picture)
+        print(f"picture: {options.picture}")
+    return 0
+
+
+def _parser() -> OptionParser:
+    from argparse import RawDescriptionHelpFormatter
+
+    parser = OptionParser(
+        prog="expertmesh classify",
+        description="Classifies images with the newest checkpoint of a run.",
+        epilog=_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "image", nargs="*", help="image files; of an IDX file the N-th image is FILE@N, from 0"
+    )
+    parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
+    parser.add_argument("--top", type=int, default=3, metavar="N", help="classes to show (3)")
+    parser.add_argument(
+        "--picture", metavar="FILE", help="a picture of which expert took which patch (.png)"
+    )
+    parser.add_argument(
+        "--score", action="store_true", help="instead: accuracy on the run's validation images"
+    )
+    parser.add_argument(
+        "--capacity",
+        type=float,
+        metavar="X",
+        help="rows per expert as a ratio of the even share (no limit, so that images answer alone)",
+    )
+    parser.add_argument(
+        "--drop-policy", metavar="NAME", help="who stays over capacity (that of the training)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="images at a time (64)"
+    )
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    return parser
+
+
+def _open(options: Any) -> Any:
+    """The run, with what its experts may take here."""
+    from expertmesh.config.base import FieldError, saved_run
+    from expertmesh.config.swin import SwinRunConfig
+    from expertmesh.training.run_dir import load_run
+
+    found = load_run(options.run)
+    if not isinstance(found.config, SwinRunConfig):
+        raise ConfigError(
+            f"--run {options.run}: is of family {found.family.name}, which classifies no images; name one of family swin"
+        )
+    changes: dict[str, Any] = {"model.moe.eval_capacity_factor": options.capacity}
+    if options.drop_policy is not None:
+        if options.capacity is None:
+            raise ConfigError(
+                f"--drop-policy {options.drop_policy}: nothing is dropped without --capacity; add it"
+            )
+        changes["model.moe.drop_policy"] = options.drop_policy
+    if not found.config.model.moe.num_experts:
+        if options.capacity is not None:
+            raise ConfigError(
+                f"--capacity {options.capacity}: the model of {options.run} has no experts; leave it out"
+            )
+        return found
+    try:
+        with saved_run():
+            return found._replace(config=found.config.updated(changes))
+    except FieldError as error:
+        option = {"eval_capacity_factor": "capacity", "drop_policy": "drop-policy"}
+        name = option[str(error.location[-1])]
+        raise ConfigError(f"--{name} {error.value}: {error.rule}; {error.fix}") from None
+
+
+def _classify(found: Any, options: Any) -> "list[Classified]":
+    """What the run's model says of each image."""
+    from expertmesh.data.images import CLASSES_FILE
+    from expertmesh.infer.classify import class_names, classify, read_images
+    from expertmesh.training.trained import open_trained
+
+    classes = class_names(found.path / CLASSES_FILE)
+    task, model, precision = open_trained(found, precision=precision_of(found, options.device))
+    classifier = task.classifier(model)
+    images = read_images(options.image, size=classifier.size, fit=found.config.data.fit)
+    with precision.autocast():
+        return classify(
+            classifier, images, options.image, classes=classes, batch_size=options.batch_size
+        )
+
+
+def _score(found: Any, options: Any) -> str:
+    """Accuracy and loss on all validation images."""
+    from expertmesh.training.evaluate import evaluate
+    from expertmesh.training.trained import open_trained
+
+    task, model, precision = open_trained(found, precision=precision_of(found, options.device))
+    data = task.prepare()
+    result = evaluate(
+        task, model, data, batch_size=options.batch_size, max_samples=None, precision=precision
+    )
+    return f"accuracy {result['accuracy']:.4f}  loss {result['loss']:.4f}  ({data.description})"
+
+
+def _likeliest(result: "Classified", count: int) -> str:
+    order = sorted(range(len(result.classes)), key=lambda c: -result.probabilities[c])
+    return "  ".join(f"{result.classes[c]} {result.probabilities[c]:.1%}" for c in order[:count])

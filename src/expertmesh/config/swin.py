@@ -1,0 +1,232 @@
+"""The complete configuration of a training run of a Swin Transformer on images."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from expertmesh.config.base import Config, FieldError
+from expertmesh.config.model import MoEConfig
+from expertmesh.config.run import RunConfig, check_not_empty
+
+Variant = Literal["v2", "released"]
+Fit = Literal["pad", "resize", "exact"]
+
+
+class SwinConfig(Config):
+    """A Swin Transformer V2, or the variant that was released as "SwinV2-MoE", with MoE in every second block of some stages."""
+
+    variant: Variant = "v2"
+    """v2: Swin V2 to the letter (cosine attention, 16 sigmoid of the position bias, norms after attention and MLP); released: the
+    published MoE models (norms before, dot products, the bias as it is, no second bias in MLPs)."""
+    image_size: int = Field(default=256, gt=0)
+    """Height and width of the images in pixels."""
+    num_channels: Literal[1, 3] = 3
+    """Channels of the images: 1 grey, 3 red, green and blue."""
+    num_classes: int = Field(default=1000, gt=0)
+    """Classes of the head."""
+    patch_size: int = Field(default=4, gt=0)
+    """Height and width of a patch in pixels; a patch is a token of the first stage."""
+    dim: int = Field(default=96, gt=0)
+    """Width of the first stage (D); each further stage is twice as wide, on a map of half the side."""
+    depths: tuple[Annotated[int, Field(gt=0)], ...] = (2, 2, 6, 2)
+    """Blocks of each stage."""
+    num_heads: tuple[Annotated[int, Field(gt=0)], ...] = (3, 6, 12, 24)
+    """Attention heads of each stage."""
+    window_size: int = Field(default=8, gt=0)
+    """Height and width of a window in tokens; a smaller map is one window."""
+    pretrained_window_sizes: tuple[Annotated[int, Field(gt=0)], ...] = ()
+    """Window of each stage with which the position bias was learned; none: those of this model. train.init_from sets it."""
+    mlp_ratio: float = Field(default=4.0, gt=0)
+    """Hidden size of MLPs and experts as a ratio of the stage's width."""
+    drop_path: float = Field(default=0.2, ge=0, lt=1)
+    """Share of the images that skip the last block's branches in training; in earlier blocks less, down to 0 in the first."""
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1)
+    """Share of the target's probability that the training loss spreads over all classes."""
+    norm_eps: float = Field(default=1e-5, gt=0)
+    """Epsilon of LayerNorm."""
+    init_std: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial matrices."""
+    moe_stages: tuple[Annotated[int, Field(gt=0)], ...] = (3, 4)
+    """Stages, counted from 1, whose blocks 1, 3, 5, ... (counted from 0) are MoE."""
+    moe: MoEConfig = MoEConfig(top_k=1)
+    """The mixture-of-experts layers. Hidden size and biases are those of the MLPs that they replace."""
+
+    @property
+    def stage_dims(self) -> tuple[int, ...]:
+        """Width of each stage."""
+        return tuple(self.dim << stage for stage in range(len(self.depths)))
+
+    @property
+    def map_sides(self) -> tuple[int, ...]:
+        """Height and width of each stage's map in tokens."""
+        return tuple((self.image_size // self.patch_size) >> s for s in range(len(self.depths)))
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Window of each stage: no larger than its map."""
+        return tuple(min(self.window_size, side) for side in self.map_sides)
+
+    @property
+    def learned_windows(self) -> tuple[int, ...]:
+        """Window of each stage with which its position bias was, or is, learned."""
+        return self.pretrained_window_sizes or self.windows
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Blocks with experts; 0 for a dense model."""
+        if not self.moe.num_experts:
+            return 0
+        return sum(self.depths[stage - 1] // 2 for stage in self.moe_stages)
+
+    def experts_per_block(self) -> tuple[tuple[int, ...], ...]:
+        """Number of experts of every block of every stage; 0 where the MLP is dense."""
+        counts = self.moe.num_experts
+        left = list(counts * self.num_moe_layers if len(counts) == 1 else counts)
+        return tuple(
+            tuple(
+                left.pop(0) if left and stage in self.moe_stages and block % 2 else 0
+                for block in range(depth)
+            )
+            for stage, depth in enumerate(self.depths, 1)
+        )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.depths or len(self.depths) != len(self.num_heads):
+            raise FieldError(
+                "num_heads",
+                self.num_heads,
+                f"must have one entry for each stage, as depths={self.depths}",
+                "give as many, at least one",
+            )
+        for dim, heads in zip(self.stage_dims, self.num_heads, strict=True):
+            if dim % heads:
+                raise FieldError(
+                    "num_heads", heads, f"must divide the stage's width, {dim}", "choose a divisor"
+                )
+        self._check_maps()
+        self._check_experts()
+        return self
+
+    def _check_maps(self) -> None:
+        unit = self.patch_size << (len(self.depths) - 1)
+        if self.image_size % unit:
+            below = max(self.image_size // unit, 1) * unit
+            raise FieldError(
+                "image_size",
+                self.image_size,
+                f"must be a multiple of {unit}: patches of {self.patch_size}, halved after each stage but the last",
+                f"for example {below}",
+            )
+        for side, window in zip(self.map_sides, self.windows, strict=True):
+            if side % window:
+                raise FieldError(
+                    "window_size",
+                    self.window_size,
+                    f"must divide the side of each stage's map that is larger, {self.map_sides}",
+                    "choose a divisor, or another image_size",
+                )
+        given = self.pretrained_window_sizes
+        if given and len(given) != len(self.depths):
+            raise FieldError(
+                "pretrained_window_sizes",
+                given,
+                f"must have one entry for each of the {len(self.depths)} stages",
+                "leave it out unless weights were learned with other windows",
+            )
+
+    def _check_experts(self) -> None:
+        stages = self.moe_stages
+        if list(stages) != sorted(set(stages)) or any(s > len(self.depths) for s in stages):
+            raise FieldError(
+                "moe_stages",
+                stages,
+                f"must be different stages from 1 to {len(self.depths)} in their order",
+                "for example the last two",
+            )
+        for name in ("hidden_dim", "bias"):
+            if getattr(self.moe, name) != (usual := MoEConfig.model_fields[name].default):
+                raise FieldError(
+                    ("moe", name),
+                    getattr(self.moe, name),
+                    "is that of the MLPs which the experts replace",
+                    f"leave it at {usual}",
+                )
+        given = len(self.moe.num_experts)
+        if given and not self.num_moe_layers:
+            raise FieldError(
+                "moe_stages",
+                stages,
+                "names no stage of two blocks, so that no block has experts",
+                "name one, or give no moe.num_experts for a dense model",
+            )
+        if given not in (0, 1, self.num_moe_layers):
+            raise FieldError(
+                ("moe", "num_experts"),
+                self.moe.num_experts,
+                f"must have one entry, or one per MoE block ({self.num_moe_layers}), has {given}",
+                "add or remove entries",
+            )
+
+
+class ImagesConfig(Config):
+    """Images and their classes, and how they are changed in training."""
+
+    path: tuple[str, ...] = ()
+    """Folders: with a folder of images per class, or with IDX files (images-idx3-ubyte, labels-idx1-ubyte, .gz too); train/ and val/
+    (or test/) below, or train- and test- before an IDX file's name, are the split. Classes of several folders are numbered on."""
+    train_images: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Images of each folder to learn from, the first ones, where IDX files come without a split; 0 or none: as validation_fraction says."""
+    validation_fraction: float = Field(default=0.2, gt=0, lt=1)
+    """Share of the images kept for validation where a folder has no split: the last ones of IDX files, some of each class of a folder."""
+    fit: Fit = "resize"
+    """Images of another size: pad (smaller ones get a border of zeros), resize, or exact (they are mistakes)."""
+    flip: bool = False
+    """Mirror half of the images."""
+    rotate: float = Field(default=0.0, ge=0, le=180)
+    """Most degrees by which an image is turned."""
+    shift: float = Field(default=0.0, ge=0, lt=1)
+    """Most by which it is moved along each axis, as a share of its side."""
+    zoom: float = Field(default=0.0, ge=0, lt=1)
+    """It is scaled by a factor from 1 - this to 1 / (1 - this)."""
+    shear: float = Field(default=0.0, ge=0, lt=1)
+    """Most by which it is sheared."""
+    colour: float = Field(default=0.0, ge=0, lt=1)
+    """Brightness and contrast are multiplied by factors from 1 - this to 1 + this."""
+    erase: float = Field(default=0.0, ge=0, le=1)
+    """Share of the images of which a random rectangle is replaced by noise."""
+    mixup: float = Field(default=0.0, ge=0)
+    """Alpha of mixup: an image and another one are added, with a weight from Beta(alpha, alpha); 0: never."""
+    cutmix: float = Field(default=0.0, ge=0)
+    """Alpha of cutmix: a rectangle comes from another image, its area from Beta(alpha, alpha); 0: never. With mixup: half of the images each."""
+    mix: float = Field(default=1.0, gt=0, le=1)
+    """Share of the images that are mixed."""
+    cache_dir: str | None = None
+    """Folder for what is computed once of the images; none: the user's cache folder."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_not_empty("cache_dir", self.cache_dir)
+        if len(set(self.path)) < len(self.path):
+            raise FieldError("path", self.path, "names something twice", "name it once")
+        if self.train_images and len(self.train_images) not in (1, len(self.path)):
+            raise FieldError(
+                "train_images",
+                self.train_images,
+                f"must have one entry, or one per folder ({len(self.path)})",
+                "add or remove entries",
+            )
+        if self.mix != 1.0 and not self.mixup and not self.cutmix:
+            raise FieldError(
+                "mix", self.mix, "has no effect without mixup or cutmix", "leave it out"
+            )
+        return self
+
+
+class SwinRunConfig(RunConfig):
+    """Everything that defines a training run of a Swin Transformer."""
+
+    family: str = "swin"
+    """Family of the model: swin, or module:name of your own."""
+    model: SwinConfig = SwinConfig()
+    data: ImagesConfig = ImagesConfig()

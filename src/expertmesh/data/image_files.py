@@ -1,0 +1,299 @@
+"""Labelled images on disk: a folder per class, or IDX files as MNIST's."""
+
+import gzip
+import hashlib
+import re
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from expertmesh.errors import ConfigError
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+_IDX = re.compile(r"(?:(?P<split>\w+)[-.])?images[-.]idx3-ubyte(?:\.gz)?")
+_UNSIGNED_BYTE = 8
+_TRAIN, _VALIDATION = ("train", "training"), ("val", "valid", "validation", "test", "t10k")
+_CLASSES = "classes.txt"
+
+
+@dataclass(frozen=True)
+class Images:
+    """Some images with their classes.
+
+    Attributes:
+        labels_N: (N,) int64 classes.
+        read: the i-th image, uint8, (H, W) or (H, W, 3).
+        name: what the i-th is called in a message.
+        digest: changes with the names and sizes of the files, or with what is in them.
+    """
+
+    labels_N: np.ndarray
+    read: Callable[[int], np.ndarray]
+    name: Callable[[int], str]
+    digest: str
+
+    def take(self, which: np.ndarray) -> "Images":
+        """Some of them, in this order."""
+        digest = hashlib.sha256(f"{self.digest} {which.tolist()}".encode()).hexdigest()
+        return Images(
+            self.labels_N[which],
+            lambda i: self.read(int(which[i])),
+            lambda i: self.name(int(which[i])),
+            digest,
+        )
+
+
+@dataclass(frozen=True)
+class LabelledFolder:
+    """What one folder has.
+
+    Attributes:
+        classes: their names.
+        training: to learn from.
+        validation: to evaluate on.
+    """
+
+    classes: tuple[str, ...]
+    training: Images
+    validation: Images
+
+
+def read_folder(
+    folder: str | Path, *, num_train: int | None, validation_fraction: float
+) -> LabelledFolder:
+    """Find the images of a folder; those of IDX files are read, others when they are asked for.
+
+    Args:
+        folder: with IDX files, or a folder per class, perhaps below train/ and val/.
+        num_train: how many of IDX files without a split are for training, the first ones; None: as the fraction says.
+        validation_fraction: share for validation where there is no split.
+
+    Raises:
+        ConfigError: there is nothing of the kind, or something is wrong with it.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ConfigError(
+            f"data.path={folder}: is no folder; give one with a folder of images per class, or with IDX files"
+        )
+    names = sorted(p.name for p in path.iterdir())
+    if found := {m["split"]: path / m[0] for n in names if (m := _IDX.fullmatch(n))}:
+        return _idx_folder(path, found, num_train, validation_fraction)
+    parts = {side: _below(path, wanted) for side, wanted in enumerate((_TRAIN, _VALIDATION))}
+    if parts[0] is None:
+        classes, images = _class_folders(path)
+        taken = _held_out(images.labels_N, path, classes, validation_fraction)
+        return LabelledFolder(classes, images.take(~taken), images.take(taken))
+    classes, training = _class_folders(parts[0])
+    if parts[1] is None:
+        raise ConfigError(
+            f"data.path={path}: has {parts[0].name}/ and no val/ or test/ beside it; add one, or name {parts[0]} itself"
+        )
+    others, validation = _class_folders(parts[1], classes)
+    del others
+    return LabelledFolder(classes, training, validation)
+
+
+def _below(path: Path, names: Sequence[str]) -> Path | None:
+    return next((path / name for name in names if (path / name).is_dir()), None)
+
+
+def _idx_folder(
+    path: Path, found: dict[str | None, Path], num_train: int | None, fraction: float
+) -> LabelledFolder:
+    names = None
+    if (path / _CLASSES).is_file():
+        names = (path / _CLASSES).read_text().split("\n")
+        names = [name.strip() for name in names if name.strip()]
+    sides = []
+    for wanted in (_TRAIN, _VALIDATION):
+        split = next((s for s in found if s in wanted), None)
+        sides.append(None if split is None else _read_idx_pair(found[split]))
+    training, validation = sides
+    if training is None or validation is None:
+        only = next(iter(found.values()))
+        if len(found) > 1 or next(iter(found)) is not None:
+            raise ConfigError(
+                f"data.path={path}: has {only.name} and not both of train-images-idx3-ubyte and test-images-idx3-ubyte; "
+                "add the other one, or leave the split out of the file's name"
+            )
+        images = _read_idx_pair(only)
+        total = len(images.labels_N)
+        count = num_train or total - round(total * fraction)
+        if not 0 < count < total:
+            raise ConfigError(
+                f"data.train_images={count}: {only} has {total:,} images; leave some on both sides"
+            )
+        places = np.arange(total)
+        training, validation = images.take(places[:count]), images.take(places[count:])
+    largest = int(training.labels_N.max())
+    classes = tuple(names or map(str, range(largest + 1)))
+    for images in (training, validation):
+        if (label := int(images.labels_N.max())) >= len(classes):
+            where = f"{path / _CLASSES} names" if names else "the training images have"
+            raise ConfigError(
+                f"{path}: a label is {label} and {where} {len(classes)} classes, counted from 0; correct the labels"
+            )
+    return LabelledFolder(classes, training, validation)
+
+
+def _read_idx_pair(images: Path) -> Images:
+    name = images.name.replace("images", "labels").replace("idx3", "idx1")
+    options = [images.with_name(n) for n in (name, name.removesuffix(".gz"), f"{name}.gz")]
+    labels = next((p for p in options if p.is_file()), None)
+    if labels is None:
+        raise ConfigError(f"{images}: has no {name} beside it; add the labels")
+    pixels_NHW, labels_N = _read_idx(images, 3), _read_idx(labels, 1)
+    if len(pixels_NHW) != len(labels_N):
+        raise ConfigError(
+            f"{labels}: has {len(labels_N):,} labels for {len(pixels_NHW):,} images; they must belong together"
+        )
+    digest = hashlib.sha256(pixels_NHW.tobytes())
+    digest.update(f"{pixels_NHW.shape}".encode() + labels_N.tobytes())
+    return Images(
+        labels_N.astype(np.int64),
+        lambda i: pixels_NHW[i],
+        lambda i: f"{images}, image {i}",
+        digest.hexdigest(),
+    )
+
+
+def _read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """The array of an IDX file: two zero bytes, type, number of dimensions, their sizes (big-endian), values."""
+    try:
+        raw = path.read_bytes()
+        if path.suffix == ".gz":
+            raw = gzip.decompress(raw)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: is damaged ({error}); fetch it again") from None
+    start = 4 + 4 * dimensions
+    if len(raw) < start or raw[:4] != bytes((0, 0, _UNSIGNED_BYTE, dimensions)):
+        raise ConfigError(
+            f"{path}: is no IDX file of bytes in {dimensions} dimensions; check how it was written"
+        )
+    shape = struct.unpack(f">{dimensions}I", raw[4:start])
+    if len(raw) - start != (size := int(np.prod(shape))) or not size:
+        raise ConfigError(
+            f"{path}: has {len(raw) - start:,} values and promises {size:,}; fetch it again"
+        )
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
+
+
+def _class_folders(
+    path: Path, classes: Sequence[str] | None = None
+) -> tuple[tuple[str, ...], Images]:
+    """The images of a folder per class, by class, then by name.
+
+    Raises:
+        ConfigError: there is no class, an empty one, or (with `classes`) another one.
+    """
+    found = tuple(sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != "."))
+    if not found:
+        raise ConfigError(
+            f"data.path={path}: has neither folders of images, one per class, nor IDX files; check the path"
+        )
+    classes = found if classes is None else tuple(classes)
+    if unknown := sorted(set(found) - set(classes)):
+        raise ConfigError(
+            f"{path / unknown[0]}: is no class that there is to learn; use the names of the training folders"
+        )
+    files: list[Path] = []
+    labels: list[int] = []
+    digest = hashlib.sha256()
+    for label, name in enumerate(classes):
+        inside = sorted(p for p in (path / name).glob("**/*") if p.suffix.lower() in ENDINGS)
+        if not inside:
+            raise ConfigError(
+                f"{path / name}: has no image ({', '.join(ENDINGS)}); add some, or remove the folder"
+            )
+        files += inside
+        labels += [label] * len(inside)
+        for file in inside:
+            digest.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
+    images = Images(
+        np.array(labels),
+        lambda i: read_image(files[i]),
+        lambda i: str(files[i]),
+        digest.hexdigest(),
+    )
+    return classes, images
+
+
+def _held_out(labels_N: np.ndarray, path: Path, classes: Sequence[str], fraction: float) -> Any:
+    """(N,) bool: some images of each class, in an order that depends on the class's name and size only."""
+    taken = np.zeros(len(labels_N), dtype=bool)
+    for label, name in enumerate(classes):
+        places = np.flatnonzero(labels_N == label)
+        count = round(fraction * len(places))
+        if count in (0, len(places)):
+            count = 1
+        if len(places) < 2:
+            raise ConfigError(
+                f"{path / name}: has {len(places)} image, and one is needed on each side of the split; add some"
+            )
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        order = np.argsort(np.random.Philox(key=seed).random_raw(len(places)), kind="stable")
+        taken[places[order[:count]]] = True
+    return taken
+
+
+def read_image_or_idx(name: str) -> np.ndarray:
+    """An image file, or with FILE@N the N-th image of an IDX file; see `read_image`.
+
+    Raises:
+        ConfigError: it cannot be read, or the file has no such image.
+    """
+    path, at, number = name.rpartition("@")
+    if not at or not number.isdecimal() or Path(name).exists():
+        return read_image(name)
+    if not Path(path).is_file():
+        raise ConfigError(f"{path}: is not there; check the path")
+    images = _read_idx(Path(path), 3)
+    if int(number) >= len(images):
+        raise ConfigError(
+            f"{name}: the file has {len(images):,} images, counted from 0; use a smaller number"
+        )
+    found: np.ndarray = images[int(number)]
+    return found
+
+
+def read_image(path: str | Path) -> np.ndarray:
+    """An image file as uint8, (H, W) where it is grey, else (H, W, 3); transparent parts are black.
+
+    Raises:
+        ConfigError: Pillow is not installed, or this is no image that it can read.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise ConfigError(
+            f"{path}: reading image files needs Pillow; install it: pip install 'expertmesh[vision]'"
+        ) from None
+    try:
+        with Image.open(path) as image:
+            if image.mode in ("1", "L"):
+                return np.asarray(image.convert("L"))
+            if image.mode in ("I", "F", "I;16", "I;16B", "I;16L"):
+                raise ConfigError(
+                    f"{path}: has pixels of mode {image.mode}; convert it to 8 bits per channel"
+                )
+            if image.mode in ("P", "LA", "PA", "RGBA", "La", "RGBa"):
+                layer = image.convert("RGBA")
+                below = Image.new("RGBA", layer.size, (0, 0, 0, 255))
+                below.alpha_composite(layer)
+                image_rgb = below.convert("RGB")
+            else:
+                image_rgb = image.convert("RGB")
+            return np.asarray(image_rgb)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: is not there; check the path") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError) as error:
+        words = str(error).replace(str(path), "it")
+        raise ConfigError(
+            f"{path}: is no image that can be read ({words}); replace or remove it"
+        ) from None

@@ -1,0 +1,250 @@
+"""Labelled images as the data of a run: folders united, fitted to the model's size, augmented, in a fixed order."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expertmesh.config.base import user_cache_dir
+from expertmesh.config.swin import Fit, ImagesConfig
+from expertmesh.data.augment import changed, mix_of, mixed
+from expertmesh.data.cache_entry import INDEX, fill_once
+from expertmesh.data.image_files import Images, LabelledFolder, read_folder
+from expertmesh.data.order import shuffled, spread
+from expertmesh.errors import ConfigError
+
+CLASSES_FILE = "classes.json"
+"""The file of a run with the names of its classes."""
+_FORMAT_VERSION = 1
+_LARGEST_IN_MEMORY = 1 << 30
+
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Images (B, C, H, W) FP32 from -1 to 1, classes (B,), classes of what they are mixed with (B,), weights (B,) of the former."""
+
+
+class ImageData:
+    """Images of one or several folders, whose classes are numbered on from folder to folder.
+
+    Args:
+        config: where they are and how they are changed.
+        image_size: height and width that the model wants.
+        num_channels: 1 or 3.
+        num_classes: of the model's head.
+        seed: of the order and of the changes.
+
+    Raises:
+        ConfigError: a folder, an image or a label is not as it must be, or there are more classes than the head has.
+    """
+
+    def __init__(
+        self,
+        config: ImagesConfig,
+        *,
+        image_size: int,
+        num_channels: int,
+        num_classes: int,
+        seed: int,
+    ) -> None:
+        self._config, self._seed = config, seed
+        folders = _read_folders(config)
+        single = len(folders) == 1
+        self.classes = tuple(
+            name if single else f"{Path(path).name}/{name}"
+            for path, folder in zip(config.path, folders, strict=True)
+            for name in folder.classes
+        )
+        if len(self.classes) > num_classes:
+            raise ConfigError(
+                f"model.num_classes={num_classes}: the data have {len(self.classes)} classes; use "
+                f"model.num_classes={len(self.classes)}"
+            )
+        size = (num_channels, image_size, image_size)
+        self._sides = tuple(
+            _Side(folders, is_training=is_training, size=size, fit=config.fit)
+            for is_training in (True, False)
+        )
+        dependent = config.model_dump(exclude={"path", "cache_dir"})
+        parts = [_FORMAT_VERSION, dependent, size, self.classes, [s.digest for s in self._sides]]
+        self.key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        training, validation = self._sides
+        self.description = (
+            f"{len(training):,} training and {len(validation):,} validation images of {len(self.classes)} classes in "
+            f"{', '.join(config.path)}"
+        )
+        root = user_cache_dir() if config.cache_dir is None else Path(config.cache_dir)
+        entry = root.expanduser() / "images" / self.key[:32]
+
+        def fill(folder: Path) -> None:
+            (folder / INDEX).write_text(json.dumps(self.classes, ensure_ascii=False) + "\n")
+
+        fill_once(entry, fill)
+        self.files: Mapping[str, Path] = {CLASSES_FILE: entry / INDEX}
+
+    def batch(self, first_sample: int, num_samples: int) -> Batch:
+        """Training samples first_sample ... first_sample + num_samples - 1, augmented."""
+        side, config, seed = self._sides[0], self._config, self._seed
+        samples = list(range(first_sample, first_sample + num_samples))
+        which = shuffled(first_sample, num_samples, total=len(side), seed=seed)
+        images, labels_B = side.take(which)
+        images = changed(images, samples, config, seed=seed)
+        mixes = [mix_of(sample, config, seed=seed) for sample in samples]
+        if not any(mixes):
+            return _normal(images), labels_B, labels_B, torch.ones(num_samples)
+        others = [
+            place if mix is None else int(mix.partner * len(side))
+            for place, mix in zip(which, mixes, strict=True)
+        ]
+        partners, partner_labels_B = side.take(others)
+        partners = changed(partners, [-1 - sample for sample in samples], config, seed=seed)
+        images, weights_B = mixed(images, partners, mixes)
+        return _normal(images), labels_B, partner_labels_B, weights_B
+
+    def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Batch]:
+        """Batches of at most so many validation images (None: all), evenly spread, as they are."""
+        side = self._sides[1]
+        chosen = spread(len(side), max_samples)
+        for start in range(0, len(chosen), batch_size):
+            images, labels_B = side.take(chosen[start : start + batch_size])
+            yield _normal(images), labels_B, labels_B, torch.ones(len(labels_B))
+
+    def neighbours(self, count: int, *, most_distances: int) -> float | None:
+        """Share of the validation images whose class most of their nearest training images have, by Euclidean distance of pixels.
+
+        Args:
+            count: neighbours that vote; of classes with equally many votes the lowest counts.
+            most_distances: with more pairs of images than that there is no answer, None.
+        """
+        training, validation = self._sides
+        if len(training) * len(validation) > most_distances or not training.in_memory:
+            return None
+        known_ND, labels_N = training.take(range(len(training)))
+        known_ND = known_ND.flatten(1)
+        squares_N = known_ND.square().sum(1)
+        right = 0
+        for start in range(0, len(validation), 256):
+            images, labels_B = validation.take(range(start, min(start + 256, len(validation))))
+            distances_BN = squares_N - 2 * images.flatten(1) @ known_ND.T
+            near = distances_BN.topk(min(count, len(training)), largest=False).indices
+            votes_BC = F.one_hot(labels_N[near], len(self.classes)).sum(1)
+            right += int((votes_BC.argmax(1) == labels_B).sum())
+        return right / len(validation)
+
+
+class _Side:
+    """The training or the validation images of all folders, in memory where they are not too many."""
+
+    def __init__(
+        self,
+        folders: Sequence[LabelledFolder],
+        *,
+        is_training: bool,
+        size: tuple[int, int, int],
+        fit: Fit,
+    ) -> None:
+        sources = [folder.training if is_training else folder.validation for folder in folders]
+        self._sources, self._size, self._fit = sources, size, fit
+        counts = [len(images.labels_N) for images in sources]
+        self._starts = np.cumsum([0, *counts])
+        first = np.cumsum([0, *[len(folder.classes) for folder in folders]])
+        labels = [images.labels_N + first[i] for i, images in enumerate(sources)]
+        self.labels_N = torch.from_numpy(np.concatenate(labels))
+        self.digest = [images.digest for images in sources]
+        self._pixels_NCHW: Tensor | None = None
+        if len(self) * int(np.prod(size)) <= _LARGEST_IN_MEMORY:
+            self._pixels_NCHW = torch.stack([self._read(i) for i in range(len(self))])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether no image is read any more."""
+        return self._pixels_NCHW is not None
+
+    def take(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(B, C, H, W) FP32 images in [0, 1], and their classes."""
+        if self._pixels_NCHW is not None:
+            pixels = self._pixels_NCHW[list(which)]
+        else:
+            pixels = torch.stack([self._read(i) for i in which])
+        return pixels.to(torch.float32) / 255, self.labels_N[list(which)]
+
+    def _read(self, place: int) -> Tensor:
+        source = int(np.searchsorted(self._starts, place, side="right")) - 1
+        images: Images = self._sources[source]
+        index = place - int(self._starts[source])
+        pixels = images.read(index)
+        try:
+            return fitted(pixels, size=self._size, fit=self._fit)
+        except ConfigError as error:
+            raise ConfigError(f"{images.name(index)}: {error}") from None
+
+
+def _read_folders(config: ImagesConfig) -> list[LabelledFolder]:
+    if not config.path:
+        raise ConfigError(
+            "data.path=(): no images; name a folder with one folder of images per class, or with IDX files as MNIST's "
+            "(images-idx3-ubyte, labels-idx1-ubyte)"
+        )
+    counts: list[int | None] = [*config.train_images] or [None]
+    counts = counts * len(config.path) if len(counts) == 1 else counts
+    return [
+        read_folder(path, num_train=count, validation_fraction=config.validation_fraction)
+        for path, count in zip(config.path, counts, strict=True)
+    ]
+
+
+def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tensor:
+    """An image in a model's size.
+
+    Args:
+        pixels: uint8, (H, W) or (H, W, 3).
+        size: channels, height and width.
+        fit: see `ImagesConfig`; to resize it, its middle square is scaled, smoothly.
+
+    Returns:
+        uint8 of that size.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    image_CHW = torch.from_numpy(
+        np.ascontiguousarray(np.atleast_3d(pixels).transpose(2, 0, 1)).copy()
+    )
+    channels, side, _ = size
+    if channels == 3:
+        image_CHW = image_CHW.expand(3, -1, -1)
+    elif len(image_CHW) == 3:
+        grey = image_CHW.to(torch.float32) * torch.tensor([0.299, 0.587, 0.114])[:, None, None]
+        image_CHW = grey.sum(0, keepdim=True).round().to(torch.uint8)
+    H, W = image_CHW.shape[1:]
+    if (side, side) == (H, W):
+        return image_CHW
+    if fit == "exact" or (fit == "pad" and max(H, W) > side):
+        rule = "must be that" if fit == "exact" else "must be at most that to be padded"
+        raise ConfigError(
+            f"image of {H} x {W} pixels, model of {side} x {side}: {rule}; use data.fit=resize"
+        )
+    if fit == "pad":
+        top, left = (side - H) // 2, (side - W) // 2
+        return F.pad(image_CHW, (left, side - W - left, top, side - H - top))
+    short = min(H, W)
+    top, left = (H - short) // 2, (W - short) // 2
+    square = image_CHW[None, :, top : top + short, left : left + short].to(torch.float32)
+    if short != side:
+        square = F.interpolate(square, (side, side), mode="bicubic", antialias=True)
+    return square[0].round().clamp(0, 255).to(torch.uint8)
+
+
+def model_input(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tensor:
+    """One image as a model wants it, (C, H, W) FP32 from -1 to 1; see `fitted`."""
+    return _normal(fitted(pixels, size=size, fit=fit).to(torch.float32) / 255)
+
+
+def _normal(images: Tensor) -> Tensor:
+    return images * 2 - 1

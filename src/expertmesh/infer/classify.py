@@ -1,0 +1,110 @@
+"""Classes of images by the model of a run, and which experts took their patches."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expertmesh.config.swin import Fit
+from expertmesh.data.image_files import read_image_or_idx
+from expertmesh.data.images import model_input
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.models.classifier import Classifier
+
+
+@dataclass(frozen=True)
+class Classified:
+    """What a model says of an image.
+
+    Attributes:
+        name: of the image.
+        classes: names of all classes.
+        probabilities: of each class.
+        pixels_CHW: the image as the model saw it, FP32 from -1 to 1, on the CPU.
+        experts: by name of each MoE block, the (H, W) int64 expert of every patch, its first choice.
+        num_experts: of each of these blocks.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+    pixels_CHW: Tensor
+    experts: dict[str, Tensor]
+    num_experts: Mapping[str, int]
+
+
+def read_images(names: Sequence[str], *, size: tuple[int, int, int], fit: Fit) -> list[Tensor]:
+    """Image files as a model wants them, (C, H, W) FP32 each.
+
+    Args:
+        names: image files, or FILE@N for the N-th image of an IDX file.
+        size: channels, height and width.
+        fit: see `ImagesConfig`.
+
+    Raises:
+        ConfigError: an image cannot be read or does not fit.
+    """
+    found = []
+    for name in names:
+        pixels = read_image_or_idx(name)
+        try:
+            found.append(model_input(pixels, size=size, fit=fit))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    return found
+
+
+@torch.no_grad()
+def classify(
+    model: Classifier,
+    images: Sequence[Tensor],
+    names: Sequence[str],
+    *,
+    classes: Sequence[str],
+    batch_size: int,
+) -> list[Classified]:
+    """Classify images.
+
+    Args:
+        model: what `Task.classifier` returns of one in evaluation mode.
+        images: (C, H, W) each, as `read_images` returns them.
+        names: of the images.
+        classes: names of the classes; a head may have more.
+        batch_size: images at a time.
+    """
+    found: list[Classified] = []
+    for start in range(0, len(images), batch_size):
+        pixels_BCHW = torch.stack(list(images[start : start + batch_size]))
+        scores = model.scores(pixels_BCHW)
+        logits_BC = scores.logits_BC[:, : len(classes)].float()
+        for row, probabilities in enumerate(logits_BC.softmax(1).tolist()):
+            taken = {name: ids_BHW[row].cpu() for name, ids_BHW in scores.experts.items()}
+            found.append(
+                Classified(
+                    names[start + row],
+                    tuple(classes),
+                    tuple(probabilities),
+                    pixels_BCHW[row],
+                    taken,
+                    model.num_experts,
+                )
+            )
+    return found
+
+
+def class_names(path: Path) -> tuple[str, ...]:
+    """The names of a run's classes, from its file of them.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        names = json.loads(path.read_text())
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ValueError("no list of names")
+    except (ValueError, TypeError, OSError) as error:
+        raise CheckpointError(f"{path}: is damaged ({error}); restore it from a copy") from None
+    return tuple(names)

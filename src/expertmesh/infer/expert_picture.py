@@ -1,0 +1,77 @@
+"""A picture of which expert took which patch of an image."""
+
+import colorsys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+from expertmesh.infer.classify import Classified
+
+_SIDE = 160
+_GAP = 8
+_TEXT = 14
+_TINT = 0.6
+
+
+def save_picture(results: Sequence[Classified], path: str | Path) -> None:
+    """Write a row for each image: the image, then for each MoE block the image tinted by the expert of every patch.
+
+    Args:
+        results: of `expertmesh.infer.classify.classify`.
+        path: of the picture; its ending says the format.
+
+    Raises:
+        ConfigError: Pillow is not installed, knows no such format, or the model has no experts.
+    """
+    try:
+        from PIL import Image, ImageDraw
+    except ImportError:
+        raise ConfigError(
+            f"--picture {path}: needs Pillow; install it: pip install 'expertmesh[vision]'"
+        ) from None
+    blocks = list(results[0].experts)
+    if not blocks:
+        raise ConfigError(f"--picture {path}: the model has no experts; leave it out")
+    width = _GAP + (len(blocks) + 1) * (_SIDE + _GAP)
+    height = _TEXT + _GAP + len(results) * (_SIDE + _TEXT + _GAP)
+    canvas = Image.new("RGB", (width, height), (255, 255, 255))
+    draw = ImageDraw.Draw(canvas)
+    for column, text in enumerate(["image", *blocks]):
+        draw.text((_GAP + column * (_SIDE + _GAP), _GAP // 2), text, fill=(0, 0, 0))
+    for row, result in enumerate(results):
+        top = _TEXT + _GAP + row * (_SIDE + _TEXT + _GAP)
+        best = result.probabilities.index(max(result.probabilities))
+        draw.text((_GAP, top), f"{Path(result.name).name}: {result.classes[best]}", fill=(0, 0, 0))
+        shown = _enlarged((result.pixels_CHW + 1) / 2)
+        tiles = [shown]
+        for name in blocks:
+            colours = expert_colours(result.num_experts[name])[result.experts[name]]
+            tint = _enlarged(colours.permute(2, 0, 1))
+            tiles.append(shown * (1 - _TINT) + tint * _TINT)
+        for column, tile in enumerate(tiles):
+            pixels = (tile.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
+            place = (_GAP + column * (_SIDE + _GAP), top + _TEXT)
+            canvas.paste(Image.fromarray(pixels.contiguous().numpy()), place)
+    try:
+        canvas.save(path)
+    except ValueError as error:
+        raise ConfigError(f"--picture {path}: {error}; use a name that ends in .png") from None
+
+
+def expert_colours(num_experts: int) -> Tensor:
+    """(E, 3) FP32 colours in [0, 1], as different as they can be."""
+    return torch.tensor(
+        [
+            colorsys.hsv_to_rgb(e / num_experts, 1.0, 1.0 if e % 2 == 0 else 0.65)
+            for e in range(num_experts)
+        ]
+    )
+
+
+def _enlarged(image_CHW: Tensor) -> Tensor:
+    """(3, side, side), every pixel a square."""
+    places = torch.arange(_SIDE) * image_CHW.shape[1] // _SIDE
+    return image_CHW[:, places][:, :, places].expand(3, -1, -1)

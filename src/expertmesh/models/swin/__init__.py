@@ -1,0 +1,1 @@
+"""The Swin Transformer family: model and task."""

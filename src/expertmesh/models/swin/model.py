@@ -1,0 +1,407 @@
+"""A Swin Transformer with mixture-of-experts blocks: the forward pass and the initial weights.
+
+Swin V2 (Liu et al. 2022, arXiv 2111.09883), and what was released as SwinV2-MoE (Hwang et al. 2023, arXiv 2206.03382), which
+shares only the log-spaced position bias with it.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expertmesh.config.swin import SwinConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.layers import Linear
+from expertmesh.models.swin.drop_path import DropPath
+from expertmesh.models.swin.windows import (
+    from_windows,
+    into_windows,
+    log_coordinates,
+    region_mask,
+    relative_index,
+)
+from expertmesh.moe.experts import DenseMLP, GroupedExperts
+from expertmesh.moe.init import draw_seed, init_normal_
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.types import RoutingStats
+from expertmesh.ops.dtypes import accumulate_dtype
+
+_POSITION_HIDDEN = 512
+_FIRST_SCALE = 10.0
+_MOST_LOG_SCALE = math.log(100.0)
+_POSITION_BIAS = 16.0
+
+
+@dataclass(frozen=True)
+class SwinOutput:
+    """What one forward pass returns; a pytree.
+
+    Attributes:
+        logits_BC: (B, C) of the classes, in the compute dtype.
+        features: of each stage (B, D, H, W), before its map is merged; D doubles and H, W halve from stage to stage.
+        stats: one RoutingStats per MoE block, in their order; empty for a dense model.
+    """
+
+    logits_BC: Tensor
+    features: tuple[Tensor, ...]
+    stats: tuple[RoutingStats, ...]
+
+
+torch.utils._pytree.register_dataclass(
+    SwinOutput, field_names=["logits_BC", "features", "stats"], drop_field_names=[]
+)
+
+
+class WindowAttention(nn.Module):
+    """Attention inside windows, with a bias that a small MLP computes from log-spaced offsets.
+
+    V2: cos(q, k) exp(min(s, ln 100)) + 16 sigmoid(MLP(offset)), s per head; q and v have biases (arXiv 2111.09883, 3.2 and 3.3).
+    Released: q k / sqrt(head size) + MLP(offset); q, k and v have biases.
+
+    Args:
+        config: the model.
+        stage: of the model, from 0.
+        shift: the map is rolled by -shift before it is cut into windows; 0: not at all.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    coordinates_P2: Tensor
+    index_NN: Tensor
+    mask_WNN: Tensor | None
+
+    def __init__(self, config: SwinConfig, *, stage: int, shift: int, **place: Any) -> None:
+        super().__init__()
+        dim, self.num_heads = config.stage_dims[stage], config.num_heads[stage]
+        self.side, self.window, self.shift = config.map_sides[stage], config.windows[stage], shift
+        self.learned_window = config.learned_windows[stage]
+        self.is_v2 = config.variant == "v2"
+        self.qkv = Linear(dim, 3 * dim, bias=not self.is_v2, **place)
+        self.out = Linear(dim, dim, bias=True, **place)
+        if self.is_v2:
+            self.q_bias, self.v_bias = (nn.Parameter(torch.empty(dim, **place)) for _ in range(2))
+            self.log_scale = nn.Parameter(torch.empty(self.num_heads, **place))
+        # "embedding" in its name keeps weight decay away from it
+        self.position_embedding = nn.Sequential(
+            nn.Linear(2, _POSITION_HIDDEN, **place),
+            nn.ReLU(),
+            nn.Linear(_POSITION_HIDDEN, self.num_heads, bias=False, **place),
+        )
+        device = place.get("device")
+        for name, table in self._tables().items():
+            self.register_buffer(name, table.to(device), persistent=False)
+        if not shift:
+            self.mask_WNN = None
+
+    def _tables(self) -> dict[str, Tensor]:
+        """What follows from the sizes alone, and is no part of a checkpoint."""
+        exact = accumulate_dtype(self.qkv.weight.dtype)
+        tables = {
+            "coordinates_P2": log_coordinates(self.window, self.learned_window).to(exact),
+            "index_NN": relative_index(self.window),
+        }
+        if self.shift:
+            tables["mask_WNN"] = region_mask(self.side, self.window, self.shift).to(exact)
+        return tables
+
+    @torch.no_grad()
+    def fill_tables(self) -> None:
+        """Compute the tables anew, after `to_empty`."""
+        for name, table in self._tables().items():
+            getattr(self, name).copy_(table)
+
+    def position_bias(self) -> Tensor:
+        """(H, N, N) bias of every query's and key's places, in FP32 or FP64."""
+        bias_PH = self.position_embedding(self.coordinates_P2.to(self.qkv.weight.dtype))
+        if self.is_v2:
+            bias_PH = _POSITION_BIAS * torch.sigmoid(bias_PH)
+        bias_HP = bias_PH.to(accumulate_dtype(bias_PH.dtype)).T
+        # index_select, because its gradient adds in one order
+        return bias_HP.index_select(1, self.index_NN.flatten()).unflatten(1, self.index_NN.shape)
+
+    def forward(self, x_BHWD: Tensor) -> Tensor:
+        """(B, H, W, D) -> (B, H, W, D)."""
+        if self.shift:
+            x_BHWD = x_BHWD.roll((-self.shift, -self.shift), (1, 2))
+        qkv = self.qkv(into_windows(x_BHWD, self.window))
+        if self.is_v2:
+            bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
+            qkv = qkv + bias.to(qkv.dtype)
+        q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (M, H, N, d)
+        if self.is_v2:
+            scale_H11 = self.log_scale.clamp(max=_MOST_LOG_SCALE).exp()[:, None, None]
+            exact = accumulate_dtype(q.dtype)
+            q, k = (F.normalize(t.to(exact), dim=-1) for t in (q, k))
+            logits_MHNN = (q @ k.transpose(-2, -1)) * scale_H11
+        else:
+            logits_MHNN = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+        logits_MHNN = logits_MHNN + self.position_bias()
+        if self.mask_WNN is not None:
+            apart = self.mask_WNN[:, None]
+            logits_MHNN = (logits_MHNN.unflatten(0, (-1, len(apart))) + apart).flatten(0, 1)
+        y_MHNd = logits_MHNN.softmax(-1).to(v.dtype) @ v
+        y_MND = self.out(y_MHNd.transpose(1, 2).flatten(2))
+        y_BHWD = from_windows(y_MND, self.side, self.window)
+        return y_BHWD.roll((self.shift, self.shift), (1, 2)) if self.shift else y_BHWD
+
+
+class Block(nn.Module):
+    """V2: x + norm(attention(x)), then x + norm(MLP(x)). Released: x + attention(norm(x)), then x + MLP(norm(x)).
+
+    Args:
+        config: the model.
+        stage: of the model, from 0.
+        block: of the stage, from 0; odd ones shift their windows, where the map has more than one.
+        index: of the block in the model.
+        num_experts: of this block; 0: a dense MLP.
+        drop_path: share of the images that skip a branch.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        config: SwinConfig,
+        *,
+        stage: int,
+        block: int,
+        index: int,
+        num_experts: int,
+        drop_path: float,
+        **place: Any,
+    ) -> None:
+        super().__init__()
+        dim, window = config.stage_dims[stage], config.windows[stage]
+        shift = window // 2 if block % 2 and config.map_sides[stage] > window else 0
+        hidden_dim, self.is_v2 = round(config.mlp_ratio * dim), config.variant == "v2"
+        self.attention_norm = nn.LayerNorm(dim, eps=config.norm_eps, **place)
+        self.attention = WindowAttention(config, stage=stage, shift=shift, **place)
+        self.ffn_norm = nn.LayerNorm(dim, eps=config.norm_eps, **place)
+        self.moe: MoELayer | None = None
+        self.ffn: DenseMLP | None = None
+        mlp: DenseMLP | GroupedExperts
+        if num_experts:
+            options = config.moe.model_copy(update={"hidden_dim": hidden_dim, "bias": True})
+            self.moe = MoELayer.from_config(
+                options,
+                dim=dim,
+                num_experts=num_experts,
+                activation="gelu",
+                residual_hidden_dim=hidden_dim,
+                layer_index=index,
+                **place,
+            )
+            assert isinstance(self.moe.experts, GroupedExperts)
+            mlp = self.moe.experts
+        else:
+            mlp = self.ffn = DenseMLP(
+                dim=dim, hidden_dim=hidden_dim, activation="gelu", bias=True, **place
+            )
+        if not self.is_v2:
+            mlp.b_out = None
+        self.drop_paths = nn.ModuleList(DropPath(drop_path, site=2 * index + i) for i in range(2))
+
+    def forward(
+        self, x_BHWD: Tensor, image_index_B: Tensor | None
+    ) -> tuple[Tensor, RoutingStats | None]:
+        """(B, H, W, D) -> (B, H, W, D), and the routing statistics of a MoE block.
+
+        Args:
+            x_BHWD: the map.
+            image_index_B: global image indices, which key noise; None: 0, 1, 2, ...
+        """
+        after_attention, after_ffn = self.drop_paths
+        if self.is_v2:
+            y = self.attention_norm(self.attention(x_BHWD))
+        else:
+            y = self.attention(self.attention_norm(x_BHWD))
+        x_BHWD = x_BHWD + after_attention(y, image_index_B)
+        y = x_BHWD if self.is_v2 else self.ffn_norm(x_BHWD)
+        y, stats = self._feed_forward(y, image_index_B)
+        y = self.ffn_norm(y) if self.is_v2 else y
+        return x_BHWD + after_ffn(y, image_index_B), stats
+
+    def _feed_forward(
+        self, x_BHWD: Tensor, image_index_B: Tensor | None
+    ) -> tuple[Tensor, RoutingStats | None]:
+        x_TD = x_BHWD.flatten(0, 2)
+        if self.moe is None:
+            assert self.ffn is not None
+            return self.ffn(x_TD).view(x_BHWD.shape), None
+        token_index_T: Tensor | None = None
+        if image_index_B is not None:
+            per_image = x_BHWD.shape[1] * x_BHWD.shape[2]
+            places = torch.arange(per_image, device=x_BHWD.device)
+            token_index_T = (image_index_B[:, None] * per_image + places).flatten()
+        y_TD, stats = self.moe(x_TD, token_index=token_index_T)
+        return y_TD.view(x_BHWD.shape), stats
+
+
+class PatchMerging(nn.Module):
+    """Four neighbours become one token of twice the width: V2 norm(W x), released W norm(x).
+
+    Args:
+        dim: D of the stage before.
+        is_v2: which variant.
+        eps: of the norm.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, dim: int, *, is_v2: bool, eps: float, **place: Any) -> None:
+        super().__init__()
+        self.is_v2 = is_v2
+        self.norm = nn.LayerNorm((2 if is_v2 else 4) * dim, eps=eps, **place)
+        self.proj = Linear(4 * dim, 2 * dim, **place)
+
+    def forward(self, x_BHWD: Tensor) -> Tensor:
+        """(B, H, W, D) -> (B, H / 2, W / 2, 2 D)."""
+        corners = ((0, 0), (1, 0), (0, 1), (1, 1))
+        x = torch.cat([x_BHWD[:, row::2, column::2] for row, column in corners], -1)
+        return self.norm(self.proj(x)) if self.is_v2 else self.proj(self.norm(x))
+
+
+class Swin(nn.Module):
+    """A Swin Transformer that classifies images, and gives the maps of all stages.
+
+    Args:
+        config: the model.
+        device: of the parameters; "meta" makes none (then `to_empty` and `init_weights`).
+        dtype: of the parameters; None: torch's default.
+        seed: of the initial weights; None: a fresh one from torch's default generator.
+
+    Example:
+        >>> import torch
+        >>> from expertmesh.config.swin import SwinConfig
+        >>> config = SwinConfig(image_size=32, patch_size=2, window_size=4, dim=8, depths=(2, 2), num_heads=(1, 2),
+        ...                     moe_stages=(2,), moe={"num_experts": (4,), "top_k": 1}, num_classes=5)
+        >>> output = Swin(config, seed=0)(torch.rand(3, 3, 32, 32))
+        >>> output.logits_BC.shape, [tuple(map.shape) for map in output.features], len(output.stats)
+        (torch.Size([3, 5]), [(3, 8, 16, 16), (3, 16, 8, 8)], 1)
+    """
+
+    def __init__(
+        self,
+        config: SwinConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        place: dict[str, Any] = {"device": "meta", "dtype": dtype}
+        norm: dict[str, Any] = {"eps": config.norm_eps, **place}
+        pixels = config.num_channels * config.patch_size**2
+        self.patches = Linear(pixels, config.dim, bias=True, **place)
+        self.patch_norm = nn.LayerNorm(config.dim, **norm)
+        self.stages, self.merges = nn.ModuleList(), nn.ModuleList()
+        experts, index = config.experts_per_block(), 0
+        for stage, depth in enumerate(config.depths):
+            blocks = nn.ModuleList()
+            for block in range(depth):
+                rate = config.drop_path * index / max(sum(config.depths) - 1, 1)
+                blocks.append(
+                    Block(
+                        config,
+                        stage=stage,
+                        block=block,
+                        index=index,
+                        num_experts=experts[stage][block],
+                        drop_path=rate,
+                        **place,
+                    )
+                )
+                index += 1
+            self.stages.append(blocks)
+            if stage + 1 < len(config.depths):
+                is_v2 = config.variant == "v2"
+                self.merges.append(PatchMerging(config.stage_dims[stage], is_v2=is_v2, **norm))
+        self.final_norm = nn.LayerNorm(config.stage_dims[-1], **norm)
+        self.head = Linear(config.stage_dims[-1], config.num_classes, bias=True, **place)
+        target = torch.get_default_device() if device is None else torch.device(device)
+        if target.type != "meta":
+            self.to_empty(device=target)
+            self.init_weights(seed)
+
+    def blocks(self) -> Iterator[Block]:
+        """All blocks in their order."""
+        for stage in self.stages:
+            assert isinstance(stage, nn.ModuleList)
+            for block in stage:
+                assert isinstance(block, Block)
+                yield block
+
+    def moe_blocks(self) -> Iterator[tuple[str, MoELayer]]:
+        """The MoE layers in their order, with their places in words, counted from 1."""
+        for stage, blocks in enumerate(self.stages, 1):
+            assert isinstance(blocks, nn.ModuleList)
+            for number, block in enumerate(blocks, 1):
+                assert isinstance(block, Block)
+                if block.moe is not None:
+                    yield f"stage {stage} block {number}", block.moe
+
+    @torch.no_grad()
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw every parameter anew: matrices N(0, init_std^2), norms 1 (those after V2's branches 0), biases 0, scales ln 10.
+
+        The numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
+
+        Args:
+            seed: None: a fresh one from torch's default generator.
+        """
+        seed, std = draw_seed() if seed is None else seed, self.config.init_std
+        is_v2 = self.config.variant == "v2"
+        for block in self.blocks():
+            block.attention.fill_tables()
+            if block.moe is not None:
+                block.moe.reset_parameters(seed, std=std)
+        for name, parameter in self.named_parameters():
+            if ".moe." in name:
+                continue
+            if name.endswith("norm.weight"):
+                after_branch = is_v2 and name.endswith(("attention_norm.weight", "ffn_norm.weight"))
+                parameter.fill_(0.0 if after_branch else 1.0)
+            elif name.endswith("log_scale"):
+                parameter.fill_(math.log(_FIRST_SCALE))
+            elif name.endswith(("bias", "b_in", "b_out")):
+                parameter.zero_()
+            else:
+                init_normal_(parameter, std=std, seed=seed, name=name, per_expert=False)
+
+    def forward(self, images_BCHW: Tensor, *, image_index_B: Tensor | None = None) -> SwinOutput:
+        """Classify images.
+
+        Args:
+            images_BCHW: (B, channels, image_size, image_size), normalised, any floating dtype.
+            image_index_B: (B,) int64 global image indices that key noise and stochastic depth; None: 0, 1, 2, ...
+
+        Raises:
+            ConfigError: the images have another shape.
+        """
+        config = self.config
+        expected = (config.num_channels, config.image_size, config.image_size)
+        if tuple(images_BCHW.shape[1:]) != expected:
+            raise ConfigError(
+                f"images of shape {tuple(images_BCHW.shape[1:])}: must be {expected}, channels, height and width; "
+                "resize them, or change model.image_size and model.num_channels"
+            )
+        size, side = config.patch_size, config.map_sides[0]
+        x = images_BCHW.to(self.patches.weight.dtype).unflatten(3, (side, size))
+        x = x.unflatten(2, (side, size)).permute(0, 2, 4, 1, 3, 5)
+        x_BHWD = self.patch_norm(self.patches(x.flatten(3)))
+        features, all_stats = [], []
+        for stage, blocks in enumerate(self.stages):
+            assert isinstance(blocks, nn.ModuleList)
+            for block in blocks:
+                x_BHWD, stats = block(x_BHWD, image_index_B)
+                all_stats += [] if stats is None else [stats]
+            features.append(x_BHWD.permute(0, 3, 1, 2))
+            if stage < len(self.merges):
+                x_BHWD = self.merges[stage](x_BHWD)
+        mean_BD = self.final_norm(x_BHWD).mean((1, 2))
+        return SwinOutput(self.head(mean_BD), tuple(features), tuple(all_stats))

@@ -1,0 +1,90 @@
+"""The Swin Transformer as a family: what the trainer, a report and classification need of it."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.config.swin import SwinRunConfig
+from expertmesh.data.images import ImageData
+from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
+from expertmesh.models.swin.classifier import SwinClassifier
+from expertmesh.models.swin.model import Swin, SwinOutput
+from expertmesh.models.token_losses import token_losses
+from expertmesh.parallel.apply import parallelize
+from expertmesh.parallel.construct import give_memory
+from expertmesh.parallel.ranks import Ranks
+
+_NEIGHBOURS = 5
+_MOST_DISTANCES = 1 << 28
+
+
+class SwinTask(Task):
+    """A Swin Transformer that classifies images; judged by the share that it gets right."""
+
+    config: SwinRunConfig
+
+    def prepare(self) -> ImageData:
+        """The images; see `ImageData`."""
+        model = self.config.model
+        return ImageData(
+            self.config.data,
+            image_size=model.image_size,
+            num_channels=model.num_channels,
+            num_classes=model.num_classes,
+            seed=self.config.train.seed,
+        )
+
+    def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Swin:
+        """The whole model on one device, weights drawn by the run's seed."""
+        return Swin(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
+
+    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
+        """Spread over ranks before it has memory, so that no rank ever has all of it."""
+        parallel = self.config.parallel
+        if ranks.world is None:
+            return self.build(device=device, dtype=dtype)
+        model = self.build(device="meta", dtype=dtype)
+        parallelize(model, parallel, world=ranks.world, blocks=self.blocks(model))
+        give_memory(model, device=device, offload=parallel.offload)
+        model.init_weights(self.config.train.seed)
+        return model
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The blocks of all stages."""
+        assert isinstance(model, Swin)
+        return model.blocks()
+
+    def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
+        """Cross-entropy of the classes in nats, by their weights where images are mixed, smoothed."""
+        images_BCHW, labels_B, partner_labels_B, weights_B = batch
+        index_B = part.token_index(1, images_BCHW.device)
+        output: SwinOutput = model(images_BCHW, image_index_B=index_B)
+        smoothing = self.config.model.label_smoothing
+        own_B, other_B = (
+            token_losses(output.logits_BC[None], labels[None], label_smoothing=smoothing)
+            for labels in (labels_B, partner_labels_B)
+        )
+        weights_B = weights_B.to(own_B.dtype)
+        return Loss((own_B * weights_B + other_B * (1 - weights_B)).sum(), output.stats)
+
+    def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
+        """Nats, right answers, images."""
+        images_BCHW, labels_B, *_ = batch
+        logits_BC = model(images_BCHW).logits_BC
+        losses_B = token_losses(logits_BC[None], labels_B[None])
+        right = (logits_BC.argmax(1) == labels_B).sum()
+        return {"loss": losses_B.sum(), "accuracy": right, "items": len(labels_B)}
+
+    def classifier(self, model: nn.Module) -> SwinClassifier:
+        """The model, with names for its MoE blocks."""
+        assert isinstance(model, Swin)
+        return SwinClassifier(model)
+
+    def baseline(self, data: Data) -> Baseline | None:
+        """What the five nearest training images by their pixels say; None where they are too many to compare."""
+        assert isinstance(data, ImageData)
+        found = data.neighbours(_NEIGHBOURS, most_distances=_MOST_DISTANCES)
+        if found is None:
+            return None
+        return Baseline(f"{_NEIGHBOURS} nearest neighbours by pixels", "nearest neighbours", found)

@@ -1,0 +1,60 @@
+"""Windows of a map of tokens, the relative positions inside them, and which tokens of a shifted window belong together."""
+
+import math
+
+import torch
+from torch import Tensor
+
+_APART = -100.0
+_COORDINATE_RANGE = 8.0
+
+
+def into_windows(x_BHWD: Tensor, window: int) -> Tensor:
+    """(B, H, W, D) -> (B * windows, N, D), N = window^2 tokens row by row; windows of an image row by row."""
+    B, H, W, D = x_BHWD.shape
+    x = x_BHWD.view(B, H // window, window, W // window, window, D)
+    return x.transpose(2, 3).reshape(-1, window * window, D)
+
+
+def from_windows(x_MND: Tensor, side: int, window: int) -> Tensor:
+    """The inverse of `into_windows` for maps of side x side tokens."""
+    per_side, D = side // window, x_MND.shape[-1]
+    x = x_MND.view(-1, per_side, per_side, window, window, D)
+    return x.transpose(2, 3).reshape(-1, side, side, D)
+
+
+def log_coordinates(window: int, learned_window: int) -> Tensor:
+    """((2 w - 1)^2, 2) FP64 log-spaced offsets of rows and columns, from -(w - 1) to w - 1 (Liu et al. 2022, eq. 4).
+
+    sign(d) log2(1 + 8 |d| / (w' - 1)) / log2(8): offsets are measured by the window with which the bias was learned, so that
+    a larger window reaches only a little beyond what was seen.
+
+    Args:
+        window: w, of the model.
+        learned_window: w', at which the largest offset is 8 before the logarithm.
+    """
+    offsets = torch.arange(1 - window, window, dtype=torch.float64, device="cpu")
+    offsets = offsets * (_COORDINATE_RANGE / max(learned_window - 1, 1))
+    offsets = offsets.sign() * torch.log2(1 + offsets.abs()) / math.log2(_COORDINATE_RANGE)
+    return torch.cartesian_prod(offsets, offsets)
+
+
+def relative_index(window: int) -> Tensor:
+    """(N, N) int64: for a query's place and a key's, the row of `log_coordinates` that has their offset."""
+    places = torch.arange(window, device="cpu")
+    places_N2 = torch.cartesian_prod(places, places)
+    offsets_NN2 = places_N2[:, None] - places_N2 + window - 1
+    return offsets_NN2[..., 0] * (2 * window - 1) + offsets_NN2[..., 1]
+
+
+def region_mask(side: int, window: int, shift: int) -> Tensor:
+    """(windows, N, N) FP32, added to the logits of a map rolled by -shift: -100 between tokens that were no neighbours.
+
+    Rolling puts up to three pieces of each axis next to one another; tokens attend within their piece (Liu et al. 2021, 3.2).
+    """
+    piece = torch.zeros(side, dtype=torch.int64, device="cpu")
+    piece[side - window : side - shift], piece[side - shift :] = 1, 2
+    regions_HW = 3 * piece[:, None] + piece
+    regions_MN = into_windows(regions_HW[None, :, :, None], window)[..., 0]
+    apart = regions_MN[:, :, None] != regions_MN[:, None]
+    return apart.to(torch.float32) * _APART
