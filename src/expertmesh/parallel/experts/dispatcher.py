@@ -45,8 +45,8 @@ from expertmesh.parallel.experts.shadow import Staying, without_hot
 from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Keep
 from expertmesh.parallel.offload import compute_device
 
-PIECE_BYTES = 2 << 20
-MAX_PIECES = 4
+PIECE_BYTES = 1 << 20
+MAX_PIECES = 8
 """Across nodes tokens go in pieces of so many bytes, but not in more pieces than these."""
 
 
