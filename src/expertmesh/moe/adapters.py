@@ -3,6 +3,7 @@
 Neither W + s B A nor the gradient of W is ever made, so an adapted layer costs the adapters' own products and memory.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,10 +54,13 @@ class Adapter(nn.Module):
         e = 1 if shared else num_experts
         self.a = nn.Parameter(torch.empty(e, rank, columns, **place))
         self.b = nn.Parameter(torch.empty(e, rows, rank, **place))
+        self.local: Callable[[Tensor], Tensor] | None = None  # where they are spread over processes
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """What this process holds of both, differentiable."""
-        return self.a, self.b
+        if self.local is None:
+            return self.a, self.b
+        return self.local(self.a), self.local(self.b)
 
     def forward(self, x_RK: Tensor, offsets_E: Tensor, backend: str) -> Tensor:
         """(R, K) rows in the order of their experts -> (R, N), the addition to their products."""
@@ -110,7 +114,7 @@ class ExpertAdapters(nn.Module):
         """
         for adapter in self.children():
             assert isinstance(adapter, Adapter)
-            here = adapter.a.shape[0]
+            here = adapter.factors()[0].shape[0]
             if not adapter.shared and here != w_in_EGFD.shape[0]:
                 raise ConfigError(
                     f"adapters of {here} experts and weights of {w_in_EGFD.shape[0]}: weights are gathered, and adapters are not; "
