@@ -109,7 +109,7 @@ def exchange(job: dict[str, Any], world: World) -> Any:
         dispatcher.load.begin(is_again=False)
         counts_E = torch.bincount(ids_TK.flatten(), minlength=job["experts"])
         dispatcher.sum_over_processes(counts_E)
-        auto = dispatcher._faster(world.size, K, x_TD)
+        auto = dispatcher._faster(world.size, tokens)
         variants = {
             "flat": partial(go, True, tokens),
             "hierarchical": partial(go, False, tokens),
