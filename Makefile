@@ -45,7 +45,8 @@ translate: $(STAMP)
 	@$(BIN)/expertmesh translate --run $(TRANSLATE_DIR) --to $(TO) "Two dogs play in the snow." "A man rides a bicycle."
 
 # One thread per worker: small tensors gain nothing from more, and workers would fight for the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 8
+# Bytecode is kept, whatever the environment says: many tests start a process that imports everything.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 8
 
 test: $(STAMP)
 	@$(PYTEST) -m "not exhaustive" $(PYTEST_ARGS)

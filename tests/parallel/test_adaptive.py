@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.support.replicas import world_of
+from torch.utils.checkpoint import checkpoint
 
 from expertmesh.cli.bench import plot, run, table
 from expertmesh.comm.measure import fit, measure
@@ -16,7 +17,7 @@ from expertmesh.planner import cache
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 NODES = (0, 0, 1, 1)
-D, T, STEPS = 8, 12, 50
+D, T, STEPS = 8, 12, 20
 
 
 class Layers(torch.nn.Module):
@@ -85,7 +86,7 @@ def at_random():
     return fixed, train(spread(world), world, ways)
 
 
-def test_fifty_steps_with_everything_switched_are_those_of_a_fixed_way(four_ranks):
+def test_steps_with_everything_switched_are_those_of_a_fixed_way(four_ranks):
     for fixed, switched in four_ranks.run(at_random):
         assert fixed.unique().numel() == STEPS
         assert relative_error(switched, fixed) <= FP64_RELATIVE
@@ -155,6 +156,33 @@ def test_links_are_measured(four_ranks):
 def test_one_rank_has_no_links():
     with pytest.raises(ConfigError, match="there is one rank; start more with torchrun"):
         run(["comm"])
+
+
+def repeated(first, second):
+    """Two checkpointed forwards that wait for one backward, after one that does not wait any more."""
+    layer = spread(world_of()).first
+    x = torch.ones(2, D, dtype=torch.float64, requires_grad=True)
+
+    def run(way):
+        return checkpoint(lambda x: layer(x, **way)[0], x, use_reentrant=False).sum()
+
+    run({"route_degree": 1}).backward()
+    (run(first) + run(second)).backward()
+    return x.grad
+
+
+def ambiguous():
+    with pytest.raises(ConfigError, match="layer 0: 2 forwards that went different ways wait"):
+        repeated({"overlap_degree": 2}, {})
+
+
+def test_a_forward_is_repeated_the_way_it_went(four_ranks):
+    ways = {"overlap_degree": 2}, {"overlap_degree": 2}
+    for one, other in zip(
+        four_ranks.run(repeated, *ways), four_ranks.run(repeated, {}, {}), strict=True
+    ):
+        assert relative_error(one, other) <= FP64_RELATIVE
+    four_ranks.run(ambiguous)
 
 
 def refused():

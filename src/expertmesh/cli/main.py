@@ -79,6 +79,12 @@ def _convert(argv: list[str]) -> int:
     return run(argv)
 
 
+def _evaluate(argv: list[str]) -> int:
+    from expertmesh.cli.evaluate import run
+
+    return run(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from expertmesh.cli.doctor import run
 
@@ -116,6 +122,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "convert": (
         _convert,
         "hub checkpoints in and out:   expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
+    ),
+    "evaluate": (
+        _evaluate,
+        "lm-evaluation-harness:        expertmesh evaluate --run runs/demo --tasks quiz.yaml",
     ),
     "data": (_data, "make parallel text:           expertmesh data lohelp --packages debs/"),
     "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
