@@ -10,9 +10,9 @@ import struct
 import sys
 import termios
 import threading
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
-import pytest
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.main import main
@@ -22,40 +22,37 @@ COLUMNS = 80
 CLEAR = "\r\x1b[2K"
 
 
-@pytest.fixture
-def terminal(capfd, monkeypatch):
-    """Standard error is a terminal of 80 columns; a function that closes it and returns what was shown."""
+@contextmanager
+def terminal():
+    """Standard error is a terminal of 80 columns inside; afterwards the list has what was shown."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    shown, is_over = [], threading.Event()
+    shown, parts, is_over = [], [], threading.Event()
 
     def read():
         while not is_over.is_set() or _has_more(master):
             if _has_more(master):
-                shown.append(os.read(master, 1 << 16))
+                parts.append(os.read(master, 1 << 16))
 
     thread = threading.Thread(target=read)
     thread.start()
-    stream = os.fdopen(slave, "w")
-    monkeypatch.setattr(sys, "stderr", stream)
-
-    def text():
-        stream.flush()
-        is_over.set()
-        thread.join()
-        return b"".join(shown).decode()
-
-    yield text
-    text()
-    stream.close()
+    with os.fdopen(slave, "w") as stream:
+        try:
+            with redirect_stderr(stream):
+                yield shown
+        finally:
+            stream.flush()
+            is_over.set()
+            thread.join()
     os.close(master)
+    shown += b"".join(parts).decode().split(CLEAR)
 
 
 def _has_more(terminal, wait_s=0.1):
     return bool(select.select([terminal], [], [], wait_s)[0])
 
 
-def test_every_long_part_says_how_far_it_is(place, terminal, monkeypatch):
+def test_every_long_part_says_how_far_it_is(place, monkeypatch):
     monkeypatch.setattr(news, "EVERY_S", 0.0)
     folder = place.folder / "texts"
     folder.mkdir()
@@ -64,9 +61,9 @@ def test_every_long_part_says_how_far_it_is(place, terminal, monkeypatch):
     (folder / "b.gz").write_bytes(gzip.compress(text.upper().encode()))
     (folder / "c.jsonl").write_text('{"text": "one of many lines"}\n' * 9)
     new = ["--data.path", str(folder), "--data.cache-dir", place.path("new")]
-    assert main(place.train(*new)) == 0
-    assert main(["report", place.path("run"), "--samples", "1", "--tokens", "3"]) == 0
-    lines = terminal().split(CLEAR)
+    with terminal() as lines:
+        assert main(place.train(*new)) == 0
+        assert main(["report", place.path("run"), "--samples", "1", "--tokens", "3"]) == 0
     for pattern in (
         "loading",
         r"found \d+ files",
