@@ -133,6 +133,7 @@ SWIN = Family(
     task="expertmesh.models.swin.task:SwinTask",
     config=SwinRunConfig,
     recipes="expertmesh.recipes.vision:RECIPES",
+    costs="expertmesh.costs.swin:swin_costs",
     items="images",
     metric=Metric("accuracy", "accuracy", "accuracy", higher_is_better=True),
     free=("model.moe.backend",),
