@@ -305,22 +305,27 @@ def test_the_position_bias_of_another_window_is_interpolated():
 
 
 def test_stochastic_depth_depends_on_the_image_alone():
-    layer = DropPath(0.3, site=5)
+    layer = DropPath([0.0, 0.3, 0.3])
     key_noise(layer, seed=3, step=2)
-    x, index = torch.ones(4000, 3, 2), torch.arange(4000)
-    whole = layer(x, index)
-    assert torch.equal(whole[20:30], layer(x[20:30], index[20:30]))
-    dropped = (whole == 0).all(-1).all(-1)
-    assert torch.equal(whole[~dropped], (x / 0.7)[~dropped])
+    index = torch.arange(4000)
+    whole = layer(index)
+    assert torch.equal(whole[:, 20:30], layer(index[20:30]))
+    assert torch.equal(whole[0], torch.ones(4000)) and not torch.equal(whole[1], whole[2])
+    dropped = whole[1:] == 0
+    assert torch.equal(
+        whole[1:][~dropped], (torch.ones(2, 4000) / (1 - torch.tensor(0.3)))[~dropped]
+    )
     # binomial, six standard deviations
-    assert abs(int(dropped.sum()) - 0.3 * 4000) < 6 * (0.21 * 4000) ** 0.5
-    assert torch.equal(layer.eval()(x, index), x)
+    assert (dropped.sum(1) - 0.3 * 4000).abs().max() < 6 * (0.21 * 4000) ** 0.5
+    assert layer.eval()(index) is None
+    rates = Swin(config(drop_path=0.3, depths=(2, 2)), device="meta").drop_path.rates
+    assert [round(rate, 6) for rate in rates] == [0, 0, 0.1, 0.1, 0.2, 0.2, 0.3, 0.3]
 
 
 def test_every_block_of_v2_starts_as_the_identity():
     for block in Swin(config(), seed=1).blocks():
         x = torch.randn(1, block.attention.side, block.attention.side, len(block.ffn_norm.weight))
-        assert torch.equal(block(x, None)[0], x)
+        assert torch.equal(block(x, torch.arange(1), None)[0], x)
 
 
 @pytest.mark.parametrize(
