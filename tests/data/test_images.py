@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.support.pictures import squares, write_folder, write_idx
+from tests.support.pictures import stripes, write_folder, write_idx
 
 from expertmesh.config.swin import ImagesConfig
 from expertmesh.data.augment import mix_of
@@ -25,11 +25,11 @@ def data_of(*paths, tmp, size=16, channels=1, classes=10, seed=0, **options):
 
 @pytest.fixture
 def idx(tmp_path):
-    return write_folder(tmp_path / "idx", *squares(40))
+    return write_folder(tmp_path / "idx", *stripes(40))
 
 
 def write_class_folders(root, counts, *, mode="L"):
-    images, _ = squares(sum(counts.values()))
+    images, _ = stripes(sum(counts.values()))
     for name, count in counts.items():
         (root / name).mkdir(parents=True)
         for i in range(count):
@@ -38,7 +38,7 @@ def write_class_folders(root, counts, *, mode="L"):
 
 
 def test_idx_files_are_split_at_the_end(idx, tmp_path):
-    images, labels = squares(40)
+    images, labels = stripes(40)
     data = data_of(idx, tmp=tmp_path)
     assert data.classes == ("0", "1", "2", "3")
     (batch,) = data.validation(None, 100)
@@ -53,8 +53,8 @@ def test_idx_files_are_split_at_the_end(idx, tmp_path):
 
 def test_a_split_of_its_own_is_used_and_classes_are_numbered_on(idx, tmp_path):
     other = tmp_path / "glyphs"
-    write_folder(other, *squares(12, classes=3), prefix="train-")
-    write_folder(other, *squares(6, classes=2, seed=1), prefix="t10k-")
+    write_folder(other, *stripes(12, classes=3), prefix="train-")
+    write_folder(other, *stripes(6, classes=2, seed=1), prefix="t10k-")
     (other / "classes.txt").write_text("a\nb\nc\n")
     data = data_of(idx, other, tmp=tmp_path, train_images=(30, 0))
     assert data.classes == ("idx/0", "idx/1", "idx/2", "idx/3", "glyphs/a", "glyphs/b", "glyphs/c")
@@ -173,7 +173,7 @@ def test_neighbours_vote(idx, tmp_path):
 
 def damage(case, tmp_path):
     """A folder with something wrong."""
-    images, labels = squares(20)
+    images, labels = stripes(20)
     root = tmp_path / "x"
     if case == "empty class":
         write_class_folders(root, {"cat": 3})
@@ -254,7 +254,7 @@ def test_mistakes_are_one_line(case, words, tmp_path):
 
 
 def test_single_images(idx, tmp_path):
-    images, _ = squares(40)
+    images, _ = stripes(40)
     assert np.array_equal(read_image_or_idx(f"{idx}/images-idx3-ubyte.gz@7"), images[7])
     for name, words in (
         (f"{idx}/images-idx3-ubyte.gz@40", "has 40 images"),

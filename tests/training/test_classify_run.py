@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
-from tests.support.pictures import squares, write_folder
+from tests.support.pictures import stripes, write_folder
 
 from expertmesh.cli.main import main
 from expertmesh.config.family import SWIN, Family
@@ -25,7 +25,7 @@ RELATIVE = 1e-9
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("vision")
-    write_folder(root / "data", *squares(60))
+    write_folder(root / "data", *stripes(60))
     return root
 
 
@@ -109,7 +109,7 @@ def test_killed_and_resumed_on_two_ranks(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def learned(folder):
-    """Trained until it knows where the bright squares are."""
+    """Trained until it tells stripes apart."""
     changes = {"train.steps": 60, "train.eval_every": 60, "train.checkpoint_every": 60}
     changes |= {"train.batch_size": 16, "optim.lr": 1e-2, "data.mixup": 0.0, "data.cutmix": 0.0}
     changes |= {"data.mix": 1.0, "train.dtype": "float32", "model.drop_path": 0.0}

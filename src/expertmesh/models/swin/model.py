@@ -42,17 +42,22 @@ class SwinOutput:
 
     Attributes:
         logits_BC: (B, C) of the classes, in the compute dtype.
-        features: of each stage (B, D, H, W), before its map is merged; D doubles and H, W halve from stage to stage.
+        maps: of each stage (B, H, W, D), before it is merged; D doubles and H, W halve from stage to stage.
         stats: one RoutingStats per MoE block, in their order; empty for a dense model.
     """
 
     logits_BC: Tensor
-    features: tuple[Tensor, ...]
+    maps: tuple[Tensor, ...]
     stats: tuple[RoutingStats, ...]
+
+    @property
+    def features(self) -> tuple[Tensor, ...]:
+        """The maps as detectors want them, (B, D, H, W)."""
+        return tuple(x_BHWD.permute(0, 3, 1, 2) for x_BHWD in self.maps)
 
 
 torch.utils._pytree.register_dataclass(
-    SwinOutput, field_names=["logits_BC", "features", "stats"], drop_field_names=[]
+    SwinOutput, field_names=["logits_BC", "maps", "stats"], drop_field_names=[]
 )
 
 
@@ -387,7 +392,7 @@ class Swin(nn.Module):
         if image_index_B is None:
             image_index_B = torch.arange(len(x_BHWD), device=x_BHWD.device)
         factors = self.drop_path(image_index_B)
-        features, all_stats, index = [], [], 0
+        maps, all_stats, index = [], [], 0
         for stage, blocks in enumerate(self.stages):
             assert isinstance(blocks, nn.ModuleList)
             for block in blocks:
@@ -395,8 +400,8 @@ class Swin(nn.Module):
                 x_BHWD, stats = block(x_BHWD, image_index_B, own)
                 index += 1
                 all_stats += [] if stats is None else [stats]
-            features.append(x_BHWD.permute(0, 3, 1, 2))
+            maps.append(x_BHWD)
             if stage < len(self.merges):
                 x_BHWD = self.merges[stage](x_BHWD)
         mean_BD = self.final_norm(x_BHWD).mean((1, 2))
-        return SwinOutput(self.head(mean_BD), tuple(features), tuple(all_stats))
+        return SwinOutput(self.head(mean_BD), tuple(maps), tuple(all_stats))
