@@ -76,7 +76,7 @@ def hierarchical(short: bool) -> None:
 
 def overlap() -> None:
     """The hidden size is chosen so that products take as long as the exchange."""
-    job = {**SHAPE, "experts": 8, "top_k": 2, "tokens": 1024, "rounds": 2, "hidden": 256}
+    job = {**SHAPE, "experts": 8, "top_k": 2, "tokens": 4096, "rounds": 2, "hidden": 256}
     with hosts(2, "200mbit") as names:
         for _ in range(3):
             parts = run_ranks(names, 1, job | {"kind": "alone"})

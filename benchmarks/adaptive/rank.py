@@ -99,16 +99,17 @@ def exchange(job: dict[str, Any], world: World) -> Any:
     x_TD, weights_TK = torch.randn(T, job["dim"]), torch.rand(T, K)
 
     def go(is_flat: bool, tokens: Tokens) -> None:
-        outbound = dispatcher.exchange(is_flat=is_flat).start(tokens)
+        pieces = dispatcher.num_pieces(tokens.expert_ids_TK.shape[1], x_TD, 1)
+        (outbound,) = dispatcher.exchange(is_flat=is_flat).start_parts(tokens, 1, pieces)
         outbound.start_home(outbound.finish().x_TD).finish()
 
     tokens = Tokens(x_TD, ids_TK, weights_TK)
     single = Tokens(x_TD.repeat(K, 1), ids_TK.t().reshape(-1, 1), weights_TK.t().reshape(-1, 1))
-    dispatcher.load.begin(is_again=False)
-    counts_E = torch.bincount(ids_TK.flatten(), minlength=job["experts"])
-    dispatcher.sum_over_processes(counts_E)
-    auto = dispatcher._faster(world.size, K, x_TD)
     with torch.no_grad():
+        dispatcher.load.begin(is_again=False)
+        counts_E = torch.bincount(ids_TK.flatten(), minlength=job["experts"])
+        dispatcher.sum_over_processes(counts_E)
+        auto = dispatcher._faster(world.size, tokens)
         variants = {
             "flat": partial(go, True, tokens),
             "hierarchical": partial(go, False, tokens),

@@ -1,62 +1,22 @@
 """A table of mistakes: each gives one line with the value, the rule and the fix, a non-zero exit code, and overwrites nothing."""
 
 import errno
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support.mistakes import Mistake, Words, check, digest, plain, training, with_file
+from tests.support.mistakes_of_input import INPUT
+from tests.support.mistakes_of_runs import RUNS
 from tests.support.patience import PATIENCE_S
 from tests.support.place import TEXT, Place
 
 from expertmesh.cli.main import main
-
-
-def digest(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder, but for the lock, which holds the number of the last process."""
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "lock"
-    }
-
-
-# What a mistake needs before the call; returns the words of the call.
-Words = Callable[[Place], list[str]]
-
-
-@dataclass
-class Mistake:
-    words: Words
-    says: list[str]
-    code: int = 2
-    # Folders in which the call may add files (never change any), and files that a run which fails later may continue.
-    may_add: tuple[str, ...] = ()
-    may_continue: tuple[str, ...] = ()
-
-
-def plain(*words: str) -> Words:
-    return lambda place: list(words)
-
-
-def training(*words: str) -> Words:
-    return lambda place: place.train(*words)
-
-
-def with_file(name: str, content: bytes) -> Words:
-    def prepare(place: Place) -> list[str]:
-        Path(place.path(name)).write_bytes(content)
-        return place.train("--data.path", place.path(name))
-
-    return prepare
-
 
 COMMAND_LINE = {
     "no such verb": Mistake(plain("trian", "gpt-moe-test"), ["trian", "did you mean train?"]),
@@ -391,9 +351,9 @@ def generate_without_checkpoints(place: Place) -> list[str]:
 
 
 def generate_from_nan(place: Place) -> list[str]:
-    import expertmesh.training.state as state
+    import expertmesh.training.trained as trained
 
-    load = state.load_weights
+    load = trained.load_weights
 
     def spoiled(path, model):
         load(path, model)
@@ -402,7 +362,7 @@ def generate_from_nan(place: Place) -> list[str]:
                 parameter.fill_(float("nan"))
 
     place.with_run()
-    place.patch.setattr(state, "load_weights", spoiled)
+    place.patch.setattr(trained, "load_weights", spoiled)
     return place.generate()
 
 
@@ -493,24 +453,19 @@ REPORT = {
     ),
 }
 
-MISTAKES = COMMAND_LINE | DATA | RUN_DIRECTORY | GENERATE | REPORT
-
-
-def check(
-    mistake: Mistake, code: int, errors: str, before: dict[str, str], after: dict[str, str]
-) -> None:
-    lines = errors.splitlines()
-    assert code == mistake.code, errors
-    assert len(lines) == 1, errors
-    assert lines[0].startswith("error: ")
-    assert ";" in lines[0], f"no fix in: {lines[0]}"
-    assert "Traceback" not in lines[0]
-    assert "unexpected" not in lines[0].replace("unexpected word", "")
-    assert [text for text in mistake.says if text not in lines[0]] == [], lines[0]
-    changed = {name for name in before if after.get(name) != before[name]}
-    assert changed <= set(mistake.may_continue), f"overwritten: {changed}"
-    added = {name for name in set(after) - set(before) if not name.startswith(mistake.may_add)}
-    assert added == set(), f"left behind: {added}"
+KIN = INPUT | RUNS
+MISTAKES = {
+    f"{item}: {name}": mistake
+    for item, table in {
+        "command line": COMMAND_LINE,
+        "data": DATA,
+        "run directory": RUN_DIRECTORY,
+        "generate": GENERATE,
+        "report": REPORT,
+        **KIN,
+    }.items()
+    for name, mistake in table.items()
+}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -524,10 +479,11 @@ def test_mistake(name, place, capfd):
 
 
 def test_the_table_is_long_enough():
-    assert len(MISTAKES) >= 40
+    assert len(MISTAKES) >= 120
+    assert all(len(table) >= 4 for table in KIN.values())
 
 
-@pytest.mark.parametrize("name", ["unknown option", "run exists"])
+@pytest.mark.parametrize("name", ["command line: unknown option", "run directory: run exists"])
 def test_mistake_in_a_process_of_its_own(name, place):
     mistake = MISTAKES[name]
     words = mistake.words(place)

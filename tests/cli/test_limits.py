@@ -1,10 +1,10 @@
 """Numbers beyond what a machine or a type holds, and files of runs that are not what they should be: the rule and the fix in one line."""
 
-import hashlib
 import json
 import shutil
 
 import pytest
+from tests.support.mistakes import reseal
 
 from expertmesh.cli.main import main
 
@@ -56,16 +56,8 @@ def test_a_dry_run_of_what_has_no_room_shows_the_parts(place, capsys):
 def change_state(folder, name, value):
     """Another value in state.json, with its checksum."""
     for file in folder.glob("checkpoints/*/state.json"):
-        state = json.loads(file.read_text())
-        state[name] = value
-        file.write_text(json.dumps(state))
-        manifest = file.with_name("manifest.json")
-        files = json.loads(manifest.read_text())
-        files["files"]["state.json"] = {
-            "size": file.stat().st_size,
-            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
-        }
-        manifest.write_text(json.dumps(files))
+        file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+        reseal(file.parent)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,14 @@ def test_meshes(four_ranks):
         (3, 4, 64, 2, 1, "use dp_replicate_degree=6, or"),
         (6, 4, 64, 1, 2, "use dp_replicate_degree=3, or"),
         (12, 4, 64, 1, 1, "use dp_replicate_degree=3, or"),
-        (3, 4, 64, 1, 3, "must divide num_experts; use a hidden_dim divisible by 3"),
+        (
+            3,
+            4,
+            64,
+            1,
+            3,
+            "use tp_degree=1 with dp_replicate_degree=3, or a hidden_dim divisible by 3",
+        ),
     ],
 )
 def test_the_fix_is_the_flag_that_changes_no_model(

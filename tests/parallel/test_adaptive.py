@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tests.support.replicas import world_of
+from torch.utils.checkpoint import checkpoint
 
 from expertmesh.cli.bench import plot, run, table
 from expertmesh.comm.measure import fit, measure
@@ -155,6 +156,33 @@ def test_links_are_measured(four_ranks):
 def test_one_rank_has_no_links():
     with pytest.raises(ConfigError, match="there is one rank; start more with torchrun"):
         run(["comm"])
+
+
+def repeated(first, second):
+    """Two checkpointed forwards that wait for one backward, after one that does not wait any more."""
+    layer = spread(world_of()).first
+    x = torch.ones(2, D, dtype=torch.float64, requires_grad=True)
+
+    def run(way):
+        return checkpoint(lambda x: layer(x, **way)[0], x, use_reentrant=False).sum()
+
+    run({"route_degree": 1}).backward()
+    (run(first) + run(second)).backward()
+    return x.grad
+
+
+def ambiguous():
+    with pytest.raises(ConfigError, match="layer 0: 2 forwards that went different ways wait"):
+        repeated({"overlap_degree": 2}, {})
+
+
+def test_a_forward_is_repeated_the_way_it_went(four_ranks):
+    ways = {"overlap_degree": 2}, {"overlap_degree": 2}
+    for one, other in zip(
+        four_ranks.run(repeated, *ways), four_ranks.run(repeated, {}, {}), strict=True
+    ):
+        assert relative_error(one, other) <= FP64_RELATIVE
+    four_ranks.run(ambiguous)
 
 
 def refused():

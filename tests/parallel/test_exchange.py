@@ -157,8 +157,8 @@ class Order:
     def __init__(self, exchange):
         self.notes, start_parts = [], exchange.start_parts
 
-        def noted(tokens, num_parts):
-            outbounds = start_parts(tokens, num_parts)
+        def noted(tokens, num_parts, num_pieces):
+            outbounds = start_parts(tokens, num_parts, num_pieces)
             for i, outbound in enumerate(outbounds):
                 for name in ("advance", "finish", "start_home"):
                     self.note(outbound, name, i)

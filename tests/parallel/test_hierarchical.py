@@ -11,6 +11,7 @@ from tests.support.spread_case import D, E, SpreadCase, build, compare, world_of
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Tokens
+from expertmesh.parallel.experts import dispatcher
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.exchange import Ragged
 from expertmesh.parallel.experts.hierarchical import Hierarchical
@@ -21,16 +22,23 @@ EIGHT = {"4x2": (0, 0, 1, 1, 2, 2, 3, 3), "5+3": (0, 0, 0, 0, 0, 1, 1, 1)}
 SPREADS = [{}, {"es_degree": 2}, {"es_degree": 2, "overlap_degree": 3}, {"route_degree": 2}]
 
 
-def exact(nodes, spreads, tokens):
-    for spread in spreads:
-        way = spread | {"all_to_all": "hierarchical", "nodes": nodes}
-        compare(SpreadCase({"top_k": 3}, way, tokens=tokens))
+def exact(nodes, spreads, tokens, piece_bytes=dispatcher.PIECE_BYTES):
+    with mock.patch.object(dispatcher, "PIECE_BYTES", piece_bytes):
+        for spread in spreads:
+            way = spread | {"all_to_all": "hierarchical", "nodes": nodes}
+            compare(SpreadCase({"top_k": 3}, way, tokens=tokens))
 
 
 @pytest.mark.parametrize("nodes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("tokens", [TOKENS, (0,) * 8, (0, 1, 0, 0)], ids=str)
 def test_nodes_of_four_ranks(four_ranks, nodes, tokens):
     four_ranks.run(exact, nodes, SPREADS, tokens)
+
+
+@pytest.mark.parametrize("nodes", SHAPES.values(), ids=SHAPES)
+def test_tokens_cross_in_pieces(four_ranks, nodes):
+    """Pieces without tokens included, and pieces of parts."""
+    four_ranks.run(exact, nodes, [{}, {"overlap_degree": 2}], TOKENS, 64)
 
 
 @pytest.mark.parametrize("nodes", EIGHT.values(), ids=EIGHT)
@@ -51,15 +59,14 @@ def bytes_across(nodes):
     """What one rank sends across, out and home and both gradients, and the copies of tokens that should cross."""
     world, rank = world_of(False), dist.get_rank()
     layer = build(SpreadCase(), torch.float64)
-    dispatcher = spread_experts(layer, world, all_to_all="hierarchical", nodes=nodes)
-    exchange = dispatcher.exchange()
+    exchange = spread_experts(layer, world, all_to_all="hierarchical", nodes=nodes).exchange()
     assert type(exchange) is Hierarchical
     generator = torch.Generator().manual_seed(rank)
     ids_TK = torch.stack([torch.randperm(E + 1, generator=generator)[:3] for _ in range(20)])
     x_TD = torch.randn(20, D, dtype=torch.float64, requires_grad=True)
     weights_TK = torch.rand(20, 3, dtype=torch.float64, requires_grad=True)
     with world.traffic.logged() as log:
-        outbound = exchange.start(Tokens(x_TD, ids_TK, weights_TK))
+        (outbound,) = exchange.start_parts(Tokens(x_TD, ids_TK, weights_TK), 1, num_pieces=3)
         arrived = outbound.finish()
         y_TD = outbound.start_home(arrived.x_TD * arrived.weights_TK.sum(1, True)).finish()
         y_TD.sum().backward()

@@ -4,6 +4,7 @@ import itertools
 import logging
 
 import pytest
+import torch
 
 from expertmesh.config.way import Way
 from expertmesh.costs.communication import (
@@ -17,6 +18,7 @@ from expertmesh.costs.communication import (
     travel_seconds,
 )
 from expertmesh.costs.layer_time import LayerShape, Machine, extra_bytes, step_time
+from expertmesh.parallel.experts.load import LoadRecord
 from expertmesh.planner.cache import (
     Topology,
     load_network,
@@ -109,6 +111,20 @@ def test_the_fastest_measured_way_is_settled_in_bounded_trials():
     other = TokenLoad.even(512, 2, 8)
     assert Bucket.of(other, num_ranks=4, trains=True) != bucket
     assert Tuner(rank, known=told[0]).choose(HOT, bucket) == (way, None)
+
+
+def test_a_capacity_factor_is_part_of_a_bucket():
+    """What it drops is no load."""
+    found = [
+        Bucket.of(HOT, num_ranks=4, trains=True, capacity_factor=factor).key
+        for factor in (None, 1.0, 1.25)
+    ]
+    assert len(set(found)) == 3 and found[1].endswith("-C1")
+    record = LoadRecord(4, num_ranks=2)
+    record.note(torch.tensor([70, 10, 10, 10]))
+    loads = [record.token_load(1, factor) for factor in (None, 2.0)]
+    assert [load.shares[0] for load in loads] == [0.7, 0.5]
+    assert [load.num_tokens for load in loads] == [50, 50]
 
 
 def test_what_does_not_fit_is_never_tried():

@@ -1,10 +1,9 @@
 """`--config run.yaml`: the values of a run from a file, beside which the words of the command line win."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from expertmesh.config.base import nearest_name, shown
+from expertmesh.config.base import expanded, nearest_name, shown
 from expertmesh.errors import ConfigError
 
 
@@ -22,14 +21,14 @@ def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
     """
     import yaml
 
-    file = Path(path).expanduser()
+    file = expanded(path)
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: does not exist; check the path") from None
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({error}); give a text file") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(f"--config {path}: is no YAML ({reason}); correct it") from None
     if not isinstance(found, Mapping):

@@ -3,6 +3,7 @@
 from argparse import RawDescriptionHelpFormatter
 
 from expertmesh.cli.flags import OptionParser, chosen_run
+from expertmesh.config.base import expanded
 
 _EXAMPLES = """\
 examples:
@@ -22,7 +23,6 @@ def run(argv: list[str]) -> int:
         CheckpointError: there is no usable checkpoint.
     """
     from expertmesh.training.export import export
-    from expertmesh.training.run_dir import expanded
 
     parser = _parser()
     options = parser.parse_args(argv)

@@ -3,11 +3,10 @@
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from expertmesh.cli.flags import OptionParser
-from expertmesh.config.base import FieldError
+from expertmesh.config.base import FieldError, expanded
 from expertmesh.errors import ConfigError
 
 _EXAMPLES = """\
@@ -19,6 +18,7 @@ examples:
   expertmesh generate --run runs/gpt-moe-demo --interactive
 """
 
+_TEMPERATURE = 0.8
 _NO_PROMPT = (
     "no prompt; write it last, and -- before one that begins with -: generate --run DIR -- '-x'"
 )
@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
         "max_new_tokens": options.max_tokens,
         "sampling": Sampling(
             greedy=options.greedy,
-            temperature=options.temperature,
+            temperature=_TEMPERATURE if options.temperature is None else options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
             seed=options.seed,
@@ -102,6 +102,12 @@ def _parse(argv: list[str]) -> Any:
         raise ConfigError(
             "prompts, --prompt-file and --interactive are three ways to say the same; use one of them"
         )
+    for name in ("temperature", "top_k", "top_p"):
+        value = getattr(options, name)
+        if options.greedy and value is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value}: has no effect with --greedy; leave one of them out"
+            )
     return options
 
 
@@ -139,7 +145,6 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--temperature",
         type=float,
-        default=0.8,
         metavar="X",
         help="below 1: more likely tokens; 0: greedy (0.8)",
     )
@@ -161,7 +166,7 @@ def _prompts(options: Any) -> list[str]:
     """The texts to continue, checked before anything is loaded; none of an interactive call."""
     try:
         if options.prompt_file is not None:
-            path = Path(options.prompt_file).expanduser()
+            path = expanded(options.prompt_file)
             prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
             if not prompts:
                 raise ConfigError(f"--prompt-file {path}: has no line; write a prompt on each")
@@ -170,6 +175,10 @@ def _prompts(options: Any) -> list[str]:
             prompts = [sys.stdin.read()] if read else options.prompt
         for prompt in prompts:
             prompt.encode()
+    except OSError as error:
+        raise ConfigError(
+            f"--prompt-file {options.prompt_file}: cannot be read ({error.strerror}); name a file with a prompt on each line"
+        ) from None
     except UnicodeError:
         raise ConfigError(
             "prompt: is not UTF-8 text; convert it, for example with iconv -t UTF-8"

@@ -79,6 +79,12 @@ def _convert(argv: list[str]) -> int:
     return run(argv)
 
 
+def _evaluate(argv: list[str]) -> int:
+    from expertmesh.cli.evaluate import run
+
+    return run(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     from expertmesh.cli.doctor import run
 
@@ -116,6 +122,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "convert": (
         _convert,
         "hub checkpoints in and out:   expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
+    ),
+    "evaluate": (
+        _evaluate,
+        "lm-evaluation-harness:        expertmesh evaluate --run runs/demo --tasks quiz.yaml",
     ),
     "data": (_data, "make parallel text:           expertmesh data lohelp --packages debs/"),
     "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
@@ -266,6 +276,11 @@ def _os_error_text(error: OSError) -> str:
         errno.EEXIST: "something is in the way: choose another path",
         errno.ENOTDIR: "check the path: a part of it is a file",
         errno.EISDIR: "name a file, not a folder",
+        errno.ENAMETOOLONG: "choose a shorter name",
+        errno.ELOOP: "the links lead to one another: name the file itself",
+        errno.EIO: "the disk fails: choose another one, and look after this one",
+        errno.EMFILE: "too many files are open: raise the limit (ulimit -n)",
+        errno.ENFILE: "too many files are open on this machine: close some",
     }
     fix = fixes.get(error.errno, "run again with --debug for the traceback")
     return f"{error.strerror}{where}; {fix}"

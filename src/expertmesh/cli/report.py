@@ -209,12 +209,18 @@ def curve_table(metrics: list[dict[str, Any]], family: Family = GPT) -> str:
     for m in chosen:
         key = f"eval_{metric.key}"
         lines.append(
-            f"{m['step']:>8,} {m[items]:>12,} {_number(m['loss']):>8} {_number(m[key]) if key in m else '':>10}"
-            f" {m[f'{items}_per_second']:>9,.0f} {_number(m['load_imbalance'], 2):>9}"
+            f"{m['step']:>8,} {_count(m, items):>12} {_number(m['loss']):>8} {_number(m[key]) if key in m else '':>10}"
+            f" {_count(m, f'{items}_per_second'):>9} {_number(m.get('load_imbalance'), 2):>9}"
         )
     if skipped := metrics[-1].get("skipped_steps"):
         lines.append(f"{skipped:,} steps were skipped: a loss or gradient was not finite")
     return "\n".join(lines)
+
+
+def _count(line: dict[str, Any], name: str) -> str:
+    """A whole number of a metrics file; empty where it has none."""
+    value = line.get(name)
+    return "" if value is None or not math.isfinite(value) else f"{value:,.0f}"
 
 
 def _number(value: float | None, places: int = 4) -> str:

@@ -139,14 +139,15 @@ def expert_degrees(
         fix = f"use es_degree={min(fits, key=lambda d: abs(math.log(d / f)))}"
     else:
         # More copies of the model change nothing of it; for one rank of a copy everything fits.
-        copies = [
-            r
-            for r in divisors(num_ranks // tp_degree)
+        tp, copies = next(
+            (t, r)
+            for t in reversed(divisors(tp_degree))
+            for r in divisors(num_ranks // t)
             if _slices(num_ranks // r, num_experts, hidden_dim)
-        ]
+        )
         wanted = num_ranks // math.gcd(num_experts, num_ranks)
-        fix = f"use dp_replicate_degree={num_replicas * copies[0]}, or " if copies else "use "
-        fix += f"a hidden_dim divisible by {wanted}"
+        fix = "use " if tp == tp_degree else f"use tp_degree={tp} with "
+        fix += f"dp_replicate_degree={num_replicas * copies}, or a hidden_dim divisible by {wanted}"
     raise ConfigError(
         f"es_degree={f} on {num_ranks} ranks, with num_experts={num_experts} and hidden_dim={hidden_dim}: es_degree must "
         f"divide the ranks and hidden_dim, and ranks / es_degree must divide num_experts; {fix}"

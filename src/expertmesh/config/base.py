@@ -1,6 +1,7 @@
 """What all configuration models share: frozen, no unknown keys, one-line errors. Never imports torch."""
 
 import difflib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -89,17 +90,21 @@ class Config(BaseModel):
             raise first_error(error, type(self)) from None
 
     @model_validator(mode="after")
-    def _check_sizes(self) -> Self:
-        """Whole numbers must be those of a machine: they become sizes and seeds of tensors."""
+    def _check_values(self) -> Self:
+        """Whole numbers must be those of a machine: they become sizes and seeds of tensors. Texts are written as UTF-8."""
         for name in type(self).model_fields:
             value = getattr(self, name)
-            for number in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(number, int) and not -_TOO_LARGE <= number < _TOO_LARGE:
+            for one in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(one, int) and not -_TOO_LARGE <= one < _TOO_LARGE:
+                    raise FieldError(
+                        name, one, "must be a number of 64 bits, below 2**63", "use a smaller one"
+                    )
+                if isinstance(one, str) and not _is_clean(one):
                     raise FieldError(
                         name,
-                        number,
-                        "must be a number of 64 bits, below 2**63",
-                        "use a smaller one",
+                        ascii(one)[1:-1],
+                        "must be text in UTF-8 without NUL",
+                        "rename the file, or name its folder",
                     )
         return self
 
@@ -188,6 +193,11 @@ def dotted(location: Location) -> str:
     return text
 
 
+def _is_clean(text: str) -> bool:
+    """Whether a text can be a file name and be written in UTF-8."""
+    return "\0" not in text and text.encode(errors="replace").decode() == text
+
+
 def shown(value: object) -> str:
     """A value for an error message: short, on one line."""
     text = (" ".join(value.split()) or "''") if isinstance(value, str) else repr(value)
@@ -250,6 +260,30 @@ def _rule_and_fix(found: ErrorDetails, default: object) -> tuple[str, str]:
         rule = found["msg"][:1].lower() + found["msg"][1:]
     usable = default is not None and not isinstance(default, BaseModel)
     return rule, f"for example {shown(default)}" if usable else "change it or leave it out"
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with ~ and ~user replaced by the home folder.
+
+    Raises:
+        ConfigError: there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{path}: there is no such user; write the whole path") from None
+
+
+def parse_json(data: bytes | str) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: it is none, or nested without end.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def user_cache_dir() -> Path:

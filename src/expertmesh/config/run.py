@@ -82,12 +82,16 @@ class TrainConfig(Config):
     """Compute precision; auto: bfloat16 or float32, what is faster here for this model, measured once and kept with the run."""
     init_from: str | None = None
     """Run whose newest weights, model options and tokenizer this one begins with, for instance a converted one; none: new ones."""
+    branch_from: str | None = None
+    """Run with schedule=wsd, the trunk, whose checkpoint at the step where this run's decay begins is taken further; none: no branch."""
     resume: Resume = "never"
     """auto: from the newest good checkpoint if there is one; never: the run directory must be new; required."""
     checkpoint_every: int = Field(default=200, gt=0)
     """Steps between checkpoints; the last step is always saved."""
     keep_last: int = Field(default=2, gt=0)
     """Newest checkpoints kept, beside the best."""
+    keep_every: int | None = Field(default=None, gt=0)
+    """Checkpoints of multiples of this step stay, too, for branches; a multiple of checkpoint_every. None: only the newest."""
     eval_every: int = Field(default=100, gt=0)
     """Steps between evaluations; the first and the last step are always evaluated."""
     eval_batches: int = Field(default=16, gt=0)
@@ -103,6 +107,18 @@ class TrainConfig(Config):
     def _check(self) -> Self:
         check_not_empty("run_dir", self.run_dir)
         check_not_empty("init_from", self.init_from)
+        check_not_empty("branch_from", self.branch_from)
+        if self.init_from is not None and self.branch_from is not None:
+            raise FieldError(
+                "branch_from", self.branch_from, "conflicts with init_from", "leave one of them out"
+            )
+        if self.keep_every is not None and self.keep_every % self.checkpoint_every:
+            raise FieldError(
+                "keep_every",
+                self.keep_every,
+                f"must be a multiple of checkpoint_every, {self.checkpoint_every}",
+                "choose one",
+            )
         if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device) is None:
             raise FieldError(
                 "device", self.device, "must be auto, cpu, cuda or cuda:N", "for example cpu"
@@ -292,6 +308,13 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         schedule_steps = self.total_schedule_steps
+        if self.train.branch_from is not None and self.optim.schedule != "wsd":
+            raise FieldError(
+                ("train", "branch_from"),
+                self.train.branch_from,
+                f"needs a schedule that is constant until its decay, and optim.schedule is {self.optim.schedule}",
+                "use optim.schedule=wsd in both runs",
+            )
         if self.optim.warmup_steps > schedule_steps:
             raise FieldError(
                 ("optim", "warmup_steps"),

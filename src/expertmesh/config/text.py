@@ -1,12 +1,11 @@
 """Options of text data."""
 
 import re
-from pathlib import Path
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from expertmesh.config.base import Config, FieldError
+from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.run import check_not_empty
 
 
@@ -58,4 +57,4 @@ class TextConfig(Config):
 
 
 def _is_folder(path: str) -> bool:
-    return Path(path).expanduser().is_dir()
+    return expanded(path).is_dir()

@@ -5,7 +5,6 @@ The seam: `rows_of` gives the readers of a file's texts, or None for a file that
 """
 
 import importlib.util
-import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from expertmesh.config.base import expanded, parse_json
 from expertmesh.data.files import is_packed, opened
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError
@@ -80,7 +80,7 @@ class _Kept:
 
 def _field(line: bytes) -> str | None:
     try:
-        text = json.loads(line).get(COLUMN)
+        text = parse_json(line).get(COLUMN)
     except (ValueError, AttributeError):
         raise OSError(None, "not a JSON object") from None
     if not isinstance(text, str):
@@ -151,7 +151,7 @@ class _Tokens:
 
 @cache
 def _tokenizer(path: str) -> Any:
-    return load_tokenizer(Path(path).expanduser())
+    return load_tokenizer(expanded(path))
 
 
 def _megatron(path: Path, tokenizer: str | None) -> list[Reader]:

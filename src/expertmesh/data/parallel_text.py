@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from expertmesh.config.base import nearest_name, user_cache_dir
+from expertmesh.config.base import expanded, nearest_name, user_cache_dir
 from expertmesh.config.seq2seq import ParallelTextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.order import permutation
@@ -102,7 +102,7 @@ def find_folder(name: str) -> Path:
     Raises:
         ConfigError: there is none; says how to get data.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     places = [path]
     if len(path.parts) == 1:
         places += [Path("data") / name, Path("../shared/data") / name, user_cache_dir() / name]
@@ -161,7 +161,7 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
             for code in sorted(found):
                 digest.update(hashlib.sha256(_bytes(found[code])).digest())
     key = digest.hexdigest()[:24]
-    base = Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_dir()
+    base = expanded(config.cache_dir) if config.cache_dir else user_cache_dir()
     folder = base / f"parallel-{key}"
     fill_once(folder, partial(_build, splits, languages, vocab_size=vocab_size))
     training, validation = (_open(folder, name) for name in _SPLIT_NAMES)

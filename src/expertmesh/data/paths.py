@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from expertmesh.config.base import expanded
 from expertmesh.data.files import printable
 from expertmesh.errors import ConfigError
 
@@ -63,7 +64,7 @@ def _weight(digits: str, text: str) -> float:
 
 
 def _matching(text: str) -> list[Path]:
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.exists():
         return [path]
     if not glob.has_magic(text):

@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from expertmesh.config.base import user_cache_dir
+from expertmesh.config.base import expanded, parse_json, user_cache_dir
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
 from expertmesh.data.news import Progress
@@ -98,10 +98,10 @@ def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
     identity = f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{corpus.digest}"
     given: Tokenizer | None = None
     if config.encode_with is not None:
-        given = given_tokenizer(Path(config.encode_with).expanduser(), vocab_size=vocab_size)
+        given = given_tokenizer(expanded(config.encode_with), vocab_size=vocab_size)
         identity += f"|{given.to_str()}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:24]
-    base = Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_dir()
+    base = expanded(config.cache_dir) if config.cache_dir else user_cache_dir()
     folder = base / f"tokens-{key}"
     if damage_of_cache(folder) is not None:
         _make_folder(base)
@@ -138,7 +138,7 @@ def _make_folder(path: Path) -> None:
 def damage_of_cache(folder: Path) -> str | None:
     """What is wrong with a cache entry, or None; reads all of it. Entries of old have no checksums, only sizes."""
     try:
-        index = json.loads((folder / "index.json").read_bytes())
+        index = parse_json((folder / "index.json").read_bytes())
         width = np.dtype(index["dtype"]).itemsize
         sizes = {
             f"{name}.bin": index[name]["num_tokens"] * width for name in ("training", "validation")
@@ -184,7 +184,7 @@ def open_shard(folder: Path, name: str) -> Shard:
         folder: the cache entry.
         name: "training" or "validation".
     """
-    index = json.loads((folder / "index.json").read_text())
+    index = parse_json((folder / "index.json").read_text())
     entry = index[name]
     tokens = np.memmap(
         folder / f"{name}.bin", dtype=index["dtype"], mode="r", shape=(entry["num_tokens"],)

@@ -3,12 +3,17 @@
 Mended: conversions to BF16 truncate, dot products of BF16 multiply bit patterns, xor reductions (of which tl.sort is
 full) loop over elements in Python, a nested jit function leaves triton.language patched for good, and loop bounds
 fail from NumPy 2.4 on. Arithmetic on BF16 without a conversion to FP32 first stays wrong: kernels convert.
+
+Half of its time went into types: what depends on a shape or a type alone is found once here, and the sums of integers
+are not computed a second time, in 64 bits, to see whether 32 were enough.
 """
 
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -55,9 +60,12 @@ def _constant_names(kernel: Any) -> set[str]:
 
 
 def _rewritten(kernel: Any) -> Callable[..., Any]:
-    if isinstance(kernel, JITFunction):
-        return InterpretedFunction(kernel.fn).rewrite()
-    return kernel.rewrite()
+    return _rewrite(kernel.fn) if isinstance(kernel, JITFunction) else kernel.rewrite()
+
+
+@cache
+def _rewrite(function: Callable[..., Any]) -> Callable[..., Any]:
+    return InterpretedFunction(function).rewrite()
 
 
 def _module_with_language() -> FunctionType:
@@ -76,12 +84,52 @@ def _interpreted_language() -> Iterator[None]:
     scope.set_attr(InterpreterBuilder, "cast_impl", _cast)
     scope.set_attr(InterpreterBuilder, "create_dot", _dot(InterpreterBuilder.create_dot))
     scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+    _find_types_once(scope)
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")  # masked-out lanes overflow and divide by zero
             yield
     finally:
         scope.restore()
+
+
+# by the name of a type, by its name and a shape, by a shape; filled while _LOCK is held
+_np_dtypes: dict[str, np.dtype[Any]] = {}
+_blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+_sizes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _find_types_once(scope: Any) -> None:
+    np_dtype = interpreter._get_np_dtype
+    new_block, new_tensor = tl.block_type.__init__, tl.tensor.__init__
+
+    def np_dtype_of(tt_dtype: Any) -> np.dtype[Any]:
+        name = tt_dtype.scalar.name
+        if name not in _np_dtypes:
+            _np_dtypes[name] = np_dtype(tt_dtype)
+        return _np_dtypes[name]
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([s.value if isinstance(s, tl.constexpr) else s for s in shape])
+        known = _blocks.get((element_ty.name, sizes))
+        if known is None:
+            new_block(self, element_ty, shape)
+            known = _blocks[element_ty.name, sizes] = dict(vars(self))
+        vars(self).update(known)
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in _sizes:
+            new_tensor(self, handle, type)
+            _sizes[sizes] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = _sizes[sizes]
+
+    builder = interpreter.interpreter_builder
+    scope.set_attr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    scope.set_attr(interpreter, "_get_np_dtype", np_dtype_of)
+    scope.set_attr(tl.block_type, "__init__", block)
+    scope.set_attr(tl.tensor, "__init__", tensor)
 
 
 def _reduce(otherwise: Callable[..., Any]) -> Callable[..., Any]:

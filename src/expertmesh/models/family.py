@@ -8,18 +8,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from expertmesh.comm.world import World
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.classifier import Classifier
 from expertmesh.models.decoder import CausalLM, Translation
 from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.apply import degrees_of, parallelize
+from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.ranks import Ranks
 
 Batch = Any
@@ -113,6 +115,8 @@ class Task(ABC):
     config: Any
     has_lessons = False
     """Whether `loss` listens to a teacher."""
+    is_built_empty = False
+    """Whether `build` makes a model without memory on "meta", whose `init_weights(seed)` then draws the weights."""
     teacher: nn.Module | None = None
     """A model of the family in evaluation mode, placed as the model is, where distill.teacher names one."""
 
@@ -194,13 +198,24 @@ class Task(ABC):
         return ()
 
     def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
-        """The model with its initial weights; spread over the ranks if there are several. Here every rank builds all of it first."""
-        parallel = self.config.parallel
-        home = "cpu" if parallel.offload else device
-        model = self.build(device=home, dtype=dtype)
-        if ranks.world is not None:
-            parallelize(model, parallel, world=ranks.world, blocks=self.blocks(model))
+        """The model with its initial weights; spread over the ranks if there are several.
+
+        Where `is_built_empty`, no rank ever has all of it; else every rank builds the whole model first.
+        """
+        offload, is_empty = self.config.parallel.offload, self.is_built_empty
+        home = "cpu" if offload else device
+        if ranks.world is None:
+            return self.build(device=home, dtype=dtype)
+        model = self.build(device="meta" if is_empty else home, dtype=dtype)
+        self.spread(model, ranks.world)
+        if is_empty:
+            give_memory(model, device=device, offload=offload)
+            cast(Any, model).init_weights(self.config.train.seed)
         return model
+
+    def spread(self, model: nn.Module, world: World) -> None:
+        """Spread a model over ranks, in place."""
+        parallelize(model, self.config.parallel, world=world, blocks=self.blocks(model))
 
     def baseline(self, data: Data) -> Baseline | None:
         """What a report compares the model with; here, nothing."""

@@ -59,6 +59,12 @@ class CallInputs:
     groups: SharedGroups | None
 
     @property
+    def capacity_factor(self) -> float | None:
+        """In force in this call; None: nothing is dropped for a capacity."""
+        factor = None if self.capacity is None else self.capacity.factor
+        return None if factor is None else factor[0] / factor[1]
+
+    @property
     def token_index_T(self) -> Tensor:  # noqa: N802
         """Int64 global indices of the tokens; made when asked for, which is for random numbers only."""
         if self.given_index_T is not None:

@@ -25,12 +25,14 @@ class Tokens:
             of experts, or of local ones) means "no expert".
         weights_TK: (T, K) routing weights of these slots.
         max_rows: a bound on the live slots that the host knows, or None.
+        capacity_factor: about so many times the mean are the most rows of an expert; None: no limit. The same on all processes.
     """
 
     x_TD: Tensor
     expert_ids_TK: Tensor
     weights_TK: Tensor
     max_rows: int | None = None
+    capacity_factor: float | None = None
 
 
 class Experts(Protocol):

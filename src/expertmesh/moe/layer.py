@@ -389,7 +389,11 @@ class MoELayer(nn.Module):
             assigned = call.assign(routed, num_experts=self.num_experts)
         with phase("dispatch"):
             tokens = Tokens(
-                call.x_TD, assigned.expert_ids_TK, assigned.weights_TK, assigned.max_rows
+                call.x_TD,
+                assigned.expert_ids_TK,
+                assigned.weights_TK,
+                assigned.max_rows,
+                call.capacity_factor,
             )
             way = Way(route_degree, overlap_degree, all_to_all, shadow_experts)
             journey = self.dispatcher.start(tokens, way)

@@ -29,28 +29,37 @@ class Bucket:
         top_k: K.
         tokens: of a rank, in half octaves.
         fullness: rows of the fullest rank over the mean, in half octaves.
+        capacity_factor: of the calls; None: nothing is dropped.
     """
 
     trains: bool
     top_k: int
     tokens: int
     fullness: int
+    capacity_factor: float | None = None
 
     @staticmethod
-    def of(load: TokenLoad, *, num_ranks: int, trains: bool) -> "Bucket":
+    def of(
+        load: TokenLoad, *, num_ranks: int, trains: bool, capacity_factor: float | None = None
+    ) -> "Bucket":
         """The bucket of a load on so many ranks that hold the experts."""
         E = len(load.shares)
         blocks = load.block_shares(num_ranks) if E % num_ranks == 0 else list(load.shares)
         fullness = max(blocks) * len(blocks)
         return Bucket(
-            trains, load.top_k, _half_octaves(load.num_tokens), _half_octaves(max(fullness, 1.0))
+            trains,
+            load.top_k,
+            _half_octaves(load.num_tokens),
+            _half_octaves(max(fullness, 1.0)),
+            capacity_factor,
         )
 
     @property
     def key(self) -> str:
         """As text."""
         mode = "train" if self.trains else "infer"
-        return f"{mode}-K{self.top_k}-T{self.tokens}-F{self.fullness}"
+        capacity = "" if self.capacity_factor is None else f"-C{self.capacity_factor:g}"
+        return f"{mode}-K{self.top_k}-T{self.tokens}-F{self.fullness}{capacity}"
 
 
 def _half_octaves(value: float) -> int:

@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from expertmesh.config.base import expanded
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.reporting.read import read_run
 from expertmesh.reporting.sample import sample_of_run
@@ -41,15 +42,26 @@ def report(*runs: str | Path, page: str | Path | None = None) -> Path:
     find_plotly()
     from plotly.offline import get_plotlyjs
 
+    given = None if page is None else _target(expanded(page))
     found = [{**read_run(run), **_sample(run)} for run in runs]
-    target = Path(runs[0], PAGE_NAME) if page is None else Path(page)
-    target = target.expanduser()
-    if target.is_dir() or (target.exists() and not target.is_file()):
-        raise ConfigError(f"page={target}: is no regular file; name a file that may be replaced")
+    target = _target(expanded(runs[0]) / PAGE_NAME) if given is None else given
     partial = target.with_name(f"{target.name}.partial")
     partial.write_text(_filled(found, get_plotlyjs()), encoding="utf-8")
     partial.rename(target)
     return target
+
+
+def _target(page: Path) -> Path:
+    """A place where a page can be written.
+
+    Raises:
+        ConfigError: it is something else than a file, or in no folder.
+    """
+    if page.is_dir() or (page.exists() and not page.is_file()):
+        raise ConfigError(f"page={page}: is no regular file; name a file that may be replaced")
+    if not page.parent.is_dir():
+        raise ConfigError(f"page={page}: there is no folder {page.parent}; make it first")
+    return page
 
 
 def find_plotly() -> None:

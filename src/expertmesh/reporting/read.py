@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from expertmesh.config.base import parse_json
 from expertmesh.config.family import FAMILIES
-from expertmesh.errors import ConfigError
 from expertmesh.training.expert_use import read_use
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.run_dir import RunDir
@@ -26,8 +26,6 @@ def read_run(path: str | Path) -> dict[str, Any]:
         ConfigError: this is no run directory.
     """
     folder = RunDir(path)
-    if not folder.path.is_dir():
-        raise ConfigError(f"run {path}: does not exist; train one with: expertmesh train")
     config, recipe = folder.read_values()
     lines = read_metrics(folder.metrics)
     family = FAMILIES.get(config.get("family", "gpt"))
@@ -50,7 +48,9 @@ def read_run(path: str | Path) -> dict[str, Any]:
 def _status(lines: list[dict[str, Any]], config: Mapping[str, Any]) -> str:
     if not lines:
         return "no step was recorded"
-    wanted, last = config.get("train", {}).get("steps", 0), lines[-1]
+    train, last = config.get("train"), lines[-1]
+    wanted = train.get("steps", 0) if isinstance(train, Mapping) else 0
+    wanted = wanted if isinstance(wanted, int) else 0
     done = f"{last['step']:,} of {wanted:,} steps"
     if last.get("loss") is None or last.get("grad_norm") is None:
         return f"diverged: the last step is not finite; {done}"
@@ -120,6 +120,6 @@ def flat(values: Any, prefix: str = "") -> dict[str, str]:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}

@@ -37,6 +37,8 @@ ROUNDING_CONFIDENCE = 4.0
 """Lambda of the probabilistic rounding bound. By Hoeffding's inequality a sum exceeds it with a probability below
 2 exp(-lambda^2 / 2) = 7e-4 if every rounding is as large as it can be, and 2 exp(-3 lambda^2 / 2) = 8e-11 if roundings
 are spread evenly (variance u^2 / 3)."""
+LIKELIHOOD_NATS = 1e-4
+"""Largest difference between the log-probabilities that two implementations of a model give the same text, in FP32."""
 SMALLEST_SCALE = 1e-30
 """Stands for the largest value where everything is zero, so that a relative rule stays defined."""
 

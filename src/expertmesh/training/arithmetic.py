@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from expertmesh.config.base import parse_json
 from expertmesh.costs.products import Product
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu import products as cpu_products
@@ -181,7 +182,7 @@ def read_arithmetic(path: Path) -> Arithmetic | None:
         ConfigError: the file is unreadable.
     """
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
         found = Arithmetic(**values)
         if found.library not in ("blas", "onednn") or found.device not in ("cpu", "cuda"):
             raise ValueError(path)

@@ -32,6 +32,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from expertmesh.config.base import parse_json
 from expertmesh.errors import CheckpointError, PeerError
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint_index import read_plain
@@ -57,6 +58,7 @@ class CheckpointStore:
     Args:
         folder: holds the checkpoints; made when the first is saved. The same for all ranks.
         keep_last: the newest so many are kept, and the one with the lowest evaluation loss.
+        keep_every: those of multiples of this step are kept, too.
         ranks: the ranks; None: this process alone.
         write: writes a rank's tensors into a folder; None: `write_tensors`.
     """
@@ -66,11 +68,12 @@ class CheckpointStore:
         folder: Path,
         *,
         keep_last: int,
+        keep_every: int | None = None,
         ranks: Ranks | None = None,
         write: Callable[[Path, Staged], list[Any]] | None = None,
     ) -> None:
         self.folder = folder
-        self.keep_last = keep_last
+        self.keep_last, self.keep_every = keep_last, keep_every
         self.ranks = Ranks() if ranks is None else ranks
         self.stager = Stager(self.ranks)
         self._write_tensors = write
@@ -231,6 +234,8 @@ class CheckpointStore:
         rated = [(loss, path) for path in paths if (loss := _eval_loss(path)) is not None]
         if rated:
             keep.add(min(rated)[1])
+        if self.keep_every is not None:
+            keep |= {path for path in paths if step_of(path) % self.keep_every == 0}
         for path in paths:
             if path not in keep:
                 self._delete(path)
@@ -241,6 +246,11 @@ class CheckpointStore:
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    return int(path.name.removeprefix(_PREFIX))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -294,7 +304,7 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
         What is wrong, or None.
     """
     try:
-        files = json.loads((path / "manifest.json").read_bytes())["files"]
+        files = parse_json((path / "manifest.json").read_bytes())["files"]
         for name, expected in sorted(files.items())[share[0] :: share[1]]:
             file = path / name
             if not file.is_file():
@@ -315,7 +325,7 @@ def read_state(path: Path) -> dict[str, Any]:
         CheckpointError: unreadable, or of a newer format.
     """
     try:
-        state = json.loads((path / "state.json").read_bytes())
+        state = parse_json((path / "state.json").read_bytes())
         version = state["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(

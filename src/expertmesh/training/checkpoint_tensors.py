@@ -6,6 +6,8 @@ and warn where there is no process group.
 
 import copy
 import os
+import pickle
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -181,7 +183,22 @@ def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     with torch.no_grad():
-        reader.read_data(plan, planner).wait()
+        _read(reader, plan, planner, folder)
+
+
+def _read(
+    reader: FileSystemReader, plan: LoadPlan, planner: DefaultLoadPlanner, folder: Path
+) -> None:
+    """Read the pieces of a plan; `torch.load` inside takes tensors and nothing else."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of a pickle that will be refused
+            reader.read_data(plan, planner).wait()
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        reason = " ".join(str(error).partition("WeightsUnpickler error: ")[2].split())[:120]
+        why = f" ({reason})" if reason else ""
+        raise CheckpointError(
+            f"{folder}: its .distcp files hold no tensors of this checkpoint{why}; choose another checkpoint"
+        ) from error
 
 
 def whole_tensors(folder: Path, names: Iterable[str]) -> Iterator[Tensor]:
@@ -200,7 +217,7 @@ def whole_tensors(folder: Path, names: Iterable[str]) -> Iterator[Tensor]:
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         planner = DefaultLoadPlanner()
         planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
-        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        _read(reader, planner.finish_plan(planner.create_local_plan()), planner, folder)
         yield tensor
 
 

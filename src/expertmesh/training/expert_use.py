@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from expertmesh.training.metrics import read_metrics
+from expertmesh.training.metrics import read_lines
 
 RECORDS = 200
 """A run has at least as many records, or one for each step if it is shorter, and at most twice as many."""
@@ -67,4 +67,22 @@ def use_of_experts(counts: list[list[int]], dropped: list[int], sums: Sequence[f
 
 def read_use(path: Path) -> list[dict[str, Any]]:
     """The records of a run, each with its "step"; [] of a run without experts, or from before there were records."""
-    return [line for line in read_metrics(path) if "counts" in line]
+    lines = [line for line in read_lines(path) if _shape(line) is not None]
+    return [line for line in lines if _shape(line) == _shape(lines[-1])]
+
+
+def _shape(line: dict[str, Any]) -> list[int] | None:
+    """Experts of each layer; None of a line that is no whole record."""
+    try:
+        sizes = [len(counts) for counts in line["counts"]]
+        numbers = [*line["dropped"], *line["entropy"]]
+        for row in (*line["counts"], *line["confidence"]):
+            numbers += row
+        is_whole = (
+            [len(row) for row in line["confidence"]] == sizes
+            and len(line["dropped"]) == len(line["entropy"]) == len(sizes)
+            and all(map(math.isfinite, numbers))
+        )
+    except (KeyError, TypeError):
+        return None
+    return sizes if is_whole else None

@@ -19,6 +19,7 @@ from expertmesh.errors import ConfigError, TrainingDivergedError
 from expertmesh.models.family import Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
+from expertmesh.training.branch import branch_point
 from expertmesh.training.checkpoint import (
     CheckpointStore,
     list_checkpoints,
@@ -133,6 +134,9 @@ def train(
             if run_dir.config.exists():
                 saved, _ = run_dir.read_values()
                 check_same_run(saved, config, family=family, where=run_dir.path)
+            for other in (config.distill.teacher, config.train.init_from):
+                if other is not None:
+                    RunDir(other).read_values()  # before all that takes long
 
         ranks.first(open_run)
         stack.enter_context(bind_ranks(config.parallel.bind))
@@ -184,15 +188,20 @@ class _Trainer:
         follow_optimizer(model, optimizer)
         self.state = TrainState(model, optimizer, precision.scaler(ranks), RunProgress(), ranks)
         self.store = CheckpointStore(
-            run_dir.checkpoints, keep_last=config.train.keep_last, ranks=ranks
+            run_dir.checkpoints,
+            keep_last=config.train.keep_last,
+            keep_every=config.train.keep_every,
+            ranks=ranks,
         )
         self.saved_step: int | None = None
 
     def resume(self) -> int:
-        """Load the newest good checkpoint, if there is one; returns the steps done."""
+        """Load the newest good checkpoint, if there is one, or that where a trunk is left; returns the steps done."""
         if self.ranks.is_leader:
             self.store.remove_leftovers()
         path = newest_good(self.run_dir.checkpoints, self.ranks)
+        if path is None and self.config.train.branch_from is not None:
+            path = self.ranks.first(lambda: branch_point(self.config, family=self.family))
         if path is None:
             if (begin := self.config.train.init_from) is not None:
                 self.ranks.each(lambda: load_weights(load_run(begin).checkpoint, self.state.model))
@@ -203,7 +212,8 @@ class _Trainer:
         )
         self.ranks.first(lambda: check_same_data(values["data_key"], self.data, where=path))
         self.ranks.each(lambda: self.state.load(path))
-        self.saved_step = self.state.progress.step
+        if path.parent == self.run_dir.checkpoints:
+            self.saved_step = self.state.progress.step
         return self.state.progress.step
 
     def run(
@@ -385,6 +395,8 @@ class _Trainer:
     def _description(self, first: int) -> str:
         parameters = sum(p.numel() for p in self.state.model.parameters())
         start = f"resuming after step {first}" if first else "starting"
+        if first and self.saved_step is None:
+            start = f"leaving the trunk {self.config.train.branch_from} after step {first}"
         return (
             f"{start}: {self.recipe}, {parameters:,} parameters, {self.precision.description}"
             f"{self._ranks()}; {self.data.description}; run directory {self.run_dir.path}"

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from expertmesh.config.base import parse_json
+
 
 @dataclass(frozen=True)
 class Load:
@@ -121,12 +123,21 @@ class MetricsFile:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a metrics file, in order; [] if there is none."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a file of records, in order; [] if there is none."""
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if _step_of(line) is not None]
+    return [parse_json(line) for line in lines if _step_of(line) is not None]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The same of a metrics file, whose lines have a loss and nothing but numbers and null."""
+    return [line for line in read_lines(path) if "loss" in line and all(map(_fits, line.values()))]
+
+
+def _fits(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))
 
 
 def evaluations(lines: list[dict[str, Any]], prefix: str = "eval_") -> list[dict[str, float]]:
@@ -142,7 +153,7 @@ def _step_of(line: bytes) -> int | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        step = json.loads(line)["step"]
+        step = parse_json(line)["step"]
     except (ValueError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None

@@ -66,12 +66,22 @@ def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
         return config.lr * (step + 1) / config.warmup_steps
     start = config.warmup_steps
     if config.schedule == "wsd":
-        start = max(start, total_steps - round(total_steps * config.decay_fraction))
+        start = decay_start(total_steps=total_steps, config=config)
     done = min(max((step - start) / max(total_steps - 1 - start, 1), 0.0), 1.0)
     ratio = config.min_lr_ratio
     if config.schedule == "cosine":
         return config.lr * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * done)))
     return config.lr * (1 - (1 - ratio) * done)
+
+
+def decay_start(*, total_steps: int, config: OptimConfig) -> int:
+    """Steps that a wsd schedule has behind it where its decay begins.
+
+    Args:
+        total_steps: length of the schedule.
+        config: its form.
+    """
+    return max(config.warmup_steps, total_steps - round(total_steps * config.decay_fraction))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

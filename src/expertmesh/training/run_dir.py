@@ -13,26 +13,14 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from expertmesh.config.base import saved_run
+from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.family import FAMILIES, GPT, Family
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.training.checkpoint import newest_good
+from expertmesh.training.checkpoint import list_checkpoints, newest_good
 
 _PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers", "safetensors")
-
-
-def expanded(path: str | Path) -> Path:
-    """A path with ~ and ~user replaced by the home folder.
-
-    Raises:
-        ConfigError: there is no such user.
-    """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{path}: there is no such user; write the whole path") from None
 
 
 class RunDir:
@@ -98,7 +86,7 @@ class RunDir:
                 f"train.run_dir={self.path}: already holds a run; continue it with train.resume=auto, or choose another"
                 " train.run_dir"
             )
-        if resume == "required" and not self.checkpoints.is_dir():
+        if resume == "required" and not list_checkpoints(self.checkpoints):
             raise ConfigError(
                 f"train.resume=required: {self.path} holds no checkpoint; check train.run_dir, or use"
                 " train.resume=auto"
@@ -123,9 +111,13 @@ class RunDir:
         Raises:
             ConfigError: there is none, or it is unreadable.
         """
+        if not self.path.is_dir():
+            raise ConfigError(f"run {self.path}: does not exist; train one with: expertmesh train")
         try:
-            values = json.loads(self.config.read_bytes())
+            values = parse_json(self.config.read_bytes())
             recipe = values.pop("recipe", "unknown")
+            if not isinstance(values.get("family", GPT.name), str):
+                raise ValueError(values)
         except FileNotFoundError:
             raise ConfigError(
                 f"run {self.path}: has no config.json; give the directory of a training run"
@@ -206,8 +198,6 @@ def load_run(run_dir: str | Path, family: Family | None = None) -> Run:
         CheckpointError: it has no usable checkpoint, or a file is missing.
     """
     folder = RunDir(run_dir)
-    if not folder.path.is_dir():
-        raise ConfigError(f"run {run_dir}: does not exist; train one with: expertmesh train")
     config, family = folder.read_config(family)
     checkpoint = newest_good(folder.checkpoints)
     if checkpoint is None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from expertmesh.config.base import saved_run
+from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import hub_family
@@ -15,7 +15,7 @@ from expertmesh.integrations.hub.load import load_pretrained, read_config
 from expertmesh.integrations.hub.save import EXTRAS, save_pretrained
 from expertmesh.training.checkpoint import CheckpointStore
 from expertmesh.training.export import export, find_checkpoint
-from expertmesh.training.run_dir import RunDir, expanded
+from expertmesh.training.run_dir import RunDir
 from expertmesh.training.state import RunProgress, read_run_state
 
 _BESIDE = ("config.json", "generation_config.json", "chat_template.jinja")

@@ -1,6 +1,5 @@
 """Safetensors files, read through memory maps: one of them, or shards with an index. Nothing is trusted that was not compared."""
 
-import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expertmesh.config.base import parse_json
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.training.export import DTYPE_NAMES
 
@@ -82,7 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: it is missing or unreadable.
     """
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"{path}: is missing; restore it from the hub") from None
     except (ValueError, OSError):
@@ -136,7 +136,7 @@ def _header(path: Path) -> dict[str, Entry]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > size:
                 raise ValueError
-            values = json.loads(file.read(length))
+            values = parse_json(file.read(length))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: is missing, and the index names it; restore it from the hub"

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from expertmesh.config.base import expanded
 from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import hub_family, model_config
 from expertmesh.integrations.hub.files import HubFiles, check_tensors, read_json
 from expertmesh.integrations.hub.layout import Piece, pieces
 from expertmesh.models.gpt.model import GPT
-from expertmesh.training.run_dir import expanded
 
 _WIDE = "e_score_correction_bias"
 

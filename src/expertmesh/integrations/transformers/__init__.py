@@ -1,5 +1,19 @@
-"""Experts of transformers' models run on ours: `register()` adds `experts_implementation="expertmesh"`, `apply(model)` turns it on."""
+"""Experts of transformers' models run on ours (`register`, `apply`), and our GPT is a model of transformers (`ExpertMeshForCausalLM`)."""
 
+from expertmesh.integrations.transformers.model import (
+    ExpertMeshConfig,
+    ExpertMeshForCausalLM,
+    ExpertMeshOutput,
+)
 from expertmesh.integrations.transformers.register import NAME, apply, register
+from expertmesh.integrations.transformers.trainer import BalanceExperts
 
-__all__ = ["NAME", "apply", "register"]
+__all__ = [
+    "NAME",
+    "BalanceExperts",
+    "ExpertMeshConfig",
+    "ExpertMeshForCausalLM",
+    "ExpertMeshOutput",
+    "apply",
+    "register",
+]

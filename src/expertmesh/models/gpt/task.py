@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from expertmesh.comm.world import World
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.data.corpus import texts
 from expertmesh.data.ngram import ByteTrigram
@@ -15,14 +16,13 @@ from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.models.token_losses import Lesson, token_losses
-from expertmesh.parallel.construct import give_memory
-from expertmesh.parallel.ranks import Ranks
 
 
 class GPTTask(Task):
     """A GPT that learns the next token of a text; judged by bits per byte."""
 
     config: GPTRunConfig
+    is_built_empty = True
     has_lessons = True
 
     def prepare(self) -> TextData:
@@ -43,15 +43,10 @@ class GPTTask(Task):
             config.model, config.parallel, num_ranks=num_ranks, seq_len=config.data.seq_len
         )
 
-    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
-        """Spread over ranks before it has memory, so that no rank ever has all of it."""
-        if ranks.world is None:
-            return self.build(device=device, dtype=dtype)
-        model = self.build(device="meta", dtype=dtype)
-        parallelize_gpt(model, self.config.parallel, world=ranks.world)
-        give_memory(model, device=device, offload=self.config.parallel.offload)
-        model.init_weights(self.config.train.seed)
-        return model
+    def spread(self, model: nn.Module, world: World) -> None:
+        """Sequences and dense layers, too, where there is a tp_degree."""
+        assert isinstance(model, GPT)
+        parallelize_gpt(model, self.config.parallel, world=world)
 
     def num_items(self, batch: Batch) -> int:
         """Tokens that are predicted."""

@@ -14,15 +14,13 @@ from expertmesh.models.decoder import CausalLM, Translation
 from expertmesh.models.family import Batch, Loss, Part, Task
 from expertmesh.models.seq2seq.model import Seq2Seq, Seq2SeqOutput
 from expertmesh.models.token_losses import token_losses
-from expertmesh.parallel.apply import parallelize
-from expertmesh.parallel.construct import give_memory
-from expertmesh.parallel.ranks import Ranks
 
 
 class Seq2SeqTask(Task):
     """An encoder-decoder that translates, and repairs noised text; judged by the loss of translations."""
 
     config: Seq2SeqRunConfig
+    is_built_empty = True
     _directions: tuple[str, ...] = ()
 
     def prepare(self) -> TranslationData:
@@ -41,17 +39,6 @@ class Seq2SeqTask(Task):
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Seq2Seq:
         """The whole model on one device, weights drawn by the run's seed."""
         return Seq2Seq(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
-
-    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
-        """Spread over ranks before it has memory, so that no rank ever has all of it."""
-        parallel = self.config.parallel
-        if ranks.world is None:
-            return self.build(device=device, dtype=dtype)
-        model = self.build(device="meta", dtype=dtype)
-        parallelize(model, parallel, world=ranks.world, blocks=self.blocks(model))
-        give_memory(model, device=device, offload=parallel.offload)
-        model.init_weights(self.config.train.seed)
-        return model
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
         """The layers of both sides."""

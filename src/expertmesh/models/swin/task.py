@@ -11,9 +11,6 @@ from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.swin.classifier import SwinClassifier
 from expertmesh.models.swin.model import Swin, SwinOutput
 from expertmesh.models.token_losses import token_losses
-from expertmesh.parallel.apply import parallelize
-from expertmesh.parallel.construct import give_memory
-from expertmesh.parallel.ranks import Ranks
 
 _NEIGHBOURS = 5
 _MOST_DISTANCES = 1 << 28
@@ -23,6 +20,7 @@ class SwinTask(Task):
     """A Swin Transformer that classifies images; judged by the share that it gets right."""
 
     config: SwinRunConfig
+    is_built_empty = True
 
     def prepare(self) -> ImageData:
         """The images; see `ImageData`."""
@@ -38,17 +36,6 @@ class SwinTask(Task):
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Swin:
         """The whole model on one device, weights drawn by the run's seed."""
         return Swin(self.config.model, device=device, dtype=dtype, seed=self.config.train.seed)
-
-    def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
-        """Spread over ranks before it has memory, so that no rank ever has all of it."""
-        parallel = self.config.parallel
-        if ranks.world is None:
-            return self.build(device=device, dtype=dtype)
-        model = self.build(device="meta", dtype=dtype)
-        parallelize(model, parallel, world=ranks.world, blocks=self.blocks(model))
-        give_memory(model, device=device, offload=parallel.offload)
-        model.init_weights(self.config.train.seed)
-        return model
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
         """The blocks of all stages."""

@@ -83,14 +83,19 @@ class LayerChooser:
         self._done: list[tuple[Trial, Stopwatch]] = []
         self._sent: Trial | None = None
 
-    def way(self, dispatcher: Any, top_k: int) -> Way:
+    def way(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> Way:
         """The way of the call that begins."""
-        load = dispatcher.load.token_load(top_k)
+        load = dispatcher.load.token_load(top_k, capacity_factor)
         self._trial = None
         if load is None:
             usual: Way = dispatcher.usual
             return usual if usual.all_to_all != "auto" else Way(usual.route_degree, 1, "flat", 0)
-        bucket = Bucket.of(load, num_ranks=self._num_ranks, trains=torch.is_grad_enabled())
+        bucket = Bucket.of(
+            load,
+            num_ranks=self._num_ranks,
+            trains=torch.is_grad_enabled(),
+            capacity_factor=capacity_factor,
+        )
         way, self._trial = self.tuner.choose(load, bucket)
         return way
 

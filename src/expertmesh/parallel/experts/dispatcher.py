@@ -37,13 +37,24 @@ from expertmesh.parallel.experts.exchange import (
 )
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
-from expertmesh.parallel.experts.load import FIRST_TOKENS, Chooser, Chosen, LoadRecord, route_shape
+from expertmesh.parallel.experts.load import (
+    FIRST_TOKENS,
+    Chooser,
+    Chosen,
+    LoadRecord,
+    Repetitions,
+    route_shape,
+)
 from expertmesh.parallel.experts.modules import ExpertModules, module_degrees
 from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
 from expertmesh.parallel.experts.shadow import Staying, without_hot
 from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Keep
 from expertmesh.parallel.offload import compute_device
+
+PIECE_BYTES = 1 << 20
+MAX_PIECES = 8
+"""Across nodes tokens go in pieces of so many bytes, but not in more pieces than these."""
 
 
 class SpreadJourney:
@@ -55,16 +66,16 @@ class SpreadJourney:
         storage: of the weights.
         gathered: weights that are being gathered; None: the experts have their own.
         staying: the choices of hot experts, computed while tokens travel; None: there are none.
-        when_over: told of the result, at the end of the forward.
+        when_over: each is told of the result, at the end of the forward.
     """
 
     def __init__(
         self,
-        outbounds: list[Outbound],
+        outbounds: Sequence[Outbound],
         storage: ExpertHolder,
         gathered: GatheredWeights | None,
         staying: Staying | None = None,
-        when_over: Callable[[Tensor], None] | None = None,
+        when_over: Sequence[Callable[[Tensor], None]] = (),
     ) -> None:
         self._outbounds, self._storage, self._gathered = outbounds, storage, gathered
         self._staying, self._when_over = staying, when_over
@@ -114,8 +125,8 @@ class SpreadJourney:
             found.append(under_way[0].finish())
             y_TD = found[0] if len(found) == 1 else torch.cat(found)
             y_TD = y_TD if hot_TD is None else y_TD + hot_TD
-        if self._when_over is not None:
-            self._when_over(y_TD)
+        for told in self._when_over:
+            told(y_TD)
         return y_TD
 
 
@@ -155,7 +166,7 @@ class ExpertDispatcher:
         self._exchanges: dict[tuple[int, bool], Exchange] = {}
         self.load = LoadRecord(num_experts, num_ranks=storage.world.size)
         self.chooser: Chooser | None = None
-        self._last = Chosen(0, 1, False, ())
+        self._repetitions = Repetitions(storage.layer)
         self._check(way)
         usual = Way(
             make_plan(storage.degrees, way.route_degree).route_degree,
@@ -275,9 +286,12 @@ class ExpertDispatcher:
         """
         chosen = self._choose(way, tokens)
         exchange = self.exchange(chosen.route_degree, is_flat=chosen.is_flat)
-        when_over = None
-        if self.chooser is not None and not in_backward():
-            tokens, when_over = self.chooser.timed(tokens)
+        when_over = []
+        if not in_backward():
+            when_over.append(self._repetitions.note(chosen))
+            if self.chooser is not None:
+                tokens, stop = self.chooser.timed(tokens)
+                when_over += [] if stop is None else [stop]
         x_TD = tokens.x_TD
         cast = None if x_TD.dtype == torch.float64 else autocast_dtype(x_TD.device)
         hot = chosen.hot if exchange.route.group.size > 1 else ()
@@ -290,37 +304,52 @@ class ExpertDispatcher:
         if shadow is not None:
             staying = Staying(tokens, shadow, self.num_experts)
             tokens = without_hot(tokens, hot, self.num_experts)
-        outbounds = exchange.start_parts(tokens, chosen.num_parts)
+        outbounds = exchange.start_parts(tokens, chosen.num_parts, chosen.num_pieces)
         return SpreadJourney(outbounds, self.storage, gathered, staying, when_over)
 
     def _choose(self, way: Way, tokens: Tokens) -> "Chosen":
         """What a call does; in the repetition of a forward (activation checkpointing) what that did."""
         self.load.begin(is_again=in_backward())
         if in_backward():
-            return self._last
+            return self._repetitions.chosen()
         self._check(way)
-        top_k = tokens.expert_ids_TK.shape[1]
-        usual = self.usual if self.chooser is None else self.chooser.way(self, top_k)
+        top_k, factor = tokens.expert_ids_TK.shape[1], tokens.capacity_factor
+        usual = self.usual if self.chooser is None else self.chooser.way(self, top_k, factor)
         route_degree, num_parts, all_to_all, shadow = (
             mine if given is None else given
             for given, mine in zip(vars(way).values(), vars(usual).values(), strict=True)
         )
         route_degree = make_plan(self.storage.degrees, route_degree).route_degree
         if all_to_all == "auto":
-            all_to_all = self._faster(route_degree, top_k, tokens.x_TD)
+            all_to_all = self._faster(route_degree, tokens)
         counts = self.load.counts() if shadow else None
         hot = () if counts is None else hottest(counts, shadow)
-        self._last = Chosen(route_degree, num_parts, all_to_all == "flat", hot)
-        return self._last
+        is_flat = all_to_all == "flat"
+        num_pieces = 1 if is_flat else self.num_pieces(top_k, tokens.x_TD, num_parts)
+        return Chosen(route_degree, num_parts, is_flat, hot, num_pieces)
 
-    def _faster(self, route_degree: int, top_k: int, x_TD: Tensor) -> str:
+    def num_pieces(self, top_k: int, x_TD: Tensor, num_parts: int) -> int:
+        """Pieces in which a part of a call's tokens goes across nodes; the same on all ranks.
+
+        Args:
+            top_k: K.
+            x_TD: of the call; only its width and type count, because ranks may have different numbers of tokens.
+            num_parts: of the call.
+        """
+        load = self.load.token_load(top_k)
+        num_tokens = FIRST_TOKENS if load is None else load.num_tokens
+        size = num_tokens / num_parts * x_TD.shape[1] * x_TD.element_size()
+        return max(1, min(round(size / PIECE_BYTES), MAX_PIECES))
+
+    def _faster(self, route_degree: int, tokens: Tokens) -> str:
         """The faster all-to-all by the cost model, from numbers that all ranks have in common."""
         if route_degree == 1 or self.exchanges is not None:
             return "flat"
         route = route_shape(make_plan(self.storage.degrees, route_degree), self.nodes)
         if not route.has_two_levels:
             return "flat"
-        load = self.load.token_load(top_k)
+        x_TD, top_k = tokens.x_TD, tokens.expert_ids_TK.shape[1]
+        load = self.load.token_load(top_k, tokens.capacity_factor)
         if load is None:
             load = TokenLoad.even(FIRST_TOKENS, top_k, self.num_experts)
         sizes = {"dim": x_TD.shape[1], "element_bytes": x_TD.element_size()}

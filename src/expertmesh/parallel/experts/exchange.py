@@ -118,12 +118,16 @@ class Exchange(ABC):
             tokens: of this rank, with global ids.
         """
 
-    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+    def start_parts(
+        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+    ) -> Sequence[Outbound]:
         """Send tokens out in parts that travel one by one.
 
         Args:
             tokens: of this rank, with global ids; some parts may have none.
             num_parts: the same on all ranks.
+            num_pieces: in which a part goes where its way has several stages, so that these overlap; the same on all
+                ranks.
 
         Returns:
             One for each part, in the order of the tokens; fewer where nothing travels.
@@ -194,7 +198,9 @@ class Alone(Exchange):
         """Keep the tokens."""
         return _Staying(tokens)
 
-    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+    def start_parts(
+        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+    ) -> Sequence[Outbound]:
         """Keep the tokens, together."""
         return [self.start(tokens)]
 
@@ -219,7 +225,9 @@ class Fixed(Exchange):
         """
         return self.start_parts(tokens, 1)[0]
 
-    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+    def start_parts(
+        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+    ) -> Sequence[Outbound]:
         """The same in parts, each padded to its part of the bound."""
         T, bound = len(tokens.x_TD), self.bound
         if bound < T:
@@ -277,7 +285,9 @@ class Ragged(Exchange):
         """Tell the other ranks how many rows to expect; `Outbound.advance` sends them."""
         return self.start_parts(tokens, 1)[0]
 
-    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
+    def start_parts(
+        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+    ) -> Sequence[Outbound]:
         """The same in parts, with one exchange of numbers for all."""
         parts = split(tokens, part_sizes(tokens, num_parts))
         found = [_RaggedOutbound(self.route, part) for part in parts]
@@ -286,7 +296,7 @@ class Ragged(Exchange):
         numbers = CountsInFlight(counts_PC, self.route.group, where=where)
         for i, part in enumerate(found):
             part.numbers, part.column = numbers, 2 * i
-        return list(found)
+        return found
 
 
 class _RaggedOutbound(Outbound):

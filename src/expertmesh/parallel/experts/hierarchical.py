@@ -2,11 +2,11 @@
 
 Out: across nodes to one rank of each node that a token needs, which hands it on inside its node. Home: the ranks of a
 node bring their partial sums to that rank, which adds them in FP32 (FP64 for FP64) in a fixed order and sends one sum
-across. Which rank of a node serves a sender depends on the sender's place in its own node, so that all ranks of a node
+across. All tokens travel in pieces, so that a piece is handed on inside while the next one crosses. Which rank of a node serves a sender depends on the sender's place in its own node, so that all ranks of a node
 serve equally many where nodes are equally large; nodes may have different numbers of ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,16 +71,65 @@ class Hierarchical(Exchange):
         """Tell the other ranks how many rows to expect, on both ways; `Outbound.advance` sends them across."""
         return self.start_parts(tokens, 1)[0]
 
-    def start_parts(self, tokens: Tokens, num_parts: int) -> list[Outbound]:
-        """The same in parts, with one exchange of numbers for all."""
-        parts = split(tokens, part_sizes(tokens, num_parts))
-        found = [_Outbound(self.route, self.nodes, part) for part in parts]
-        counts_PC = torch.cat([part.counts_PC for part in found], 1)
+    def start_parts(
+        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+    ) -> Sequence[Outbound]:
+        """The same in parts, with one exchange of numbers for all; each crosses in pieces."""
+        cut = split(tokens, part_sizes(tokens, num_parts * num_pieces))
+        found = [_Outbound(self.route, self.nodes, piece) for piece in cut]
+        counts_PC = torch.cat([piece.counts_PC for piece in found], 1)
         numbers = CountsInFlight(counts_PC, self.route.group, where=f"{self.route.layer}, dispatch")
-        width = counts_PC.shape[1] // num_parts
-        for i, part in enumerate(found):
-            part.numbers, part.columns = numbers, slice(width * i, width * (i + 1))
-        return list(found)
+        width = counts_PC.shape[1] // len(found)
+        for i, piece in enumerate(found):
+            piece.numbers, piece.columns = numbers, slice(width * i, width * (i + 1))
+        if num_pieces == 1:
+            return found
+        return [_Pieces(found[i : i + num_pieces]) for i in range(0, len(found), num_pieces)]
+
+
+class _Pieces(Outbound):
+    """Tokens that cross piece by piece; the pieces arrive one behind the other, as one."""
+
+    def __init__(self, pieces: Sequence["_Outbound"]) -> None:
+        self._pieces, self._sizes = pieces, [0]
+
+    def advance(self) -> None:
+        for piece in self._pieces:
+            piece.advance()
+
+    def finish(self) -> Tokens:
+        self.advance()
+        for piece in self._pieces:
+            piece.hand_on()
+        found = [piece.finish() for piece in self._pieces]
+        self._sizes = [len(tokens.x_TD) for tokens in found]
+        return Tokens(
+            torch.cat([tokens.x_TD for tokens in found]),
+            torch.cat([tokens.expert_ids_TK for tokens in found]),
+            torch.cat([tokens.weights_TK for tokens in found]),
+            sum(tokens.max_rows or 0 for tokens in found),
+        )
+
+    def start_home(self, y_RD: Tensor) -> Homebound:
+        return _HomeInPieces(self._pieces, y_RD.split(self._sizes))
+
+
+class _HomeInPieces:
+    """The first piece sets out at once; each other one when the sums of the one before are next to be made."""
+
+    def __init__(self, pieces: Sequence["_Outbound"], y: Sequence[Tensor]) -> None:
+        self._pieces, self._y = pieces, y
+        self._under_way = [pieces[0].start_home(y[0])]
+
+    def advance(self) -> None:
+        for piece, y_RD in list(zip(self._pieces, self._y, strict=True))[len(self._under_way) :]:
+            self._under_way.append(piece.start_home(y_RD))
+            self._under_way[-2].advance()
+        self._under_way[-1].advance()
+
+    def finish(self) -> Tensor:
+        self.advance()
+        return torch.cat([piece.finish() for piece in self._under_way])
 
 
 class _Homebound:
@@ -122,6 +171,7 @@ class _Outbound(Outbound):
         self.columns = slice(0, 0)
         self._across: tuple[InFlight, InFlight] | None = None
         self._inside: tuple[RouteMetadata, int, Counts] | None = None
+        self._arriving: tuple[InFlight, InFlight] | None = None
 
     def _places(self, ids_TK: Tensor) -> Tensor:
         """(T, J) ranks that each token goes to, each once; the number of ranks in empty places."""
@@ -158,23 +208,29 @@ class _Outbound(Outbound):
         x_RD = permute(self._tokens.x_TD, self._metadata)
         self._across = both, in_flight_all_to_all(x_RD, rows, group, where=where)
 
-    def finish(self) -> Tokens:
+    def hand_on(self) -> None:
+        """Wait for what has crossed, and send it on inside the node; `finish` does it if nobody did."""
+        if self._arriving is not None:
+            return
         self.advance()
         assert self._across is not None
         both_RK, x_RD = (rows.finish() for rows in self._across)
-        metadata, _, copies = self._inside = self._hand_on(both_RK)
+        metadata, _, copies = self._inside = self._inside_places(both_RK)
         where, group = f"{self._route.layer}, dispatch inside a node", self._nodes.inside
-        moves = [
-            in_flight_all_to_all(permute(t_RD, metadata), copies, group, where=where)
-            for t_RD in (both_RK, x_RD)
-        ]
-        both_RK, x_RD = (move.finish() for move in moves)
+        both = in_flight_all_to_all(permute(both_RK, metadata), copies, group, where=where)
+        x = in_flight_all_to_all(permute(x_RD, metadata), copies, group, where=where)
+        self._arriving = both, x
+
+    def finish(self) -> Tokens:
+        self.hand_on()
+        assert self._arriving is not None
+        both_RK, x_RD = (rows.finish() for rows in self._arriving)
         K = self._tokens.expert_ids_TK.shape[1]
         ids_RK = both_RK[:, K:].detach().to(torch.int64)
         local_RK, own_RK = self._route.local_ids(ids_RK, self._route.first_expert)
         return Tokens(x_RD, local_RK, both_RK[:, :K] * own_RK, sum(self._counts()[2].receive))
 
-    def _hand_on(self, both_RK: Tensor) -> tuple[RouteMetadata, int, Counts]:
+    def _inside_places(self, both_RK: Tensor) -> tuple[RouteMetadata, int, Counts]:
         """Where the rows that came across go inside the node; nothing that the host does not know."""
         nodes, group, inside = self._nodes, self._route.group, self._nodes.inside
         _, copies, _, *handed = self._counts()

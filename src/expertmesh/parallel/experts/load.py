@@ -9,6 +9,7 @@ from torch import Tensor
 
 from expertmesh.config.way import Way
 from expertmesh.costs.communication import RouteShape, TokenLoad
+from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Tokens
 from expertmesh.parallel.experts.plan import Plan
 
@@ -25,18 +26,20 @@ class Chosen:
         num_parts: that they travel in.
         is_flat: whether they go straight.
         hot: experts whose weights come to the tokens.
+        num_pieces: that a part crosses between nodes in.
     """
 
     route_degree: int
     num_parts: int
     is_flat: bool
     hot: tuple[int, ...]
+    num_pieces: int = 1
 
 
 class Chooser(Protocol):
     """Chooses how a layer's tokens travel; all ranks must choose alike."""
 
-    def way(self, dispatcher: Any, top_k: int) -> Way:
+    def way(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> Way:
         """The way of the call that begins, all of it."""
         ...
 
@@ -51,6 +54,59 @@ class Chooser(Protocol):
     def agreed(self, sums: Tensor) -> None:
         """Their sums."""
         ...
+
+
+class _Waiting:
+    """A forward whose backward is to come."""
+
+    def __init__(self, chosen: Chosen) -> None:
+        self.chosen, self.is_over = chosen, False
+
+    def end(self, _: Tensor) -> None:
+        self.is_over = True
+
+
+class Repetitions:
+    """What a forward goes like that activation checkpointing repeats: as it went the first time.
+
+    Args:
+        layer: name for errors.
+    """
+
+    def __init__(self, layer: str) -> None:
+        self._layer, self._waiting = layer, list[_Waiting]()
+        self._last = Chosen(0, 1, False, ())
+
+    def note(self, chosen: Chosen) -> Callable[[Tensor], None]:
+        """A forward begins; gives what is to be told of its result."""
+        self._waiting = [call for call in self._waiting if not call.is_over]
+        self._last = chosen
+        if not torch.is_grad_enabled():
+            return lambda _: None
+        call = _Waiting(chosen)
+        self._waiting.append(call)
+
+        def over(y_TD: Tensor) -> None:
+            if y_TD.requires_grad:
+                y_TD.register_hook(call.end)
+
+        return over
+
+    def chosen(self) -> Chosen:
+        """Of the forward that is repeated now.
+
+        Raises:
+            ConfigError: it could be one of several that went different ways.
+        """
+        # also of those whose backward has begun: the one that is repeated may be among them
+        waiting = {call.chosen for call in self._waiting}
+        if len(waiting) > 1:
+            raise ConfigError(
+                f"{self._layer}: {len(self._waiting)} forwards that went different ways wait for their backward, and "
+                "activation checkpointing repeats one of them; run each backward before the next forward, or let all go "
+                "one way (no --parallel.adaptive, or the same arguments)"
+            )
+        return next(iter(waiting), self._last)
 
 
 class LoadRecord:
@@ -92,13 +148,19 @@ class LoadRecord:
             self._read[mode] = tuple(self._seen[mode].tolist())
         return self._read.get(mode)
 
-    def token_load(self, top_k: int) -> TokenLoad | None:
-        """The same for the cost model; None: nothing was seen, or there was nothing."""
+    def token_load(self, top_k: int, capacity_factor: float | None = None) -> TokenLoad | None:
+        """The same for the cost model; None: nothing was seen, or there was nothing.
+
+        Args:
+            top_k: K.
+            capacity_factor: of the call, which drops what an expert has above it; None: nothing is dropped.
+        """
         counts = self.counts()
         total = 0 if counts is None else sum(counts)
         if counts is None or not total:
             return None
-        shares = tuple(n / total for n in counts)
+        most = total if capacity_factor is None else capacity_factor * total / len(counts)
+        shares = tuple(min(n, most) / total for n in counts)
         return TokenLoad(total / top_k / self._num_ranks, top_k, shares)
 
 

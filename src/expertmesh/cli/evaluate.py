@@ -1,0 +1,87 @@
+"""`expertmesh evaluate --run DIR --tasks FILE`: lm-evaluation-harness on the newest checkpoint of a run."""
+
+import json
+from argparse import RawDescriptionHelpFormatter
+from importlib.util import find_spec
+from pathlib import Path
+
+from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.generate import load_decoder
+from expertmesh.errors import ConfigError
+
+_EXAMPLES = """\
+examples:
+  expertmesh evaluate --run runs/gpt-moe-demo --tasks tasks/quiz.yaml
+  expertmesh evaluate --run runs/qwen3 --tasks quiz.yaml text.yaml --num-fewshot 5 --output results.json
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Prints a line for every metric of every task, and returns 0.
+
+    Args:
+        argv: words after `evaluate`.
+
+    Raises:
+        ConfigError: a value breaks a rule, a file is no task with local data, or lm-evaluation-harness is not installed.
+        CheckpointError: the run has no usable checkpoint or tokenizer.
+    """
+    options = _parser().parse_args(argv)
+    for name in ("batch_size", "limit"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1; raise it")
+    if find_spec("lm_eval") is None:
+        raise ConfigError(
+            "evaluate: needs lm-evaluation-harness; install it with: pip install expertmesh[evaluate]"
+        )
+    _, model, tokenizer, precision = load_decoder(options.run, options.device)
+    import torch
+
+    from expertmesh.data.tokenizer import END_OF_TEXT_ID
+    from expertmesh.integrations.evaluation import evaluate
+
+    with torch.no_grad(), precision.autocast():
+        found = evaluate(
+            model,
+            tokenizer,
+            options.tasks,
+            end_id=END_OF_TEXT_ID,
+            batch_size=options.batch_size,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+        )
+    for task, values in found["results"].items():
+        for name, value in values.items():
+            metric, _, kind = name.partition(",")
+            if isinstance(value, float) and not metric.endswith("_stderr"):
+                print(f"{task}  {metric}{'' if kind == 'none' else f' ({kind})'}  {value:.4f}")
+    if options.output is not None:
+        text = json.dumps({"run": options.run, "results": found["results"]}, indent=2, default=str)
+        Path(options.output).write_text(text + "\n")
+    return 0
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser(
+        prog="expertmesh evaluate",
+        description="Judges a run by tasks of lm-evaluation-harness, defined in local files, on local data.",
+        epilog=_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
+    parser.add_argument(
+        "--tasks", required=True, nargs="+", metavar="FILE", help="YAML files of tasks"
+    )
+    parser.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="examples before a question (as the task says)"
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="only the first N questions of a task"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="sequences at a time (8)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the results there, as JSON")
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    return parser

@@ -1,0 +1,272 @@
+"""lm-evaluation-harness on a model in this process: the class that it asks, and tasks from local files."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import yaml
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from expertmesh.errors import ConfigError
+from expertmesh.infer.engine import evaluating, generate_batch, pad_right
+from expertmesh.infer.sampling import Sampling
+from expertmesh.infer.text import TextStream
+from expertmesh.models.gpt.model import GPT
+
+_LOCAL = ("json", "csv", "text", "parquet", "arrow")
+"""Builders of `datasets` that read files."""
+_NEW_TOKENS = 256
+_IGNORED = ("do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks")
+
+Pair = tuple[Any, list[int], list[int]]
+"""What a score is cached under, context, continuation."""
+
+
+class ExpertMeshLM(TemplateLM):
+    """A GPT of ours as lm-evaluation-harness asks a model: likelihoods of continuations and of texts, and text up to a stop.
+
+    Args:
+        model: the model; computes in the type of its weights, under autocast in that one.
+        tokenizer: its tokenizer.
+        end_id: the token that ends a text; it stands before a text without context.
+        batch_size: sequences at a time.
+    """
+
+    def __init__(
+        self, model: GPT, tokenizer: Tokenizer, *, end_id: int, batch_size: int = 8
+    ) -> None:
+        super().__init__()
+        if not isinstance(model, GPT):
+            raise ConfigError(
+                f"a {type(model).__name__}: lm-evaluation-harness asks for likelihoods, which a gpt has; use a run of one"
+            )
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size}: must be at least 1; use 1 or more")
+        self.model, self.tokenizer_file = model, tokenizer
+        self.end_id, self.batch_size = end_id, batch_size
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self.end_id
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that the model reads."""
+        return self.model.max_seq_len
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Under which requests are cached."""
+        return "expertmesh"
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """The tokens of a text."""
+        ids: list[int] = self.tokenizer_file.encode(
+            string, add_special_tokens=bool(add_special_tokens)
+        ).ids
+        return ids
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Pair], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation under its context, and whether greedy decoding would say it."""
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
+        for places in _groups(order, self.batch_size):
+            batch = [requests[i] for i in places]
+            for place, answer in zip(places, self._scores(batch), strict=True):
+                found[place] = answer
+                if requests[place][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[place][0], answer)
+        return found
+
+    def _scores(self, batch: Sequence[Pair]) -> Iterator[tuple[float, bool]]:
+        for _, _, continuation in batch:
+            if len(continuation) > self.max_length:
+                raise ConfigError(
+                    f"a continuation of {len(continuation)} tokens: the model reads at most {self.max_length}; shorten the task's answers"
+                )
+        # cut on the left where the model has no room; the last token is only predicted
+        rows = [(before + after)[-(self.max_length + 1) :][:-1] for _, before, after in batch]
+        ids_BS, token_mask_BS = pad_right(rows, device=self.model.device)
+        with evaluating(self.model):
+            logits_BSV = self.model(ids_BS, token_mask_BS=token_mask_BS).logits_BSV
+        for row, (_, _, continuation), logits_SV in zip(rows, batch, logits_BSV, strict=True):
+            yield _score(logits_SV[len(row) - len(continuation) : len(row)], continuation)
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probability of each text, every token once, in windows of the model's length."""
+        texts = [request.args[0] for request in requests]
+        windows: list[tuple[int, Pair]] = []
+        for place, text in enumerate(texts):
+            rolling = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            windows += [(place, (None, *make_disjoint_window(pair))) for pair in rolling]
+        sums = [0.0] * len(texts)
+        scores = self._loglikelihood_tokens([pair for _, pair in windows])
+        for (place, _), (score, _) in zip(windows, scores, strict=True):
+            sums[place] += score
+        for text, total in zip(texts, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continue each text until one of its stops, the end of the text or the most tokens.
+
+        Raises:
+            ConfigError: an option of the generation is unknown, or leaves no room for the prompt.
+        """
+        found: list[str] = [""] * len(requests)
+        groups: dict[str, list[int]] = {}
+        for place, request in enumerate(requests):
+            groups.setdefault(repr(sorted(request.args[1].items())), []).append(place)
+        for members in groups.values():
+            for places in _groups(members, self.batch_size):
+                options = requests[places[0]].args[1]
+                texts = self._continued([requests[i].args[0] for i in places], options)
+                for place, text in zip(places, texts, strict=True):
+                    found[place] = text
+                    self.cache_hook.add_partial("generate_until", requests[place].args, text)
+        return found
+
+    def _continued(self, contexts: Sequence[str], options: dict[str, Any]) -> list[str]:
+        if unknown := sorted(set(options) - set(_IGNORED)):
+            raise ConfigError(
+                f"generation_kwargs.{unknown[0]}={options[unknown[0]]}: is none of {', '.join(_IGNORED)}; leave it out"
+            )
+        most = options.get("max_gen_toks", _NEW_TOKENS)
+        room = self.max_length - most
+        if room < 1:
+            raise ConfigError(
+                f"max_gen_toks={most}: leaves no room for a prompt in the model's {self.max_length} tokens; lower it"
+            )
+        until = options.get("until") or []
+        stops = [until] if isinstance(until, str) else list(until)
+        temperature = float(options.get("temperature") or 0.0)
+        draws = options.get("do_sample", temperature > 0) and temperature > 0
+        sampling = Sampling(
+            greedy=not draws,
+            temperature=temperature if draws else 1.0,
+            top_k=options.get("top_k") or None,
+            top_p=options.get("top_p") or None,
+        )
+        prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-room:] for text in contexts]
+        texts, streams = [""] * len(prompts), [TextStream(self.tokenizer_file) for _ in prompts]
+        open_ = set(range(len(prompts)))
+        steps = generate_batch(
+            self.model, prompts, max_new_tokens=most, sampling=sampling, eos_id=self.end_id
+        )
+        for step in steps:
+            for place in list(open_):
+                token_id = step[place]
+                texts[place] += "" if token_id is None else streams[place].feed(token_id)
+                if token_id is None or any(stop and stop in texts[place] for stop in stops):
+                    open_.remove(place)
+            if not open_:
+                break
+        for place in open_:
+            texts[place] += streams[place].finish()
+        return [_cut(text, stops) for text in texts]
+
+
+def evaluate(
+    model: GPT,
+    tokenizer: Tokenizer,
+    tasks: Sequence[str | Path],
+    *,
+    end_id: int,
+    batch_size: int = 8,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """Run tasks of lm-evaluation-harness from local files on a model; nothing is downloaded.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        tasks: YAML files as lm-evaluation-harness defines them, whose data are local files (relative to the working folder).
+        end_id: the token that ends a text.
+        batch_size: sequences at a time.
+        num_fewshot: examples before each question; None: as the tasks say.
+        limit: only the first so many questions of each; None: all.
+
+    Returns:
+        lm-evaluation-harness' results: "results" by task, "versions", "configs" and more.
+
+    Raises:
+        ConfigError: a file is no task, or its data are not local.
+    """
+    for task in tasks:
+        _check_task(Path(task))
+    judge = ExpertMeshLM(model, tokenizer, end_id=end_id, batch_size=batch_size)
+    datasets.disable_progress_bars()
+    found = simple_evaluate(
+        judge,
+        tasks=[str(task) for task in tasks],
+        task_manager=TaskManager(include_defaults=False),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        bootstrap_iters=0,
+        log_samples=False,
+    )
+    assert found is not None  # other ranks get nothing, and this is the first
+    return dict(found)
+
+
+def _check_task(path: Path) -> None:
+    """Whether a file defines a task whose data are here."""
+    if not path.is_file():
+        raise ConfigError(f"tasks={path}: is no file; give a YAML file of a task")
+    try:
+        # a task may name functions and other files, which lm-evaluation-harness reads itself
+        events = yaml.compose(path.read_text(encoding="utf-8"))
+        node = {} if events is None else {key.value: value for key, value in events.value}
+        names = {key: getattr(value, "value", None) for key, value in node.items()}
+    except (yaml.YAMLError, UnicodeError, AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            f"tasks={path}: is no YAML mapping; give a task of lm-evaluation-harness"
+        ) from None
+    source = names.get("dataset_path")
+    if "task" not in names or (source is None and "custom_dataset" not in names):
+        raise ConfigError(
+            f"tasks={path}: has no task or no dataset_path; give a task of lm-evaluation-harness, its name and data in this file"
+        )
+    if source is not None and source not in _LOCAL and not Path(str(source)).is_dir():
+        raise ConfigError(
+            f"tasks={path}: dataset_path={source} would be downloaded; save the data as files, and use {', '.join(_LOCAL)} with "
+            "dataset_kwargs.data_files"
+        )
+
+
+def _groups(places: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (places[start : start + size] for start in range(0, len(places), size))
+
+
+def _score(logits_CV: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
+    logp_CV = torch.log_softmax(logits_CV.float(), dim=1)
+    ids_C = torch.tensor(continuation, device=logits_CV.device)
+    is_greedy = bool((logp_CV.argmax(1) == ids_C).all())
+    return float(logp_CV.gather(1, ids_C[:, None]).sum()), is_greedy
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    for stop in stops:
+        if stop:
+            text = text.partition(stop)[0]
+    return text

@@ -1,0 +1,265 @@
+"""Our GPT as a model of transformers: saved, loaded, generating and trained by transformers' own means; nothing is downloaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+from expertmesh.config.base import saved_run
+from expertmesh.config.model import ModelConfig
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.integrations.transformers.cache import SequencesOf
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.token_losses import token_losses
+from expertmesh.training.routing import routing_losses
+from expertmesh.training.run_dir import load_run
+from expertmesh.training.trained import open_trained
+
+_IGNORED = -100
+
+
+class ExpertMeshConfig(PreTrainedConfig):
+    """The configuration of a GPT of ours, as transformers keeps one.
+
+    Args:
+        gpt: our options by name, or a `ModelConfig`; None: the default ones. The usual names (hidden_size, ...) follow from them.
+        **kwargs: whatever transformers knows beside them, such as `eos_token_id`.
+
+    Raises:
+        ConfigError: an option breaks a rule.
+    """
+
+    model_type = "expertmesh_gpt"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "aux_loss"]
+    gpt: Any = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Works out what transformers calls our options."""
+        with saved_run():
+            model = ModelConfig.model_validate({} if self.gpt is None else self.gpt)
+        self.gpt = model.model_dump(mode="json")
+        usual = {
+            "vocab_size": model.vocab_size,
+            "hidden_size": model.dim,
+            "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_heads,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_size,
+            "max_position_embeddings": model.max_seq_len,
+            "tie_word_embeddings": False,  # a tied matrix is one parameter of ours
+        }
+        super().__post_init__(**{**kwargs, **usual})
+
+    @property
+    def model(self) -> ModelConfig:
+        """Our configuration."""
+        with saved_run():
+            return ModelConfig.model_validate(self.gpt)
+
+
+@dataclass
+class ExpertMeshOutput(ModelOutput):
+    """What a forward pass returns.
+
+    Attributes:
+        loss: scalar with labels, the routers' losses included.
+        logits: (B, S, V), or of the last positions only.
+        past_key_values: the cache, where one was asked for.
+        aux_loss: scalar, the routers' share of the loss: balance and z-losses of all layers, weighted; None for a dense model.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: Cache | None = None
+    aux_loss: Tensor | None = None
+
+
+class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
+    """A GPT of ours behind the interface of transformers' models.
+
+    `save_pretrained`, `from_pretrained`, `generate` (any strategy, with a growing cache) and `Trainer` are transformers' own.
+    `AutoModelForCausalLM` finds the class once this module has been imported.
+
+    Args:
+        config: of the model.
+        gpt: the model to wrap, of the same configuration; None: a new one, drawn from torch's default generator.
+
+    Raises:
+        ConfigError: an option breaks a rule.
+
+    Example:
+        >>> model = ExpertMeshForCausalLM.from_run("runs/text")
+        >>> model.save_pretrained("text-gpt")
+        >>> model = ExpertMeshForCausalLM.from_pretrained("text-gpt")
+    """
+
+    config_class = ExpertMeshConfig
+    base_model_prefix = "gpt"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True
+    _no_split_modules = ["Block"]
+    _keep_in_fp32_modules_strict = ["router", "expert_bias_E"]
+    _supports_sdpa = True
+
+    def __init__(self, config: ExpertMeshConfig, gpt: GPT | None = None) -> None:
+        super().__init__(config)
+        self.gpt = GPT(config.model) if gpt is None else gpt
+        self._draws_itself = self.gpt.device.type != "meta"
+        self.post_init()
+
+    @classmethod
+    def from_run(
+        cls, run: str | Path, *, dtype: torch.dtype | None = None
+    ) -> "ExpertMeshForCausalLM":
+        """The model of a run of ours, with the weights of its newest good checkpoint.
+
+        Args:
+            run: the run directory.
+            dtype: of the parameters (the router keeps FP32); None: FP32, or FP64 of a float64 run.
+
+        Raises:
+            ConfigError: this is no run directory, or not of a GPT.
+            CheckpointError: it has no usable checkpoint.
+        """
+        found = load_run(run)
+        model = open_trained(found).model
+        if not isinstance(model, GPT):
+            raise ConfigError(
+                f"run {run}: is of family {found.family.name}; transformers' door takes a gpt"
+            )
+        return cls(ExpertMeshConfig(gpt=model.config), model.to(dtype))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool = True,
+    ) -> ExpertMeshOutput:
+        """One pass. Synchronises with the device where a mask is given, to see whether it masks anything.
+
+        Args:
+            input_ids: (B, S) int64.
+            attention_mask: (B, tokens in the cache + S), 0 for padding; None: there is none.
+            past_key_values: a growing cache with the tokens before these; gets those of these.
+            labels: (B, S) int64, input_ids as a rule; the model shifts them. -100: not predicted.
+            use_cache: make a cache if there is none.
+            logits_to_keep: only the last so many positions get logits; 0: all.
+            num_items_in_batch: predicted tokens of the whole batch, of which this call sees a part; None: this is all of it.
+            return_dict: must be true; transformers passes it.
+
+        Returns:
+            Loss (mean over the predicted tokens, plus the routers' share), logits, cache.
+
+        Raises:
+            ConfigError: too many tokens, a cache of a fixed size, labels beside logits_to_keep, or a mask of another length.
+        """
+        if not return_dict:
+            raise ConfigError("return_dict=False: this model returns no tuples; leave it out")
+        if labels is not None and logits_to_keep:
+            raise ConfigError(
+                f"logits_to_keep={logits_to_keep}: labels need the logits of all positions; leave one of the two out"
+            )
+        mask_BK = None if attention_mask is None else attention_mask.bool()
+        if mask_BK is not None and bool(mask_BK.all()):
+            mask_BK = None
+        if past_key_values is None and use_cache:
+            past_key_values = DynamicCache(config=self.config)
+        cache = None if past_key_values is None else SequencesOf(past_key_values, mask_BK)
+        output = self.gpt(
+            input_ids,
+            token_mask_BS=None if mask_BK is None else mask_BK[:, -input_ids.shape[1] :],
+            cache=cache,
+            num_logits=logits_to_keep or None,
+        )
+        loss: Tensor | None = None
+        aux_loss: Tensor | None = None
+        if output.stats:
+            balance, z = routing_losses(output.stats, output.logits_BSV)
+            aux_loss = balance + z
+        if labels is not None:
+            loss = self._loss(output.logits_BSV, labels, aux_loss, num_items_in_batch)
+        return ExpertMeshOutput(loss, output.logits_BSV, past_key_values, aux_loss)
+
+    def _loss(
+        self,
+        logits_BSV: Tensor,
+        labels_BS: Tensor,
+        aux_loss: Tensor | None,
+        num_items: Tensor | int | None,
+    ) -> Tensor:
+        """Of the tokens that follow, and of the routers by this part's share of the batch."""
+        targets_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=_IGNORED)
+        is_target_T = (targets_BS != _IGNORED).flatten()
+        losses_T = token_losses(logits_BSV, targets_BS.clamp(min=0))
+        total = torch.where(is_target_T, losses_T, 0).sum()
+        count = is_target_T.sum()
+        whole = count.clamp(min=1) if num_items is None else num_items
+        whole = whole.to(total.device) if isinstance(whole, Tensor) else whole
+        loss = total / whole
+        return loss if aux_loss is None else loss + aux_loss.to(loss) * count / whole
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding."""
+        return self.gpt.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """The vocabulary belongs to the configuration.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"vocab_size={self.config.vocab_size}: the vocabulary of a GPT of expertmesh is fixed; make a model with another one"
+        )
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The projection to the vocabulary; of a tied model the embedding."""
+        return self.gpt.embedding if self.gpt.output is None else self.gpt.output
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Any = None,
+        every_n_layers: int = 1,
+    ) -> None:
+        self.gpt.set_activation_checkpointing(enable)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """After loading, what no file holds: noise keys begin at zero, and nothing else may be missing."""
+        if self._draws_itself:
+            return
+        tensors: Mapping[str, Tensor | None] = {**module._parameters, **module._buffers}
+        for name, tensor in tensors.items():
+            if tensor is None or getattr(tensor, "_is_hf_initialized", False):
+                continue
+            if name in module._non_persistent_buffers_set:
+                tensor.zero_()
+                continue
+            where = next(path for path, one in self.named_modules() if one is module)
+            raise CheckpointError(
+                f"{where}.{name}: is missing in the files of the weights; restore them, or use the config.json of these files"
+            )
+
+
+AutoConfig.register(ExpertMeshConfig.model_type, ExpertMeshConfig, exist_ok=True)
+AutoModelForCausalLM.register(ExpertMeshConfig, ExpertMeshForCausalLM, exist_ok=True)

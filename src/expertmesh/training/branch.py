@@ -1,0 +1,63 @@
+"""Branches of a trunk: finished losses at many budgets for little more than one run (Hu et al. 2024, 4.3).
+
+A wsd schedule is constant until its decay, so a run of 1,000 steps and one of 4,000 are the same run until the first begins
+its decay. The trunk is trained once; each branch takes a checkpoint of it and does its own decay.
+"""
+
+from pathlib import Path
+
+from expertmesh.config.family import Family
+from expertmesh.config.run import OptimConfig, RunConfig
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.training.checkpoint import find_damage, list_checkpoints, step_of
+from expertmesh.training.optim import decay_start
+from expertmesh.training.run_dir import RunDir
+
+_OF_THE_DECAY = frozenset({"schedule", "schedule_steps", "decay_fraction", "min_lr_ratio"})
+
+
+def branch_point(config: RunConfig, *, family: Family) -> Path:
+    """The trunk's checkpoint that a branch goes on from: of the step where the branch's decay begins.
+
+    Args:
+        config: of the branch, with `train.branch_from`.
+        family: of both.
+
+    Raises:
+        ConfigError: the trunk is no run, has another schedule or rate, decays before that step, or kept no checkpoint of it.
+        CheckpointError: that checkpoint is damaged.
+    """
+    trunk_dir = config.train.branch_from
+    assert trunk_dir is not None
+    option = f"train.branch_from={trunk_dir}"
+    if not Path(trunk_dir).is_dir():
+        raise ConfigError(f"{option}: does not exist; give the run directory of a trunk")
+    folder = RunDir(trunk_dir)
+    trunk, _ = folder.read_config(family)
+    for name in OptimConfig.model_fields:
+        ours, theirs = getattr(config.optim, name), getattr(trunk.optim, name)
+        if name not in _OF_THE_DECAY and ours != theirs:
+            raise ConfigError(
+                f"optim.{name}={ours}: the trunk {trunk_dir} has {theirs}; use that value, or train without a branch"
+            )
+    step = decay_start(total_steps=config.total_schedule_steps, config=config.optim)
+    if trunk.optim.schedule != "wsd":
+        raise ConfigError(
+            f"{option}: has optim.schedule={trunk.optim.schedule}, whose rate is never constant; use a run with wsd"
+        )
+    latest = decay_start(total_steps=trunk.total_schedule_steps, config=trunk.optim)
+    if step > latest:
+        raise ConfigError(
+            f"{option}: begins its own decay after step {latest}, and this run would leave it after step {step}; "
+            "lower train.steps, or raise optim.decay_fraction"
+        )
+    paths = {step_of(path): path for path in list_checkpoints(folder.checkpoints)}
+    if step not in paths:
+        kept = ", ".join(str(s) for s in paths if s <= latest) or "none"
+        raise ConfigError(
+            f"{option}: has no checkpoint of step {step}, where this run's decay begins (kept: {kept}); train the trunk with "
+            "train.keep_every, or choose train.steps and optim.decay_fraction so that train.steps (1 - decay_fraction) is one"
+        )
+    if (problem := find_damage(paths[step])) is not None:
+        raise CheckpointError(f"{option}: its checkpoint {paths[step]} is damaged ({problem})")
+    return paths[step]

@@ -1,0 +1,140 @@
+"""Our GPT as a model of transformers: the same numbers, saved and loaded to the bit, generating and trained by transformers' own means."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tests.support.real_text import byte_windows
+from transformers import AutoModelForCausalLM, StaticCache, Trainer, TrainingArguments
+
+from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.infer.engine import generate_batch
+from expertmesh.integrations.transformers import (
+    BalanceExperts,
+    ExpertMeshConfig,
+    ExpertMeshForCausalLM,
+)
+from expertmesh.testing import numerics
+
+
+def config_of(**moe):
+    moe = MoEConfig(num_experts=(4,), top_k=2, hidden_dim=16, **moe)
+    options = {"vocab_size": 256, "max_seq_len": 64, "dim": 32, "num_layers": 2, "num_heads": 2}
+    model = ModelConfig(**options, num_kv_heads=1, ffn_hidden_dim=48, init_std=0.1, moe=moe)
+    return ExpertMeshConfig(gpt=model, eos_token_id=0, pad_token_id=0)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return ExpertMeshForCausalLM(config_of(aux_loss_weight=0.3, z_loss_weight=0.1)).eval()
+
+
+def test_the_loss_is_that_of_the_predicted_tokens_and_of_the_routers(model):
+    model = copy.deepcopy(model).double()
+    ids = torch.randint(1, 256, (2, 9))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    found, plain = model(ids, labels=labels), model.gpt(ids)
+    assert torch.equal(found.logits, plain.logits_BSV)
+    routers = sum(s.aux_loss + s.z_loss for s in plain.stats)
+    assert found.aux_loss == routers > 0.3
+    text = F.cross_entropy(plain.logits_BSV[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    numerics.assert_close_fp64(found.loss, text + routers, what="loss")
+    parts = [model(ids[[i]], labels=labels[[i]], num_items_in_batch=13) for i in (0, 1)]
+    own = sum(p.aux_loss * n / 13 for p, n in zip(parts, (5, 8), strict=True))
+    numerics.assert_close_fp64(sum(p.loss for p in parts), text + own, what="loss of two parts")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_saved_and_loaded_to_the_bit(model, dtype, tmp_path):
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert type(again) is ExpertMeshForCausalLM and again.config.gpt == model.config.gpt
+    for name, tensor in model.state_dict().items():
+        kept = torch.float32 if "router" in name else dtype
+        assert torch.equal(again.state_dict()[name], tensor.to(kept)), name
+        assert again.state_dict()[name].dtype == kept
+    assert not again.gpt.layers[0].moe.noise_key.any()
+
+
+def test_missing_weights_are_refused_by_name(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["gpt.layers.1.moe.experts.w_out"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"gpt\.layers\.1\.moe\.experts\.w_out: is missing"):
+        ExpertMeshForCausalLM.from_pretrained(tmp_path)
+
+
+def test_generates_what_our_engine_does_cached_or_not(model):
+    prompts = [[5, 9, 200, 31], [77, 8]]
+    steps = list(generate_batch(model.gpt, prompts, max_new_tokens=6, eos_id=None))
+    ids = torch.tensor([prompts[0], [0, 0, *prompts[1]]])
+    how = {"attention_mask": (ids != 0).long(), "max_new_tokens": 6, "do_sample": False}
+    how |= {"eos_token_id": None, "pad_token_id": 0}
+    for use_cache in (True, False):
+        found = model.generate(ids, use_cache=use_cache, **how)
+        assert found[:, 4:].T.tolist() == steps
+    assert model.generate(ids, num_beams=2, **how).shape == (2, 10)
+
+
+def test_what_cannot_work_is_refused_in_one_line(model):
+    ids = torch.randint(1, 256, (1, 4))
+    with pytest.raises(ConfigError, match="StaticCache has a fixed size"):
+        model(ids, past_key_values=StaticCache(model.config, max_cache_len=8))
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ConfigError, match="has 4 columns for 4 tokens in the cache and 1 new"):
+        model(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1, 1]]))
+    with pytest.raises(ConfigError, match="vocabulary of a GPT of expertmesh is fixed"):
+        model.resize_token_embeddings(300)
+    with pytest.raises(ConfigError, match="labels need the logits"):
+        model(ids, labels=ids, logits_to_keep=1)
+    with pytest.raises(ConfigError, match="returns no tuples"):
+        model(ids, return_dict=False)
+
+
+def trained(model, folder, *, steps, callbacks=(), **options):
+    """The Trainer after some steps, and the validation loss before."""
+    data = [{"input_ids": row, "labels": row} for row in byte_windows(32)]
+    check = [{"input_ids": row, "labels": row} for row in byte_windows(32, split="validation")[:64]]
+    args = TrainingArguments(
+        folder, use_cpu=True, report_to="none", disable_tqdm=True, max_steps=steps, seed=0,
+        learning_rate=5e-3, per_device_train_batch_size=8, per_device_eval_batch_size=64,
+        save_strategy="no", **options,
+    )  # fmt: skip
+    trainer = Trainer(
+        model, args, train_dataset=data, eval_dataset=check, callbacks=list(callbacks)
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return trainer, before
+
+
+def test_the_trainer_learns_real_text(tmp_path):
+    pytest.importorskip("accelerate")
+    model = ExpertMeshForCausalLM(config_of(aux_loss_weight=0.01))
+    trainer, before = trained(
+        model, tmp_path, steps=20, gradient_accumulation_steps=2, activation_checkpointing=True
+    )
+    assert model.gpt.activation_checkpointing
+    after = trainer.evaluate()["eval_loss"]
+    assert before - after > 0.3, (before, after)
+    trainer.save_model(tmp_path / "out")
+    again = ExpertMeshForCausalLM.from_pretrained(tmp_path / "out")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_the_trainer_moves_balancing_biases(tmp_path):
+    pytest.importorskip("accelerate")
+    options = {"score_function": "sigmoid", "bias_update_rate": 0.01, "aux_loss_weight": 0.0}
+    model = ExpertMeshForCausalLM(config_of(**options))
+    trained(model, tmp_path, steps=1, callbacks=[BalanceExperts()])
+    for block in model.gpt.layers:
+        assert block.moe.expert_bias_E.abs().max() == torch.tensor(0.01)
+    with pytest.raises(ConfigError, match="no layer has a balancing bias"):
+        trained(ExpertMeshForCausalLM(config_of()), tmp_path, steps=1, callbacks=[BalanceExperts()])
