@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from expertmesh.config.model import MoEConfig
-from expertmesh.config.swin import SwinConfig
+from expertmesh.config.swin import SwinConfig, SwinRunConfig
 from expertmesh.costs.swin import count_multiply_adds, swin_costs
 from expertmesh.errors import ConfigError
 from expertmesh.models.swin.drop_path import DropPath
@@ -277,6 +277,22 @@ def test_sizes(name):
         assert cfg.model.num_moe_layers == (10 if "moe" in name else 0)
     assert type(cfg).model_validate_json(cfg.model_dump_json()) == cfg
     assert cfg.train.run_dir == f"runs/{name}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"router": "cosine", "cosine_dim": 8}, {"num_shared_experts": 1}, {"residual": True}],
+    ids=str,
+)
+def test_every_kind_of_block_computes_and_is_counted(options):
+    cfg = config(moe=MoEConfig(num_experts=(3, 4), top_k=1, **options))
+    model = Swin(cfg, seed=0)
+    output = model(torch.randn(2, 3, 16, 16))
+    (output.logits_BC.square().sum() + sum(s.aux_loss for s in output.stats)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    run = SwinRunConfig(model=cfg)
+    assert swin_costs(run, num_ranks=2, dtype="bfloat16").parameters == total
 
 
 def test_published_multiply_adds():

@@ -6,18 +6,23 @@ import os
 import signal
 
 import pytest
+import torch
 from rich.console import Console
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 from tests.support.pictures import stripes, write_folder
 
 from expertmesh.cli.main import main
+from expertmesh.cli.train import begun_from_another
 from expertmesh.config.family import SWIN, Family
+from expertmesh.errors import ConfigError
 from expertmesh.models.swin.task import SwinTask
 from expertmesh.recipes.vision import swin_test
 from expertmesh.testing.numerics import relative_error
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
+from expertmesh.training.run_dir import load_run
+from expertmesh.training.trained import open_trained
 
 RELATIVE = 1e-9
 
@@ -111,8 +116,9 @@ def test_killed_and_resumed_on_two_ranks(folder, tmp_path):
 def learned(folder):
     """Trained until it tells stripes apart."""
     changes = {"train.steps": 60, "train.eval_every": 60, "train.checkpoint_every": 60}
-    changes |= {"train.batch_size": 16, "optim.lr": 1e-2, "data.mixup": 0.0, "data.cutmix": 0.0}
+    changes |= {"train.batch_size": 16, "optim.lr": 5e-3, "data.mixup": 0.0, "data.cutmix": 0.0}
     changes |= {"data.mix": 1.0, "train.dtype": "float32", "model.drop_path": 0.0}
+    changes |= {"model.init_std": 0.15, "model.label_smoothing": 0.0}
     result = train_quietly(run_of(folder, folder / "learned", **changes))
     assert result.evaluation["accuracy"] == 1.0
     return str(folder / "learned")
@@ -186,3 +192,84 @@ def test_a_damaged_list_of_classes_is_one_line(straight, folder, capsys):
         path.write_text(whole)
     error = capsys.readouterr().err
     assert "classes.json: is damaged" in error and error.count("\n") == 1
+
+
+FINE = {
+    "model.image_size": 32,
+    "model.window_size": 8,
+    "model.num_classes": 3,
+    "model.dim": 24,
+    "model.moe.num_experts": (2,),
+    "train.steps": 3,
+    "optim.warmup_steps": 1,
+    "train.freeze": ("experts", "router"),
+}
+
+
+def fine_main(folder, run_dir):
+    config = begun_from_another(run_of(folder, run_dir, **FINE, **ROOMY, **begin(folder)), SWIN)
+    train_quietly(config)
+
+
+def begin(folder):
+    return {"train.init_from": str(folder / "straight"), "data.path": (str(folder / "few"),)}
+
+
+@pytest.fixture(scope="module")
+def fine(folder, straight):
+    """Other images, windows and classes, from the weights of another run; experts and routers stay as they are."""
+    write_folder(folder / "few", *stripes(30, classes=3))
+    fine_main(folder, folder / "fine")
+    return folder / "fine"
+
+
+def weights_of(run_dir):
+    run = load_run(run_dir)
+    return open_trained(run).model
+
+
+def test_fine_tuning_with_other_windows_and_frozen_experts(straight, fine):
+    before, after = weights_of(straight), weights_of(fine)
+    assert after.config.pretrained_window_sizes == (4, 4) and after.config.windows == (8, 8)
+    assert after.config.dim == 8 and after.config.moe.num_experts == (4,)
+    old, new = before.state_dict(), after.state_dict()
+    same = {n for n in old if old[n].shape == new[n].shape and torch.equal(old[n], new[n])}
+    frozen = {name for name in old if ".moe.experts." in name or ".moe.router." in name}
+    assert frozen and frozen <= same
+    assert not any("qkv" in name or "patches" in name for name in same)
+    assert new["head.weight"].shape == (3, 16)
+
+
+def test_fine_tuning_on_two_ranks(folder, fine, tmp_path):
+    agent = Agent(2, tmp_path)
+    codes = agent.run(fine_main, folder, tmp_path / "run", timeout_s=PATIENCE_S)
+    assert codes == [0, 0], [agent.printed(rank)[-2000:] for rank in range(2)]
+    for line, oracle in zip(without_time(tmp_path / "run"), without_time(fine), strict=True):
+        for name in ("loss", "grad_norm", "aux_loss"):
+            assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+
+
+def test_beginning_and_freezing_are_refused_in_one_line(folder, fine, tmp_path, capsys):
+    words = [
+        "train",
+        "swin-test",
+        "--data.path",
+        str(folder / "few"),
+        "--train.run-dir",
+        str(tmp_path),
+    ]
+    for more, text in (
+        (["--train.init-from", str(tmp_path / "no")], "does not exist"),
+        (["--train.freeze", "heads"], "must be one of experts, router"),
+        (["--train.freeze", "router,router"], "names something twice"),
+    ):
+        assert main([*words, *more]) == 2
+        error = capsys.readouterr().err
+        assert text in error and error.count("\n") == 1, error
+    dense = run_of(
+        folder, tmp_path, **{"model.moe": {"num_experts": ()}, "train.freeze": ("router",)}
+    )
+    with pytest.raises(ConfigError, match="train.freeze=router: the model has no experts"):
+        train_quietly(dense)
+    assert main(["train", "gpt-moe-test", "--train.init-from", str(fine)]) == 2
+    assert "is of family swin and this run of gpt" in capsys.readouterr().err
