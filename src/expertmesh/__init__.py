@@ -13,6 +13,7 @@ MoELayer      the layer, for a model of your own
 Routing       a choice of experts to replay; RoutingStats: what a call of the layer tells
 GPT           a language model with such layers
 functional    what the layer is made of: operators and losses
+lora          low-rank adapters on experts
 upcycle       the feed-forward blocks of a dense model become such layers; moeify: those that you name
 recipe        a complete configuration by its name; RunConfig: one of your own
 train         train a configuration, or a module of your own
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from expertmesh import functional as functional
+    from expertmesh import lora as lora
     from expertmesh.api import generate as generate
     from expertmesh.api import load as load
     from expertmesh.api import train as train
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# No submodule of the package has one of these names but `functional`, which is one: importing it would take the name's place.
+# No submodule of the package has one of these names; `functional` and `lora` are submodules themselves.
 _HOME = {
     "CheckpointError": "errors",
     "CollectiveError": "errors",
@@ -84,6 +86,7 @@ __all__ = [
     "functional",
     "generate",
     "load",
+    "lora",
     "moeify",
     "parallelize",
     "recipe",
@@ -94,8 +97,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "functional":
-        return import_module("expertmesh.functional")
+    if name in ("functional", "lora"):
+        return import_module(f"expertmesh.{name}")
     if name in _HOME:
         return getattr(import_module(f"expertmesh.{_HOME[name]}"), name)
     raise AttributeError(f"module 'expertmesh' has no attribute {name!r}")

@@ -5,9 +5,14 @@ import copy
 import pytest
 import torch
 from tests.support.hub_models import tiny_model
+from tests.support.real_text import byte_windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from expertmesh import lora
+from expertmesh.integrations.hub import load_pretrained
+from expertmesh.integrations.peft import load_adapters, save_adapters
 from expertmesh.integrations.transformers import apply
+from expertmesh.models.token_losses import token_losses
 from expertmesh.testing import numerics
 
 peft = pytest.importorskip("peft")
@@ -105,3 +110,42 @@ def test_merging_and_saving_stay_peft_s(tmp_path):
         assert torch.equal(again(ids).logits, before)
         merged = model.merge_and_unload()(ids).logits
     numerics.assert_two_times(merged, plain, oracle, what="merged")
+
+
+def test_adapters_travel_between_peft_and_our_gpt(tmp_path):
+    """A Qwen3-MoE of the hub is fine-tuned as our GPT; peft loads the adapters onto the original, and ours come back."""
+    model, text = tiny_model("qwen3_moe", vocab_size=256, num_key_value_heads=1), byte_windows(17)
+    model.save_pretrained(tmp_path / "hub")
+    ours = load_pretrained(tmp_path / "hub")
+    lora.add(ours, rank=4, alpha=8, seed=0)
+    optimizer = torch.optim.AdamW([p for p in ours.parameters() if p.requires_grad], lr=2e-2)
+    check = byte_windows(17, split="validation")[:64]
+
+    def loss_of(ids):
+        return token_losses(ours(ids[:, :-1]).logits_BSV, ids[:, 1:]).mean()
+
+    with torch.no_grad():
+        start = loss_of(check)
+    for step in range(20):
+        optimizer.zero_grad()
+        loss_of(text[step * 16 : step * 16 + 16]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        assert start - loss_of(check) > 0.3
+    save_adapters(ours, tmp_path / "adapters")
+    ids, found = check[:2], {}
+    for dtype in (torch.float32, torch.float64):
+        theirs = peft.PeftModel.from_pretrained(
+            copy.deepcopy(model), tmp_path / "adapters", autocast_adapter_dtype=False
+        ).to(dtype)
+        theirs.base_model.model.set_experts_implementation("eager")
+        with torch.no_grad():
+            found[dtype] = theirs.eval()(ids).logits
+    with torch.no_grad():
+        mine = ours.eval()(ids).logits_BSV
+    numerics.assert_two_times(mine, found[torch.float32], found[torch.float64], what="logits")
+    theirs.to(torch.float32).save_pretrained(tmp_path / "again")
+    again = load_pretrained(tmp_path / "hub")
+    load_adapters(again, tmp_path / "again")
+    for name, value in ours.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name

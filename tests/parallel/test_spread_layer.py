@@ -7,6 +7,8 @@ import pytest
 import torch
 from tests.support.spread_case import SpreadCase, compare
 
+from expertmesh.errors import ConfigError
+
 LAYERS = {
     "gated": {},
     "plain_bias": {"activation": "gelu", "bias": True},
@@ -86,3 +88,21 @@ def test_other_precisions(four_ranks, dtype):
 def test_fixed_exchange(four_ranks):
     spreads = [{"route_degree": r, "es_degree": 2, "fixed_tokens": 9} for r in (1, 2, 4)]
     four_ranks.run(compare_all, [SpreadCase(LAYERS["four_choices"], s) for s in spreads])
+
+
+def _refused(spread, adapters, words):
+    with pytest.raises(ConfigError, match=words):
+        compare(SpreadCase(spread=spread, adapters=adapters))
+
+
+@pytest.mark.parametrize("bias", [{}, {"activation": "gelu", "bias": True}], ids=len)
+def test_low_rank_adapters_spread_like_their_experts(two_ranks, bias):
+    for spread in ({}, {"overlap_degree": 2}):
+        two_ranks.run(compare, SpreadCase(bias, spread, adapters={"rank": 2}))
+    for spread, adapters, words in (
+        ({"es_degree": 2}, {"rank": 2}, "es_degree=2 with low-rank adapters"),
+        ({"num_replicas": 2}, {"rank": 2}, "num_replicas=2 with low-rank adapters"),
+        ({}, {"rank": 2, "shared": True}, "that all experts share does not spread"),
+        ({"route_degree": 1}, {"rank": 2}, "leave route_degree out"),
+    ):
+        two_ranks.run(_refused, spread, adapters, words)

@@ -53,4 +53,4 @@ def test_no_submodule_takes_a_name():
     import pkgutil
 
     modules = {module.name for module in pkgutil.iter_modules(em.__path__)}
-    assert modules & set(em.__all__) == {"functional"}
+    assert modules & set(em.__all__) == {"functional", "lora"}

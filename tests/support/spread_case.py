@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh import lora
 from expertmesh.comm.collectives import start_all_reduce
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.random import key_noise
@@ -31,6 +32,7 @@ class SpreadCase:
         subset: ranks 0 and 2 are one world, 1 and 3 another.
         dtype: of the layer.
         training: mode.
+        adapters: of expertmesh.lora.add; none: there are none.
     """
 
     layer: Mapping[str, Any] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class SpreadCase:
     subset: bool = False
     dtype: torch.dtype = torch.float64
     training: bool = True
+    adapters: Mapping[str, Any] = field(default_factory=dict)
 
 
 def build(case: SpreadCase, dtype: torch.dtype) -> MoELayer:
@@ -50,6 +53,10 @@ def build(case: SpreadCase, dtype: torch.dtype) -> MoELayer:
     layer = MoELayer(dim=D, hidden_dim=F, dtype=torch.float64, **options)
     fill_biases(layer)
     key_noise(layer, seed=5, step=6)
+    if case.adapters:
+        lora.add(layer, seed=4, dtype=torch.float64, freeze=False, **case.adapters)
+        for one in lora.adapters(layer).values():
+            torch.nn.init.constant_(one.b, 0.1)
     layer.train(case.training)
     return layer.to(dtype)
 

@@ -42,6 +42,8 @@ _DESCRIBED_BYTES = 16
 """Alignment of what the copy engine reads: base and strides."""
 SHARED_BYTES_KEPT = 1024
 """For barriers of the pipeline, and reductions, beside what `shared_bytes` counts."""
+_FLATTENED_BYTES = 128
+"""Of further barriers, where the loops over tiles and steps are one: 24 bytes were seen."""
 _SHARED_BYTES_RESERVED = 1024  # of each program, by the driver
 
 
@@ -355,11 +357,12 @@ def shared_bytes(gemm: str, tile: Tile, itemsize: int, num_branches: int, *, tma
     if gemm in tables.OVER_ROWS and tile.block_m < 64:
         # the products of warp groups read shared memory while the next copies arrive, those of warps do not
         buffers -= 1
-    results = 0
+    results, barriers = 0, 0
     # a flattened loop loads the next tile while this one's results go through shared memory
     if gemm in tables.OVER_ROWS and (tile.flatten or (tile.ragged and tma)):
         results = tile.block_m * _columns_at_once(gemm, tile)
-    return (step * buffers + results) * itemsize
+        barriers = _FLATTENED_BYTES * tile.flatten
+    return (step * buffers + results) * itemsize + barriers
 
 
 def _columns_at_once(gemm: str, tile: Tile) -> int:

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
+from expertmesh.moe.adapters import ExpertAdapters
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.expert_types import WeightGradients, Weights
 from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.ops.permute import combine, permute
-from expertmesh.ops.route_metadata import route_metadata
+from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
 
@@ -132,6 +133,7 @@ class GroupedExperts(nn.Module):
         self.num_experts, self.activation, self.backend = num_experts, activation, backend
         self.recompute_h, self.arithmetic = recompute_h, arithmetic
         self.main_grads: WeightGradients | None = None
+        self.adapters: ExpertAdapters | None = None
         self.compute_device: torch.device | None = None  # where it is not the parameters'
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -195,7 +197,7 @@ class GroupedExperts(nn.Module):
         """
         arithmetic = self.arithmetic.in_mode(self.training)
         if parameters is None:
-            if self.b_in is None:
+            if self.b_in is None and self.adapters is None:
                 y_TD = arithmetic.moe_mlp_of_few(
                     x_TD,
                     self.w_in,
@@ -213,6 +215,8 @@ class GroupedExperts(nn.Module):
         metadata = route_metadata(
             expert_ids_TK, parameters.num_experts, max_rows=max_rows, backend=self.backend
         )
+        if self.adapters is not None:
+            return self._adapted(self.adapters, x_TD, weights_TK, metadata, parameters)
         if arithmetic.batch_invariant:
             _refuse_main_grads(self.main_grads)
         with parameters.context():
@@ -230,6 +234,30 @@ class GroupedExperts(nn.Module):
                 late=parameters.late,
                 backend=self.backend,
             )
+
+    def _adapted(
+        self,
+        adapters: ExpertAdapters,
+        x_TD: Tensor,
+        weights_TK: Tensor,
+        metadata: RouteMetadata,
+        parameters: ExpertParameters,
+    ) -> Tensor:
+        """The experts with low-rank adapters, between whose products there is more."""
+        w_in_EGFD, w_out_EDF = parameters.w_in_EGFD, parameters.w_out_EDF
+        assert isinstance(w_in_EGFD, Tensor) and isinstance(w_out_EDF, Tensor)
+        assert not isinstance(parameters.b_in_EGF, tuple)
+        return adapters(
+            x_TD,
+            weights_TK,
+            metadata,
+            w_in_EGFD=w_in_EGFD,
+            w_out_EDF=w_out_EDF,
+            b_in_EGF=parameters.b_in_EGF,
+            b_out_ED=parameters.b_out_ED,
+            activation=self.activation,
+            backend=self.backend,
+        )
 
 
 def _refuse_main_grads(main_grads: WeightGradients | None) -> None:

@@ -17,6 +17,7 @@ from expertmesh.comm.group import RankGroup
 from expertmesh.comm.mesh import ExpertDegrees, expert_mesh
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
+from expertmesh.moe.adapters import Adapter, ExpertAdapters
 from expertmesh.moe.experts import ExpertParameters, GroupedExperts
 from expertmesh.parallel.experts.gather import (
     SLICED_AXIS,
@@ -32,6 +33,12 @@ from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.offload import HostMemory, host_mesh
 
 Keep = Literal["until_step", "until_backward", "regather"]
+
+
+def _to_local(factor: Tensor) -> Tensor:
+    assert isinstance(factor, DTensor)
+    local: Tensor = factor.to_local()
+    return local
 
 
 class ExpertHolder(ABC):
@@ -135,6 +142,8 @@ class ExpertStorage(ExpertHolder):
         self.names = [name for name in SLICED_AXIS if getattr(experts, name) is not None]
         self._is_following = self._is_pinned = False
         self._shard_parameters()
+        if experts.adapters is not None:
+            self._shard_adapters(experts.adapters)
         if experts.main_grads is not None:
             experts.accumulate_main_grads()  # buffers of the shards
 
@@ -165,6 +174,35 @@ class ExpertStorage(ExpertHolder):
                 run_check=False,
             )
             setattr(self.experts, name, nn.Parameter(shard, requires_grad=full.requires_grad))
+
+    def _shard_adapters(self, adapters: ExpertAdapters) -> None:
+        """Keep the low-rank adapters of the experts that this rank has, which are never gathered."""
+        reasons = {
+            "es_degree": (self.degrees.f, self.degrees.f > 1),
+            "num_replicas": (self.num_replicas, self.num_replicas > 1),
+            "offload": (True, self.host is not None),
+        }
+        for name, (value, is_given) in reasons.items():
+            if is_given:
+                raise ConfigError(
+                    f"{self.layer}: {name}={value} with low-rank adapters, which stay whole on the one rank of their expert; use as "
+                    "many ranks as divide the experts, without copies or offload"
+                )
+        mesh, first = expert_mesh(self.world, self.degrees), self.degrees.coordinates(self.rank)[0]
+        for adapter in adapters.children():
+            assert isinstance(adapter, Adapter)
+            if adapter.shared:
+                raise ConfigError(
+                    f"{self.layer}: an adapter that all experts share does not spread over ranks; use shared=False"
+                )
+            adapter.local = _to_local
+            for name in ("a", "b"):
+                full = getattr(adapter, name)
+                rows = full.shape[0] // self.degrees.e
+                part = full.detach().narrow(0, first * rows, rows).clone()
+                whole = [Replicate(), Shard(0), Replicate()]
+                shard = DTensor.from_local(part, mesh, whole, run_check=False)
+                setattr(adapter, name, nn.Parameter(shard, requires_grad=full.requires_grad))
 
     def _at_rest(self, part: Tensor) -> Tensor:
         if self.host is not None:

@@ -1,0 +1,196 @@
+"""Adapters on our experts in peft's format, under transformers' names: peft loads them onto the exported model, and we peft's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from expertmesh import lora
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.models.gpt.model import GPT
+from expertmesh.moe.adapters import Adapter
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_THEIRS = {"w_in": "gate_up_proj", "w_out": "down_proj"}
+_SHARED = "shared_over_experts"
+_PREFIX = "base_model.model.model."
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "bias": ("none", None),
+    "lora_dropout": (0, 0.0, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": (None, []),
+    "target_modules": ([], None),
+}
+"""Options of peft with the values under which its adapters are ours."""
+
+
+def save_adapters(model: GPT, folder: str | Path) -> None:
+    """Write the adapters of a model as peft writes its own; on several ranks every one calls, and the first writes.
+
+    One that all experts share is written for each of them.
+
+    Args:
+        model: with adapters of `expertmesh.lora.add`.
+        folder: made if it is not there.
+
+    Raises:
+        ConfigError: there are no adapters, their ranks or scalings differ, or experts are not gated (transformers has no such).
+    """
+    found = lora.adapters(model)
+    rank, scaling = _in_common(found)
+    targets = sorted({name.rpartition(".")[2] for name in found}, reverse=True)
+    tensors = {}
+    for name, adapter in found.items():
+        if name.endswith("w_in") and model.get_parameter(name).shape[1] != 2:
+            raise ConfigError(
+                f"activation={model.config.activation}: peft's format names gated experts only; keep the adapters in a checkpoint"
+            )
+        e, a, b = adapter.num_experts, _whole(adapter.a), _whole(adapter.b)
+        a_erK, b_eNr = (t.expand(e, -1, -1) for t in (a, b))
+        theirs = _theirs(name, targets)
+        tensors[f"{theirs}.lora_A.weight"] = a_erK.flatten(0, 1).contiguous()
+        tensors[f"{theirs}.lora_B.weight"] = b_eNr.permute(1, 2, 0).flatten(1).contiguous()
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = all(one.shared for one in found.values())
+    save_file(tensors, folder / WEIGHTS, {"format": "pt", _SHARED: str(shared)})
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": scaling * rank,
+        "target_modules": [],
+        "target_parameters": [f"mlp.experts.{_THEIRS[name]}" for name in targets],
+        "bias": "none",
+        "lora_dropout": 0.0,
+    }
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
+
+
+def load_adapters(model: GPT, folder: str | Path) -> int:
+    """Put adapters in peft's format on a model, peft's own or those of `save_adapters`; they can go on learning.
+
+    Args:
+        model: without adapters, of the sizes that they were made for.
+        folder: with adapter_config.json and adapter_model.safetensors.
+
+    Returns:
+        How many layers have adapters now.
+
+    Raises:
+        ConfigError: the folder holds no adapters, or such as ours are not (DoRA, on other modules, ...); names the option.
+        CheckpointError: a tensor is missing, extra or of another shape; names it.
+    """
+    folder = Path(folder)
+    values = _read_config(folder)
+    targets = [_ours(name) for name in values.get("target_parameters") or []]
+    try:
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            shared = (file.metadata() or {}).get(_SHARED) == str(True)
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError):
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: is missing or unreadable; restore it, or save the adapters again"
+        ) from None
+    count = lora.add(
+        model, rank=values["r"], alpha=values["lora_alpha"], targets=targets, shared=shared, seed=0
+    )
+    try:
+        _fill(lora.adapters(model), tensors, targets, folder)
+    except CheckpointError:
+        lora.remove(model)
+        raise
+    return count
+
+
+def _fill(
+    found: dict[str, Adapter], tensors: dict[str, Tensor], targets: list[str], folder: Path
+) -> None:
+    wanted: dict[str, Tensor] = {}
+    for name, adapter in found.items():
+        theirs, e, r = _theirs(name, targets), adapter.num_experts, adapter.rank
+        for factor, shape in (
+            ("lora_A", (e * r, adapter.a.shape[2])),
+            ("lora_B", (adapter.b.shape[1], r * e)),
+        ):
+            key = f"{theirs}.{factor}.weight"
+            if key not in tensors:
+                raise CheckpointError(f"{folder}: has no tensor {key}; save the adapters again")
+            if tuple(tensors[key].shape) != shape:
+                raise CheckpointError(
+                    f"{folder}: {key} has shape {tuple(tensors[key].shape)} and must have {shape}; use the model that they are of"
+                )
+            wanted[key] = tensors.pop(key)
+        a_erK = wanted[f"{theirs}.lora_A.weight"].unflatten(0, (e, r))
+        b_eNr = wanted[f"{theirs}.lora_B.weight"].unflatten(1, (r, e)).permute(2, 0, 1)
+        with torch.no_grad():
+            for ours, values in ((adapter.a, a_erK), (adapter.b, b_eNr)):
+                ours.copy_(values[: ours.shape[0]])
+    if tensors:
+        raise CheckpointError(
+            f"{folder}: has a tensor {min(tensors)} that this model has no place for; use the model that they are of"
+        )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / CONFIG).read_bytes())
+        is_lora = values["peft_type"] == "LORA" and values["r"] > 0 and values["lora_alpha"] > 0
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{folder}: has no readable {CONFIG}; give a folder of peft's save_pretrained or of save_adapters"
+        ) from None
+    if not is_lora:
+        raise ConfigError(
+            f"{folder}: peft_type={values['peft_type']!r}: only LORA is known; train such adapters"
+        )
+    for name, allowed in _PLAIN.items():
+        if values.get(name, allowed[0]) not in allowed:
+            raise ConfigError(
+                f"{folder}: {name}={values[name]!r}: adapters of expertmesh have only {allowed[0]!r}; train them without"
+            )
+    return dict(values)
+
+
+def _ours(theirs: str) -> str:
+    for ours, name in _THEIRS.items():
+        if theirs.endswith(f"experts.{name}"):
+            return ours
+    raise ConfigError(
+        f"target_parameters={theirs}: is on no experts; adapters of expertmesh are on {' and '.join(_THEIRS.values())}"
+    )
+
+
+def _theirs(name: str, targets: list[str]) -> str:
+    """layers.0.moe.experts.w_in as peft names its wrapper; where there are two, down_proj's is the outer one."""
+    path, _, target = name.rpartition(".")
+    where = _PREFIX + path.replace(".moe.experts", ".mlp.experts")
+    return f"{where}.base_layer" if target == "w_in" and len(targets) == 2 else where
+
+
+def _in_common(found: dict[str, Adapter]) -> tuple[int, float]:
+    kinds = {(one.rank, one.scaling) for one in found.values()}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"adapters of {len(kinds)} ranks or scalings: peft's format has one for all; use one"
+        )
+    return next(iter(kinds))
+
+
+def _whole(factor: Tensor) -> Tensor:
+    whole = factor.full_tensor() if isinstance(factor, DTensor) else factor
+    return whole.detach().cpu()

@@ -1,0 +1,183 @@
+"""Low-rank adapters on the experts of our own models (LoRA: Hu et al. 2022), trained while everything else rests.
+
+Example:
+    >>> import torch
+    >>> layer = em.MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2, seed=0)
+    >>> em.lora.add(layer, rank=2)
+    1
+    >>> [name for name, p in layer.named_parameters() if p.requires_grad][0]
+    'experts.adapters.w_in.a'
+    >>> y, stats = layer(torch.randn(5, 8))  # as before: the second factors are zero at first
+    >>> em.lora.merge(layer)  # into the weights
+    1
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from expertmesh.errors import ConfigError
+from expertmesh.moe.adapters import TARGETS, Adapter, ExpertAdapters
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.init import draw_seed, init_normal_
+from expertmesh.moe.layer import MoELayer
+
+__all__ = ["adapters", "add", "merge", "remove"]
+
+
+def add(
+    model: nn.Module,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: Sequence[str] = TARGETS,
+    shared: bool = False,
+    freeze: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int | None = None,
+) -> int:
+    """Put adapters on the experts of every mixture-of-experts layer: W becomes W + (alpha / rank) B A.
+
+    B is zero at first, so that the model computes what it did; A is N(0, 1 / fan_in). The products are taken as x A^T B^T:
+    neither the sum nor a gradient of W is made. Spread the model over ranks afterwards, with full expert parallelism.
+
+    Args:
+        model: a model or a layer.
+        rank: r, the inner size of each adapter.
+        alpha: numerator of the factor of every addition.
+        targets: "w_in", "w_out" or both.
+        shared: one adapter for all experts of a layer; else each has its own.
+        freeze: let nothing but adapters learn from now on.
+        dtype: of the factors; products are taken in the type of the weights.
+        seed: of the first factors; None: a fresh one from torch's default generator.
+
+    Returns:
+        How many layers have adapters now.
+
+    Raises:
+        ConfigError: there is no layer with grouped experts, or it has adapters already, is spread or batch-invariant; rank,
+            alpha or targets break a rule.
+    """
+    layers = dict(_layers(model))
+    _check(layers, rank=rank, alpha=alpha, targets=targets)
+    if freeze:
+        model.requires_grad_(False)
+    seed = draw_seed() if seed is None else seed
+    for path, layer in layers.items():
+        experts = layer.experts
+        assert isinstance(experts, GroupedExperts)
+        made: dict[str, Adapter] = {}
+        for name in targets:
+            weight = getattr(experts, name)
+            made[name] = Adapter(
+                num_experts=layer.num_experts,
+                rows=weight.flatten(1, -2).shape[1],
+                columns=weight.shape[-1],
+                rank=rank,
+                scaling=alpha / rank,
+                shared=shared,
+                device=weight.device,
+                dtype=dtype,
+            )
+            if weight.device.type != "meta":
+                std = weight.shape[-1] ** -0.5
+                init_normal_(
+                    made[name].a, std=std, seed=seed, name=f"{path}.{name}.a", per_expert=True
+                )
+                nn.init.zeros_(made[name].b)
+        experts.adapters = ExpertAdapters(made)
+    return len(layers)
+
+
+def adapters(model: nn.Module) -> dict[str, Adapter]:
+    """All adapters of a model, by the names of the parameters that they are on.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found: dict[str, Adapter] = {}
+    for path, layer in _layers(model):
+        assert isinstance(layer.experts, GroupedExperts)
+        if layer.experts.adapters is not None:
+            for name, one in layer.experts.adapters.named_children():
+                if isinstance(one, Adapter):
+                    found[f"{path}.experts.{name}".removeprefix(".")] = one
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no adapters; put some there with expertmesh.lora.add"
+        )
+    return found
+
+
+def merge(model: nn.Module) -> int:
+    """Add every adapter to its weights, expert by expert, and take it away; the weights then learn again.
+
+    Returns:
+        How many layers had adapters.
+
+    Raises:
+        ConfigError: none has, or the model is spread over ranks.
+    """
+    for name, adapter in adapters(model).items():
+        weight = model.get_parameter(name)
+        if type(weight.data) is not torch.Tensor:
+            raise ConfigError(
+                f"{name}: is spread over ranks; save the adapters, and merge them into the whole model"
+            )
+        adapter.add_to(weight)
+    return remove(model)
+
+
+def remove(model: nn.Module) -> int:
+    """Take all adapters away as if they had never been there; everything learns again.
+
+    Returns:
+        How many layers had adapters.
+
+    Raises:
+        ConfigError: none has.
+    """
+    adapters(model)
+    count = 0
+    for _, layer in _layers(model):
+        assert isinstance(layer.experts, GroupedExperts)
+        count += layer.experts.adapters is not None
+        layer.experts.adapters = None
+    model.requires_grad_(True)
+    return count
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
+    for path, module in model.named_modules():
+        if isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):
+            yield path, module
+
+
+def _check(layers: dict[str, MoELayer], *, rank: int, alpha: float, targets: Sequence[str]) -> None:
+    if not layers:
+        raise ConfigError(
+            "this model has no layer with grouped experts; give one with a MoELayer whose experts are not modules of your own"
+        )
+    if rank < 1:
+        raise ConfigError(f"rank={rank}: must be at least 1; use 8, for example")
+    if not alpha > 0:
+        raise ConfigError(f"alpha={alpha}: must be above 0; use twice the rank, for example")
+    if not targets or set(targets) - set(TARGETS) or len(set(targets)) < len(targets):
+        raise ConfigError(
+            f"targets={tuple(targets)}: must be {' or '.join(TARGETS)}, or both; name one or both"
+        )
+    for path, layer in layers.items():
+        assert isinstance(layer.experts, GroupedExperts)
+        if layer.experts.adapters is not None:
+            raise ConfigError(
+                f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
+            )
+        if layer.experts.arithmetic.batch_invariant:
+            raise ConfigError(
+                f"{path}: batch_invariant=True with adapters: their products are ordinary ones; leave one out"
+            )
+        if type(layer.experts.w_in.data) is not torch.Tensor:
+            raise ConfigError(
+                f"{path}: is spread over ranks already; add adapters first, then spread the model"
+            )
