@@ -240,10 +240,8 @@ def test_fine_tuning_with_other_windows_and_frozen_experts(straight, fine):
     assert new["head.weight"].shape == (3, 16)
 
 
-def test_fine_tuning_on_two_ranks(folder, fine, tmp_path):
-    agent = Agent(2, tmp_path)
-    codes = agent.run(fine_main, folder, tmp_path / "run", timeout_s=PATIENCE_S)
-    assert codes == [0, 0], [agent.printed(rank)[-2000:] for rank in range(2)]
+def test_fine_tuning_on_two_ranks(folder, fine, tmp_path, two_ranks):
+    two_ranks.run(fine_main, folder, tmp_path / "run")
     for line, oracle in zip(without_time(tmp_path / "run"), without_time(fine), strict=True):
         for name in ("loss", "grad_norm", "aux_loss"):
             assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
