@@ -58,7 +58,8 @@ classify: $(STAMP)
 	  $$images@8001 $$images@8002 $$images@8003 --picture $(CLASSIFY_DIR)/experts.png; done
 
 # One thread per worker: small tensors gain nothing from more, and workers would fight for the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 8
+# Bytecode is kept, whatever the environment says: many tests start a process that imports everything.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 8
 
 test: $(STAMP)
 	@$(PYTEST) -m "not exhaustive" $(PYTEST_ARGS)

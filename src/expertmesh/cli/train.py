@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.launched import said_once
-from expertmesh.cli.news import silence_output, told_of_data
+from expertmesh.cli.news import loading, silence_output, told_of_data
 from expertmesh.cli.program import program
 from expertmesh.config.base import launched_rank
 from expertmesh.config.family import FAMILIES, Family
@@ -40,15 +40,15 @@ def run(argv: list[str]) -> int:
             family = parsed.family
             print(describe(parsed.config, family, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
-    from expertmesh.training.loop import train
-    from expertmesh.training.precision import resolve_device
-    from expertmesh.training.stop import NOBODY_READS
-
-    with said_once():
-        device = resolve_device(parsed.config.train.device)
-    if device.type == "cpu":
-        keep_freed_memory()
     with told_of_data():
+        with loading():
+            from expertmesh.training.loop import train
+            from expertmesh.training.precision import resolve_device
+            from expertmesh.training.stop import NOBODY_READS
+        with said_once():
+            device = resolve_device(parsed.config.train.device)
+        if device.type == "cpu":
+            keep_freed_memory()
         result = train(parsed.config, recipe=parsed.recipe, family=parsed.family)
     if result.stopped_by in NOBODY_READS:
         silence_output()
