@@ -42,6 +42,9 @@ def run_of(folder, run_dir, **changes):
         "data.mixup": 0.8,
         "data.cutmix": 1.0,
         "data.mix": 0.5,
+        # room for all: who is dropped is decided among a rank's tokens
+        "model.moe.capacity_factor": 4.0,
+        "model.moe.eval_capacity_factor": 4.0,
         "train.dtype": "float64",
         "train.device": "cpu",
         "train.tensorboard": False,
@@ -92,21 +95,15 @@ class Mortal(SwinTask):
 
 def mortal_main(folder, run_dir):
     family = Family(SWIN.name, task=Mortal, config=SWIN.config, items="images")
-    # capacity that fits all: what is dropped is decided among a rank's tokens
-    train_quietly(run_of(folder, run_dir, **ROOMY), family=family)
+    train_quietly(run_of(folder, run_dir), family=family)
 
 
-ROOMY = {"model.moe.capacity_factor": 4.0, "model.moe.eval_capacity_factor": 4.0}
-
-
-def test_killed_and_resumed_on_two_ranks(folder, tmp_path):
-    train_quietly(run_of(folder, tmp_path / "alone", **ROOMY))
+def test_killed_and_resumed_on_two_ranks(folder, straight, tmp_path):
     agent = Agent(2, tmp_path)
     codes = agent.run(mortal_main, folder, tmp_path / "run", restarts=1, timeout_s=PATIENCE_S)
     assert codes == [0, 0], [agent.printed(rank)[-2000:] for rank in range(2)]
     assert agent.num_lives == 2
-    oracle_lines = without_time(tmp_path / "alone")
-    for line, oracle in zip(without_time(tmp_path / "run"), oracle_lines, strict=True):
+    for line, oracle in zip(without_time(tmp_path / "run"), without_time(straight), strict=True):
         for name in ("loss", "grad_norm", "aux_loss", "eval_loss", "eval_accuracy"):
             if name in oracle:
                 assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
@@ -207,7 +204,7 @@ FINE = {
 
 
 def fine_main(folder, run_dir):
-    config = begun_from_another(run_of(folder, run_dir, **FINE, **ROOMY, **begin(folder)), SWIN)
+    config = begun_from_another(run_of(folder, run_dir, **FINE, **begin(folder)), SWIN)
     train_quietly(config)
 
 
