@@ -92,6 +92,7 @@ def sample(
         temperature: 0: the most likely token always.
         seed: of the random numbers.
     """
+    from expertmesh.data.news import Progress
     from expertmesh.data.tokenizer import END_OF_TEXT_ID
     from expertmesh.errors import ConfigError
     from expertmesh.infer.engine import generate_batch
@@ -116,7 +117,8 @@ def sample(
         sampling=sampling,
         eos_id=END_OF_TEXT_ID,
     )
-    for step in steps:
+    told = Progress("written", total=num_tokens, unit="tokens of each sample")
+    for step in told.over(steps):
         for i, token_id in enumerate(step):
             if token_id is None:
                 is_cut[i] = False
