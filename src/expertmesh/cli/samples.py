@@ -92,7 +92,7 @@ def sample(
         temperature: 0: the most likely token always.
         seed: of the random numbers.
     """
-    from expertmesh.data.tokenizer import END_OF_TEXT_ID
+    from expertmesh.data.tokenizer import end_of_text_id
     from expertmesh.errors import ConfigError
     from expertmesh.infer.engine import generate_batch
     from expertmesh.infer.sampling import Sampling
@@ -100,8 +100,9 @@ def sample(
     if not prompts:
         return []
     tokenizer = found.load_tokenizer()
+    end_id = end_of_text_id(tokenizer)
     sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
-    prompt_ids = [[END_OF_TEXT_ID, *tokenizer.encode(p).ids] for p in prompts]
+    prompt_ids = [[end_id, *tokenizer.encode(p).ids] for p in prompts]
     longest = max(map(len, prompt_ids))
     if longest >= model.max_seq_len:
         raise ConfigError(
@@ -114,7 +115,7 @@ def sample(
         prompt_ids,
         max_new_tokens=min(num_tokens, model.max_seq_len - longest),
         sampling=sampling,
-        eos_id=END_OF_TEXT_ID,
+        eos_id=end_id,
     )
     for step in steps:
         for i, token_id in enumerate(step):
