@@ -8,11 +8,12 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo translate test test-fast test-all test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
+.PHONY: help install demo translate classify test test-fast test-all test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
 
 help:
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
 	@echo "make translate  train a small encoder-decoder on parallel text, then translate and score (DATA=folder, FROM=en, TO=de)"
+	@echo "make classify  train a small vision transformer with experts on digits, then classify (IMAGES=folder, CLASSIFY_ARGS=...)"
 	@echo "make test    run every test"
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
@@ -44,8 +45,21 @@ translate: $(STAMP)
 	  --train.run-dir $(TRANSLATE_DIR) --train.resume auto $(TRANSLATE_ARGS)
 	@$(BIN)/expertmesh translate --run $(TRANSLATE_DIR) --to $(TO) "Two dogs play in the snow." "A man rides a bicycle."
 
+# IMAGES: a folder with a folder of images per class, or with IDX files; MNIST's ten thousand where they are beside the project.
+IMAGES ?= $(firstword $(wildcard data/mnist10k ../shared/data/mnist10k))
+CLASSIFY_DIR ?= runs/classify
+CLASSIFY_ARGS ?=
+classify: $(STAMP)
+	@test -n "$(IMAGES)" || { echo "error: no images; make classify IMAGES=folder, with a folder of images per class, or with MNIST's" \
+	  "IDX files (images-idx3-ubyte.gz, labels-idx1-ubyte.gz)" >&2; exit 2; }
+	@$(BIN)/expertmesh train swin-mnist --data.path $(IMAGES) --train.run-dir $(CLASSIFY_DIR) --train.resume auto $(CLASSIFY_ARGS)
+	@$(BIN)/expertmesh classify --run $(CLASSIFY_DIR) --score
+	@for images in $(wildcard $(IMAGES)/images-idx3-ubyte*); do $(BIN)/expertmesh classify --run $(CLASSIFY_DIR) \
+	  $$images@8001 $$images@8002 $$images@8003 --picture $(CLASSIFY_DIR)/experts.png; done
+
 # One thread per worker: small tensors gain nothing from more, and workers would fight for the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 8
+# Bytecode is kept, whatever the environment says: many tests start a process that imports everything.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --maxprocesses 8
 
 test: $(STAMP)
 	@$(PYTEST) -m "not exhaustive" $(PYTEST_ARGS)

@@ -1,10 +1,6 @@
-"""Trains a module, data and loss of one's own: python examples/train_your_own.py, or torchrun --nproc-per-node 2 ...
-
-Progress, clipping, precision, metrics and checkpoints come with it; started again, it goes on where it stopped.
-"""
+"""Trains a module of one's own; started again, or by torchrun, it goes on: python examples/train_your_own.py"""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import expertmesh as em
@@ -23,20 +19,13 @@ class Classifier(nn.Module):
 
 def loss(model, x, y):
     logits, stats = model(x)
-    return F.cross_entropy(logits, y), stats
-
-
-def measure(model, x, y):
-    return {"accuracy": (model(x)[0].argmax(1) == y).double().mean()}
+    right = (logits.argmax(1) == y).float().mean()
+    return nn.functional.cross_entropy(logits, y), stats, {"accuracy": right}
 
 
 if __name__ == "__main__":
     x = torch.randn(2400, 16, generator=torch.Generator().manual_seed(0))
     y = 2 * (x[:, 0] > 0) + (x[:, 1] > 0)  # the quarter of the plane of two coordinates
-    config = em.RunConfig(
-        optim={"lr": 1e-2},
-        train={"steps": 200, "batch_size": 64, "run_dir": "runs/quadrants", "resume": "auto"},
-    )
-    result = em.train(Classifier, config, data=(x, y), loss=loss, measure=measure)
-    if result.is_leader:
-        print(f"{result.evaluation['accuracy']:.1%} right after {result.step} steps")
+    run = {"train.run_dir": "runs/quadrants", "train.resume": "auto", "train.steps": 200}
+    result = em.train(Classifier, {**run, "optim.lr": 1e-2}, data=(x, y), loss=loss)
+    print(f"{result.evaluation['accuracy']:.1%} right after {result.step} steps")

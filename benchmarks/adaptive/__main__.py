@@ -3,7 +3,7 @@
 python -m benchmarks.adaptive hierarchical [--short]   flat against hierarchical, and whether auto is right
 python -m benchmarks.adaptive overlap                  parts against all at once, exchange and products alike
 python -m benchmarks.adaptive hot                      hot experts with and without shadows
-python -m benchmarks.adaptive tuner [--points N]       24 points, 12 static plans, and the tuner
+python -m benchmarks.adaptive tuner [--points N ...]   24 points, 12 static plans, and the tuner
 python -m benchmarks.adaptive end-to-end               a GPT with K = 8, flags by hand and --parallel.adaptive
 """
 
@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from benchmarks.adaptive.figures import plot, table, totals
 from benchmarks.adaptive.hosts import PORT, SUBNET, hosts, run_ranks
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -96,7 +98,7 @@ def overlap() -> None:
 def hot() -> None:
     found = {}
     for number in (2, 4):
-        job = {**SHAPE, "experts": 8, "top_k": 1, "tokens": 2048, "rounds": 5, "hidden": 1024}
+        job = {**SHAPE, "experts": 8, "top_k": 1, "tokens": 4096, "rounds": 3, "hidden": 1024}
         ways = {"without": {}, "one shadow": {"shadow_experts": 1}}
         with hosts(1, None) as names:
             job |= {"kind": "layer", "ways": ways, "fullest": 5.5}
@@ -109,36 +111,42 @@ def hot() -> None:
 
 
 def points_of_tuner() -> list[dict[str, Any]]:
-    """Half of 48, fixed: every other one in the order of their product."""
-    names = ("tokens", "ranks", "fullest", "rate", "top_k")
+    """Half of 48, fixed: those whose places in the lists of values have an even sum, so that all pairs of values occur."""
+    names = ("tokens", "ranks", "fullest", "rate", "capacity_factor")
     rates = ("50mbit", "200mbit", None)
-    every = itertools.product((256, 4096), (4, 8), (1.0, 4.0), rates, (1, 2))
+    lists = ((256, 4096), (4, 8), (1.0, 4.0), rates, (1.0, None))
+    every = itertools.product(*(list(enumerate(values)) for values in lists))
     return [
-        dict(zip(names, values, strict=True)) for n, values in enumerate(every) if n % 2 == n // 24
+        {name: value for name, (_, value) in zip(names, values, strict=True)}
+        for values in every
+        if sum(place for place, _ in values) % 2 == 0
     ]
 
 
-def tuner(number: int) -> None:
+def tuner(numbers: list[int]) -> None:
     found = []
-    for point in points_of_tuner()[:number]:
+    for number in numbers:
+        point = points_of_tuner()[number]
         scale = point["ranks"] // 4
         ways = {
             name: way
             | {"route_degree": way["route_degree"] * scale if way["route_degree"] > 1 else 1}
             for name, way in STATIC.items()
         }
-        job = {**SHAPE, "kind": "layer", "rounds": 3, "ways": ways, "adaptive": True}
-        job |= {name: point[name] for name in ("tokens", "fullest", "top_k")}
+        job = {**SHAPE, "kind": "layer", "rounds": 3, "ways": ways, "adaptive": True, "top_k": 2}
+        job |= {name: point[name] for name in ("tokens", "fullest", "capacity_factor")}
         job["bytes_per_s"] = bytes_per_s(point["rate"])
         with hosts(2, point["rate"]) as names:
             result = run_ranks(names, point["ranks"] // 2, job, limit_s=3000)
-        static = {n: t["seconds"] for n, t in result["finals"].items() if n != "adaptive"}
-        result["adaptive / best"] = result["finals"]["adaptive"]["seconds"] / min(static.values())
-        found.append(point | result)
+        seconds = {n: t["seconds"] for n, t in (result["times"] | result["finals"]).items()}
+        finals = [seconds[n] for n in result["finals"] if n != "adaptive"]
+        found.append({"number": number, **point, "seconds": seconds, "settled": result["settled"]})
+        found[-1]["adaptive / best"] = seconds["adaptive"] / min(finals)
         print(json.dumps(found[-1]), flush=True)
-    adaptive = sum(p["finals"]["adaptive"]["seconds"] for p in found)
-    totals = {n: sum(p["finals"][n]["seconds"] for p in found) / adaptive for n in STATIC}
-    save("tuner", {"points": found, "static / adaptive, in total": totals})
+    name = "tuner" if len(found) == len(points_of_tuner()) else "tuner_sample"
+    save(name, {"points": found, "static / adaptive, in total": totals(found)})
+    (RESULTS / f"adaptive_{name}.md").write_text(table(found))
+    (RESULTS / f"adaptive_{name}.svg").write_text(plot(found))
 
 
 END_TO_END = {
@@ -155,22 +163,23 @@ END_TO_END = {
 }
 
 
-def end_to_end(folder: Path) -> None:
+def end_to_end(folder: Path, steps: int, names: list[str]) -> None:
     words = [
         "train",
         "gpt-moe-demo",
         "--model.moe.top-k",
         "8",
         "--train.steps",
-        "60",
+        str(steps),
         "--train.dtype",
         "float32",
     ]
     words += ["--train.eval-every", "1000", "--train.tensorboard", "false"]
     found = {}
-    for name, flags in END_TO_END.items():
+    for name in names:
+        flags = END_TO_END[name]
         run_dir = folder / name.replace(", ", "-").replace(" ", "-")
-        with hosts(2, "200mbit") as names:
+        with hosts(2, "200mbit") as machines:
             agents = [
                 subprocess.Popen(
                     [
@@ -181,16 +190,16 @@ def end_to_end(folder: Path) -> None:
                         "-m", "expertmesh", *words, "--train.run-dir", str(run_dir), *flags,
                     ]
                 )
-                for n, host in enumerate(names)
+                for n, host in enumerate(machines)
             ]  # fmt: skip
             codes = [agent.wait() for agent in agents]
         if any(codes):
             raise SystemExit(f"{name}: torchrun ended with {codes}")
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        rate = median(line["tokens_per_second"] for line in lines[-20:])
+        rate = median(line["tokens_per_second"] for line in lines[-10:])
         found[name] = {"tokens_per_second": rate, "loss": lines[-1]["loss"]}
         print(name, found[name], flush=True)
-    save("end_to_end", found)
+    save("end_to_end" if len(found) == len(END_TO_END) else "end_to_end_sample", found)
 
 
 def main() -> None:
@@ -199,15 +208,22 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["hierarchical", "overlap", "hot", "tuner", "end-to-end"])
     parser.add_argument("--short", action="store_true", help="one point")
-    parser.add_argument("--points", type=int, default=24, help="of the tuner's, from the first on")
+    parser.add_argument(
+        "--points", type=int, nargs="+", help="numbers of some of the tuner's points"
+    )
+    parser.add_argument("--steps", type=int, default=60, help="of a run; the last 10 count")
+    parser.add_argument(
+        "--only", nargs="+", default=[*END_TO_END], help="some of the flags by hand"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/end_to_end"), help="for runs")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # hosts go in any case
     if options.what == "hierarchical":
         hierarchical(options.short)
     elif options.what == "tuner":
-        tuner(options.points)
+        tuner(options.points or list(range(len(points_of_tuner()))))
     elif options.what == "end-to-end":
-        end_to_end(options.folder)
+        end_to_end(options.folder, options.steps, options.only)
     else:
         {"overlap": overlap, "hot": hot}[options.what]()
 

@@ -21,6 +21,8 @@ from expertmesh.moe.dispatch import Tokens
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
+SLOW = 2.0
+"""Static plans that took so many times the best one's time are not timed again."""
 Timed = tuple[float, float, int]
 """Seconds, processor seconds, and bytes that all ranks hand to others."""
 
@@ -45,7 +47,9 @@ def timed(world: World, run: Callable[[], object]) -> Timed:
 
 
 def in_turn(
-    world: World, variants: dict[str, Callable[[], object]], rounds: int
+    world: World,
+    variants: dict[str, Callable[[], object]],
+    rounds: int,
 ) -> dict[str, dict[str, float]]:
     """Medians after one round that does not count."""
     found: dict[str, list[Timed]] = {name: [] for name in variants}
@@ -120,6 +124,7 @@ def exchange(job: dict[str, Any], world: World) -> Any:
 
 
 def step(layer: MoELayer, x: Tensor, routing: Routing, way: dict[str, Any]) -> None:
+    """Forward and backward; way: arguments of the layer's call."""
     x = x.detach().requires_grad_()
     y, _ = layer(x, routing=routing, **way)
     y.backward(torch.ones_like(y))
@@ -133,21 +138,23 @@ def layer_steps(job: dict[str, Any], world: World) -> Any:
     routing = Routing(choices(job, world.position))
     x = torch.randn(job["tokens"], job["dim"])
     ways: dict[str, dict[str, Any]] = job["ways"]
-    variants = {name: partial(step, layer, x, routing, way) for name, way in ways.items()}
-    found = {"times": in_turn(world, variants, job["rounds"])}
+    call = {"capacity_factor": job.get("capacity_factor")}
+    variants = {name: partial(step, layer, x, routing, call | way) for name, way in ways.items()}
+    rounds = 1 if job.get("adaptive") else job["rounds"]
+    found: dict[str, Any] = {"times": in_turn(world, variants, rounds)}
     if job.get("adaptive"):
+        times = {name: t["seconds"] for name, t in found["times"].items()}
+        finals = {n: variants[n] for n, s in times.items() if s <= SLOW * min(times.values())}
         chosen = build(job, world, network=network_of(job))
         adapt([chosen], Way(), network_of(job), num_gathers=1)
         dispatcher: Any = chosen.dispatcher
         for _ in range(60):
-            step(chosen, x, routing, {})
+            step(chosen, x, routing, call)
             if dispatcher.chooser.tuner.settled:
                 break
         found["settled"] = {k: vars(w) for k, w in dispatcher.chooser.tuner.settled.items()}
-        finals = {name: variants[name] for name in job["finals"]} if "finals" in job else variants
-        found["finals"] = in_turn(
-            world, {**finals, "adaptive": partial(step, chosen, x, routing, {})}, job["rounds"]
-        )
+        finals["adaptive"] = partial(step, chosen, x, routing, call)
+        found["finals"] = in_turn(world, finals, job["rounds"])
     found["peak_kib"] = {"peak": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
     return found
 

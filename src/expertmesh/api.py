@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from expertmesh.config.family import Family, find_family
-from expertmesh.config.run import RunConfig
+from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.data.tokenizer import end_of_text_id
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_texts
@@ -36,12 +36,11 @@ class Loaded(NamedTuple):
 
 def train(
     what: RunConfig | Module,
-    config: RunConfig | None = None,
+    config: RunConfig | Mapping[str, Any] | None = None,
     *,
     data: Any = None,
     validation: Any = None,
     loss: Callable[..., Any] | None = None,
-    measure: Callable[..., Mapping[str, Any]] | None = None,
     metric: str = "loss",
     family: Family | None = None,
     trackers: Sequence[Tracker] = (),
@@ -55,13 +54,14 @@ def train(
     Args:
         what: a configuration, as `recipe` returns it; or a module, its class, or a function that makes it. A module is
             trained in place; on several ranks give the class, so that all begin with the weights of the run's seed.
-        config: of a module's run: its `train`, `optim` and `parallel` sections count.
+        config: of a module's run: its `train`, `optim` and `parallel` sections count. Options by their dotted names will do:
+            `{"train.steps": 200, "optim.lr": 1e-2}`.
         data: of a module: tensors whose first axis is the sample, alone or in a tuple; a map-style dataset; or an
             `expertmesh.models.family.Data`.
         validation: the same of the samples that evaluations use; None: every twentieth of `data`, not trained on.
-        loss: of a module: loss(model, *batch), a scalar mean over the batch's samples, or (that, stats ...) with the
-            `RoutingStats` of every `MoELayer` in their order, whose losses are added for you.
-        measure: of a module: measure(model, *batch), means over the batch's samples by name, for evaluations.
+        loss: of a module: loss(model, *batch), a scalar mean over the batch's samples. After it may come the `RoutingStats`
+            of every `MoELayer` in their order, whose losses are added for you, and a dictionary of other means, which
+            evaluations show.
         metric: the name among these that evaluations are judged by.
         family: of a configuration that is of no family of this package.
         trackers: objects with `write(values, experts)`, called after every step beside the run's own files; see
@@ -86,15 +86,13 @@ def train(
         >>> x = torch.randn(200, 8)
         >>> def loss(model, x, y):
         ...     return torch.nn.functional.mse_loss(model(x), y)
-        >>> steps = em.RunConfig(
-        ...     train={"steps": 5, "run_dir": "runs/linear"}, optim={"warmup_steps": 1}
-        ... )
+        >>> steps = {"train.steps": 5, "train.run_dir": "runs/linear"}
         >>> em.train(torch.nn.Linear(8, 8), steps, data=(x, x.flip(1)), loss=loss, quiet=True).step
         5
     """
     console = Console(quiet=True) if quiet else None
     if isinstance(what, RunConfig):
-        given = {"config": config, "data": data, "loss": loss, "measure": measure}
+        given = {"config": config, "data": data, "loss": loss}
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(
@@ -110,11 +108,11 @@ def train(
         )
     if config is None or data is None or loss is None:
         raise ConfigError(
-            "train(module): needs a configuration, data and a loss: train(module, RunConfig(...), data=..., loss=...)"
+            'train(module): needs options, data and a loss: train(module, {"train.run_dir": ...}, data=..., loss=...)'
         )
-    own = own_family(
-        what, data=data, validation=validation, loss=loss, measure=measure, metric=metric
-    )
+    if not isinstance(config, RunConfig):
+        config = RunConfig().updated(with_fitting_warmup(RunConfig(), config))
+    own = own_family(what, data=data, validation=validation, loss=loss, metric=metric)
     name = type(what).__name__ if isinstance(what, nn.Module) else what.__name__
     return loop.train(config, recipe=name, family=own, console=console, trackers=trackers)
 

@@ -1,8 +1,6 @@
 """The benchmarks refuse to report wrong results, and what they compute from times is right."""
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -86,11 +84,10 @@ def test_layer_check_sees_a_scale_bug(module, activation):
 
 
 @pytest.mark.slow
-def test_layer_benchmark_runs_and_writes(tmp_path):
+def test_layer_benchmark_runs_and_writes(module, tmp_path):
     pytest.importorskip("transformers")
-    options = "--threads 1 --rounds 1 --tokens 32 --dim 16 --hidden-dim 24 --shapes 4x2 --decode 1 --dtypes float32"
-    command = [sys.executable, "-m", "benchmarks.layer", *options.split(), "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    sizes = {"tokens": 32, "dim": 16, "hidden_dim": 24, "shapes": ("4x2",), "decode": (1,)}
+    module("layer").main(threads=1, rounds=1, dtypes=("float32",), out=tmp_path, **sizes)
     text = (tmp_path / "layer_cpu_202611.md").read_text()
     for name in (
         "expertmesh",

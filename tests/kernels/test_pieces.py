@@ -82,7 +82,7 @@ def added(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "kind", "tma"),
     [
-        ((60, 24, 40, 5, 2), "zipf", False),
+        ((40, 24, 20, 5, 2), "zipf", False),
         ((50, 16, 24, 4, 1), "hot", True),
         ((40, 19, 21, 2, 2), "dropped", False),
         ((40, 20, 24, 2, 2), "dropped", True),

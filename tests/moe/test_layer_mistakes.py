@@ -95,6 +95,8 @@ def test_numbers_of_numpy_and_infinite_factors():
     layer = make(top_k=np.int64(1), z_loss_weight=np.float32(0.5), capacity_factor=math.inf)
     assert (layer.top_k, layer.options.z_loss_weight) == (1, 0.5)
     assert layer.options.capacity_factor is None
+    _, stats = layer(X, top_k=np.int64(2), capacity_factor=np.float32(0.5))
+    assert stats.topk_expert_ids_TK.shape == (6, 2) and stats.num_dropped > 0
 
 
 X = torch.zeros(2, 3, D, dtype=torch.float64)

@@ -14,6 +14,8 @@ from expertmesh.recipes import RECIPES
 from expertmesh.training.optim import build_optimizer
 
 TWO_PERCENT = 0.02
+ALSO = ("E+D by ep_degree", "D", "E+Z2", "E+M", "E+Z-Offload")
+"""Forms of which others have every part: where everything runs."""
 MODEL = {
     "model.num_layers": 4,
     "model.moe_every": 2,
@@ -38,6 +40,7 @@ FORMS = {
     "E+Z-Offload": {"parallel.offload": True, "parallel.route_degree": 1},
     "E+Z-Offload+M": {"parallel.offload": True, "parallel.tp_degree": 2, "parallel.zero_stage": 2},
 }
+ALL_IN_PARTS = ("E", "E+Z1", "E+Z2", "E+Z3", "E+D by copies")
 
 
 def local(tensor):
@@ -112,11 +115,17 @@ def gathered_experts(log, config, num_ranks):
     return sum(found)  # with two layers, all: the second is gathered beside the first
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", [pytest.param(f, marks=[pytest.mark.exhaustive] * (f in ALSO)) for f in FORMS]
+)
 def test_every_rank_holds_what_the_formula_says(four_ranks, form):
     config = RECIPES["gpt-moe-test"]().updated(MODEL | FORMS[form])
     expected = rank_memory(config.model, config.parallel, num_ranks=4)
     at_rest = expected.parameters_bytes, expected.gradients_bytes, expected.optimizer_bytes
+    if form in ALL_IN_PARTS:  # parameters, gradients and two moments, whatever the stage
+        whole = sum(p.nbytes for p in GPT(config.model, seed=0).parameters())
+        copies = config.parallel.dp_replicate_degree
+        assert sum(at_rest) == pytest.approx(4 * whole * copies / 4, rel=TWO_PERCENT)
     for held, dense, experts in four_ranks.run(memory_of_a_step, FORMS[form]):
         assert held == pytest.approx(at_rest, rel=TWO_PERCENT)
         assert dense == pytest.approx(expected.gathered_dense_bytes, rel=TWO_PERCENT)

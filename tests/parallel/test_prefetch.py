@@ -146,9 +146,9 @@ def steps(keep, all_routes, options, spread):
 
 
 KEEPS = ("until_backward", "regather")
-SAME = [(1, 1, 1)] * 3
-BY_STEP = [(r,) * LAYERS for r in (1, 2, 4, 1, 2)]
-BY_LAYER = [(1, 2, 4)] * 3
+SAME = [(1, 1, 1)] * 2
+BY_STEP = [(r,) * LAYERS for r in (1, 4, 2)]
+BY_LAYER = [(1, 2, 4)] * 2
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_wrong_guesses_and_skipped_layers(four_ranks, keep):
     for error, moved, expected in four_ranks.run(steps, keep, drawn, {}, {"offload": True}):
         assert error <= FP64_RELATIVE
         assert expected < moved < 1.3 * expected
-    for error, _, _ in four_ranks.run(steps, keep, SAME * 2, {"skip": "sometimes"}, {}):
+    for error, _, _ in four_ranks.run(steps, keep, SAME * 3, {"skip": "sometimes"}, {}):
         assert error <= FP64_RELATIVE
 
 

@@ -90,9 +90,9 @@ def switch_every_step(parallel, num_steps):
 @pytest.mark.parametrize(
     ("parallel", "count"),
     [
-        ({"zero_stage": 3, "es_degree": 2}, 30),
-        ({"zero_stage": 2}, 8),
-        ({"zero_stage": 1, "dp_replicate_degree": 2}, 8),
+        ({"zero_stage": 3, "es_degree": 2}, 10),
+        ({"zero_stage": 2}, 4),
+        ({"zero_stage": 1, "dp_replicate_degree": 2}, 4),
     ],
     ids=str,
 )

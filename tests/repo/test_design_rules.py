@@ -1,6 +1,7 @@
 """The rules of the code base that no linter checks: sizes, names, docstrings, what is imported when."""
 
 import ast
+import functools
 import importlib.metadata
 import re
 import shlex
@@ -25,6 +26,12 @@ CATCH_ALL_NAMES = re.compile(
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".yml", ".yaml", ".cfg", ".json", ""}
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def python_files():
     roots = [SOURCE, ROOT / "tests", ROOT / "benchmarks", ROOT / "tools"]
     return sorted(path for root in roots if root.is_dir() for path in root.rglob("*.py"))
@@ -62,7 +69,7 @@ def test_functions_are_short():
     too_long = {}
     for path in python_files():
         most = MOST_KERNEL_LINES if "kernels" in path.parts else MOST_FUNCTION_LINES
-        for node in functions(ast.parse(path.read_text())):
+        for node in functions(tree_of(path)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > most:
                 too_long[f"{relative(path)}:{node.name}"] = lines
@@ -78,7 +85,7 @@ def rooms_of_ops():
         if not rest and first == "__init__":
             continue
         names = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -119,7 +126,7 @@ def public_definitions(tree):
 def test_public_names_have_docstrings():
     missing = []
     for path in sorted(SOURCE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         if ast.get_docstring(tree) is None:
             missing.append(relative(path))
         for name, node in public_definitions(tree):
@@ -135,7 +142,7 @@ def test_public_names_have_docstrings():
 def test_no_relative_imports_and_no_bare_except():
     found = []
     for path in python_files():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.level > 0:
                 found.append(f"{relative(path)}:{node.lineno}: relative import")
             if isinstance(node, ast.ExceptHandler) and node.type is None:
@@ -156,7 +163,7 @@ def test_few_tests_replace_what_they_test():
     calls = [
         ast.unparse(node.func)
         for path in sorted((ROOT / "tests").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call)
     ]
     ways = ("monkeypatch.setattr", "mock.patch", "mock.patch.object", "patch", "patch.object")
@@ -347,7 +354,7 @@ def test_decisions_are_numbered_and_shaped_alike():
 def shape_suffixes():
     """Shapes that names of values in `src/` end in: what follows the last underscore and has upper-case letters."""
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             name = getattr(node, "arg", None) or getattr(node, "id", None)
             stem, _, shape = (name or "").rpartition("_")
             if stem and not stem.isupper() and re.fullmatch(r"[0-9]*[A-Z][A-Za-z0-9]*", shape):

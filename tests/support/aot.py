@@ -53,13 +53,6 @@ class Build:
         return 4 * _amd_field(self.assembly, "vgpr_spill_count")
 
     @cached_property
-    def stack_bytes(self) -> int:
-        """Local (scratch) memory per thread."""
-        if self.target.startswith("sm_"):
-            return max(int(n) for n in re.findall(r"(\d+) bytes stack frame", self.log))
-        return _amd_field(self.assembly, "private_segment_fixed_size")
-
-    @cached_property
     def registers(self) -> int:
         """Registers per thread (AMD: vector registers, accumulators included)."""
         if self.target.startswith("sm_"):

@@ -94,7 +94,10 @@ class RankPool:
 
     def _start(self) -> None:
         nursery = the_nursery()
-        nursery.import_modules("torch.distributed.fsdp", "torch.distributed.tensor")
+        # the first call of an operator imports torch._dynamo: two seconds on every rank
+        nursery.import_modules(
+            "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"
+        )
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
         for rank in range(self.num_ranks):

@@ -4,6 +4,9 @@ import gzip
 import importlib.util
 import json
 import struct
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -190,3 +193,74 @@ def test_tokens_of_weighted_places_are_prepared(tmp_path):
         config = TextConfig(path=path, cache_dir=str(tmp_path / "cache"), seq_len=16)
         sizes.append(len(prepare_tokens(config, vocab_size=300).training.tokens_N))
     assert sizes[0] > 1.5 * sizes[1]
+
+
+class Rows(list):
+    """What `datasets.load_dataset` returns, as far as it is used."""
+
+    def __init__(self, rows, *columns):
+        super().__init__(rows)
+        self.column_names = list(columns)
+
+
+class Library(ModuleType):
+    """A stand-in for the package `datasets`: one dataset of each kind by name."""
+
+    def __init__(self):
+        super().__init__("datasets")
+        self.__spec__ = ModuleSpec("datasets", None)
+        self.asked = []
+
+    def load_dataset(self, name, *, split):
+        self.asked.append((name, split))
+        return {
+            "good": lambda: Rows([{"text": text} for text in TEXTS], "text"),
+            "holes": lambda: Rows([{"text": None}, *({"text": t} for t in TEXTS)], "text"),
+            "other": lambda: Rows([{"body": "x"}], "body", "title"),
+            "empty": lambda: Rows([], "text"),
+        }[name]()
+
+
+@pytest.fixture
+def library(monkeypatch):
+    module = Library()
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return module
+
+
+def test_a_dataset_by_name(library, tmp_path):
+    config = TextConfig(dataset="good", cache_dir=str(tmp_path), seq_len=16)
+    corpus = load_corpus(config)
+    assert library.asked == [("good", "train")]
+    assert sorted([*texts(corpus.training), *texts(corpus.validation)]) == sorted(TEXTS)
+    assert corpus.source == "dataset good" and corpus.num_skipped == 0
+    data = prepare_tokens(config, vocab_size=300)
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert data.training.num_bytes + data.validation.num_bytes == size
+    assert load_corpus(TextConfig(dataset="holes")).num_skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("other", "data.dataset=other: needs a 'text' column, has body, title; choose another"),
+        ("unknown", "data.dataset=unknown: cannot be loaded .*; check the name"),
+        ("empty", "data.dataset=empty: has no text"),
+    ],
+)
+def test_mistakes_of_a_dataset_by_name(library, name, says):
+    with pytest.raises(em.ConfigError, match=says):
+        load_corpus(TextConfig(dataset=name))
+
+
+@needs("datasets")
+def test_the_real_library_reads_a_folder_by_name(tmp_path, monkeypatch):
+    for name in ("HF_HOME", "HF_DATASETS_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.jsonl").write_text(LINES)
+    corpus = load_corpus(TextConfig(dataset=str(tmp_path / "mine")))
+    assert sorted([*texts(corpus.training), *texts(corpus.validation)]) == sorted(TEXTS)
+    with pytest.raises(em.ConfigError, match="cannot be loaded .*; check the name"):
+        load_corpus(TextConfig(dataset=str(tmp_path / "nothing")))

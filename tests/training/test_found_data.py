@@ -206,6 +206,16 @@ def test_what_is_in_a_folder_is_used_or_said(tmp_path, add):
     assert all(list(texts(side)) for side in (corpus.training, corpus.validation))
 
 
+@pytest.mark.parametrize("most", [None, 3000])
+def test_text_that_max_bytes_leaves_out_is_said(tmp_path, most):
+    for i in range(9):
+        (tmp_path / f"{i}.txt").write_text(f"{i}" + "x" * 999)
+    notes = load_corpus(TextConfig(path=str(tmp_path), max_bytes=most)).notes
+    said = [note for note in notes if "data.max_bytes=none" in note]
+    assert len(said) == (most is not None)
+    assert most is None or "6 of 9 documents are not" in said[0]
+
+
 def test_a_folder_of_links_is_a_folder_of_texts(tmp_path):
     real, links = tmp_path / "real", tmp_path / "links"
     real.mkdir(), links.mkdir()

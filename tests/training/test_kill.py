@@ -24,7 +24,7 @@ STAGES = ("write_tensors", "_write_manifest", "_sync", "_sha256", "_delete", "_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [10, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_a_run_survives_being_killed_many_times(tiny, run_quietly, tmp_path, kills):
     changes = {"train.steps": kills * (STEPS_PER_LIFE + 2), "train.keep_last": 1}
     changes |= {"train.checkpoint_every": 1, "train.eval_every": 10}

@@ -3,14 +3,16 @@
 import json
 import logging
 import math
-import multiprocessing
 import os
 import signal
 import sys
+from multiprocessing import Pipe
 
 import pytest
 import torch
 from tests.support.calls import calls_of
+from tests.support.nursery import the_nursery
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.data.text import TextData
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
@@ -71,16 +73,16 @@ STOCHASTIC = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_twenty_steps_are_ten_and_ten(tiny, run_quietly, tmp_path, dtype):
-    common = {"train.dtype": dtype, "optim.schedule_steps": 20, "train.checkpoint_every": 100}
+def test_ten_steps_are_five_and_five(tiny, run_quietly, tmp_path, dtype):
+    common = {"train.dtype": dtype, "optim.schedule_steps": 10, "train.checkpoint_every": 100}
     common |= STOCHASTIC | {"train.eval_every": 5}
-    straight = tiny(**common, **{"train.steps": 20, "train.run_dir": str(tmp_path / "straight")})
-    half = tiny(**common, **{"train.steps": 10, "train.run_dir": str(tmp_path / "halves")})
-    rest = half.updated({"train.steps": 20, "train.resume": "required"})
+    straight = tiny(**common, **{"train.steps": 10, "train.run_dir": str(tmp_path / "straight")})
+    half = tiny(**common, **{"train.steps": 5, "train.run_dir": str(tmp_path / "halves")})
+    rest = half.updated({"train.steps": 10, "train.resume": "required"})
     run_quietly(straight)
     run_quietly(half)
     torch.manual_seed(99)
-    assert run_quietly(rest).resumed_from == 10
+    assert run_quietly(rest).resumed_from == 5
     assert without_time(lines(straight)) == without_time(lines(rest))
     for (name, a), b in zip(weights(straight).items(), weights(rest).values(), strict=True):
         assert torch.equal(a, b), name
@@ -170,18 +172,16 @@ def test_required_without_a_checkpoint_and_a_file_as_folder(tiny, run_quietly, t
     assert (tmp_path / "file").read_text() == "x"
 
 
-def hold_lock(path, ready, go_on):
+def hold_lock(pipe, path):
     with RunDir(path).locked():
-        ready.set()
-        go_on.wait(20)
+        pipe.send("held")
+        pipe.recv()
 
 
 def test_one_process_per_run_directory_and_a_dead_one_does_not_count(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    ready, go_on = context.Event(), context.Event()
-    holder = context.Process(target=hold_lock, args=(tmp_path / "run", ready, go_on))
-    holder.start()
-    assert ready.wait(600)
+    here, there = Pipe()
+    holder = the_nursery().start(hold_lock, tmp_path / "run", pipe=there)
+    assert here.poll(PATIENCE_S)
     with (
         pytest.raises(ConfigError, match=f"is in use by process {holder.pid}"),
         RunDir(tmp_path / "run").locked(),

@@ -93,10 +93,11 @@ def step_metrics(step):
     return StepMetrics(step, 5.123, 0.1, 0.1, 12.3, 1e-3, 12345.0, 12.3, 0.5, 128, 4, 100 * step)
 
 
-def test_the_live_table_fits_a_terminal_of_80_columns_and_says_that_it_stops(monkeypatch):
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_the_live_table_fits_the_terminal_and_says_that_it_stops(monkeypatch, columns):
     master, slave = pty.openpty()
     terminal = os.fdopen(slave, "w")
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("LINES", "24")
     monkeypatch.setenv("TERM", "xterm")
     with (
@@ -111,8 +112,12 @@ def test_the_live_table_fits_a_terminal_of_80_columns_and_says_that_it_stops(mon
     terminal.close()
     os.close(master)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    assert max(map(len, re.split(r"[\r\n]+", plain))) <= 80
+    lines = re.split(
+        r"[\r\n]+", plain.replace("step 0: validation loss 5.5000, 7.5000 bits per byte", "")
+    )
+    assert max(map(len, lines)) <= columns
     assert "SIGINT: stopping after this step" in plain and "12345" in plain.replace(",", "")
+    assert "bits/byte" in plain and "\N{HORIZONTAL ELLIPSIS}" not in plain
 
 
 @pytest.mark.parametrize("steps, most", [("8", "10"), ("1", "10"), ("30", "10")])

@@ -222,7 +222,10 @@ def test_the_curve_has_few_rows_and_ends_with_the_last():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, code",
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive)],
+)
 def test_a_signal_ends_the_process_cleanly(tmp_path, corpus_folder, cache_folder, number, code):
     argv = words(tmp_path, corpus_folder, cache_folder, "--train.steps", "100000")
     command = [sys.executable, "-m", "expertmesh", "train", "gpt-moe-test", *argv]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.base import FieldError, expanded
 from expertmesh.errors import ConfigError
 
@@ -36,7 +37,8 @@ def run(argv: list[str]) -> int:
     """
     options = _parse(argv)
     prompts = _prompts(options)
-    _, model, tokenizer, precision = load_decoder(options.run, options.device)
+    with told_of_data(), loading():
+        _, model, tokenizer, precision = load_decoder(options.run, options.device)
     import torch
 
     from expertmesh.data.tokenizer import end_of_text_id

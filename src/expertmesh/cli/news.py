@@ -2,7 +2,9 @@
 
 import logging
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,8 @@ from expertmesh.config.base import launched_rank
 
 _FIRST_S = 2.0
 _CLEAR = "\r\x1b[2K"
+_THE_END = b"\0"
+_PYTHONS_OWN = signal.default_int_handler
 
 
 class _News(logging.Handler):
@@ -39,7 +43,8 @@ class _News(logging.Handler):
             self._next = now + (now - self._began)
         self.clear()
         self._is_open = in_place
-        width = os.get_terminal_size(sys.stderr.fileno()).columns - 1 if in_place else None
+        # A terminal that does not know its width says 0.
+        width = (os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1 if in_place else None
         self._write(text[:width] if in_place else f"{text}\n")
 
     def clear(self) -> None:
@@ -63,13 +68,64 @@ def told_of_data() -> Iterator[None]:
     log.propagate = False
     log.addHandler(handler)
     try:
-        yield
+        with _interrupts_heard():
+            yield
     finally:
         if isinstance(handler, _News):
             handler.clear()
         log.removeHandler(handler)
         log.setLevel(before[0])
         log.propagate = before[1]
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Says that something is on its way, while libraries and weights are read."""
+    log = logging.getLogger("expertmesh.data")
+    log.info("loading", extra={"is_progress": True})
+    try:
+        yield
+    finally:
+        log.info("", extra={"is_progress": True})
+
+
+@contextmanager
+def _interrupts_heard() -> Iterator[None]:
+    """On a terminal, Ctrl-C is answered at once, and a second one ends the process at once.
+
+    Python raises KeyboardInterrupt when the library that runs comes back to it, which takes seconds where a tokenizer is
+    learned. What is half made then is removed by the next run.
+    """
+    if not sys.stderr.isatty() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_answer, args=(read_end,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.write(write_end, _THE_END)  # a closed end would not do: a forked process may hold it
+        thread.join()
+        os.close(write_end)
+        os.close(read_end)
+
+
+def _answer(read_end: int) -> None:
+    """Answers each number of a signal that comes through a pipe, where nobody else does."""
+    heard = 0
+    while (number := os.read(read_end, 1)) != _THE_END:
+        # The training loop has a handler of its own.
+        if number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) != _PYTHONS_OWN:
+            continue
+        heard += 1
+        if heard > 1:
+            os.write(sys.stderr.fileno(), b"\n")
+            os._exit(128 + signal.SIGINT)
+        os.write(sys.stderr.fileno(), f"{_CLEAR}SIGINT: stopping; Ctrl-C again: now\n".encode())
 
 
 def silence_output() -> None:

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser
-from expertmesh.cli.news import told_of_data
+from expertmesh.cli.news import loading, told_of_data
 from expertmesh.cli.samples import measure, prompts_of, sample
 from expertmesh.config.family import GPT, Family
 from expertmesh.errors import CheckpointError, ConfigError
@@ -65,13 +65,15 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"no run given; write one: {parser.prog} runs/demo (see {parser.prog} --help)"
         )
-    _write_page(options)  # first, for runs without a checkpoint have one, too
     with told_of_data():
+        with loading():
+            told = _write_page(options)  # first, for runs without a checkpoint have one, too
+        print(told)
         return max([_report(options, run) for run in options.run])
 
 
-def _write_page(options: Any) -> None:
-    """The page, or one line that says why there is none: the summary was the answer."""
+def _write_page(options: Any) -> str:
+    """Writes the page; one line that says where it is, or why there is none: the summary was the answer."""
     from expertmesh.reporting.page import find_plotly, report
 
     try:
@@ -79,9 +81,8 @@ def _write_page(options: Any) -> None:
     except ConfigError as error:
         if options.page is not None:
             raise
-        print(f"no page: {error}")
-        return
-    print(f"page: {report(*options.run, page=options.page)}")
+        return f"no page: {error}"
+    return f"page: {report(*options.run, page=options.page)}"
 
 
 def _report(options: Any, run: str) -> int:
@@ -153,6 +154,7 @@ def _print_measures(
     Returns:
         Whether the model is better than the baseline; None: not known.
     """
+    from expertmesh.data.news import Progress
     from expertmesh.training.evaluate import evaluate
     from expertmesh.training.metrics import evaluations
 
@@ -172,6 +174,7 @@ def _print_measures(
             batch_size=config.train.micro_batch_size or config.train.batch_size,
             max_samples=None,
             precision=trained.precision,
+            watch=Progress("evaluated", unit="batches of validation data").over,
         )
         after, baseline = result[metric.key], trained.task.baseline(data)
         rows.append((f"on all validation data, after step {step:,}", after))

@@ -92,6 +92,7 @@ def sample(
         temperature: 0: the most likely token always.
         seed: of the random numbers.
     """
+    from expertmesh.data.news import Progress
     from expertmesh.data.tokenizer import end_of_text_id
     from expertmesh.errors import ConfigError
     from expertmesh.infer.engine import generate_batch
@@ -117,7 +118,8 @@ def sample(
         sampling=sampling,
         eos_id=end_id,
     )
-    for step in steps:
+    told = Progress("written", total=num_tokens, unit="tokens of each sample")
+    for step in told.over(steps):
         for i, token_id in enumerate(step):
             if token_id is None:
                 is_cut[i] = False

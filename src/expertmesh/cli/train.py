@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.launched import said_once
-from expertmesh.cli.news import silence_output, told_of_data
+from expertmesh.cli.news import loading, silence_output, told_of_data
 from expertmesh.cli.program import program
 from expertmesh.config.base import launched_rank
-from expertmesh.config.family import Family
+from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.run import ParallelConfig, RunConfig
-from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertmesh.costs.run import RunCosts
@@ -33,7 +32,7 @@ def run(argv: list[str]) -> int:
     """
     with said_once():
         parsed = parse_run_config(argv)
-        parsed = parsed._replace(config=begun_from_another(parsed.config))
+        parsed = parsed._replace(config=begun_from_another(parsed.config, parsed.family))
     if parsed.dry_run:
         rank, num_ranks = launched_rank()
         num_ranks = max(num_ranks, fewest_ranks(parsed.config.parallel) if num_ranks == 1 else 1)
@@ -41,15 +40,15 @@ def run(argv: list[str]) -> int:
             family = parsed.family
             print(describe(parsed.config, family, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
-    from expertmesh.training.loop import train
-    from expertmesh.training.precision import resolve_device
-    from expertmesh.training.stop import NOBODY_READS
-
-    with said_once():
-        device = resolve_device(parsed.config.train.device)
-    if device.type == "cpu":
-        keep_freed_memory()
     with told_of_data():
+        with loading():
+            from expertmesh.training.loop import train
+            from expertmesh.training.precision import resolve_device
+            from expertmesh.training.stop import NOBODY_READS
+        with said_once():
+            device = resolve_device(parsed.config.train.device)
+        if device.type == "cpu":
+            keep_freed_memory()
         result = train(parsed.config, recipe=parsed.recipe, family=parsed.family)
     if result.stopped_by in NOBODY_READS:
         silence_output()
@@ -58,8 +57,8 @@ def run(argv: list[str]) -> int:
     return 0 if result.stopped_by is None else 128 + int(result.stopped_by)
 
 
-def begun_from_another(config: RunConfig) -> RunConfig:
-    """The configuration with the model options and the tokenizer of the run that it begins with, if there is one.
+def begun_from_another(config: RunConfig, family: Family) -> RunConfig:
+    """The configuration with what the weights of the run that it begins with fix, if there is one.
 
     Raises:
         ConfigError: that is no run, or of a family that is not this one's.
@@ -68,14 +67,9 @@ def begun_from_another(config: RunConfig) -> RunConfig:
         return config
     from expertmesh.training.run_dir import load_run
 
-    begin = load_run(config.train.init_from)
-    if begin.config.family != config.family or config.family != "gpt":
-        raise ConfigError(
-            f"train.init_from={config.train.init_from}: is of family {begin.config.family} and this run of {config.family}; "
-            "begin a gpt with a gpt"
-        )
-    model = begin.config.model_dump()["model"]
-    return config.updated({"model": model, "data.encode_with": str(begin.path / "tokenizer.json")})
+    known = family.name in FAMILIES
+    begin = load_run(config.train.init_from, None if known else family)
+    return family.begun_with(config, begin.config, where=config.train.init_from)
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:

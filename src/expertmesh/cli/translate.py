@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.generate import load_decoder
+from expertmesh.cli.news import loading, told_of_data
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def run(argv: list[str]) -> int:
     """
     options = _parser().parse_args(argv)
     texts, references, others = _texts(options)
-    task, model, tokenizer, precision = load_decoder(options.run, options.device)
+    with told_of_data(), loading():
+        task, model, tokenizer, precision = load_decoder(options.run, options.device)
     translation = task.translation(tokenizer, to=options.to)
     import torch
 

@@ -58,6 +58,8 @@ class Family:
         free: options of the model that it need not, because they change the speed only.
         generates_text: whether its tasks have a `decoder`, and its runs a tokenizer.json.
         files: names of the files in a run directory without which its models cannot be used.
+        begin: a function of (configuration, that of the run which it begins with) that returns the configuration with all that
+            this run's weights fix, or "module:name" of one; None: no run begins with another one's weights.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Family:
     free: tuple[str, ...] = ()
     generates_text: bool = False
     files: tuple[str, ...] = ()
+    begin: str | Callable[[Any, Any], RunConfig] | None = None
 
     def open_task(self, config: RunConfig) -> Any:
         """The half with torch, for one run.
@@ -96,6 +99,26 @@ class Family:
         count = _resolved(self.costs)
         return None if count is None else count(config, num_ranks=num_ranks, dtype=dtype)
 
+    def begun_with(self, config: RunConfig, other: RunConfig, *, where: str) -> RunConfig:
+        """The configuration of a run that begins with the weights of another one.
+
+        Args:
+            config: of the run.
+            other: of the one that it begins with.
+            where: that one is, for messages.
+
+        Raises:
+            ConfigError: it is of another family, or this one has no such thing.
+        """
+        begin = _resolved(self.begin)
+        if begin is None or not isinstance(other, self.config):
+            fix = "begin with one of the same" if begin else "leave it out"
+            raise ConfigError(
+                f"train.init_from={where}: is of family {other.family} and this run of {self.name}; {fix}"
+            )
+        found: RunConfig = begin(config, other)
+        return found
+
     def products_of(self, config: RunConfig, *, num_parts: int = 1) -> Any:
         """The products that dominate a step, a sequence of `expertmesh.costs.products.Product`; empty where the family names none."""
         find = _resolved(self.products)
@@ -115,6 +138,7 @@ GPT = Family(
     free=("model.moe.backend",),
     generates_text=True,
     files=("tokenizer.json",),
+    begin="expertmesh.config.gpt:begun_with",
 )
 
 SEQ2SEQ = Family(
@@ -133,10 +157,12 @@ SWIN = Family(
     task="expertmesh.models.swin.task:SwinTask",
     config=SwinRunConfig,
     recipes="expertmesh.recipes.vision:RECIPES",
+    costs="expertmesh.costs.swin:swin_costs",
     items="images",
     metric=Metric("accuracy", "accuracy", "accuracy", higher_is_better=True),
     free=("model.moe.backend",),
     files=("classes.json",),
+    begin="expertmesh.config.swin:begun_with",
 )
 
 FAMILIES = {family.name: family for family in (GPT, SEQ2SEQ, SWIN)}

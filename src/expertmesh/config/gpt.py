@@ -1,5 +1,6 @@
 """The complete configuration of a training run of a GPT on text."""
 
+from pathlib import Path
 from typing import Self
 
 from pydantic import model_validator
@@ -10,6 +11,18 @@ from expertmesh.config.run import RunConfig
 from expertmesh.config.text import TextConfig
 
 MIN_VOCAB_SIZE = 257
+
+
+def begun_with(config: "GPTRunConfig", other: "GPTRunConfig") -> "GPTRunConfig":
+    """The configuration with the model of the run that it begins with, and its tokenizer.
+
+    Args:
+        config: of the run.
+        other: of the one that it begins with.
+    """
+    where = Path(config.train.init_from or "").expanduser()
+    changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
+    return config.updated(changes)
 
 
 class GPTRunConfig(RunConfig):

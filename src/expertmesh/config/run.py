@@ -10,6 +10,7 @@ from expertmesh.config.base import Config, FieldError, refuses_idle_options
 from expertmesh.config.way import AllToAll
 from expertmesh.errors import ConfigError
 
+Frozen = Literal["experts", "router"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Schedule = Literal["cosine", "wsd"]
 Resume = Literal["auto", "never", "required"]
@@ -84,6 +85,8 @@ class TrainConfig(Config):
     """Run whose newest weights, model options and tokenizer this one begins with, for instance a converted one; none: new ones."""
     branch_from: str | None = None
     """Run with schedule=wsd, the trunk, whose checkpoint at the step where this run's decay begins is taken further; none: no branch."""
+    freeze: tuple[Frozen, ...] = ()
+    """Parts of the mixture-of-experts layers that do not learn: experts, router, or both; best with init_from."""
     resume: Resume = "never"
     """auto: from the newest good checkpoint if there is one; never: the run directory must be new; required."""
     checkpoint_every: int = Field(default=200, gt=0)
@@ -107,6 +110,8 @@ class TrainConfig(Config):
     def _check(self) -> Self:
         check_not_empty("run_dir", self.run_dir)
         check_not_empty("init_from", self.init_from)
+        if len(set(self.freeze)) < len(self.freeze):
+            raise FieldError("freeze", self.freeze, "names something twice", "name it once")
         check_not_empty("branch_from", self.branch_from)
         if self.init_from is not None and self.branch_from is not None:
             raise FieldError(

@@ -169,6 +169,33 @@ class SwinConfig(Config):
             )
 
 
+_OF_WEIGHTS = (
+    "variant", "num_channels", "patch_size", "dim", "depths", "num_heads", "mlp_ratio", "norm_eps", "moe_stages",
+)  # fmt: skip
+"""Options of the model that its weights fix; those of images, windows and classes may change."""
+_OF_EXPERTS = (
+    "num_experts", "top_k", "router", "score_function", "normalize_weights", "weight_scale", "logit_temperature", "cosine_dim",
+    "num_expert_groups", "num_limited_groups", "bias_update_rate", "num_shared_experts", "shared_hidden_dim", "shared_gate",
+    "residual",
+)  # fmt: skip
+
+
+def begun_with(config: "SwinRunConfig", other: "SwinRunConfig") -> "SwinRunConfig":
+    """The configuration with what the weights of the run that it begins with fix; image, window and classes are its own.
+
+    Args:
+        config: of the run.
+        other: of the one that it begins with.
+    """
+    model = config.model.model_dump() | {name: getattr(other.model, name) for name in _OF_WEIGHTS}
+    if not other.model.moe.num_experts:
+        model["moe"] = other.model.moe.model_dump()
+    model["moe"] |= {name: getattr(other.model.moe, name) for name in _OF_EXPERTS}
+    if not model["pretrained_window_sizes"]:
+        model["pretrained_window_sizes"] = other.model.learned_windows
+    return config.updated({"model": model})
+
+
 class ImagesConfig(Config):
     """Images and their classes, and how they are changed in training."""
 

@@ -25,7 +25,7 @@ from expertmesh.data.files import (
     is_packed,
     printable,
 )
-from expertmesh.data.formats import is_companion, rows_of
+from expertmesh.data.formats import COLUMN, is_companion, rows_of
 from expertmesh.data.news import Progress
 from expertmesh.data.paths import find_paths
 from expertmesh.errors import ConfigError
@@ -91,10 +91,12 @@ def load_corpus(config: TextConfig) -> Corpus:
         ConfigError: the path is missing, is binary or has no text, or too few documents for two sides.
     """
     source, candidates, left_out = _candidates(config)
-    documents, num_bytes = [], 0
+    documents, num_bytes, left_unread = [], 0, 0
     progress = Progress("read", total=config.max_bytes)
-    for name, read in sorted(candidates, key=lambda c: (_hash("order", c[0]), c[0])):
+    ordered = sorted(candidates, key=lambda c: (_hash("order", c[0]), c[0]))
+    for number, (name, read) in enumerate(ordered):
         if config.max_bytes is not None and num_bytes >= config.max_bytes:
+            left_unread = len(ordered) - number
             break
         try:
             text = read()
@@ -125,6 +127,11 @@ def load_corpus(config: TextConfig) -> Corpus:
     notes = _note_of_split(training, validation, config)
     if left_out.total:
         notes.append(f"{_option(config)}: {left_out.total} files are left out: {left_out}")
+    if left_unread and (config.path is not None or config.dataset is not None):
+        notes.append(
+            f"{_option(config)}: only {num_bytes / 1e6:,.1f} MB are used and {left_unread:,} of {len(ordered):,} documents"
+            " are not, by data.max_bytes; for all of them: data.max_bytes=none"
+        )
     training = _weighted(training, config)
     digest = hashlib.sha256()
     for side in (training, validation):
@@ -287,7 +294,7 @@ def _of_folder(
 ) -> Iterator[Candidate]:
     """A document of each file; files that are a large share of the text are cut as a lone file is."""
     sizes = {}
-    for path in found:
+    for path in Progress("looked at", total=len(found), unit="files").over(found):
         try:
             rows = _rows(root / path, path.as_posix(), config)
             if rows is not None:
@@ -352,12 +359,12 @@ def _dataset(name: str) -> list[Candidate]:
 
     try:
         rows = datasets.load_dataset(name, split="train")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # The library has many, plain Exception among them.
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"data.dataset={name}: cannot be loaded ({reason}); check the name"
         ) from None
-    if "text" not in rows.column_names:
+    if COLUMN not in rows.column_names:
         raise ConfigError(
             f"data.dataset={name}: needs a 'text' column, has {', '.join(rows.column_names)}; choose another dataset"
         )
@@ -370,7 +377,7 @@ class _Row:
     index: int
 
     def __call__(self) -> str | None:
-        text = self.rows[self.index]["text"]
+        text = self.rows[self.index][COLUMN]
         return text if isinstance(text, str) else None
 
 

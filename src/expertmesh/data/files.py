@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from expertmesh.data.news import Progress
 from expertmesh.errors import ConfigError
 
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
@@ -109,7 +110,8 @@ class TextFile:
         if not is_packed(self.path):
             return self.path.stat().st_size
         with opened(self.path) as file:
-            return sum(iter(lambda: len(_read(file, _BLOCK, self.path)), 0))
+            sizes = iter(lambda: len(_read(file, _BLOCK, self.path)), 0)
+            return sum(Progress("unpacked").over(sizes, lambda size: size))
 
 
 def opened(path: Path) -> BinaryIO:
@@ -161,8 +163,11 @@ def find_files(root: Path, *, follow_links: bool = True) -> tuple[list[Path], Le
     Returns:
         The files, and what was left out because it is a pipe, a device, a link to nothing or a folder that cannot be opened.
     """
-    found, left_out = [], LeftOut()
+    found: list[Path] = []
+    left_out = LeftOut()
+    progress = Progress("found", unit="files")
     for folder, names in _folders(root, left_out, follow_links=follow_links):
+        progress.at(len(found))
         for name in names:
             path = folder / name
             relative = path.relative_to(root)
@@ -172,6 +177,7 @@ def find_files(root: Path, *, follow_links: bool = True) -> tuple[list[Path], Le
                 found.append(relative)
             else:
                 left_out.add(NOT_A_FILE, relative.as_posix())
+    progress.finish()
     return found, left_out
 
 

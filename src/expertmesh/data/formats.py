@@ -17,6 +17,7 @@ import numpy as np
 
 from expertmesh.config.base import expanded, parse_json
 from expertmesh.data.files import is_packed, opened
+from expertmesh.data.news import Progress
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError
 
@@ -93,7 +94,7 @@ def _json_lines(path: Path, _: str | None) -> list[Reader]:
     start, packed = 0, is_packed(path)
     try:
         with opened(path) as file:
-            for line in file:
+            for line in Progress("looked through").over(file, len):
                 if line.strip():
                     readers.append(_Kept(line) if packed else _Line(path, start, len(line)))
                 start += len(line)

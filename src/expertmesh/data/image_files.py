@@ -38,7 +38,7 @@ class Images:
     digest: str
 
     def take(self, which: np.ndarray) -> "Images":
-        """Some of them, in this order."""
+        """Those at some places, in this order."""
         digest = hashlib.sha256(f"{self.digest} {which.tolist()}".encode()).hexdigest()
         return Images(
             self.labels_N[which],
@@ -88,7 +88,8 @@ def read_folder(
     if parts[0] is None:
         classes, images = _class_folders(path)
         taken = _held_out(images.labels_N, path, classes, validation_fraction)
-        return LabelledFolder(classes, images.take(~taken), images.take(taken))
+        sides = (images.take(np.flatnonzero(side)) for side in (~taken, taken))
+        return LabelledFolder(classes, *sides)
     classes, training = _class_folders(parts[0])
     if parts[1] is None:
         raise ConfigError(
@@ -277,7 +278,7 @@ def read_image(path: str | Path) -> np.ndarray:
     try:
         with Image.open(path) as image:
             if image.mode in ("1", "L"):
-                return np.asarray(image.convert("L"))
+                return np.array(image.convert("L"))
             if image.mode in ("I", "F", "I;16", "I;16B", "I;16L"):
                 raise ConfigError(
                     f"{path}: has pixels of mode {image.mode}; convert it to 8 bits per channel"
@@ -289,7 +290,9 @@ def read_image(path: str | Path) -> np.ndarray:
                 image_rgb = below.convert("RGB")
             else:
                 image_rgb = image.convert("RGB")
-            return np.asarray(image_rgb)
+            return np.array(image_rgb)
+    except ConfigError:
+        raise
     except FileNotFoundError:
         raise ConfigError(f"{path}: is not there; check the path") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError) as error:

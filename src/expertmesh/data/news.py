@@ -5,39 +5,62 @@ Records of progress have the attribute `is_progress`, so that a terminal can sho
 
 import logging
 import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 EVERY_S = 1.0
+TEXT = "MB of text"
 
 _log = logging.getLogger("expertmesh.data")
+_T = TypeVar("_T")
+
+
+def say(text: str) -> None:
+    """What is being done now; "": what a terminal shows of it may go."""
+    _log.info("%s", text, extra={"is_progress": True})
 
 
 class Progress:
-    """Says every second how many bytes are done.
+    """Says every second how much is done.
 
     Args:
-        verb: what is done to them, as in "read" or "tokenised".
-        total: how many there are; None: unknown.
+        verb: what is done, as in "read" or "tokenised".
+        total: how much there is; None: unknown.
+        unit: what is counted; of "MB ..." bytes are.
     """
 
-    def __init__(self, verb: str, *, total: int | None = None) -> None:
-        self._verb, self._total = verb, total
+    def __init__(self, verb: str, *, total: int | None = None, unit: str = TEXT) -> None:
+        self._verb, self._total, self._unit = verb, total, unit
         self._said = time.monotonic()
 
-    def at(self, num_bytes: int) -> None:
-        """So many are done."""
+    def at(self, done: int) -> None:
+        """So much is done."""
         now = time.monotonic()
         if now - self._said < EVERY_S:
             return
         self._said = now
-        of = "" if self._total is None else f" of {self._total / 1e6:,.1f}"
-        _log.info(
-            "%s %s%s MB of text",
-            self._verb,
-            f"{num_bytes / 1e6:,.1f}",
-            of,
-            extra={"is_progress": True},
-        )
+        of = "" if self._total is None else f" of {self._number(self._total)}"
+        say(f"{self._verb} {self._number(done)}{of} {self._unit}")
+
+    def over(self, items: Iterable[_T], size: Callable[[_T], int] | None = None) -> Iterator[_T]:
+        """The items, counted as they are used up.
+
+        Args:
+            items: to go through.
+            size: how much an item counts; None: 1.
+        """
+        done = 0
+        try:
+            for item in items:
+                yield item
+                done += 1 if size is None else size(item)
+                self.at(done)
+        finally:
+            self.finish()
 
     def finish(self) -> None:
         """What a terminal shows of it may go."""
-        _log.info("", extra={"is_progress": True})
+        say("")
+
+    def _number(self, count: int) -> str:
+        return f"{count / 1e6:,.1f}" if self._unit.startswith("MB") else f"{count:,}"

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from expertmesh.config.base import expanded, parse_json, user_cache_dir
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
-from expertmesh.data.news import Progress
+from expertmesh.data.news import Progress, say
 from expertmesh.data.tokenizer import (
     END_OF_TEXT,
     given_tokenizer,
@@ -160,7 +160,9 @@ def damage_of_cache(folder: Path) -> str | None:
 
 def _sha256(file: BinaryIO) -> str:
     digest = hashlib.sha256()
-    while block := file.read(_BLOCK):
+    size = os.fstat(file.fileno()).st_size
+    blocks = iter(lambda: file.read(_BLOCK), b"")
+    for block in Progress("checked", total=size, unit="MB of tokens").over(blocks, len):
         digest.update(block)
     return digest.hexdigest()
 
@@ -200,10 +202,11 @@ def _build(corpus: Corpus, folder: Path, given: Tokenizer | None, *, vocab_size:
     try:
         tokenizer = given
         if tokenizer is None:
-            _log.info("learning a tokenizer of %d tokens", vocab_size, extra={"is_progress": True})
             # No text has more merges than bytes, and the trainer sets memory aside for all that it is told of.
             most = 257 + sum(document.num_bytes for document in corpus.training)
+            say(f"learning a tokenizer of {vocab_size:,} tokens")
             tokenizer = train_tokenizer(texts(corpus.training), vocab_size=min(vocab_size, most))
+            say("")
         (partial / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         # Encode with what was saved, which is what everybody will use.
         tokenizer = load_tokenizer(partial / "tokenizer.json")

@@ -217,6 +217,15 @@ class Task(ABC):
         """Spread a model over ranks, in place."""
         parallelize(model, self.config.parallel, world=world, blocks=self.blocks(model))
 
+    def inherited(self, model: nn.Module, begin: RunConfig) -> Mapping[str, Tensor]:
+        """What a model takes from the run that it begins with (train.init_from), by name; here, everything.
+
+        Args:
+            model: as `place` returned it.
+            begin: that run's configuration.
+        """
+        return model.state_dict()
+
     def baseline(self, data: Data) -> Baseline | None:
         """What a report compares the model with; here, nothing."""
         return None

@@ -31,8 +31,8 @@ class OwnModule(Task):
         module: the module, or what makes it.
         data: see `expertmesh.data.samples.data_of`.
         validation: see there.
-        loss: called as loss(model, *batch); a scalar mean over the batch's samples, or (that, RoutingStats ...).
-        measure: called as measure(model, *batch); means over the batch's samples by name; None: the loss alone.
+        loss: called as loss(model, *batch); a scalar mean over the batch's samples, and then, in any order, RoutingStats and a
+            dictionary of other means by name.
     """
 
     def __init__(
@@ -43,11 +43,10 @@ class OwnModule(Task):
         data: Any = None,
         validation: Any = None,
         loss: Callable[..., Any] | None = None,
-        measure: Callable[..., Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__(config)
         self._module, self._samples, self._validation = module, data, validation
-        self._loss, self._measure = loss, measure
+        self._loss = loss
 
     def prepare(self) -> Data:
         """The samples."""
@@ -84,30 +83,40 @@ class OwnModule(Task):
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """The user's loss, times the samples; the statistics of upcycled blocks are collected."""
-        value, stats = self._call(model, batch)
+        value, stats, _ = self._call(model, batch)
         return Loss(value * num_samples(batch), stats)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
-        """The user's measures, times the samples, and the loss."""
+        """The user's loss and measures, times the samples."""
         count = num_samples(batch)
-        found: dict[str, Tensor | float] = {"loss": self._call(model, batch)[0] * count}
-        if self._measure is not None:
-            measured = _spread(self._measure, model, batch)
-            found |= {name: value * count for name, value in measured.items() if name != "loss"}
-        return found | {"items": count}
+        value, _, measures = self._call(model, batch)
+        found: dict[str, Tensor | float] = {**measures, "loss": value}
+        return {name: mean * count for name, mean in found.items()} | {"items": count}
 
-    def _call(self, model: nn.Module, batch: Batch) -> tuple[Tensor, list[RoutingStats]]:
+    def _call(
+        self, model: nn.Module, batch: Batch
+    ) -> tuple[Tensor, list[RoutingStats], dict[str, Any]]:
+        """The loss, the statistics of its layers, and the measures beside it."""
         assert self._loss is not None, "a run is trained with a loss"
         with collect_stats() as collected:
-            found = _spread(self._loss, model, batch)
-        value, *stats = found if isinstance(found, tuple | list) else (found,)
+            if isinstance(batch, Mapping):
+                found = self._loss(model, **batch)
+            else:
+                found = self._loss(model, *(batch if isinstance(batch, tuple | list) else (batch,)))
+        value, *others = found if isinstance(found, tuple | list) else (found,)
         if not isinstance(value, Tensor) or value.ndim:
             what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
             raise ConfigError(
-                f"loss: returned {what}; return a scalar, the mean over the samples, then the RoutingStats"
+                f"loss: returned {what}; return a scalar, the mean over the samples, then RoutingStats and a dictionary of measures"
             )
-        flat = [s for part in stats for s in (part if isinstance(part, tuple | list) else (part,))]
-        return value, [*flat, *collected.layers]
+        stats: list[RoutingStats] = []
+        measures: dict[str, Any] = {}
+        for other in others:
+            if isinstance(other, Mapping):
+                measures |= other
+            else:
+                stats += other if isinstance(other, tuple | list) else [other]
+        return value, [*stats, *collected.layers], measures
 
 
 def own_family(module: Module, *, metric: str = "loss", **parts: Any) -> Family:
@@ -116,14 +125,7 @@ def own_family(module: Module, *, metric: str = "loss", **parts: Any) -> Family:
     Args:
         module: see `OwnModule`.
         metric: name of the measure that evaluations are judged by.
-        parts: data, validation, loss and measure of `OwnModule`.
+        parts: data, validation and loss of `OwnModule`.
     """
     task = partial(OwnModule, module=module, **parts)
     return Family(FAMILY_NAME, task=task, metric=Metric(metric, metric, metric[:10]))
-
-
-def _spread(function: Callable[..., Any], model: nn.Module, batch: Batch) -> Any:
-    """Call with a batch's parts as arguments: those of a dictionary by name."""
-    if isinstance(batch, Mapping):
-        return function(model, **batch)
-    return function(model, *batch) if isinstance(batch, tuple | list) else function(model, batch)

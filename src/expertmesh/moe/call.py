@@ -18,6 +18,7 @@ from expertmesh.moe.validation import (
     check_routing,
     check_top_k,
     flat_argument,
+    python_number,
 )
 from expertmesh.ops.transforms import refuse_transforms
 
@@ -136,6 +137,7 @@ def call_of(
         device=None if grouped is None else grouped.compute_device,
     )
     training, E = layer.training, layer.num_experts
+    top_k, capacity_factor = python_number(top_k), python_number(capacity_factor)
     check_call_factor(capacity_factor, arithmetic=layer.arithmetic.in_mode(training))
     if top_k is not None:
         check_top_k(top_k, E)

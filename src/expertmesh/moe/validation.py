@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,13 @@ from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.row_arithmetic import RowArithmetic
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def python_number(value: Any) -> Any:
+    """NumPy's numbers as Python's; all else as it is."""
+    if value is None or isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        return value
+    return value.item() if isinstance(value, np.number) else value
 
 
 def check_top_k(top_k: Any, num_experts: int) -> None:

@@ -16,6 +16,10 @@ from expertmesh.costs.layer_time import LayerShape, Machine, extra_bytes, step_t
 OVERLAP_DEGREES = (1, 2, 4, 8)
 NUM_FINALISTS = 6
 NUM_TRIALS = 3
+TOO_SLOW = 2.0
+"""A way that took so many times the fastest's time is not measured again."""
+HOPELESS = 5.0
+"""A way for which the model says so many times the fastest's time is not measured at all."""
 HOT = 1.5
 """Experts with this times the mean rows are worth a shadow."""
 
@@ -110,7 +114,7 @@ def finalists(
 ) -> list[Way]:
     """The ways to measure, the best of the model first: the best of each route_degree, the usual one, and the next best.
 
-    None that does not fit memory, unless nothing does: then the usual one.
+    None that does not fit memory, unless nothing does: then the usual one. None that is hopeless, but for the usual one.
     """
 
     def seconds(way: Way) -> float:
@@ -124,9 +128,10 @@ def finalists(
     ranked = sorted((way for way in choices.ways(load) if fits(way)), key=seconds)
     if not ranked:
         return [choices.usual]
+    usual, limit = [way for way in ranked if way == choices.usual], HOPELESS * seconds(ranked[0])
+    ranked = [way for way in ranked if seconds(way) <= limit]
     best_of_each = {way.route_degree: way for way in reversed(ranked)}
-    first = [*best_of_each.values(), *[way for way in ranked if way == choices.usual]]
-    wanted = list(dict.fromkeys([ranked[0], *first, *ranked]))[:number]
+    wanted = list(dict.fromkeys([ranked[0], *best_of_each.values(), *usual, *ranked]))[:number]
     return sorted(wanted, key=seconds)
 
 
@@ -136,23 +141,30 @@ class _Bucket:
     def __init__(self, ways: list[Way], num_trials: int) -> None:
         self.ways, self._num_trials = ways, num_trials
         self.times: dict[Way, list[float]] = {way: [] for way in ways}
-        self._issued = 0
+        self._issued = dict.fromkeys(ways, 0)
 
     @property
     def settled(self) -> Way | None:
         """The fastest, when all trials are in; a way's first does not count, because it makes connections."""
         if len(self.ways) == 1:
             return self.ways[0]
-        if any(len(times) <= self._num_trials for times in self.times.values()):
+        left = self._left()
+        if any(len(self.times[way]) <= self._num_trials for way in left):
             return None
-        return min(self.ways, key=lambda way: median(self.times[way][1:]))
+        return min(left, key=lambda way: median(self.times[way][1:]))
+
+    def _left(self) -> list[Way]:
+        """Ways that have not been seen to be slow."""
+        seen = {way: min(times[1:]) for way, times in self.times.items() if len(times) > 1}
+        limit = TOO_SLOW * min(seen.values(), default=0.0)
+        return [way for way in self.ways if seen.get(way, 0.0) <= limit]
 
     def next_trial(self) -> Way | None:
-        """A way to measure; None: all trials are under way."""
-        if self._issued >= len(self.ways) * (self._num_trials + 1):
+        """A way to measure, all in turn; None: all trials are under way."""
+        way = min(self._left(), key=self._issued.__getitem__)
+        if self._issued[way] > self._num_trials:
             return None
-        way = self.ways[self._issued % len(self.ways)]
-        self._issued += 1
+        self._issued[way] += 1
         return way
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.data.news import Progress
 from expertmesh.data.tokenizer import end_of_text_id
 from expertmesh.infer.engine import generate_batch
 from expertmesh.infer.sampling import Sampling
@@ -94,7 +95,8 @@ def sample_of_run(path: str, *, seed: int = 0) -> list[dict[str, Any]]:
         steps = generate_batch(
             model, [[end_id]], max_new_tokens=room, sampling=sampling, eos_id=end_id
         )
-        ids = [step[0] for step in steps if step[0] is not None]
+        told = Progress("written for the page", total=room, unit="tokens")
+        ids = [step[0] for step in told.over(steps) if step[0] is not None]
         if not ids:
             return []
         layers = experts_of_tokens(model, [end_id, *ids])

@@ -1,13 +1,13 @@
 """Evaluation of a model on validation samples."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
-from expertmesh.models.family import Data, Part, Task, each_tensor, num_samples
+from expertmesh.models.family import Batch, Data, Part, Task, each_tensor, num_samples
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.precision import Precision
 
@@ -36,6 +36,7 @@ def evaluate(
     max_samples: int | None,
     precision: Precision,
     ranks: Ranks | None = None,
+    watch: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> Evaluation:
     """Measure a model on validation samples.
 
@@ -47,6 +48,7 @@ def evaluate(
         max_samples: so many samples, evenly spread over the split; None: all.
         precision: device and dtype.
         ranks: the ranks among which the samples are split; None: this process alone.
+        watch: returns the batches that it is given, and may say how far they are.
 
     Returns:
         The evaluation; synchronises with the device once.
@@ -55,7 +57,7 @@ def evaluate(
     names: tuple[str, ...] = ()
     sums: Tensor | float = 0.0
     with evaluation_mode(model):
-        for batch in data.validation(max_samples, batch_size):
+        for batch in watch(data.validation(max_samples, batch_size)):
             rows = ranks.rows(0, num_samples(batch))
             # A rank without a sample joins the others with one that does not count.
             counts = rows.stop > rows.start

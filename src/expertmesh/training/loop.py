@@ -27,7 +27,7 @@ from expertmesh.training.checkpoint import (
 )
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
-from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
+from expertmesh.training.optim import build_optimizer, freeze, learning_rate, set_learning_rate
 from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.room import check_room
@@ -184,6 +184,7 @@ class _Trainer:
         task.teacher = open_teacher(family, task, data, precision=precision, ranks=ranks)
         if task.teacher is not None and config.distill.init_from_teacher:
             copy_layers(model, task.teacher)
+        freeze(model, config.train.freeze)
         optimizer = build_optimizer(model, config.optim)
         follow_optimizer(model, optimizer)
         self.state = TrainState(model, optimizer, precision.scaler(ranks), RunProgress(), ranks)
@@ -203,8 +204,8 @@ class _Trainer:
         if path is None and self.config.train.branch_from is not None:
             path = self.ranks.first(lambda: branch_point(self.config, family=self.family))
         if path is None:
-            if (begin := self.config.train.init_from) is not None:
-                self.ranks.each(lambda: load_weights(load_run(begin).checkpoint, self.state.model))
+            if self.config.train.init_from is not None:
+                self.ranks.each(self._begin)
             return 0
         values = read_run_state(path)
         self.ranks.first(
@@ -215,6 +216,12 @@ class _Trainer:
         if path.parent == self.run_dir.checkpoints:
             self.saved_step = self.state.progress.step
         return self.state.progress.step
+
+    def _begin(self) -> None:
+        """Load the weights of the run that this one begins with."""
+        assert self.config.train.init_from is not None
+        run = load_run(self.config.train.init_from, self.family)
+        load_weights(run.checkpoint, self.task.inherited(self.state.model, run.config))
 
     def run(
         self,

@@ -1,12 +1,13 @@
 """AdamW with decay groups, and the learning rate as a function of the step."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from expertmesh.config.run import OptimConfig
+from expertmesh.config.run import Frozen, OptimConfig
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
 
@@ -17,6 +18,24 @@ def is_decayed(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay applies: to matrices, but not to embeddings, nor to the biases of experts, one row each."""
     leaf = name.rsplit(".", 1)[-1]
     return parameter.ndim >= 2 and leaf not in _BIASES and "embedding" not in name
+
+
+def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
+    """Let parts of all MoE layers learn no more.
+
+    Args:
+        model: placed, before `build_optimizer`.
+        parts: "experts" (shared ones and a residual MLP are none of them), "router".
+
+    Raises:
+        ConfigError: there are parts, and no MoE layer.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    if parts and not layers:
+        raise ConfigError(f"train.freeze={','.join(parts)}: the model has no experts; leave it out")
+    for layer in layers:
+        for part in parts:
+            getattr(layer, part).requires_grad_(False)
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

@@ -25,6 +25,8 @@ from expertmesh.training.evaluate import Evaluation
 from expertmesh.training.metrics import StepMetrics
 
 _PLAIN_LINES = 40
+_WIDE = 60
+"""Columns that a terminal must have for a bar beside the numbers."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,12 @@ class ProgressReport:
         self._rate: float | None = None
         self._live: Live | None = None
         self._shown: Group | None = None
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            *([BarColumn()] if self.console.width >= _WIDE else []),
+            *times,
             console=self.console,
         )
         self._task = self._bar.add_task("train", total=total_steps, completed=first_step)
@@ -156,12 +157,17 @@ class ProgressReport:
             cells.append(_Cell("skipped steps", str(metrics.skipped_steps)))
         return cells
 
-    def _table(self, metrics: StepMetrics) -> Table:
+    def _table(self, metrics: StepMetrics) -> Table | Text:
+        """The numbers in columns; on a terminal too narrow for them as a text of a few lines."""
         table = Table(box=None, pad_edge=False)
         cells = self._cells(metrics)
         if self._evaluation is not None:
             metric = self._family.metric
             cells.insert(1, _Cell(metric.short, f"{self._evaluation[metric.key]:.4f}"))
+        # Names break between words, numbers do not.
+        widths = [max(map(len, [*cell.name.split(), cell.text])) + 2 for cell in cells]
+        if sum(widths) - 2 > self.console.width:
+            return Text(", ".join(f"{cell.name} {cell.text}" for cell in cells))
         for cell in cells:
             table.add_column(cell.name, justify="right")
         table.add_row(*(cell.text for cell in cells))

@@ -161,12 +161,12 @@ def read_run_state(path: Path, *names: str) -> dict[str, Any]:
     return values
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, model: nn.Module | Mapping[str, Tensor]) -> None:
     """Set the weights of a model from a checkpoint; for inference.
 
     Args:
         path: the checkpoint's folder.
-        model: the model of the same configuration.
+        model: the model of the same configuration, or some of its tensors by name.
 
     Raises:
         CheckpointError: damaged, or of another model.
@@ -176,7 +176,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
         raise CheckpointError(
             f"checkpoint {path}: is damaged ({problem}); delete it to use the one before"
         )
-    read_tensors(path, {f"model.{name}": t for name, t in model.state_dict().items()})
+    tensors = model.state_dict() if isinstance(model, nn.Module) else model
+    read_tensors(path, {f"model.{name}": t for name, t in tensors.items()})
 
 
 def check_same_run(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from expertmesh.comm.world import World
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.data.corpus import texts
+from expertmesh.data.news import Progress
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.text import TextData
 from expertmesh.models.decoder import CausalLM
@@ -101,7 +102,9 @@ class GPTTask(Task):
     def baseline(self, data: Data) -> Baseline:
         """A byte trigram model of the same corpus."""
         assert isinstance(data, TextData)
-        trigram = ByteTrigram.fit(texts(data.corpus.training))
+        total = sum(document.num_bytes for document in data.corpus.training)
+        counted = Progress("counted for the baseline:", total=total)
+        trigram = ByteTrigram.fit(counted.over(texts(data.corpus.training), len))
         value = trigram.bits_per_byte(texts(data.corpus.validation))
         return Baseline("byte trigram with back-off (Witten-Bell)", "trigram model", value)
 

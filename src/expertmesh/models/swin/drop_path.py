@@ -1,5 +1,7 @@
 """Stochastic depth that depends on the image, not on the batch: the same on any number of ranks and in any micro-batch."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -9,37 +11,42 @@ STREAM_DROP_PATH = 17
 
 
 class DropPath(nn.Module):
-    """Leaves a branch out for a share of the images in training, and scales the others' up (Huang et al. 2016, section 3).
+    """Says which images skip which branches of a model in training (Huang et al. 2016, section 3).
 
     `expertmesh.moe.random.key_noise` sets seed and step; without it every call draws a fresh key from torch's default generator.
 
     Args:
-        rate: share of the images, in [0, 1).
-        site: number that makes the branches of one model differ, below 2^24.
+        rates: of each branch, the share of the images that skip it, in [0, 1).
     """
 
     noise_key: Tensor
 
-    def __init__(self, rate: float, *, site: int) -> None:
+    def __init__(self, rates: Sequence[float]) -> None:
         super().__init__()
-        self.rate, self.site = rate, site
+        self.rates = tuple(rates)
         self.noise_is_keyed = False
         key = torch.zeros(2, dtype=torch.int64, device="cpu")
         self.register_buffer("noise_key", key, persistent=False)
 
-    def forward(self, x: Tensor, image_index_B: Tensor | None = None) -> Tensor:
-        """(B, ...) -> (B, ...).
+    def forward(self, image_index_B: Tensor) -> Tensor | None:
+        """Factors (branches, B) FP32 of every branch's output: 0, or 1 / (1 - rate); None in evaluation, or without rates.
 
         Args:
-            x: any floating dtype.
-            image_index_B: (B,) int64 global image indices; None: 0, 1, 2, ...
+            image_index_B: (B,) int64 global image indices.
         """
-        if not self.training or self.rate == 0:
-            return x
-        if image_index_B is None:
-            image_index_B = torch.arange(len(x), device=x.device)
-        key = self.noise_key.to(x.device) if self.noise_is_keyed else fresh_key(x.device)
-        bits = random_bits(key, image_index_B, 1, layer_index=self.site, stream=STREAM_DROP_PATH)
-        keep_B = uniform(bits[:, 0], torch.float32) >= self.rate
-        factor_B = keep_B.to(x.dtype) / (1 - self.rate)
-        return x * factor_B.view(-1, *[1] * (x.ndim - 1))
+        if not self.training or not any(self.rates):
+            return None
+        device = image_index_B.device
+        key = self.noise_key.to(device) if self.noise_is_keyed else fresh_key(device)
+        count = len(self.rates)
+        bits = random_bits(key, image_index_B, count, layer_index=0, stream=STREAM_DROP_PATH)
+        rates_K = torch.tensor(self.rates, device=device)
+        keep_BK = uniform(bits, torch.float32) >= rates_K
+        return (keep_BK / (1 - rates_K)).T
+
+
+def scaled(x: Tensor, factor_B: Tensor | None) -> Tensor:
+    """(B, ...) times one factor for each image; None: 1."""
+    if factor_B is None:
+        return x
+    return x * factor_B.to(x.dtype).view(-1, *[1] * (x.ndim - 1))

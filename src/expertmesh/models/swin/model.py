@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from expertmesh.config.swin import SwinConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.layers import Linear
-from expertmesh.models.swin.drop_path import DropPath
+from expertmesh.models.swin.drop_path import DropPath, scaled
 from expertmesh.models.swin.windows import (
     from_windows,
     into_windows,
@@ -42,17 +42,22 @@ class SwinOutput:
 
     Attributes:
         logits_BC: (B, C) of the classes, in the compute dtype.
-        features: of each stage (B, D, H, W), before its map is merged; D doubles and H, W halve from stage to stage.
+        maps: of each stage (B, H, W, D), before it is merged; D doubles and H, W halve from stage to stage.
         stats: one RoutingStats per MoE block, in their order; empty for a dense model.
     """
 
     logits_BC: Tensor
-    features: tuple[Tensor, ...]
+    maps: tuple[Tensor, ...]
     stats: tuple[RoutingStats, ...]
+
+    @property
+    def features(self) -> tuple[Tensor, ...]:
+        """The maps as detectors want them, (B, D, H, W)."""
+        return tuple(x_BHWD.permute(0, 3, 1, 2) for x_BHWD in self.maps)
 
 
 torch.utils._pytree.register_dataclass(
-    SwinOutput, field_names=["logits_BC", "features", "stats"], drop_field_names=[]
+    SwinOutput, field_names=["logits_BC", "maps", "stats"], drop_field_names=[]
 )
 
 
@@ -158,7 +163,6 @@ class Block(nn.Module):
         block: of the stage, from 0; odd ones shift their windows, where the map has more than one.
         index: of the block in the model.
         num_experts: of this block; 0: a dense MLP.
-        drop_path: share of the images that skip a branch.
         device: of the parameters.
         dtype: of the parameters.
     """
@@ -171,7 +175,6 @@ class Block(nn.Module):
         block: int,
         index: int,
         num_experts: int,
-        drop_path: float,
         **place: Any,
     ) -> None:
         super().__init__()
@@ -203,40 +206,38 @@ class Block(nn.Module):
             )
         if not self.is_v2:
             mlp.b_out = None
-        self.drop_paths = nn.ModuleList(DropPath(drop_path, site=2 * index + i) for i in range(2))
 
     def forward(
-        self, x_BHWD: Tensor, image_index_B: Tensor | None
+        self, x_BHWD: Tensor, image_index_B: Tensor, factors_2B: Tensor | None
     ) -> tuple[Tensor, RoutingStats | None]:
         """(B, H, W, D) -> (B, H, W, D), and the routing statistics of a MoE block.
 
         Args:
             x_BHWD: the map.
-            image_index_B: global image indices, which key noise; None: 0, 1, 2, ...
+            image_index_B: (B,) int64 global image indices, which key noise.
+            factors_2B: of attention's and the MLP's branch, for each image; None: 1.
         """
-        after_attention, after_ffn = self.drop_paths
+        of_attention, of_ffn = (None, None) if factors_2B is None else factors_2B
         if self.is_v2:
             y = self.attention_norm(self.attention(x_BHWD))
         else:
             y = self.attention(self.attention_norm(x_BHWD))
-        x_BHWD = x_BHWD + after_attention(y, image_index_B)
+        x_BHWD = x_BHWD + scaled(y, of_attention)
         y = x_BHWD if self.is_v2 else self.ffn_norm(x_BHWD)
         y, stats = self._feed_forward(y, image_index_B)
         y = self.ffn_norm(y) if self.is_v2 else y
-        return x_BHWD + after_ffn(y, image_index_B), stats
+        return x_BHWD + scaled(y, of_ffn), stats
 
     def _feed_forward(
-        self, x_BHWD: Tensor, image_index_B: Tensor | None
+        self, x_BHWD: Tensor, image_index_B: Tensor
     ) -> tuple[Tensor, RoutingStats | None]:
         x_TD = x_BHWD.flatten(0, 2)
         if self.moe is None:
             assert self.ffn is not None
             return self.ffn(x_TD).view(x_BHWD.shape), None
-        token_index_T: Tensor | None = None
-        if image_index_B is not None:
-            per_image = x_BHWD.shape[1] * x_BHWD.shape[2]
-            places = torch.arange(per_image, device=x_BHWD.device)
-            token_index_T = (image_index_B[:, None] * per_image + places).flatten()
+        per_image = x_BHWD.shape[1] * x_BHWD.shape[2]
+        places = torch.arange(per_image, device=x_BHWD.device)
+        token_index_T = (image_index_B[:, None] * per_image + places).flatten()
         y_TD, stats = self.moe(x_TD, token_index=token_index_T)
         return y_TD.view(x_BHWD.shape), stats
 
@@ -304,23 +305,17 @@ class Swin(nn.Module):
         for stage, depth in enumerate(config.depths):
             blocks = nn.ModuleList()
             for block in range(depth):
-                rate = config.drop_path * index / max(sum(config.depths) - 1, 1)
+                count = experts[stage][block]
                 blocks.append(
-                    Block(
-                        config,
-                        stage=stage,
-                        block=block,
-                        index=index,
-                        num_experts=experts[stage][block],
-                        drop_path=rate,
-                        **place,
-                    )
+                    Block(config, stage=stage, block=block, index=index, num_experts=count, **place)
                 )
                 index += 1
             self.stages.append(blocks)
             if stage + 1 < len(config.depths):
                 is_v2 = config.variant == "v2"
                 self.merges.append(PatchMerging(config.stage_dims[stage], is_v2=is_v2, **norm))
+        step = config.drop_path / max(index - 1, 1)
+        self.drop_path = DropPath([step * (branch // 2) for branch in range(2 * index)])
         self.final_norm = nn.LayerNorm(config.stage_dims[-1], **norm)
         self.head = Linear(config.stage_dims[-1], config.num_classes, bias=True, **place)
         target = torch.get_default_device() if device is None else torch.device(device)
@@ -394,14 +389,19 @@ class Swin(nn.Module):
         x = images_BCHW.to(self.patches.weight.dtype).unflatten(3, (side, size))
         x = x.unflatten(2, (side, size)).permute(0, 2, 4, 1, 3, 5)
         x_BHWD = self.patch_norm(self.patches(x.flatten(3)))
-        features, all_stats = [], []
+        if image_index_B is None:
+            image_index_B = torch.arange(len(x_BHWD), device=x_BHWD.device)
+        factors = self.drop_path(image_index_B)
+        maps, all_stats, index = [], [], 0
         for stage, blocks in enumerate(self.stages):
             assert isinstance(blocks, nn.ModuleList)
             for block in blocks:
-                x_BHWD, stats = block(x_BHWD, image_index_B)
+                own = None if factors is None else factors[2 * index : 2 * index + 2]
+                x_BHWD, stats = block(x_BHWD, image_index_B, own)
+                index += 1
                 all_stats += [] if stats is None else [stats]
-            features.append(x_BHWD.permute(0, 3, 1, 2))
+            maps.append(x_BHWD)
             if stage < len(self.merges):
                 x_BHWD = self.merges[stage](x_BHWD)
         mean_BD = self.final_norm(x_BHWD).mean((1, 2))
-        return SwinOutput(self.head(mean_BD), tuple(features), tuple(all_stats))
+        return SwinOutput(self.head(mean_BD), tuple(maps), tuple(all_stats))

@@ -1,10 +1,11 @@
 """The Swin Transformer as a family: what the trainer, a report and classification need of it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from expertmesh.config.run import RunConfig
 from expertmesh.config.swin import SwinRunConfig
 from expertmesh.data.images import ImageData
 from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
@@ -41,6 +42,16 @@ class SwinTask(Task):
         """The blocks of all stages."""
         assert isinstance(model, Swin)
         return model.blocks()
+
+    @torch.no_grad()
+    def inherited(self, model: nn.Module, begin: RunConfig) -> Mapping[str, Tensor]:
+        """Everything, but the head where it has other classes: that one starts at zero."""
+        assert isinstance(model, Swin) and isinstance(begin, SwinRunConfig)
+        tensors = model.state_dict()
+        if begin.model.num_classes != self.config.model.num_classes:
+            for name in ("head.weight", "head.bias"):
+                tensors.pop(name).zero_()
+        return tensors
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """Cross-entropy of the classes in nats, by their weights where images are mixed, smoothed."""

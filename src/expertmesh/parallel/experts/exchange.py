@@ -27,6 +27,7 @@ from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.parallel.experts.plan import Plan
+from expertmesh.parallel.experts.tables import on_device
 
 
 @dataclass(frozen=True)
@@ -304,7 +305,7 @@ class _RaggedOutbound(Outbound):
         self._route, self._tokens = route, tokens
         ids_TK = tokens.expert_ids_TK
         block_TK = route.blocks(ids_TK)
-        self._places_BQ = torch.tensor(route.places, device=ids_TK.device)
+        self._places_BQ = on_device(route.places, ids_TK.device)
         destination_TJ = destinations(block_TK, self._places_BQ, route.group.size)
         self._slots = destination_TJ.shape[1]
         self._metadata = route_metadata(destination_TJ, route.group.size)
@@ -336,15 +337,11 @@ class _RaggedOutbound(Outbound):
 
     def _choices_of_rows(self, counts: Counts) -> Tensor:
         """Per row (R, 2K): weights, and ids local to the receiver, which are exact in FP32 up to 2^24."""
-        route, places_BQ = self._route, self._places_BQ
-        ids_TK = self._tokens.expert_ids_TK
-        first_P = torch.empty(route.group.size, dtype=torch.int64, device=ids_TK.device)
-        blocks = torch.arange(route.plan.route_e, device=ids_TK.device)
-        first_P[places_BQ.flatten()] = (blocks * route.num_local).repeat_interleave(
-            route.plan.route_f
-        )
-        send = torch.tensor(counts.send, device=ids_TK.device)
-        first_R = first_P.repeat_interleave(send, output_size=sum(counts.send))
+        route, ids_TK = self._route, self._tokens.expert_ids_TK
+        block_of = {place: n for n, places in enumerate(route.places) for place in places}
+        firsts = [block_of[place] * route.num_local for place in range(route.group.size)]
+        first_P, rows_P = on_device(firsts, ids_TK.device), self.counts_PC[:, 0]
+        first_R = first_P.repeat_interleave(rows_P, output_size=sum(counts.send))
         token_of_row_R = self._metadata.token_of_row_N
         local_RK, own_RK = route.local_ids(ids_TK[token_of_row_R], first_R[:, None])
         weights_TK = at_least_fp32(self._tokens.weights_TK)

@@ -15,6 +15,7 @@ from torch import Tensor
 from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_all_to_all
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.in_flight import InFlight
+from expertmesh.moe.assignment import count_all_choices
 from expertmesh.moe.dispatch import Tokens
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
@@ -31,6 +32,7 @@ from expertmesh.parallel.experts.exchange import (
     split,
     weights_and_ids,
 )
+from expertmesh.parallel.experts.tables import on_device
 
 
 @dataclass(frozen=True)
@@ -158,11 +160,11 @@ class _Outbound(Outbound):
     def __init__(self, route: Route, nodes: Nodes, tokens: Tokens) -> None:
         self._route, self._nodes, self._tokens = route, nodes, tokens
         device = tokens.expert_ids_TK.device
-        self._places_BQ = torch.tensor(route.places, device=device)
+        self._places_BQ = on_device(route.places, device)
         P, M, here = route.group.size, len(nodes.members), route.group.rank
         place_TJ = self._places(tokens.expert_ids_TK)
-        node_of_P = torch.tensor([*map(nodes.of, range(P)), M], device=device)
-        entry_M1 = torch.tensor([[nodes.entry(here, m)] for m in range(M)], device=device)
+        node_of_P = on_device([*map(nodes.of, range(P)), M], device)
+        entry_M1 = on_device([[nodes.entry(here, m)] for m in range(M)], device)
         entry_TJ = destinations(node_of_P[place_TJ], entry_M1, P)
         self._slots = entry_TJ.shape[1]
         self._metadata = route_metadata(entry_TJ, P)
@@ -183,14 +185,15 @@ class _Outbound(Outbound):
         of its node for this one."""
         route, nodes, device = self._route, self._nodes, place_TJ.device
         P, here = route.group.size, route.group.rank
-        copies_P = torch.bincount(place_TJ.flatten(), minlength=P + 1)[:P]
+        copies_P = count_all_choices(place_TJ, P)
         block_TK = route.blocks(self._tokens.expert_ids_TK)
         slots_P = slots_of_ranks(block_TK, self._places_BQ)
         rows_P = self._metadata.offsets_E.diff().to(torch.int64)
         widest = max(map(len, nodes.members))
-        handed_PL = torch.zeros(P, widest, dtype=torch.int64, device=device)
+        places = [[P] * widest for _ in range(P)]  # P: nobody
         for m, members in enumerate(nodes.members):
-            handed_PL[nodes.entry(here, m), : len(members)] = copies_P[members]
+            places[nodes.entry(here, m)][: len(members)] = members
+        handed_PL = torch.cat((copies_P, copies_P.new_zeros(1)))[on_device(places, device)]
         return torch.cat((torch.stack((rows_P, copies_P, slots_P), 1), handed_PL), 1)
 
     def _counts(self) -> list[Counts]:
@@ -238,8 +241,8 @@ class _Outbound(Outbound):
         place_RJ = self._places(both_RK[:, K:].detach().to(torch.int64))
         here = nodes.of(group.rank)
         members = nodes.members[here]
-        place_inside_P = torch.full((group.size + 1,), inside.size, device=place_RJ.device)
-        place_inside_P[members] = torch.arange(inside.size, device=place_RJ.device)
+        places = [members.index(p) if p in members else inside.size for p in range(group.size)]
+        place_inside_P = on_device([*places, inside.size], place_RJ.device)
         send = [sum(column.receive) for column in handed[: inside.size]]
         receive = [
             sum(n for o, n in enumerate(copies.receive) if nodes.entry(o, here) == entry)

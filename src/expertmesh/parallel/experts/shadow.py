@@ -19,6 +19,7 @@ from expertmesh.moe.dispatch import Experts, Tokens, apply_experts
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.expert_types import WeightGradients
+from expertmesh.parallel.experts.tables import on_device
 
 Deposit = Callable[[str, Tensor, Tensor], Tensor | None]
 """Hands the gradient of a shard on: its name, the gradient, the shard; gives what autograd is to see."""
@@ -220,12 +221,9 @@ class Staying:
             CollectiveError: a rank is gone or late.
         """
         parameters, ids_TK = self._weights.parameters(), self._tokens.expert_ids_TK
-        places_E = torch.full(
-            (self._num_experts + 1,), len(self._weights.hot), device=ids_TK.device
-        )
-        places_E[list(self._weights.hot)] = torch.arange(
-            len(self._weights.hot), device=ids_TK.device
-        )
+        hot = self._weights.hot
+        places = [hot.index(e) if e in hot else len(hot) for e in range(self._num_experts + 1)]
+        places_E = on_device(places, ids_TK.device)
         tokens = Tokens(
             self._tokens.x_TD,
             places_E[ids_TK.long()],
@@ -241,7 +239,6 @@ class Staying:
 def without_hot(tokens: Tokens, hot: Sequence[int], num_experts: int) -> Tokens:
     """The tokens, of whose choices those of hot experts are no choice any more."""
     ids_TK = tokens.expert_ids_TK
-    is_hot_E = torch.zeros(num_experts + 1, dtype=torch.bool, device=ids_TK.device)
-    is_hot_E[list(hot)] = True
+    is_hot_E = on_device([e in hot for e in range(num_experts + 1)], ids_TK.device)
     cold_TK = torch.where(is_hot_E[ids_TK.long()], num_experts, ids_TK)
     return Tokens(tokens.x_TD, cold_TK, tokens.weights_TK, tokens.max_rows)

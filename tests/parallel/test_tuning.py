@@ -1,0 +1,77 @@
+"""Three points of the tuner's benchmark at the smallest size: it ends with the way that the measured numbers say."""
+
+from statistics import median
+
+import pytest
+import torch
+from tests.support.replicas import world_of
+
+from expertmesh.config.way import Way
+from expertmesh.costs.communication import USUAL_NETWORK
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.types import Routing
+from expertmesh.parallel.experts import adaptive
+from expertmesh.parallel.experts.adaptive import adapt
+from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.planner.tuner import TOO_SLOW
+
+E, D, T, K = 8, 8, 16, 2
+POINTS = {
+    "even": (1.0, None, (0, 0, 1, 1)),
+    "one full expert": (4.0, None, (0, 0, 1, 1)),
+    "capacity factor 1, all on one node": (4.0, 1.0, (0, 0, 0, 0)),
+}
+
+
+def routing(fullest, generator):
+    weights_E = torch.ones(E)
+    weights_E[0] = fullest * (E - 1) / max(E - fullest, 1) if fullest > 1 else 1.0
+    return Routing(torch.multinomial(weights_E.expand(T, -1), K, generator=generator))
+
+
+def tuned(fullest, capacity_factor, nodes):
+    """What was reported to the tuner, in order, what it settled on, and the ways of all calls."""
+    world = world_of()
+    layer = MoELayer(dim=D, hidden_dim=6, num_experts=E, top_k=K, aux_loss_weight=0.0, seed=0)
+    dispatcher = spread_experts(layer, world, nodes=nodes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adaptive, "NUM_FINALISTS", 3)
+        adapt([layer], Way(), USUAL_NETWORK, num_gathers=1)
+        tuner, reported, ways = dispatcher.chooser.tuner, [], []
+        report, choose = tuner.report, tuner.choose
+
+        def noting(trial, seconds):
+            reported.append((trial, seconds))
+            report(trial, seconds)
+
+        def noting_ways(load, bucket):
+            way, trial = choose(load, bucket)
+            ways.append(way)
+            return way, trial
+
+        tuner.report, tuner.choose = noting, noting_ways
+        generator = torch.Generator().manual_seed(world.position)
+        choices = routing(fullest, generator)
+        for _ in range(18):
+            x = torch.randn(T, D, generator=generator).requires_grad_()
+            y, _ = layer(x, routing=choices, capacity_factor=capacity_factor)
+            y.sum().backward()
+    return reported, tuner.settled, ways
+
+
+@pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
+def test_the_tuner_takes_the_way_with_the_least_measured_time(four_ranks, point):
+    found = four_ranks.run(tuned, *point)
+    reported, settled, ways = found[0]
+    assert all(other == found[0] for other in found), "all ranks hear and decide the same"
+    assert all(seconds > 0 for _, seconds in reported)
+    times = {}
+    for trial, seconds in reported:
+        times.setdefault(trial.way, []).append(seconds)
+    counted = {way: seconds[1:] for way, seconds in times.items()}
+    least = min(map(min, counted.values()))
+    left = [way for way in counted if min(counted[way]) <= TOO_SLOW * least]
+    (key, way), *others = settled.items()
+    assert not others and len(counted) == 3
+    assert way == min(left, key=lambda w: median(counted[w])) == ways[-1]
+    assert key.endswith("-C1") == (point[1] is not None)

@@ -1,0 +1,158 @@
+"""The code of the README and of all pages in docs/ runs as it stands, from top to bottom, commands with smaller models.
+
+A block that cannot run here says so in the line before it: `<!-- only read: why -->`, whose commands are parsed and described by
+`--dry-run`, or `<!-- not run: why -->`. The Python of docs/parallelism.md runs on two ranks (tests/parallel/test_docs_example.py).
+"""
+
+import gzip
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from expertmesh.cli.flags import parse_run_config
+from expertmesh.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+]
+RUN_BY_SECTION = ("docs/extending.md", "docs/integrations.md", "docs/migrate.md")
+ON_TWO_RANKS = "docs/parallelism.md"
+SMALL = ["--train.steps", "2", "--train.dtype", "float32"]
+SMALLER = {
+    "gpt-moe-demo": "gpt-moe-test",
+    "translate-multi30k": "translate-test",
+    "RECIPE": "gpt-moe-test",
+}
+# Runs that a page speaks of and does not train.
+TRAINED = {
+    "docs/data.md": ["mine"],
+    "docs/report.md": ["mine", "other"],
+    "docs/checkpoints.md": ["gpt-moe-demo"],
+    "docs/integrations.md": ["gpt-moe-demo"],
+}
+
+
+class Block(NamedTuple):
+    kind: str
+    text: str
+    mark: str
+
+
+def blocks_of(page):
+    pattern = r"(?:<!-- (only read|not run): [^\n]+ -->\n)?^```(\w*)\n(.*?)^```"
+    found = re.findall(pattern, (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [Block(kind, text, mark) for mark, kind, text in found]
+
+
+def commands_in(block):
+    """The words of each call of our program in a block, those of torchrun among them."""
+    found = []
+    for line in block.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if "-m" in words:
+            words = words[words.index("-m") + 1 :]
+        if words and words[0].endswith("expertmesh"):
+            found.append([SMALLER.get(word, word) for word in words[1:]])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with all that the pages speak of, and a run of two steps."""
+    place = tmp_path_factory.mktemp("first_minutes")
+    text = "".join(f"{i} is a number, and its square is {i * i}\n" for i in range(1500))
+    (place / "my_text.txt").write_text(text)
+    (place / "notes.txt").write_text(text[:9000])
+    (place / "books").mkdir()
+    for i in range(4):
+        (place / "books" / f"{i}.txt").write_text(text.replace("number", f"book {i}"))
+    (place / "web").mkdir()
+    with gzip.open(place / "web" / "a.jsonl.gz", "wt") as file:
+        file.write("".join(f'{{"text": "page {i}, which is one of many"}}\n' for i in range(400)))
+    (place / "my_folder").mkdir()
+    (place / "models").mkdir()
+    for name, lines in (("my_folder/train", 40), ("my_folder/val", 8), ("test", 2)):
+        for language, animal in (("en", "dog"), ("de", "Hund")):
+            (place / f"{name}.{language}").write_text(
+                "".join(f"{animal} {i % 7}\n" for i in range(lines))
+            )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        patch.chdir(place)
+        words = ["--data.path", "my_text.txt", "--train.run-dir", "trained"]
+        assert main(["train", "gpt-moe-test", *SMALL, *words]) == 0
+        yield place
+
+
+def call(words):
+    if words[0] == "train":
+        words = [*words, *SMALL]
+        if words[1] == "translate-test":
+            words += ["--train.run-dir", "runs/translate-multi30k"]
+    # Two steps may well be worse than the baseline, which a report says by its code.
+    assert main(words) in ((0, 1) if words[0] == "report" else (0,))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs(page, folder, capsys, monkeypatch):
+    shutil.rmtree("runs", ignore_errors=True)
+    for name in TRAINED.get(page, []):
+        shutil.copytree("trained", f"runs/{name}")
+    for block in blocks_of(page):
+        if block.mark == "only read":
+            for words in commands_in(block):
+                with monkeypatch.context() as patch:
+                    for name in ("RANK", "LOCAL_RANK"):
+                        patch.setenv(name, "0")
+                    patch.setenv("WORLD_SIZE", "32" if "nnodes" in block.text else "4")
+                    if "torchrun" in block.text:
+                        patch.setenv("TORCHELASTIC_RUN_ID", "1")
+                    assert main([*words, "--train.device", "cpu", "--dry-run"]) == 0
+        elif block.mark == "not run":
+            continue
+        elif block.kind == "sh":
+            for words in commands_in(block):
+                call(words)
+        elif block.kind == "python" and page not in (*RUN_BY_SECTION, ON_TWO_RANKS):
+            exec(compile(block.text, page, "exec"), {"__name__": "page"})
+        assert "error: " not in capsys.readouterr().err
+
+
+def test_every_block_has_a_kind_that_runs_or_is_no_code():
+    """Commands and Python stand in blocks that say so, not in plain or indented ones."""
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        assert {block.kind for block in blocks_of(page)} <= {"", "sh", "python", "yaml", "sql"}, (
+            page
+        )
+        plain = [block.text for block in blocks_of(page) if block.kind == ""]
+        fenced = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        plain += re.findall(r"^    .*$", fenced, re.MULTILINE)
+        code = [
+            t for t in plain if re.search(r"^\s*(\S*expertmesh|torchrun|import|from) ", t, re.M)
+        ]
+        assert code == [], page
+        assert text.count("```") % 2 == 0, page
+
+
+def test_the_example_of_a_file_of_options(folder):
+    (page,) = (block for block in blocks_of("docs/data.md") if block.kind == "yaml")
+    Path("run.yaml").write_text(page.text)
+    found = parse_run_config(["--config", "run.yaml"])
+    assert found.recipe == "gpt-moe-demo" and found.config.model.moe.top_k == 1
+    assert found.config.data.path == ("books:2", "notes.txt")
+
+
+def test_three_commands_and_twelve_lines():
+    text = (ROOT / "README.md").read_text()
+    section = text.partition("## Your own text in three commands")[2].partition("\n## ")[0]
+    (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    assert len(commands.splitlines()) == 3
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(code.splitlines()) <= 12 and code.count("import") == 1
