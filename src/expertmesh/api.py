@@ -11,7 +11,7 @@ from torch import nn
 
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig, with_fitting_warmup
-from expertmesh.data.tokenizer import END_OF_TEXT_ID
+from expertmesh.data.tokenizer import end_of_text_id
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
@@ -189,6 +189,7 @@ def generate(
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    end_id = end_of_text_id(tokenizer)
     with torch.no_grad():
         found = generate_texts(
             model,
@@ -196,7 +197,7 @@ def generate(
             prompts,
             max_new_tokens=max_tokens,
             sampling=sampling,
-            eos_id=END_OF_TEXT_ID,
-            start_id=END_OF_TEXT_ID,
+            eos_id=end_id,
+            start_id=end_id,
         )
     return found[0].text if isinstance(prompt, str) else [one.text for one in found]

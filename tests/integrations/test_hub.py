@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.hub_models import tiny_model
+from tests.support.memory import peak_bytes
 from transformers import AutoModelForCausalLM
 
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.costs.parameters import count_parameters
-from expertmesh.data.tokenizer import train_tokenizer
+from expertmesh.data.tokenizer import end_of_text_id, train_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
 from expertmesh.integrations.hub.configs import export_family, hub_config, model_config
@@ -254,6 +255,38 @@ def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
     )
     for name, (before, after) in zip(names, pairs, strict=True):
         assert torch.equal(before, after), name
+
+
+def test_a_converted_tokenizer_ends_texts_by_its_own_token(hub, tmp_path):
+    """Id 0 is any token there; it is the end of a text only in tokenizers that are trained here."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    import expertmesh as em
+
+    source = spoiled(hub["mixtral"][0], tmp_path / "hub", lambda t: t["model.norm.weight"].zero_())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.train_from_iterator(["a"], trainers.BpeTrainer(initial_alphabet=alphabet))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    convert(source, tmp_path / "run")
+    model, found = em.load(tmp_path / "run")
+    assert end_of_text_id(found) == 256 and found.id_to_token(0) == "!"
+    # all logits are zero, and the first of them is the most likely
+    assert em.generate(model, found, "a", max_tokens=3, temperature=0) == "!!!"
+    with pytest.raises(CheckpointError, match="has no token for the end of a text"):
+        end_of_text_id(Tokenizer(models.BPE()))
+
+
+def test_loading_needs_little_more_than_the_model(hub):
+    for name in ("mixtral", "glm4_moe"):
+        folder, _ = hub[name]
+        size = sum(
+            t.numel() * t.element_size() for t in load_pretrained(folder).state_dict().values()
+        )
+        assert peak_bytes(lambda folder=folder: load_pretrained(folder)) <= 1.1 * size
 
 
 def test_tokenizers_that_do_not_fit_are_refused(tmp_path):

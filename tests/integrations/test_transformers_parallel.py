@@ -52,11 +52,41 @@ def compare(name, implementation):
         numerics.assert_close_fp64(p.grad.to_local(), times * q.grad[part], what=what)
 
 
-@pytest.mark.parametrize("implementation", ["all_to_all", "all_reduce"])
+@pytest.mark.parametrize("implementation", ["all_to_all", "all_reduce", "expertmesh"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_two_ranks(two_ranks, name, implementation):
     two_ranks.run(compare, name, implementation)
 
 
-def test_four_ranks(four_ranks):
-    four_ranks.run(compare, "qwen3_moe", "all_to_all")
+@pytest.mark.parametrize("implementation", ["all_to_all", "expertmesh"])
+def test_four_ranks(four_ranks, implementation):
+    four_ranks.run(compare, "qwen3_moe", implementation)
+
+
+def _one_choice(name):
+    """All tokens go to the first rank, the others' experts get none; ranks of a tensor-parallel group have one batch."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    from expertmesh.integrations.transformers import register
+
+    size = dist.get_world_size()
+    whole = tiny_experts(name, torch.float64, num_experts=EXPERTS)
+    x, _, weights, dy = draw()
+    ids = torch.zeros(6, 2, dtype=torch.long)
+    expected = whole(x, ids, weights)
+    expected.backward(dy)
+    module = torch.nn.Sequential(tiny_experts(name, torch.float64, num_experts=EXPERTS))
+    module[0].config._experts_implementation = register()
+    mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("ep",))
+    plan = dict.fromkeys([n for n, _ in module.named_parameters()], "grouped_gemm") | PLAN
+    apply_expert_parallelism(module, mesh, mesh, plan, "expertmesh")
+    y_x, _, y_weights, _ = draw()
+    y = module[0](y_x, ids, y_weights)
+    y.backward(dy)
+    numerics.assert_close_fp64(y.detach(), expected.detach(), what="y")
+    numerics.assert_close_fp64(y_x.grad, x.grad, what="x")
+    numerics.assert_close_fp64(y_weights.grad, weights.grad, what="weights")
+
+
+def test_a_rank_without_tokens_takes_part(two_ranks):
+    two_ranks.run(_one_choice, "qwen3_moe")

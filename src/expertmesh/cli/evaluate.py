@@ -38,7 +38,7 @@ def run(argv: list[str]) -> int:
     _, model, tokenizer, precision = load_decoder(options.run, options.device)
     import torch
 
-    from expertmesh.data.tokenizer import END_OF_TEXT_ID
+    from expertmesh.data.tokenizer import end_of_text_id
     from expertmesh.integrations.evaluation import evaluate
 
     with torch.no_grad(), precision.autocast():
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
             model,
             tokenizer,
             options.tasks,
-            end_id=END_OF_TEXT_ID,
+            end_id=end_of_text_id(tokenizer),
             batch_size=options.batch_size,
             num_fewshot=options.num_fewshot,
             limit=options.limit,

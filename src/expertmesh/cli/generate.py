@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
         _, model, tokenizer, precision = load_decoder(options.run, options.device)
     import torch
 
-    from expertmesh.data.tokenizer import END_OF_TEXT_ID
+    from expertmesh.data.tokenizer import end_of_text_id
     from expertmesh.infer.engine import generate_text, generate_texts
     from expertmesh.infer.sampling import Sampling
     from expertmesh.models.decoder import EncoderDecoder
@@ -60,8 +60,8 @@ def run(argv: list[str]) -> int:
             top_p=options.top_p,
             seed=options.seed,
         ),
-        "eos_id": END_OF_TEXT_ID,
-        "start_id": END_OF_TEXT_ID,
+        "eos_id": end_of_text_id(tokenizer),
+        "start_id": end_of_text_id(tokenizer),
     }
 
     def answer(prompt: str, shown: str) -> None:

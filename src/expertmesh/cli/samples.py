@@ -93,7 +93,7 @@ def sample(
         seed: of the random numbers.
     """
     from expertmesh.data.news import Progress
-    from expertmesh.data.tokenizer import END_OF_TEXT_ID
+    from expertmesh.data.tokenizer import end_of_text_id
     from expertmesh.errors import ConfigError
     from expertmesh.infer.engine import generate_batch
     from expertmesh.infer.sampling import Sampling
@@ -101,8 +101,9 @@ def sample(
     if not prompts:
         return []
     tokenizer = found.load_tokenizer()
+    end_id = end_of_text_id(tokenizer)
     sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
-    prompt_ids = [[END_OF_TEXT_ID, *tokenizer.encode(p).ids] for p in prompts]
+    prompt_ids = [[end_id, *tokenizer.encode(p).ids] for p in prompts]
     longest = max(map(len, prompt_ids))
     if longest >= model.max_seq_len:
         raise ConfigError(
@@ -115,7 +116,7 @@ def sample(
         prompt_ids,
         max_new_tokens=min(num_tokens, model.max_seq_len - longest),
         sampling=sampling,
-        eos_id=END_OF_TEXT_ID,
+        eos_id=end_id,
     )
     told = Progress("written", total=num_tokens, unit="tokens of each sample")
     for step in told.over(steps):

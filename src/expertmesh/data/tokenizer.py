@@ -12,6 +12,7 @@ from expertmesh.errors import CheckpointError, ConfigError
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 """Its id in every tokenizer trained here."""
+_OTHER_ENDS = ("</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
 TRAINING_BYTES = 16_000_000
 """The merges are learned from about so many bytes of the training split; more changes little."""
 
@@ -68,6 +69,21 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
     # Not in the file: without it a text that quotes the end-of-text token would become that token.
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    """The token that ends a text: of a tokenizer trained here, or of one that came with a converted model, its own.
+
+    Raises:
+        CheckpointError: it has none that is known.
+    """
+    for token in (END_OF_TEXT, *_OTHER_ENDS):
+        found = tokenizer.token_to_id(token)
+        if found is not None:
+            return int(found)
+    raise CheckpointError(
+        f"tokenizer.json: has no token for the end of a text ({', '.join((END_OF_TEXT, *_OTHER_ENDS))}); add one"
+    )
 
 
 def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.data.news import Progress
-from expertmesh.data.tokenizer import END_OF_TEXT_ID
+from expertmesh.data.tokenizer import end_of_text_id
 from expertmesh.infer.engine import generate_batch
 from expertmesh.infer.sampling import Sampling
 from expertmesh.infer.text import TextStream
@@ -89,16 +89,18 @@ def sample_of_run(path: str, *, seed: int = 0) -> list[dict[str, Any]]:
         return []  # it writes about what it reads
     room = min(_TOKENS, model.max_seq_len - 1)
     sampling = Sampling(temperature=0.7, top_p=0.95, seed=seed)
+    tokenizer = run.load_tokenizer()
+    end_id = end_of_text_id(tokenizer)
     with precision.autocast():
         steps = generate_batch(
-            model, [[END_OF_TEXT_ID]], max_new_tokens=room, sampling=sampling, eos_id=END_OF_TEXT_ID
+            model, [[end_id]], max_new_tokens=room, sampling=sampling, eos_id=end_id
         )
         told = Progress("written for the page", total=room, unit="tokens")
         ids = [step[0] for step in told.over(steps) if step[0] is not None]
         if not ids:
             return []
-        layers = experts_of_tokens(model, [END_OF_TEXT_ID, *ids])
-    stream = TextStream(run.load_tokenizer())
+        layers = experts_of_tokens(model, [end_id, *ids])
+    stream = TextStream(tokenizer)
     return [
         {"text": stream.feed(token), "experts": [layer[place] for layer in layers]}
         for place, token in enumerate(ids, 1)

@@ -3,10 +3,12 @@
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from expertmesh.errors import ConfigError
+from expertmesh.integrations.transformers.dispatch import ExpertMeshEP
 from expertmesh.integrations.transformers.experts import forward
 from expertmesh.integrations.transformers.lora import lend_factors
 
@@ -19,11 +21,14 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_ga
 def register() -> str:
     """Add `experts_implementation="expertmesh"` to transformers, for this process; again is no mistake.
 
+    And `ep_implementation="expertmesh"`, for `DistributedConfig`: our exchange brings tokens to the experts of all ranks.
+
     Returns:
         The name, for `from_pretrained(..., experts_implementation=register())`.
     """
     ExpertsInterface.register(NAME, forward)
     FP8ExpertsInterface.register(NAME, _refuse_fp8)
+    EPImplementationInterface.register(NAME, ExpertMeshEP)
     return NAME
 
 

@@ -1,0 +1,107 @@
+"""A training step of peft's adapters on experts: through our door against peft over transformers' grouped_mm.
+
+CPU time of one thread, medians of interleaved rounds; peak memory of a step beyond that of the same step without adapters,
+as PyTorch's allocator counts it. Gradients are compared first.
+
+python -m benchmarks.lora_door [--tokens 1024] [--rounds 3] [--rank 16]
+"""
+
+import argparse
+import copy
+import statistics
+import time
+
+import peft
+import torch
+from tests.support.memory import peak_bytes
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from expertmesh.integrations.transformers import apply
+from expertmesh.testing import numerics
+
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def base_model(options, dtype):
+    """One layer; its attention and vocabulary are small, so that the experts count."""
+    config = Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=options.dim,
+        moe_intermediate_size=options.hidden,
+        num_experts=options.experts,
+        num_experts_per_tok=8,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        decoder_sparse_step=1,
+    )
+    return Qwen3MoeForCausalLM(config).to(dtype)
+
+
+def models(options, dtype):
+    """Adapted models by who computes their experts, with the same weights, and the frozen base."""
+    base = base_model(options, dtype)
+    config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_parameters=TARGETS)
+    theirs = peft.get_peft_model(copy.deepcopy(base), config, autocast_adapter_dtype=False)
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    ours = copy.deepcopy(theirs)
+    theirs.base_model.model.set_experts_implementation("grouped_mm")
+    apply(ours)
+    base.requires_grad_(False).set_experts_implementation("grouped_mm")
+    base.model.embed_tokens.requires_grad_()  # so that there is a backward
+    return {"expertmesh": ours, "peft": theirs}, base
+
+
+def step(model, ids):
+    """Forward and backward; CPU seconds."""
+    model.zero_grad(set_to_none=True)
+    began = time.thread_time()
+    model(ids, labels=ids).loss.backward()
+    return time.thread_time() - began
+
+
+def main():
+    """Prints a line per type."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    sizes = {"tokens": 1024, "dim": 512, "hidden": 256, "experts": 64, "rank": 16, "rounds": 3}
+    for option, value in sizes.items():
+        parser.add_argument(f"--{option}", type=int, default=value)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        found, base = models(options, dtype)
+        ids = torch.randint(256, (1, options.tokens))
+        for model in found.values():
+            step(model, ids)
+        grads = {
+            n: {k: p.grad for k, p in m.named_parameters() if p.grad is not None}
+            for n, m in found.items()
+        }
+        worst = max(
+            numerics.relative_error(g, grads["peft"][k]) for k, g in grads["expertmesh"].items()
+        )
+        if worst > 40 * torch.finfo(dtype).eps:
+            raise SystemExit(f"{dtype}: gradients differ by {worst:.1e}")
+        times = {n: [] for n in found}
+        for _ in range(options.rounds):
+            for name, model in found.items():
+                times[name].append(step(model, ids))
+        seconds = {n: statistics.median(t) for n, t in times.items()}
+        without = peak_bytes(lambda model=base, ids=ids: step(model, ids))
+        extra = {
+            n: peak_bytes(lambda model=m, ids=ids: step(model, ids)) - without
+            for n, m in found.items()
+        }
+        print(
+            f"{str(dtype)[6:]:9} {seconds['peft'] / seconds['expertmesh']:.2f} x peft "
+            f"({seconds['expertmesh']:.3f} s, {seconds['peft']:.3f} s); extra memory {extra['expertmesh'] / 2**20:.0f} MiB of "
+            f"{extra['peft'] / 2**20:.0f} MiB (the step without adapters {without / 2**20:.0f} MiB); gradients within {worst:.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()
