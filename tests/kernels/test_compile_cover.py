@@ -58,8 +58,16 @@ def recorded(target, dtype, options):
     return step_launches(target, dtype, **dict(options))
 
 
-ROUTER = (("sm_80", 1), ("sm_90", 0), ("sm_90", 3), ("sm_90", 4), ("gfx942", 3))
-"""Of a router step's launches: weight in parts, logits, weight and gradient in parts, both gradients."""
+USUAL, MANY = (8192, 2048, 128), (65_536, 7168, 256)
+ROUTER = (
+    ("sm_80", 1, USUAL),
+    ("sm_90", 0, USUAL),
+    ("sm_90", 3, USUAL),
+    ("sm_90", 4, USUAL),
+    ("sm_100", 4, MANY),
+    ("gfx942", 3, USUAL),
+)
+"""Of a router step's launches, for tokens, width and experts: weight in parts, logits, weight and gradient in parts, both gradients."""
 
 
 def launch_of(target, dtype, options, name, number):
@@ -102,16 +110,18 @@ def test_routing_builds(target, name):
     check_routing(case, case.build(target))
 
 
-@pytest.mark.parametrize(("target", "number"), ROUTER)
-def test_router_builds(target, number):
-    launch = router_launches(target)[number]
+@pytest.mark.parametrize(("target", "number", "shape"), ROUTER)
+def test_router_builds(target, number, shape):
+    launch = router_launches(target, shape)[number]
     check_router(launch, launch.build(target))
 
 
 def test_the_set_is_small_and_covers_everything():
     experts = list(expert_builds())
     routing = [(target, name) for target, names in ROUTING.items() for name in names]
-    router = {(target, router_launches(target)[number].key) for target, number in ROUTER}
+    router = {
+        (target, router_launches(target, shape)[number].key) for target, number, shape in ROUTER
+    }
     keys = {(build[0], launch_of(*build).key) for build in experts} | set(routing) | router
     assert len(keys) == len(experts) + len(routing) + len(ROUTER), "a build is listed twice"
     assert len(keys) <= MOST_BUILDS
@@ -120,7 +130,7 @@ def test_the_set_is_small_and_covers_everything():
     assert {target for target, _ in routing} == set(TARGETS)
     built = {launch_of(*build).kernel.__name__ for build in experts if build[0] != "gfx942"}
     built |= {main_cases()[name].kernel.__name__ for target, name in routing if target != "gfx942"}
-    built |= {router_launches(target)[number].kernel.__name__ for target, number in ROUTER}
+    built |= {router_launches(target)[number].kernel.__name__ for target, number, _ in ROUTER}
     folder = Path(expertmesh.kernels.__file__).parent
     launched = set()
     for file in folder.glob("*.py"):
