@@ -129,8 +129,8 @@ def load_corpus(config: TextConfig) -> Corpus:
         notes.append(f"{_option(config)}: {left_out.total} files are left out: {left_out}")
     if left_unread and (config.path is not None or config.dataset is not None):
         notes.append(
-            f"{_option(config)}: only {num_bytes / 1e6:,.1f} MB are used and {left_unread:,} of {len(ordered):,} documents"
-            " are not, by data.max_bytes; for all of them: data.max_bytes=none"
+            f"{_option(config)}: only {num_bytes / 1e6:,.1f} MB are used and {left_unread:,} of {len(ordered):,} pieces"
+            " of text are not, by data.max_bytes; for all of them: data.max_bytes=none"
         )
     training = _weighted(training, config)
     digest = hashlib.sha256()
