@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import sys
 import termios
@@ -97,10 +98,16 @@ def test_ctrl_c_is_answered_while_a_library_is_busy_and_the_second_one_ends_it()
     if pid == 0:
         os.execv(sys.executable, [sys.executable, "-c", BUSY])
     shown = b""
-    for wanted in (b"loading", b"SIGINT: stopping; Ctrl-C again: now"):
-        while wanted not in shown:
-            assert _has_more(master, PATIENCE_S), shown
-            shown += os.read(master, 1 << 12)
-        os.write(master, b"\x03")
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    os.close(master)
+    try:
+        for wanted in (b"loading", b"SIGINT: stopping; Ctrl-C again: now"):
+            while wanted not in shown:
+                assert _has_more(master, PATIENCE_S), shown
+                shown += os.read(master, 1 << 12)
+            os.write(master, b"\x03")
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)  # it would be busy for its hour
+        raise
+    finally:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.close(master)
+    assert code == 130

@@ -175,6 +175,8 @@ def damage(case, tmp_path):
     """A folder with something wrong."""
     images, labels = stripes(20)
     root = tmp_path / "x"
+    if case == "nobody's":
+        return "~nosuchuser/x"
     if case == "empty class":
         write_class_folders(root, {"cat": 3})
         (root / "dog").mkdir()
@@ -226,6 +228,7 @@ def damage(case, tmp_path):
     "case, words",
     [
         ("missing", "is no folder"),
+        ("nobody's", "~nosuchuser/x: there is no such user"),
         ("nothing", "has neither folders of images"),
         ("empty class", "dog: has no image"),
         ("lonely", "has 1 image, and one is needed on each side"),

@@ -1,7 +1,6 @@
 """A Swin Transformer in miniature: trained, killed, resumed, spread over two ranks, evaluated, classifying."""
 
 import io
-import json
 import os
 import signal
 
@@ -178,11 +177,12 @@ def test_other_verbs_answer(learned, capsys):
     assert "173,257,585 in all, 65,791,345 active per image" in capsys.readouterr().out
 
 
-def test_a_damaged_list_of_classes_is_one_line(straight, folder, capsys):
+@pytest.mark.parametrize("text", ['{"no": "list"', "[" * 50_000], ids=["cut", "nested"])
+def test_a_damaged_list_of_classes_is_one_line(straight, folder, capsys, text):
     path = straight / "classes.json"
     whole = path.read_text()
     try:
-        path.write_text(json.dumps({"no": "list"})[:-1])
+        path.write_text(text)
         images = f"{folder}/data/images-idx3-ubyte.gz"
         assert main(["classify", "--run", str(straight), f"{images}@0"]) == 1
     finally:

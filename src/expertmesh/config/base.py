@@ -286,6 +286,15 @@ def parse_json(data: bytes | str) -> Any:
         raise ValueError("nested too deep") from None
 
 
+def cache_root(given: str | None) -> Path:
+    """The folder for caches that an option names, or the user's.
+
+    Raises:
+        ConfigError: it begins with the home folder of nobody.
+    """
+    return expanded(given) if given else user_cache_dir()
+
+
 def user_cache_dir() -> Path:
     """Folder for what can be computed again: $XDG_CACHE_HOME/expertmesh, or ~/.cache/expertmesh."""
     root = os.environ.get("XDG_CACHE_HOME")

@@ -1,11 +1,10 @@
 """The complete configuration of a training run of a GPT on text."""
 
-from pathlib import Path
 from typing import Self
 
 from pydantic import model_validator
 
-from expertmesh.config.base import FieldError
+from expertmesh.config.base import FieldError, expanded
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.config.text import TextConfig
@@ -20,7 +19,7 @@ def begun_with(config: "GPTRunConfig", other: "GPTRunConfig") -> "GPTRunConfig":
         config: of the run.
         other: of the one that it begins with.
     """
-    where = Path(config.train.init_from or "").expanduser()
+    where = expanded(config.train.init_from or "")
     changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
     return config.updated(changes)
 

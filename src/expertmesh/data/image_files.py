@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from expertmesh.config.base import expanded
 from expertmesh.errors import ConfigError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
@@ -76,7 +77,7 @@ def read_folder(
     Raises:
         ConfigError: there is nothing of the kind, or something is wrong with it.
     """
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     if not path.is_dir():
         raise ConfigError(
             f"data.path={folder}: is no folder; give one with a folder of images per class, or with IDX files"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.config.base import user_cache_dir
+from expertmesh.config.base import cache_root
 from expertmesh.config.swin import Fit, ImagesConfig
 from expertmesh.data.augment import changed, mix_of, mixed
 from expertmesh.data.cache_entry import INDEX, fill_once
@@ -76,8 +76,7 @@ class ImageData:
             f"{len(training):,} training and {len(validation):,} validation images of {len(self.classes)} classes in "
             f"{', '.join(config.path)}"
         )
-        root = user_cache_dir() if config.cache_dir is None else Path(config.cache_dir)
-        entry = root.expanduser() / "images" / self.key[:32]
+        entry = cache_root(config.cache_dir) / "images" / self.key[:32]
 
         def fill(folder: Path) -> None:
             (folder / INDEX).write_text(json.dumps(self.classes, ensure_ascii=False) + "\n")

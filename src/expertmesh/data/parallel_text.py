@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from expertmesh.config.base import expanded, nearest_name, user_cache_dir
+from expertmesh.config.base import cache_root, expanded, nearest_name, parse_json, user_cache_dir
 from expertmesh.config.seq2seq import ParallelTextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.order import permutation
@@ -161,7 +161,7 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
             for code in sorted(found):
                 digest.update(hashlib.sha256(_bytes(found[code])).digest())
     key = digest.hexdigest()[:24]
-    base = expanded(config.cache_dir) if config.cache_dir else user_cache_dir()
+    base = cache_root(config.cache_dir)
     folder = base / f"parallel-{key}"
     fill_once(folder, partial(_build, splits, languages, vocab_size=vocab_size))
     training, validation = (_open(folder, name) for name in _SPLIT_NAMES)
@@ -261,7 +261,7 @@ def _build(
 
 
 def _open(folder: Path, name: str) -> tuple[Corpus, ...]:
-    found = json.loads((folder / INDEX).read_text())[name]
+    found = parse_json((folder / INDEX).read_text())[name]
     corpora = []
     for index, codes in enumerate(found):
         corpus = {}

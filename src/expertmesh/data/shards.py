@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from expertmesh.config.base import expanded, parse_json, user_cache_dir
+from expertmesh.config.base import cache_root, expanded, parse_json
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
 from expertmesh.data.news import Progress, say
@@ -101,7 +101,7 @@ def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
         given = given_tokenizer(expanded(config.encode_with), vocab_size=vocab_size)
         identity += f"|{given.to_str()}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:24]
-    base = expanded(config.cache_dir) if config.cache_dir else user_cache_dir()
+    base = cache_root(config.cache_dir)
     folder = base / f"tokens-{key}"
     if damage_of_cache(folder) is not None:
         _make_folder(base)

@@ -1,6 +1,5 @@
 """Classes of images by the model of a run, and which experts took their patches."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from expertmesh.config.base import parse_json
 from expertmesh.config.swin import Fit
 from expertmesh.data.image_files import read_image_or_idx
 from expertmesh.data.images import model_input
@@ -102,7 +102,7 @@ def class_names(path: Path) -> tuple[str, ...]:
         CheckpointError: the file is damaged.
     """
     try:
-        names = json.loads(path.read_text())
+        names = parse_json(path.read_text())
         if not names or not all(isinstance(name, str) for name in names):
             raise ValueError("no list of names")
     except (ValueError, TypeError, OSError) as error:

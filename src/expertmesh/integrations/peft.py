@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from expertmesh import lora
+from expertmesh.config.base import parse_json
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.adapters import Adapter
@@ -148,7 +149,7 @@ def _fill(
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        values = json.loads((folder / CONFIG).read_bytes())
+        values = parse_json((folder / CONFIG).read_bytes())
         is_lora = values["peft_type"] == "LORA" and values["r"] > 0 and values["lora_alpha"] > 0
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(

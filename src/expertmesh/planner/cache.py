@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from expertmesh.config.base import user_cache_dir
+from expertmesh.config.base import parse_json, user_cache_dir
 from expertmesh.config.way import Way
 from expertmesh.costs.communication import Link, Network
 
@@ -131,7 +131,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text())
+        values = parse_json(path.read_text())
         if values["version"] != VERSION:
             raise ValueError(f"version {values['version']} is not {VERSION}")
         return dict(values)

@@ -30,9 +30,9 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
     trunk_dir = config.train.branch_from
     assert trunk_dir is not None
     option = f"train.branch_from={trunk_dir}"
-    if not Path(trunk_dir).is_dir():
-        raise ConfigError(f"{option}: does not exist; give the run directory of a trunk")
     folder = RunDir(trunk_dir)
+    if not folder.path.is_dir():
+        raise ConfigError(f"{option}: does not exist; give the run directory of a trunk")
     trunk, _ = folder.read_config(family)
     for name in OptimConfig.model_fields:
         ours, theirs = getattr(config.optim, name), getattr(trunk.optim, name)

@@ -67,8 +67,8 @@ def use_of_experts(counts: list[list[int]], dropped: list[int], sums: Sequence[f
 
 def read_use(path: Path) -> list[dict[str, Any]]:
     """The records of a run, each with its "step"; [] of a run without experts, or from before there were records."""
-    lines = [line for line in read_lines(path) if _shape(line) is not None]
-    return [line for line in lines if _shape(line) == _shape(lines[-1])]
+    shapes = [(line, shape) for line in read_lines(path) if (shape := _shape(line)) is not None]
+    return [line for line, shape in shapes if shape == shapes[-1][1]]
 
 
 def _shape(line: dict[str, Any]) -> list[int] | None:

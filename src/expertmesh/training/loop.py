@@ -128,7 +128,7 @@ def train(
         ranks.first(lambda: check_ranks(task, ranks))
         ranks.first(lambda: check_room(family, config, device, num_ranks=ranks.size))
 
-        def open_run() -> None:
+        def open_run() -> Path | None:
             stack.enter_context(run_dir.locked())
             run_dir.check_resume(config.train.resume)
             if run_dir.config.exists():
@@ -137,8 +137,10 @@ def train(
             for other in (config.distill.teacher, config.train.init_from):
                 if other is not None:
                     RunDir(other).read_values()  # before all that takes long
+            is_new_branch = config.train.branch_from and not list_checkpoints(run_dir.checkpoints)
+            return branch_point(config, family=family) if is_new_branch else None
 
-        ranks.first(open_run)
+        leaves_from = ranks.first(open_run)
         stack.enter_context(bind_ranks(config.parallel.bind))
         stack.enter_context(_threads(config.parallel.num_threads))
         stack.enter_context(torch.random.fork_rng())
@@ -157,7 +159,7 @@ def train(
         )
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
-        resumed_from = trainer.resume()
+        resumed_from = trainer.resume(leaves_from)
         ranks.first(lambda: run_dir.write_description(config, recipe=recipe, files=data.files))
         trainer.run(stop, console, stack, trackers)
         return trainer.result(resumed_from, stop)
@@ -196,13 +198,11 @@ class _Trainer:
         )
         self.saved_step: int | None = None
 
-    def resume(self) -> int:
+    def resume(self, trunk: Path | None) -> int:
         """Load the newest good checkpoint, if there is one, or that where a trunk is left; returns the steps done."""
         if self.ranks.is_leader:
             self.store.remove_leftovers()
-        path = newest_good(self.run_dir.checkpoints, self.ranks)
-        if path is None and self.config.train.branch_from is not None:
-            path = self.ranks.first(lambda: branch_point(self.config, family=self.family))
+        path = newest_good(self.run_dir.checkpoints, self.ranks) or trunk
         if path is None:
             if self.config.train.init_from is not None:
                 self.ranks.each(self._begin)
@@ -213,7 +213,7 @@ class _Trainer:
         )
         self.ranks.first(lambda: check_same_data(values["data_key"], self.data, where=path))
         self.ranks.each(lambda: self.state.load(path))
-        if path.parent == self.run_dir.checkpoints:
+        if path != trunk:
             self.saved_step = self.state.progress.step
         return self.state.progress.step
 

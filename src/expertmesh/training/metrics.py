@@ -94,11 +94,10 @@ class MetricsFile:
     def __init__(self, path: Path, *, last_step: int) -> None:
         self.path = path
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        steps = [_step_of(line) for line in lines]
         kept = [
-            x
-            for x, step in zip(lines, steps, strict=True)
-            if step is not None and step <= last_step
+            line
+            for line in lines
+            if (found := _record(line)) is not None and found["step"] <= last_step
         ]
         if len(kept) < len(lines):
             partial = path.with_suffix(".partial")
@@ -128,7 +127,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)
-    return [parse_json(line) for line in lines if _step_of(line) is not None]
+    return [found for line in lines if (found := _record(line)) is not None]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -149,14 +148,15 @@ def evaluations(lines: list[dict[str, Any]], prefix: str = "eval_") -> list[dict
     return [evaluation for evaluation in found if evaluation]
 
 
-def _step_of(line: bytes) -> int | None:
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a complete line with a step says; None of another one."""
     if not line.endswith(b"\n"):
         return None
     try:
-        step = parse_json(line)["step"]
+        found: dict[str, Any] = parse_json(line)
+        return found if isinstance(found["step"], int) else None
     except (ValueError, KeyError, TypeError):
         return None
-    return step if isinstance(step, int) else None
 
 
 def to_lists(tensors: list[Tensor]) -> list[list[int]]:

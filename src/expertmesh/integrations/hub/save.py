@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from expertmesh.config.base import parse_json
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig
 from expertmesh.data.tokenizer import END_OF_TEXT, load_tokenizer
@@ -153,7 +154,7 @@ def _write_rest(
         for path in sorted(extras.iterdir()):
             if path.name != "config.json":
                 shutil.copyfile(path, folder / path.name)
-        saved = json.loads((extras / "config.json").read_bytes())
+        saved = parse_json((extras / "config.json").read_bytes())
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         values |= {name: saved[name] for name in ids if name in saved}
     elif (run_dir / "tokenizer.json").is_file():
