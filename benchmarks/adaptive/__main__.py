@@ -124,8 +124,12 @@ def points_of_tuner() -> list[dict[str, Any]]:
 
 
 def tuner(numbers: list[int]) -> None:
-    found = []
+    """Each point is kept when it is found; points that are there already are not timed again."""
+    kept = RESULTS / "adaptive_tuner.json"
+    found = json.loads(kept.read_text())["found"]["points"] if kept.exists() else []
     for number in numbers:
+        if number in {point["number"] for point in found}:
+            continue
         point = points_of_tuner()[number]
         scale = point["ranks"] // 4
         ways = {
@@ -143,10 +147,10 @@ def tuner(numbers: list[int]) -> None:
         found.append({"number": number, **point, "seconds": seconds, "settled": result["settled"]})
         found[-1]["adaptive / best"] = seconds["adaptive"] / min(finals)
         print(json.dumps(found[-1]), flush=True)
-    name = "tuner" if len(found) == len(points_of_tuner()) else "tuner_sample"
-    save(name, {"points": found, "static / adaptive, in total": totals(found)})
-    (RESULTS / f"adaptive_{name}.md").write_text(table(found))
-    (RESULTS / f"adaptive_{name}.svg").write_text(plot(found))
+        found.sort(key=lambda point: point["number"])
+        save("tuner", {"points": found, "static / adaptive, in total": totals(found)})
+        (RESULTS / "adaptive_tuner.md").write_text(table(found))
+        (RESULTS / "adaptive_tuner.svg").write_text(plot(found))
 
 
 END_TO_END = {
