@@ -18,6 +18,24 @@ from expertmesh.moe.experts import DenseMLP
 from expertmesh.recipes import recipe
 
 
+class _Expert(nn.Module):
+    """A gated MLP as DeepSpeed calls it: (..., D) -> (..., D)."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.mlp = DenseMLP(
+            dim=model.dim,
+            hidden_dim=model.moe.hidden_dim,
+            activation=model.activation,
+            bias=False,
+        )
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=model.init_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x.flatten(0, -2)).view_as(x)
+
+
 class DeepSpeedLayer(nn.Module):
     """DeepSpeed's `MoE` over all ranks with gated experts, called as our layer is.
 
@@ -30,15 +48,9 @@ class DeepSpeedLayer(nn.Module):
         super().__init__()
         from deepspeed.moe.layer import MoE
 
-        moe = model.moe
-        expert = DenseMLP(
-            dim=model.dim, hidden_dim=moe.hidden_dim, activation=moe.activation, bias=False
-        )
-        for parameter in expert.parameters():
-            nn.init.normal_(parameter, std=model.init_std)
         self.moe = MoE(
             model.dim,
-            expert,
+            _Expert(model),
             num_experts=model.moe.num_experts[0],
             ep_size=dist.get_world_size(),
             k=model.moe.top_k,
