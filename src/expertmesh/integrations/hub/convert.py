@@ -1,7 +1,6 @@
 """From a hub folder to a run directory of ours, and from a run or a checkpoint of ours to a hub folder or a single file."""
 
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +12,9 @@ from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import hub_family
 from expertmesh.integrations.hub.load import load_pretrained, read_config
 from expertmesh.integrations.hub.save import EXTRAS, save_pretrained
-from expertmesh.training.checkpoint import CheckpointStore
+from expertmesh.training.begin import save_as_run
 from expertmesh.training.export import export, find_checkpoint
-from expertmesh.training.run_dir import RunDir
-from expertmesh.training.state import RunProgress, read_run_state
+from expertmesh.training.state import read_run_state
 
 _BESIDE = ("config.json", "generation_config.json", "chat_template.jinja")
 
@@ -88,11 +86,7 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
         {"model": model.config, "data": {"seq_len": seq_len}, "train": {"run_dir": str(target)}}
     )
     recipe = f"from {family.model_type}"
-    run_dir = RunDir(target)
-    run_dir.path.mkdir(parents=True)
-    run_dir.write_description(
-        config, recipe=recipe, files={"tokenizer.json": source / "tokenizer.json"}
-    )
+    save_as_run(model, config, recipe=recipe, files={"tokenizer.json": source / "tokenizer.json"})
     (target / EXTRAS).mkdir()
     for path in sorted(source.iterdir()):
         if (
@@ -101,22 +95,5 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
             or path.name in ("vocab.json", "merges.txt")
         ):
             shutil.copyfile(path, target / EXTRAS / path.name)
-    store = CheckpointStore(run_dir.checkpoints, keep_last=1)
-    try:
-        store.save(
-            0,
-            {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
-            {
-                "progress": asdict(RunProgress()),
-                "scaler": {},
-                "config": config.model_dump(mode="json"),
-                "recipe": recipe,
-                "data_key": "",
-            },
-            eval_loss=None,
-        )
-        store.wait()
-    finally:
-        store.close()
     parameters = sum(p.numel() for p in model.parameters())
     return Converted(target, f"a run of {recipe}, {parameters:,} parameters")
