@@ -5,8 +5,8 @@
 A trunk learns Python's standard library with a constant rate (wsd). At half, arms go on from the same weights with the same
 further training operations: dense, with copies as experts, with half of each copy's units drawn anew, with virtual groups;
 and a mixture of experts begins from nothing with these operations alone. The dense arm may keep its optimiser state ("goes
-on"); all others, and a second dense candidate, begin with an empty one. Rates (and dense candidates) are chosen on a seed
-of their own; then each arm runs with three others. Writes curves, table and bootstrap interval to docs/results/upcycling.*
+on"); all others, and a second dense candidate, begin with an empty one. The better dense candidate and the rates of the dense arm
+and of the copies (which other upcycled arms take) are chosen on a seed of their own; then each arm runs with three others. Writes curves, table and bootstrap interval to docs/results/upcycling.*
 after each run. Runs resume, so the script can be stopped and started again.
 """
 
@@ -91,13 +91,13 @@ class Plan:
     sweep_seed: int = 3
     lr: float = 3e-3
     rates: tuple[float, ...] = (0.5, 1.0)
-    batch_size: int = 16
+    batch_size: int = 8
     seq_len: int = 128
-    vocab_size: int = 1024
+    vocab_size: int = 512
     dim: int = 96
-    num_layers: int = 3
+    num_layers: int = 2
     ffn_hidden_dim: int = 128
-    max_bytes: int = 6_000_000
+    max_bytes: int = 5_000_000
     path: str | None = None
     cache_dir: str | None = None
     runs: Path = Path("runs/upcycling")
@@ -123,6 +123,7 @@ class Plan:
                 seq_len=self.seq_len,
                 max_bytes=self.max_bytes,
                 path=self.path,
+                validation_fraction=0.1,
                 cache_dir=self.cache_dir,
             ),
             "train": {
@@ -161,7 +162,7 @@ def main(plan: Plan) -> None:
         trunk(plan, seed)
         if seed == plan.sweep_seed:
             candidates = [("goes_on", 1.0)]
-            candidates += [(arm, rate) for arm in ARMS for rate in plan.rates if arm != "goes_on"]
+            candidates += [(arm, rate) for arm in ("dense", "copy") for rate in plan.rates]
             for arm, rate in candidates:
                 record["sweep"].append(finished(plan, seed, arm, rate))
                 write(plan, record)
@@ -207,7 +208,17 @@ def trunk(plan: Plan, seed: int) -> None:
         },
     )
     print(f"== trunk, seed {seed}: {config.train.steps} steps")
-    train(config, recipe="trunk")
+    completed(config, "trunk")
+
+
+def completed(config: GPTRunConfig, name: str) -> None:
+    """Train to the end.
+
+    Raises:
+        SystemExit: a signal stopped it; the next call goes on.
+    """
+    if (signal := train(config, recipe=name).stopped_by) is not None:
+        raise SystemExit(128 + int(signal))
 
 
 def trunk_checkpoint(plan: Plan, seed: int) -> Path:
@@ -274,7 +285,7 @@ def finished(plan: Plan, seed: int, arm: str, rate: float) -> dict[str, Any]:
     config = arm_config(plan, seed, arm, rate)
     if not (Path(config.train.run_dir) / DONE).exists():
         print(f"== {arm}, rate {rate:g}, seed {seed}: {config.train.steps} steps")
-        train(config, recipe=arm)
+        completed(config, arm)
     metrics = read_metrics(RunDir(config.train.run_dir).metrics)
     per_step = 3 * flops(plan, config.model) * plan.batch_size * plan.seq_len
     begun = 0
@@ -324,13 +335,12 @@ def window_losses(plan: Plan, config: GPTRunConfig) -> list[float]:
 
 
 def chosen(sweep: list[dict[str, Any]]) -> dict[str, float]:
-    """The rate of each arm with the lowest loss; of the two dense candidates, the better one only."""
-    best: dict[str, dict[str, Any]] = {}
-    for run in sweep:
-        arm = "dense arm" if run["arm"] in DENSE else run["arm"]
-        if arm not in best or run["loss"] < best[arm]["loss"]:
-            best[arm] = run
-    return {run["arm"]: run["rate"] for run in best.values()}
+    """The rates of all arms, by the lowest loss of the sweep; of the two dense candidates, the better one only."""
+    dense, copy = (
+        min((r for r in sweep if r["arm"] in arms), key=lambda r: float(r["loss"]))
+        for arms in (DENSE, ("copy",))
+    )
+    return {dense["arm"]: dense["rate"], **dict.fromkeys(UPCYCLED, copy["rate"]), "scratch": 1.0}
 
 
 def interval(plan: Plan, record: dict[str, Any]) -> dict[str, list[float]]:
@@ -418,7 +428,8 @@ def page(record: dict[str, Any]) -> list[str]:
         "rate; then arms go on from the same weights with the same further training operations, which are those of as many",
         "tokens again for the dense model. Validation loss in nats per token on the whole validation split (by file).",
         f"Made by `python -m benchmarks.upcycling` on {facts['hardware']}, torch {facts['torch']}; what is compared is",
-        "explained there. Rates, and which dense arm counts, were chosen on a seed of their own (last table).",
+        "explained there. Rates, and which dense arm counts, were chosen on a seed of their own (last table); all upcycled arms",
+        "have the copies' rate, the model from scratch the trunk's.",
         "",
         "| arm | seed | parameters (active) | steps | loss at step 0 | loss at the end |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -117,11 +117,11 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "report": (_report, "summarise a run:              expertmesh report runs/demo"),
     "export": (
         _export,
-        "weights as one file:          expertmesh export runs/demo --output demo.safetensors",
+        "weights, our names, one file: expertmesh export runs/demo --output demo.safetensors",
     ),
     "convert": (
         _convert,
-        "hub checkpoints in and out:   expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
+        "from and to the hub's format: expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
     ),
     "evaluate": (
         _evaluate,

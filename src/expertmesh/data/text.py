@@ -5,10 +5,32 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from expertmesh.config.base import expanded
 from expertmesh.config.text import TextConfig
+from expertmesh.data.chat import extras_of
+from expertmesh.data.conversations import ConversationData
+from expertmesh.data.corpus import Corpus, load_corpus
 from expertmesh.data.shards import prepare_tokens
 from expertmesh.data.tokenizer import load_tokenizer, token_num_bytes
 from expertmesh.data.windows import Windows
+
+
+def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | ConversationData":
+    """What a corpus is as the data of a run: text in windows, or conversations in rows.
+
+    Args:
+        config: of the data.
+        vocab_size: V of the model.
+        seed: of the order.
+
+    Raises:
+        ConfigError: see `TextData` and `ConversationData`.
+        OSError: the cache cannot be written.
+    """
+    corpus = load_corpus(config)
+    if corpus.is_talk:
+        return ConversationData(corpus, config, vocab_size=vocab_size, seed=seed)
+    return TextData(config, vocab_size=vocab_size, seed=seed, corpus=corpus)
 
 
 class TextData:
@@ -18,6 +40,7 @@ class TextData:
         config: of the data.
         vocab_size: V of the model.
         seed: of the order of the windows.
+        corpus: of `load_corpus`, where it is there already.
 
     Raises:
         ConfigError: the corpus is missing, not text, or shorter than one sequence on a side.
@@ -28,10 +51,13 @@ class TextData:
         windows: of the training split.
     """
 
-    def __init__(self, config: TextConfig, *, vocab_size: int, seed: int) -> None:
-        tokens = prepare_tokens(config, vocab_size=vocab_size)
+    def __init__(
+        self, config: TextConfig, *, vocab_size: int, seed: int, corpus: Corpus | None = None
+    ) -> None:
+        tokens = prepare_tokens(config, vocab_size=vocab_size, corpus=corpus)
         self.key, self.corpus = tokens.key, tokens.corpus
-        self.files = {"tokenizer.json": tokens.tokenizer_path}
+        given = None if config.encode_with is None else expanded(config.encode_with)
+        self.files = {"tokenizer.json": tokens.tokenizer_path, **extras_of(given)}
         self.windows = Windows(tokens.training.tokens_N, config.seq_len, seed)
         self._validation = Windows(tokens.validation.tokens_N, config.seq_len, seed)
         sizes = token_num_bytes(load_tokenizer(tokens.tokenizer_path), vocab_size)

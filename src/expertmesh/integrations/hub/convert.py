@@ -1,4 +1,4 @@
-"""From a hub folder to a run directory of ours, and from a run or a checkpoint of ours to a hub folder or a single file."""
+"""From a hub folder to a run directory of ours, and from a run or a checkpoint of ours to a hub folder."""
 
 import shutil
 from pathlib import Path
@@ -8,12 +8,13 @@ import torch
 
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.data.chat import EXTRAS
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import hub_family
 from expertmesh.integrations.hub.load import load_pretrained, read_config
-from expertmesh.integrations.hub.save import EXTRAS, save_pretrained
+from expertmesh.integrations.hub.save import save_pretrained
 from expertmesh.training.begin import save_as_run
-from expertmesh.training.export import export, find_checkpoint
+from expertmesh.training.export import find_checkpoint
 from expertmesh.training.state import read_run_state
 
 _BESIDE = ("config.json", "generation_config.json", "chat_template.jinja")
@@ -23,7 +24,7 @@ class Converted(NamedTuple):
     """What a conversion made.
 
     Attributes:
-        path: of the folder or file.
+        path: of the folder.
         what: in words.
     """
 
@@ -39,7 +40,7 @@ def convert(
     Args:
         source: a folder as transformers saves one, or a run directory or checkpoint of ours.
         target: a folder that does not exist yet: a run directory of ours in the first case, a folder under hub names in the
-            second; or a file named *.safetensors, which gets our names.
+            second.
         dtype: of the weights; None: as they are.
 
     Returns:
@@ -55,15 +56,13 @@ def convert(
     source, target = expanded(source), expanded(target)
     if not source.is_dir():
         raise ConfigError(f"from={source}: is no folder; give a hub model's or a run's")
+    if target.suffix == ".safetensors":
+        raise ConfigError(
+            f"to={target}: convert makes a folder; for one file under the names of expertmesh use: expertmesh export {source} "
+            f"--output {target}"
+        )
     if (source / "config.json").is_file() and "model_type" in read_config(source):
         return _from_hub(source, target, dtype)
-    if target.suffix == ".safetensors":
-        if dtype is not None:
-            raise ConfigError(
-                f"dtype={dtype}: a file under our names has the types of the checkpoint; leave it out"
-            )
-        found = export(source, target)
-        return Converted(target, f"{found.num_tensors} tensors under the names of expertmesh")
     checkpoint = find_checkpoint(source)
     run_dir = checkpoint.parent.parent
     with saved_run():

@@ -281,6 +281,11 @@ class GPT(nn.Module):
         return self.config.max_seq_len
 
     @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generated text beside the tokenizer's own."""
+        return self.config.end_ids
+
+    @property
     def device(self) -> torch.device:
         """Of the embedding, where ids are expected."""
         return self.embedding.weight.device

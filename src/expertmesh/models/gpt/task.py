@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from expertmesh.comm.world import World
 from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.data.conversations import ConversationData, MeasuredTurns, Turns
 from expertmesh.data.corpus import texts
 from expertmesh.data.news import Progress
 from expertmesh.data.ngram import ByteTrigram
-from expertmesh.data.text import TextData
+from expertmesh.data.text import TextData, text_data
 from expertmesh.models.decoder import CausalLM
 from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.gpt.model import GPT
@@ -26,10 +27,10 @@ class GPTTask(Task):
     is_built_empty = True
     has_lessons = True
 
-    def prepare(self) -> TextData:
-        """The corpus as tokens; see `TextData`."""
+    def prepare(self) -> TextData | ConversationData:
+        """The corpus as tokens; see `text_data`."""
         config = self.config
-        return TextData(config.data, vocab_size=config.model.vocab_size, seed=config.train.seed)
+        return text_data(config.data, vocab_size=config.model.vocab_size, seed=config.train.seed)
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> GPT:
         """The whole model on one device, weights drawn by the run's seed."""
@@ -50,23 +51,25 @@ class GPTTask(Task):
         parallelize_gpt(model, self.config.parallel, world=world)
 
     def num_items(self, batch: Batch) -> int:
-        """Tokens that are predicted."""
-        return int(batch[1].numel())
+        """Tokens that are predicted; of conversations, the assistant's."""
+        return int(batch.counts_BS.sum() if isinstance(batch, Turns) else batch[1].numel())
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """Cross-entropy of the next tokens in nats."""
-        ids_BS, targets_BS = batch
+        ids_BS, targets_BS, counts_BS, is_token_BS = _parts(batch)
         token_index = part.token_index(ids_BS.shape[1], ids_BS.device)
-        output = model(ids_BS, token_index=token_index)
+        output = model(ids_BS, token_index=token_index, token_mask_BS=is_token_BS)
         losses = token_losses(
             output.logits_BSV,
             part.positions(targets_BS),
-            lesson=self._lesson(ids_BS, part.step),
+            lesson=self._lesson(ids_BS, is_token_BS, part.step),
             overwrite_logits=True,
         )
+        if counts_BS is not None:
+            losses = losses * part.positions(counts_BS).flatten()
         return Loss(losses.sum(), output.stats)
 
-    def _lesson(self, ids_BS: Tensor, step: int) -> Lesson | None:
+    def _lesson(self, ids_BS: Tensor, is_token_BS: Tensor | None, step: int) -> Lesson | None:
         """What the teacher says; no token is dropped in it."""
         weight = self.lesson_weight(step)
         if self.teacher is None or weight == 0.0:
@@ -76,16 +79,26 @@ class GPTTask(Task):
             self.teacher.config.moe.router == "expert_choice"
         )  # experts, which have a capacity
         with torch.no_grad():
-            output = self.teacher(ids_BS, capacity_factor=None if chooses else math.inf)
+            output = self.teacher(
+                ids_BS,
+                token_mask_BS=is_token_BS,
+                capacity_factor=None if chooses else math.inf,
+            )
         return Lesson(output.logits_BSV, weight, self.config.distill.temperature)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
         """Nats, tokens, and the bytes that they stand for."""
-        ids_BS, targets_BS, num_bytes_BS = batch
-        losses = token_losses(model(ids_BS).logits_BSV, part.positions(targets_BS))
+        turns, num_bytes_BS = batch if isinstance(batch, MeasuredTurns) else (batch[:2], batch[2])
+        ids_BS, targets_BS, counts_BS, is_token_BS = _parts(turns)
+        logits_BSV = model(ids_BS, token_mask_BS=is_token_BS).logits_BSV
+        losses = token_losses(logits_BSV, part.positions(targets_BS))
+        items: Tensor | int = losses.numel()
+        if counts_BS is not None:
+            counts = part.positions(counts_BS).flatten()
+            losses, items = losses * counts, counts.sum()
         return {
             "nats": losses.sum(),
-            "items": losses.numel(),
+            "items": items,
             "bytes": part.positions(num_bytes_BS).sum(),
         }
 
@@ -99,9 +112,10 @@ class GPTTask(Task):
             "bits_per_byte": bits_per_byte(sums["nats"], sums["bytes"]),
         }
 
-    def baseline(self, data: Data) -> Baseline:
-        """A byte trigram model of the same corpus."""
-        assert isinstance(data, TextData)
+    def baseline(self, data: Data) -> Baseline | None:
+        """A byte trigram model of the same text; of conversations nothing is as simple."""
+        if not isinstance(data, TextData):
+            return None
         total = sum(document.num_bytes for document in data.corpus.training)
         counted = Progress("counted for the baseline:", total=total)
         trigram = ByteTrigram.fit(counted.over(texts(data.corpus.training), len))
@@ -112,6 +126,14 @@ class GPTTask(Task):
         """The model itself."""
         assert isinstance(model, GPT)
         return model
+
+
+def _parts(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Inputs, targets, and of conversations which targets count and which inputs are no padding."""
+    if isinstance(batch, Turns):
+        return batch.ids_BS, batch.targets_BS, batch.counts_BS, batch.is_token_BS
+    ids_BS, targets_BS = batch
+    return ids_BS, targets_BS, None, None
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
