@@ -1,7 +1,7 @@
 """GPT as a family: what the trainer, a report and the decoding engine need of it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,14 @@ class GPTTask(Task):
     def prepare(self) -> TextData:
         """The corpus as tokens; see `TextData`."""
         config = self.config
-        return TextData(config.data, vocab_size=config.model.vocab_size, seed=config.train.seed)
+        data = TextData(config.data, vocab_size=config.model.vocab_size, seed=config.train.seed)
+        self.labels = data.labels
+        return data
+
+    def label_of(self, batch: Batch) -> Tensor:
+        """Which place of the text each window begins in."""
+        label_B: Tensor = batch[2]["label"]
+        return label_B
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> GPT:
         """The whole model on one device, weights drawn by the run's seed."""
@@ -55,18 +62,19 @@ class GPTTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """Cross-entropy of the next tokens in nats."""
-        ids_BS, targets_BS = batch
+        ids_BS, targets_BS, *more = batch
         token_index = part.token_index(ids_BS.shape[1], ids_BS.device)
-        output = model(ids_BS, token_index=token_index)
+        document_BS = _documents(more)
+        output = model(ids_BS, token_index=token_index, document_BS=document_BS)
         losses = token_losses(
             output.logits_BSV,
             part.positions(targets_BS),
-            lesson=self._lesson(ids_BS, part.step),
+            lesson=self._lesson(ids_BS, document_BS, part.step),
             overwrite_logits=True,
         )
         return Loss(losses.sum(), output.stats)
 
-    def _lesson(self, ids_BS: Tensor, step: int) -> Lesson | None:
+    def _lesson(self, ids_BS: Tensor, document_BS: Tensor | None, step: int) -> Lesson | None:
         """What the teacher says; no token is dropped in it."""
         weight = self.lesson_weight(step)
         if self.teacher is None or weight == 0.0:
@@ -76,13 +84,16 @@ class GPTTask(Task):
             self.teacher.config.moe.router == "expert_choice"
         )  # experts, which have a capacity
         with torch.no_grad():
-            output = self.teacher(ids_BS, capacity_factor=None if chooses else math.inf)
+            output = self.teacher(
+                ids_BS, document_BS=document_BS, capacity_factor=None if chooses else math.inf
+            )
         return Lesson(output.logits_BSV, weight, self.config.distill.temperature)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
         """Nats, tokens, and the bytes that they stand for."""
-        ids_BS, targets_BS, num_bytes_BS = batch
-        losses = token_losses(model(ids_BS).logits_BSV, part.positions(targets_BS))
+        ids_BS, targets_BS, num_bytes_BS, *more = batch
+        output = model(ids_BS, document_BS=_documents(more))
+        losses = token_losses(output.logits_BSV, part.positions(targets_BS))
         return {
             "nats": losses.sum(),
             "items": losses.numel(),
@@ -112,6 +123,11 @@ class GPTTask(Task):
         """The model itself."""
         assert isinstance(model, GPT)
         return model
+
+
+def _documents(more: Sequence[Mapping[str, Tensor]]) -> Tensor | None:
+    """(B, S) numbers of the documents, of a batch's further entries; None: they are not told apart."""
+    return more[0].get("document") if more else None
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
