@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import tyro
-from benchmarks.curves import Curve, svg
+from benchmarks.curves import plot
 
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.flops import forward_flops
@@ -29,7 +29,6 @@ from expertmesh.training.run_dir import RunDir, load_run
 from expertmesh.training.state import load_weights
 
 KINDS = {"moe": "gpt-moe-demo", "dense": "gpt-dense-demo"}
-COLORS = {"moe": "#0b6e99", "dense": "#c4632c"}
 
 
 def main(
@@ -167,13 +166,19 @@ def report(results: list[dict[str, Any]], out: Path) -> None:
     (out / "equal_learning.json").write_text(
         json.dumps({"about": about, "runs": results}, indent=1) + "\n"
     )
-    (out / "equal_learning.svg").write_text(plot(results))
+    curves = {
+        KINDS[kind]: [r["curve"][1:] for r in of_kind(results, kind)] for kind in ("moe", "dense")
+    }
+    labels = {"x_label": "tokens", "y_label": "validation loss (nats per token)"}
+    (out / "equal_learning.svg").write_text(
+        plot({name: c for name, c in curves.items() if c}, **labels)
+    )
     text = [
         "# Equal learning: experts against a dense model of the same cost",
         "",
         "Same tokens in the same order, same operations per token, same learning rates; validation loss in nats per",
         "token on the whole validation split (Python's standard library, split by file).",
-        f"Made by `benchmarks/equal_learning.py` on {about['hardware']}, torch {about['torch']}.",
+        f"Made by `python -m benchmarks.equal_learning` on {about['hardware']}, torch {about['torch']}.",
         "The models are too small and the runs too short for more than what feed-forward layers store: no run here found",
         'induction heads, which are worth more than experts at this size (docs/log.md, "Equal learning").',
         "",
@@ -183,12 +188,6 @@ def report(results: list[dict[str, Any]], out: Path) -> None:
         "",
     ]
     (out / "equal_learning.md").write_text("\n".join(line.rstrip() for line in text))
-
-
-def plot(results: list[dict[str, Any]]) -> str:
-    """Validation loss against tokens as SVG; the first point, before training, is left out."""
-    kinds = {kind: (recipe, COLORS[kind]) for kind, recipe in KINDS.items()}
-    return svg([Curve(r["kind"], r["curve"][1:]) for r in results], kinds)
 
 
 if __name__ == "__main__":

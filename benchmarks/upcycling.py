@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import tyro
-from benchmarks.curves import Curve, svg
+from benchmarks.curves import plot
 
 from expertmesh.config.family import GPT as FAMILY
 from expertmesh.config.gpt import GPTRunConfig, begun_with
@@ -44,12 +44,12 @@ from expertmesh.training.state import load_weights
 from expertmesh.training.trained import open_trained
 
 ARMS = {
-    "goes_on": ("dense, goes on", "#c4632c"),
-    "dense": ("dense, begun again", "#b8860b"),
-    "copy": ("8 copies, top 2", "#0b6e99"),
-    "redraw": ("8 copies, half redrawn, top 2", "#6b8e23"),
-    "virtual": ("8 copies in halves, top 2 of 16", "#8a5aa5"),
-    "scratch": ("8 experts from scratch, top 2", "#777777"),
+    "goes_on": "dense, goes on",
+    "dense": "dense, begun again",
+    "copy": "8 copies, top 2",
+    "redraw": "8 copies, half redrawn, top 2",
+    "virtual": "8 copies in halves, top 2 of 16",
+    "scratch": "8 experts from scratch, top 2",
 }
 UPCYCLED: dict[str, dict[str, Any]] = {
     "copy": {"top_k": 2},
@@ -408,13 +408,18 @@ def write(plan: Plan, record: dict[str, Any]) -> None:
     (plan.out / "upcycling.json").write_text(json.dumps(record, indent=1) + "\n")
     (plan.out / "upcycling.md").write_text("\n".join(page(record)))
     shown = record["runs"] or record["sweep"]
-    curves = [Curve(r["arm"], r["curve"]) for r in shown]
-    kinds = {arm: look for arm, look in ARMS.items() if any(c.kind == arm for c in curves)}
-    late = [c for c in curves if c.kind != "scratch"]
-    highest = max(y for c in (late or curves) for _, y in c.points)
-    cut = [Curve(c.kind, [p for p in c.points if p[1] <= highest] or c.points[-1:]) for c in curves]
-    label = "further training operations"
-    (plan.out / "upcycling.svg").write_text(svg(cut, kinds, x_label=label, unit=(1e12, "TFLOP")))
+    late = [p[1] for r in shown if r["arm"] != "scratch" for p in r["curve"]]
+    curves: dict[str, list[list[tuple[float, float]]]] = {}
+    for run in shown:
+        points = [(x / 1e12, y) for x, y in run["curve"] if y <= max(late)]
+        curves.setdefault(ARMS[run["arm"]], []).extend([points] if points else [])
+    (plan.out / "upcycling.svg").write_text(
+        plot(
+            {name: lines for name, lines in curves.items() if lines},
+            x_label="further training operations (TFLOP)",
+            y_label="validation loss (nats per token)",
+        )
+    )
 
 
 def page(record: dict[str, Any]) -> list[str]:
@@ -441,11 +446,11 @@ def page(record: dict[str, Any]) -> list[str]:
     ]
     lines += ["| --- | --- | --- |"]
     for arm, (mean, low, high) in record.get("interval", {}).items():
-        lines.append(f"| {ARMS[arm][0]} | {mean:+.4f} | {low:+.4f} to {high:+.4f} |")
+        lines.append(f"| {ARMS[arm]} | {mean:+.4f} | {low:+.4f} to {high:+.4f} |")
     lines += ["", *record["problems"], "", "![validation loss](upcycling.svg)", ""]
     lines += ["| rate, of the trunk's | arm | loss at the end |", "| --- | --- | --- |"]
     for r in record["sweep"]:
-        lines.append(f"| {r['rate']:g} | {ARMS[r['arm']][0]} | {r['loss']:.4f} |")
+        lines.append(f"| {r['rate']:g} | {ARMS[r['arm']]} | {r['loss']:.4f} |")
     return [*lines, ""]
 
 
@@ -453,7 +458,7 @@ def row(run: dict[str, Any]) -> str:
     """One line of the table."""
     size = f"{run['parameters'] / 1e6:.2f} M ({run['active_parameters'] / 1e6:.2f} M)"
     return (
-        f"| {ARMS[run['arm']][0]} | {run['seed']} | {size} | {run['steps']:,} | {run['initial_loss']:.4f} "
+        f"| {ARMS[run['arm']]} | {run['seed']} | {size} | {run['steps']:,} | {run['initial_loss']:.4f} "
         f"| {run['loss']:.4f} |"
     )
 

@@ -86,11 +86,11 @@ def hub_tokenizer():
     return tokenizer
 
 
-def learned_text(tokenizer, turns):
+def learned_text(tokenizer, targets_BS, more):
     """What each row learns, as text, special tokens included."""
     return [
         tokenizer.decode(targets[counts].tolist(), skip_special_tokens=False)
-        for targets, counts in zip(turns.targets_BS, turns.counts_BS, strict=True)
+        for targets, counts in zip(targets_BS, more["counts"], strict=True)
     ]
 
 
@@ -99,14 +99,14 @@ def test_only_what_the_assistant_says_is_learned(talks, tmp_path):
     tokenizer = load_tokenizer(data.files["tokenizer.json"])
     assert [tokenizer.token_to_id(mark) for mark in MARKS] == [1, 2, 3, 4]
     seen = set()
-    for turns, num_bytes_BS in data.validation(None, 3):
-        for row, text in enumerate(learned_text(tokenizer, turns)):
+    for ids_BS, targets_BS, num_bytes_BS, more in data.validation(None, 3):
+        for row, text in enumerate(learned_text(tokenizer, targets_BS, more)):
             first, second, rest = text.split("<|endoftext|>")
             number = int(first.removeprefix("It is ").removesuffix(".")) - 1
             assert (second, rest) == (f" {number + 10}, of course.", "")
             seen.add(number)
-            length = int(turns.is_token_BS[row].sum())
-            whole = [*turns.ids_BS[row, :length].tolist(), int(turns.targets_BS[row, length - 1])]
+            length = int(more["is_token"][row].sum())
+            whole = [*ids_BS[row, :length].tolist(), int(targets_BS[row, length - 1])]
             written = tokenizer.decode(whole, skip_special_tokens=False)
             start = "<|system|>Be brief.<|endoftext|>" if number % 3 == 0 else ""
             assert written == (
@@ -114,9 +114,9 @@ def test_only_what_the_assistant_says_is_learned(talks, tmp_path):
                 f"<|user|>And with 10?<|endoftext|><|assistant|>{second}<|endoftext|>"
             )
             assert int(num_bytes_BS[row].sum()) == len(first + second)
-    batch = data.batch(0, 40 - len(seen))
+    _, *batch = data.batch(0, 40 - len(seen))
     trained = {
-        int(t.split(".")[0].removeprefix("It is ")) - 1 for t in learned_text(tokenizer, batch)
+        int(t.split(".")[0].removeprefix("It is ")) - 1 for t in learned_text(tokenizer, *batch)
     }
     assert seen and seen | trained == set(range(40)) and not seen & trained
 
@@ -280,14 +280,14 @@ def test_what_is_cut_and_left_out_is_said(hub_tokenizer, tmp_path, caplog):
     assert "in their first tokens; raise data.seq_len" in told and "a.jsonl:33" in told
     assert "1 conversations are cut after 129 tokens" in told and "a.jsonl:34" in told
     assert "hub/chat_template.jinja" in data.files
-    rows = data.batch(0, 20)
-    assert bool(rows.counts_BS.any(1).all())
+    assert bool(data.batch(0, 20)[2]["counts"].any(1).all())
 
 
 @pytest.mark.parametrize(
     ("messages", "changes", "words"),
     [
         (talk(1)[:1], {}, "no conversation for (training|validation) has a turn of the assistant"),
+        (talk(1), {"document_mask": True}, "data.document_mask=True: .* row of its own"),
         (talk(1), {"vocab_size": 260}, "model.vocab_size=260: conversations need at least 261"),
         (
             [talk(1)[0], {"role": "assistant", "tool_calls": [1]}],
@@ -313,15 +313,16 @@ def test_the_loss_is_the_assistants_mean(talks, tmp_path):
     model = task.build(device="cpu", dtype=torch.float64).eval()
     part = Part(0, slice(0, 6), Ranks())
     loss = float(task.loss(model, batch, part).total) / task.num_items(batch)
+    ids_BS, targets_BS, more = batch
     expected = []
     for row in range(6):  # alone and without padding
-        length = int(batch.is_token_BS[row].sum())
-        logp = model(batch.ids_BS[row : row + 1, :length]).logits_BSV[0].log_softmax(-1)
-        for place in batch.counts_BS[row].nonzero().flatten().tolist():
-            expected.append(-float(logp[place, batch.targets_BS[row, place]]))
+        length = int(more["is_token"][row].sum())
+        logp = model(ids_BS[row : row + 1, :length]).logits_BSV[0].log_softmax(-1)
+        for place in more["counts"][row].nonzero().flatten().tolist():
+            expected.append(-float(logp[place, targets_BS[row, place]]))
     assert task.num_items(batch) == len(expected)
     assert relative_error(loss, sum(expected) / len(expected)) <= FP64_RELATIVE
-    others = batch._replace(targets_BS=batch.targets_BS.where(batch.counts_BS, 7))
+    others = ids_BS, targets_BS.where(more["counts"], 7), more
     assert float(task.loss(model, others, part).total) == loss * task.num_items(batch)
     assert task.baseline(data) is None
 

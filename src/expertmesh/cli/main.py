@@ -37,6 +37,12 @@ def _train(argv: list[str]) -> int:
     return run(argv)
 
 
+def _sweep(argv: list[str]) -> int:
+    from expertmesh.cli.sweep import run
+
+    return run(argv)
+
+
 def _generate(argv: list[str]) -> int:
     from expertmesh.cli.generate import run
 
@@ -101,6 +107,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (
         _train,
         "train a model from a recipe:  expertmesh train gpt-moe-demo --train.steps 100",
+    ),
+    "sweep": (
+        _sweep,
+        "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 1e-3,2e-3,4e-3",
     ),
     "generate": (
         _generate,

@@ -37,6 +37,8 @@ class Network:
     across: Link
 
 
+SECOND_HOP = 1.08
+"""How much faster hierarchical has to be by the model to be taken: ranks spend time on its second hop, too."""
 USUAL_NETWORK = Network(Link(1e-4, 1e9), Link(3e-4, 1e8))
 """Assumed where nothing was measured (`expertmesh bench comm` measures): only orders of magnitude."""
 
@@ -204,12 +206,12 @@ def travel_seconds(
 def faster_all_to_all(
     route: RouteShape, load: TokenLoad, network: Network, *, dim: int, element_bytes: int
 ) -> str:
-    """ "flat" or "hierarchical", whichever the model says is faster; flat where both are the same."""
+    """ "flat" or "hierarchical", whichever the model says is faster; flat where the difference is within `SECOND_HOP`."""
 
     def seconds(kind: str) -> float:
         return travel_seconds(kind, route, load, network, dim=dim, element_bytes=element_bytes)
 
-    return "hierarchical" if seconds("hierarchical") < seconds("flat") else "flat"
+    return "hierarchical" if SECOND_HOP * seconds("hierarchical") < seconds("flat") else "flat"
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -40,27 +40,9 @@ _CUT = "are cut"
 _log = logging.getLogger("expertmesh.data")
 
 
-class Turns(NamedTuple):
-    """A batch of conversations, padded on the right to S tokens.
-
-    Attributes:
-        ids_BS: (B, S) int64 inputs.
-        targets_BS: (B, S) int64, the inputs' successors; 0 where padded.
-        counts_BS: (B, S) bool, whether a target is the assistant's.
-        is_token_BS: (B, S) bool, whether an input is no padding.
-    """
-
-    ids_BS: Tensor
-    targets_BS: Tensor
-    counts_BS: Tensor
-    is_token_BS: Tensor
-
-
-class MeasuredTurns(NamedTuple):
-    """The same with the bytes of text that each counted target stands for, (B, S) int64."""
-
-    turns: Turns
-    num_bytes_BS: Tensor
+Rows = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""Inputs and targets, (B, S) int64, 0 where padded; and {"counts": (B, S) bool, whether a target is the assistant's;
+"is_token": (B, S) bool, whether an input is no padding}."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +53,7 @@ class _Side:
     learned_N: np.ndarray
     starts: np.ndarray
 
-    def rows(self, which: Sequence[int], seq_len: int) -> Turns:
+    def rows(self, which: Sequence[int], seq_len: int) -> Rows:
         ids = torch.zeros(len(which), seq_len + 1, dtype=torch.int64)
         counts = torch.zeros(len(which), seq_len + 1, dtype=torch.bool)
         lengths = torch.zeros(len(which), dtype=torch.int64)
@@ -81,9 +63,8 @@ class _Side:
             ids[row, : stop - start] = torch.from_numpy(self.tokens_N[start:stop].astype(np.int64))
             counts[row, : stop - start] = torch.from_numpy(self.learned_N[start:stop] != 0)
         is_token = torch.arange(seq_len) < (lengths - 1)[:, None]
-        return Turns(
-            ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), counts[:, 1:].contiguous(), is_token
-        )
+        more = {"counts": counts[:, 1:].contiguous(), "is_token": is_token}
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), more
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -112,6 +93,10 @@ class ConversationData:
                 f"model.vocab_size={vocab_size}: conversations need at least {least}, the 256 bytes, the end of a message and "
                 "the marks of the roles; raise it"
             )
+        if config.document_mask:
+            raise ConfigError(
+                "data.document_mask=True: each conversation has a row of its own; leave it out"
+            )
         tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size)
         identity = [FORMAT_VERSION, tokenizers.__version__, vocab_size, config.seq_len]
         identity += [corpus.digest]
@@ -139,18 +124,23 @@ class ConversationData:
             f"conversations, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
         )
 
-    def batch(self, first_sample: int, num_samples: int) -> Turns:
-        """Training samples first_sample ... first_sample + num_samples - 1."""
+    def batch(self, first_sample: int, num_samples: int) -> Rows:
+        """Training samples first_sample ... first_sample + num_samples - 1, padded on the right to S tokens."""
         which = shuffled(first_sample, num_samples, total=len(self._training), seed=self._seed)
         return self._training.rows(which, self._seq_len)
 
-    def validation(self, max_samples: int | None, batch_size: int) -> Iterator[MeasuredTurns]:
-        """Batches of at most so many validation samples (None: all), evenly spread."""
+    def validation(
+        self, max_samples: int | None, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]]:
+        """Batches of at most so many validation samples (None: all), evenly spread.
+
+        The third entry is the bytes of text that each counted target stands for, (B, S) int64.
+        """
         chosen = spread(len(self._validation), max_samples)
         for start in range(0, len(chosen), batch_size):
-            turns = self._validation.rows(chosen[start : start + batch_size], self._seq_len)
-            num_bytes_BS = self._num_bytes_V[turns.targets_BS] * turns.counts_BS
-            yield MeasuredTurns(turns, num_bytes_BS)
+            which = chosen[start : start + batch_size]
+            ids_BS, targets_BS, more = self._validation.rows(which, self._seq_len)
+            yield ids_BS, targets_BS, self._num_bytes_V[targets_BS] * more["counts"], more
 
 
 def _open(folder: Path, side: str) -> _Side:

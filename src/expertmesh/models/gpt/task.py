@@ -1,14 +1,14 @@
 """GPT as a family: what the trainer, a report and the decoding engine need of it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from expertmesh.comm.world import World
 from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.data.conversations import ConversationData, MeasuredTurns, Turns
+from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import texts
 from expertmesh.data.news import Progress
 from expertmesh.data.ngram import ByteTrigram
@@ -30,7 +30,14 @@ class GPTTask(Task):
     def prepare(self) -> TextData | ConversationData:
         """The corpus as tokens; see `text_data`."""
         config = self.config
-        return text_data(config.data, vocab_size=config.model.vocab_size, seed=config.train.seed)
+        data = text_data(config.data, vocab_size=config.model.vocab_size, seed=config.train.seed)
+        self.labels = data.labels if isinstance(data, TextData) else ()
+        return data
+
+    def label_of(self, batch: Batch) -> Tensor:
+        """Which place of the text each window begins in."""
+        label_B: Tensor = batch[2]["label"]
+        return label_B
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> GPT:
         """The whole model on one device, weights drawn by the run's seed."""
@@ -52,24 +59,28 @@ class GPTTask(Task):
 
     def num_items(self, batch: Batch) -> int:
         """Tokens that are predicted; of conversations, the assistant's."""
-        return int(batch.counts_BS.sum() if isinstance(batch, Turns) else batch[1].numel())
+        counts_BS = _more(batch[2:]).get("counts")
+        return int(batch[1].numel() if counts_BS is None else counts_BS.sum())
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """Cross-entropy of the next tokens in nats."""
-        ids_BS, targets_BS, counts_BS, is_token_BS = _parts(batch)
+        ids_BS, targets_BS, *rest = batch
+        more = _more(rest)
         token_index = part.token_index(ids_BS.shape[1], ids_BS.device)
-        output = model(ids_BS, token_index=token_index, token_mask_BS=is_token_BS)
+        output = model(ids_BS, token_index=token_index, **_masks(more))
         losses = token_losses(
             output.logits_BSV,
             part.positions(targets_BS),
-            lesson=self._lesson(ids_BS, is_token_BS, part.step),
+            lesson=self._lesson(ids_BS, _masks(more), part.step),
             overwrite_logits=True,
         )
-        if counts_BS is not None:
-            losses = losses * part.positions(counts_BS).flatten()
+        if "counts" in more:
+            losses = losses * part.positions(more["counts"]).flatten()
         return Loss(losses.sum(), output.stats)
 
-    def _lesson(self, ids_BS: Tensor, is_token_BS: Tensor | None, step: int) -> Lesson | None:
+    def _lesson(
+        self, ids_BS: Tensor, masks: Mapping[str, Tensor | None], step: int
+    ) -> Lesson | None:
         """What the teacher says; no token is dropped in it."""
         weight = self.lesson_weight(step)
         if self.teacher is None or weight == 0.0:
@@ -79,22 +90,18 @@ class GPTTask(Task):
             self.teacher.config.moe.router == "expert_choice"
         )  # experts, which have a capacity
         with torch.no_grad():
-            output = self.teacher(
-                ids_BS,
-                token_mask_BS=is_token_BS,
-                capacity_factor=None if chooses else math.inf,
-            )
+            output = self.teacher(ids_BS, capacity_factor=None if chooses else math.inf, **masks)
         return Lesson(output.logits_BSV, weight, self.config.distill.temperature)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
         """Nats, tokens, and the bytes that they stand for."""
-        turns, num_bytes_BS = batch if isinstance(batch, MeasuredTurns) else (batch[:2], batch[2])
-        ids_BS, targets_BS, counts_BS, is_token_BS = _parts(turns)
-        logits_BSV = model(ids_BS, token_mask_BS=is_token_BS).logits_BSV
-        losses = token_losses(logits_BSV, part.positions(targets_BS))
+        ids_BS, targets_BS, num_bytes_BS, *rest = batch
+        more = _more(rest)
+        output = model(ids_BS, **_masks(more))
+        losses = token_losses(output.logits_BSV, part.positions(targets_BS))
         items: Tensor | int = losses.numel()
-        if counts_BS is not None:
-            counts = part.positions(counts_BS).flatten()
+        if "counts" in more:
+            counts = part.positions(more["counts"]).flatten()
             losses, items = losses * counts, counts.sum()
         return {
             "nats": losses.sum(),
@@ -128,12 +135,14 @@ class GPTTask(Task):
         return model
 
 
-def _parts(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Inputs, targets, and of conversations which targets count and which inputs are no padding."""
-    if isinstance(batch, Turns):
-        return batch.ids_BS, batch.targets_BS, batch.counts_BS, batch.is_token_BS
-    ids_BS, targets_BS = batch
-    return ids_BS, targets_BS, None, None
+def _more(rest: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """A batch's further entries by name, where it has any."""
+    return rest[0] if rest else {}
+
+
+def _masks(more: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """What the model is told of tokens: (B, S) numbers of their documents, and whether they are no padding."""
+    return {"document_BS": more.get("document"), "token_mask_BS": more.get("is_token")}
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
