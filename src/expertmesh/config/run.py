@@ -12,6 +12,7 @@ from expertmesh.errors import ConfigError
 
 Frozen = Literal["experts", "router"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd"]
 Resume = Literal["auto", "never", "required"]
 Bind = Literal["auto", "off"]
@@ -25,8 +26,10 @@ def check_not_empty(name: str, value: str | None) -> None:
 
 
 class OptimConfig(Config):
-    """AdamW and its learning-rate schedule."""
+    """The optimiser and its learning-rate schedule."""
 
+    name: Optimizer = "adamw"
+    """adamw, or muon: Muon for the matrices of attention, dense layers and experts, one expert at a time, and AdamW for the rest."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -45,6 +48,8 @@ class OptimConfig(Config):
     """AdamW's second-moment decay."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's momentum."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices; norms, biases and embeddings are not decayed."""
     grad_clip: float = Field(default=1.0, gt=0)
@@ -52,15 +57,19 @@ class OptimConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        usual = type(self).model_fields["decay_fraction"].default
-        is_idle = self.schedule == "cosine" and self.decay_fraction != usual
-        if is_idle and refuses_idle_options():
-            raise FieldError(
-                "decay_fraction",
-                self.decay_fraction,
-                "has no effect with schedule=cosine",
-                f"leave it at {usual}, or use schedule=wsd",
-            )
+        idle = {
+            "decay_fraction": ("schedule=cosine", "schedule=wsd", self.schedule == "cosine"),
+            "momentum": ("name=adamw", "name=muon", self.name == "adamw"),
+        }
+        for name, (given, needed, is_idle) in idle.items():
+            usual = type(self).model_fields[name].default
+            if is_idle and getattr(self, name) != usual and refuses_idle_options():
+                raise FieldError(
+                    name,
+                    getattr(self, name),
+                    f"has no effect with {given}",
+                    f"leave it at {usual}, or use {needed}",
+                )
         return self
 
 

@@ -123,6 +123,11 @@ class ParameterShape:
         """Whether it is one of routed experts."""
         return ".moe.experts." in self.name
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether Muon is for it: the matrices of attention, dense layers and experts."""
+        return self.name.endswith(("attention.qkv.weight", "attention.out.weight", "w_in", "w_out"))
+
 
 def parameter_shapes(config: ModelConfig) -> Iterator[ParameterShape]:
     """Every parameter of a GPT in the order of the model, without building it.

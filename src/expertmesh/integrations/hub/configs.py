@@ -234,12 +234,20 @@ def model_config(values: Values) -> ModelConfig:
             "rope_base": float(_rope(values).get("rope_theta", values.get("rope_theta", 10000.0))),
             "init_std": values.get("initializer_range", 0.02),
             "activation": _ACTIVATIONS[activation],
+            "end_ids": end_ids(values),
         }
         return ModelConfig.model_validate(common | family.options(values))
     except KeyError as missing:
         raise ConfigError(
             f"config.json of a {family.model_type} has no {missing.args[0]}; restore it from the hub"
         ) from None
+
+
+def end_ids(values: Values) -> tuple[int, ...]:
+    """The tokens that end a text: one id or a list of them; those outside the vocabulary never come."""
+    given = values.get("eos_token_id")
+    ids = given if isinstance(given, list) else [given]
+    return tuple(i for i in ids if isinstance(i, int) and 0 <= i < values["vocab_size"])
 
 
 def export_family(config: ModelConfig) -> HubFamily:

@@ -1,5 +1,6 @@
 """Safetensors files, read through memory maps: one of them, or shards with an index. Nothing is trusted that was not compared."""
 
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +43,7 @@ class HubFiles:
 
     Raises:
         ConfigError: it has neither.
-        CheckpointError: a file is missing, or ends before one of its tensors does.
+        CheckpointError: a file is missing, or ends before one of its tensors does, or contradicts itself.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -149,11 +150,21 @@ def _header(path: Path) -> dict[str, Entry]:
     for name, entry in values.items():
         if name == "__metadata__":
             continue
-        begin, end = entry["data_offsets"]
+        try:
+            begin, end = entry["data_offsets"]
+            dtype, shape = _DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"])
+            num_bytes = math.prod(shape) * getattr(dtype, "itemsize", 0)
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(
+                f"{path}: says nothing usable of {name}; restore it from the hub"
+            ) from None
         if 8 + length + end > size:
             raise CheckpointError(
                 f"{path}: is cut short within {name}: {size:,} bytes of at least {8 + length + end:,}; restore it from the hub"
             )
-        dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
-        found[name] = Entry(path, dtype, tuple(entry["shape"]), 8 + length + begin)
+        if isinstance(dtype, torch.dtype) and (begin < 0 or end - begin != num_bytes):
+            raise CheckpointError(
+                f"{path}: {name} has {end - begin:,} bytes and its shape {num_bytes:,}; restore it from the hub"
+            )
+        found[name] = Entry(path, dtype, shape, 8 + length + begin)
     return found
