@@ -53,8 +53,33 @@ def overwritten(place, disk):
     return [*exported(place, disk), "--overwrite"]
 
 
+def page(place, disk):
+    place.with_run()
+    (disk / "page.html").write_text("precious")
+    fill(disk, but=1 << 16)
+    return ["report", place.path("run"), "--page", str(disk / "page.html")]
+
+
+def to_hub(place, disk):
+    place.with_run()
+    fill(disk, but=1 << 16)
+    return ["convert", "--from", place.path("run"), "--to", str(disk / "new")]
+
+
+def from_hub(place, disk):
+    place.with_run()
+    assert main(["convert", "--from", place.path("run"), "--to", place.path("hub")]) == 0
+    fill(disk, but=1 << 16)
+    return ["convert", "--from", place.path("hub"), "--to", str(disk / "new")]
+
+
+CALLS = [
+    whole_run, first_checkpoint, token_cache, exported, overwritten, page, to_hub, from_hub,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("disk", [2 << 20], indirect=True)
-@pytest.mark.parametrize("call", [whole_run, first_checkpoint, token_cache, exported, overwritten])
+@pytest.mark.parametrize("call", CALLS)
 def test_one_line_says_that_the_disk_is_full(place, disk, call, capfd):
     words = call(place, disk)
     capfd.readouterr()
@@ -63,8 +88,10 @@ def test_one_line_says_that_the_disk_is_full(place, disk, call, capfd):
     assert len(said) == 1 and "No space left on device" in said[0] and "free some" in said[0]
     leftovers = [p.name for p in disk.rglob("*") if ".partial" in p.name]
     assert leftovers == []
-    if call is overwritten:
-        assert (disk / "out.safetensors").read_text() == "precious"
+    assert not (disk / "new").exists()
+    for name in ("out.safetensors", "page.html"):
+        if (disk / name).exists():
+            assert (disk / name).read_text() == "precious"
 
 
 @pytest.mark.parametrize("disk", [16 << 20], indirect=True)

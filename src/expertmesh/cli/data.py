@@ -1,9 +1,7 @@
 """`expertmesh data lohelp`: makes parallel text from Debian's packages of LibreOffice's help."""
 
-from pathlib import Path
-
 from expertmesh.cli.flags import OptionParser
-from expertmesh.config.base import user_cache_dir
+from expertmesh.config.base import expanded, user_cache_dir
 
 
 def run(argv: list[str]) -> int:
@@ -35,8 +33,8 @@ def run(argv: list[str]) -> int:
         help="where the files go (a folder where recipes look for lohelp)",
     )
     options = parser.parse_args(argv)
-    output = user_cache_dir() / "lohelp" if options.output is None else Path(options.output)
-    found = extract(Path(options.packages), output)
+    output = user_cache_dir() / "lohelp" if options.output is None else expanded(options.output)
+    found = extract(expanded(options.packages), output)
     counts = ", ".join(f"{count:,} {split}" for split, count in found.num_lines.items())
     print(f"{found.folder}: {counts} lines in {' '.join(found.languages)}")
     return 0

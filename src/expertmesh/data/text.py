@@ -45,6 +45,11 @@ class TextData:
         """Inputs and targets, each (num_samples, S) int64."""
         return self.windows.batch(first_sample, num_samples)
 
+    @property
+    def num_validation(self) -> int:
+        """Validation samples."""
+        return self._validation.num_windows
+
     def validation(
         self, max_samples: int | None, batch_size: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

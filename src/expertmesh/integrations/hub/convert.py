@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from expertmesh.config.base import expanded, saved_run
+from expertmesh.config.family import GPT
 from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.hub.configs import hub_family
+from expertmesh.integrations.hub.configs import hub_family, model_config
 from expertmesh.integrations.hub.load import load_pretrained, read_config
 from expertmesh.integrations.hub.save import EXTRAS, save_pretrained
 from expertmesh.training.checkpoint import CheckpointStore
 from expertmesh.training.export import export, find_checkpoint
-from expertmesh.training.run_dir import RunDir
+from expertmesh.training.run_dir import TOKENIZER, RunDir
 from expertmesh.training.state import RunProgress, read_run_state
 
 _BESIDE = ("config.json", "generation_config.json", "chat_template.jinja")
@@ -68,8 +71,14 @@ def convert(
         return Converted(target, f"{found.num_tensors} tensors under the names of expertmesh")
     checkpoint = find_checkpoint(source)
     run_dir = checkpoint.parent.parent
+    values = read_run_state(checkpoint, "config")["config"]
+    if (name := values.get("family", GPT.name)) != GPT.name:
+        raise ConfigError(
+            f"from={source}: is of family {name}, and models of the hub are like those of family {GPT.name}; keep it here, or use "
+            "expertmesh export"
+        )
     with saved_run():
-        config = GPTRunConfig.model_validate(read_run_state(checkpoint, "config")["config"])
+        config = GPTRunConfig.model_validate(values)
     family = save_pretrained(checkpoint, run_dir, config, target, dtype=dtype)
     return Converted(target, f"a {family.architecture} of {checkpoint}")
 
@@ -78,10 +87,11 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
     if target.exists():
         raise ConfigError(f"to={target}: exists already; choose another folder")
     family = hub_family(read_config(source))
-    if not (source / "tokenizer.json").is_file():
+    if not (source / TOKENIZER).is_file():
         raise ConfigError(
             f"from={source}: has no tokenizer.json; save the tokenizer there with transformers' save_pretrained"
         )
+    load_tokenizer(source / TOKENIZER, vocab_size=model_config(read_config(source)).vocab_size)
     model = load_pretrained(source, dtype=dtype)
     seq_len = min(model.config.max_seq_len, 1024)
     config = GPTRunConfig.model_validate(
@@ -90,17 +100,28 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
     recipe = f"from {family.model_type}"
     run_dir = RunDir(target)
     run_dir.path.mkdir(parents=True)
-    run_dir.write_description(
-        config, recipe=recipe, files={"tokenizer.json": source / "tokenizer.json"}
-    )
-    (target / EXTRAS).mkdir()
+    try:
+        _write_run(run_dir, config, recipe, source, model)
+    except BaseException:  # half a run is none
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+    parameters = sum(p.numel() for p in model.parameters())
+    return Converted(target, f"a run {recipe}, {parameters:,} parameters")
+
+
+def _write_run(
+    run_dir: RunDir, config: GPTRunConfig, recipe: str, source: Path, model: nn.Module
+) -> None:
+    run_dir.write_description(config, recipe=recipe, files={TOKENIZER: source / TOKENIZER})
+    extras = run_dir.path / EXTRAS
+    extras.mkdir()
     for path in sorted(source.iterdir()):
-        if (
+        if path.is_file() and (
             path.name in _BESIDE
             or "token" in path.name
             or path.name in ("vocab.json", "merges.txt")
         ):
-            shutil.copyfile(path, target / EXTRAS / path.name)
+            shutil.copyfile(path, extras / path.name)
     store = CheckpointStore(run_dir.checkpoints, keep_last=1)
     try:
         store.save(
@@ -118,5 +139,3 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
         store.wait()
     finally:
         store.close()
-    parameters = sum(p.numel() for p in model.parameters())
-    return Converted(target, f"a run of {recipe}, {parameters:,} parameters")

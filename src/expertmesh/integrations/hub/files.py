@@ -1,7 +1,8 @@
 """Safetensors files, read through memory maps: one of them, or shards with an index. Nothing is trusted that was not compared."""
 
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +52,7 @@ class HubFiles:
         self.entries: dict[str, Entry] = {}
         index = folder / INDEX
         if index.is_file():
-            names = sorted(set(read_json(index)["weight_map"].values()))
+            names = _names_of_files(index)
         elif (folder / SINGLE).is_file():
             names = [SINGLE]
         else:
@@ -73,6 +74,18 @@ class HubFiles:
         if begin % dtype.itemsize:  # a header of an odd length
             part = part.clone()
         return part.view(dtype).view(shape)
+
+
+def _names_of_files(index: Path) -> list[str]:
+    """The files that an index names, which lie beside it."""
+    found = read_json(index).get("weight_map")
+    names = list(found.values()) if isinstance(found, dict) else [None]
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(
+                f"{index}: names {name!r} where a file beside it should stand; restore it from the hub"
+            )
+    return sorted(set(names))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -137,23 +150,37 @@ def _header(path: Path) -> dict[str, Entry]:
             if length > size:
                 raise ValueError
             values = parse_json(file.read(length))
+        return dict(_entries(values, path, start=8 + length, size=size))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: is missing, and the index names it; restore it from the hub"
         ) from None
-    except (ValueError, struct.error, OSError):
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error, OSError):
         raise CheckpointError(
             f"{path}: is no safetensors file, or cut short; restore it from the hub"
         ) from None
-    found = {}
+
+
+def _entries(values: Any, path: Path, *, start: int, size: int) -> Iterator[tuple[str, Entry]]:
+    """What a header says of its tensors, whose bytes begin at `start`.
+
+    Raises:
+        CheckpointError: the file ends before one of them does.
+        ValueError: the numbers of one do not fit together.
+    """
     for name, entry in values.items():
         if name == "__metadata__":
             continue
-        begin, end = entry["data_offsets"]
-        if 8 + length + end > size:
+        begin, end = map(int, entry["data_offsets"])
+        shape = tuple(map(int, entry["shape"]))
+        if start + end > size:
             raise CheckpointError(
-                f"{path}: is cut short within {name}: {size:,} bytes of at least {8 + length + end:,}; restore it from the hub"
+                f"{path}: is cut short within {name}: {size:,} bytes of at least {start + end:,}; restore it from the hub"
             )
         dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
-        found[name] = Entry(path, dtype, tuple(entry["shape"]), 8 + length + begin)
-    return found
+        size_of_one = dtype.itemsize if isinstance(dtype, torch.dtype) else None
+        if min(begin, end - begin, *shape) < 0:
+            raise ValueError(name)
+        if size_of_one is not None and end - begin != size_of_one * math.prod(shape):
+            raise ValueError(name)
+        yield name, Entry(path, dtype, shape, start + begin)
