@@ -1,6 +1,6 @@
 """Do experts learn more from the same tokens at the same cost? `gpt-moe-demo` against its dense twin.
 
-    .venv/bin/python benchmarks/equal_learning.py
+    .venv/bin/python -m benchmarks.equal_learning
 
 Trains both with several seeds on the same batches, and writes curves and a table to docs/results/equal_learning.*.
 Runs resume, so the script can be stopped and started again.
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import tyro
+from benchmarks.curves import plot
 
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.flops import forward_flops
@@ -28,7 +29,6 @@ from expertmesh.training.run_dir import RunDir, load_run
 from expertmesh.training.state import load_weights
 
 KINDS = {"moe": "gpt-moe-demo", "dense": "gpt-dense-demo"}
-COLORS = {"moe": "#0b6e99", "dense": "#c4632c"}
 
 
 def main(
@@ -166,13 +166,19 @@ def report(results: list[dict[str, Any]], out: Path) -> None:
     (out / "equal_learning.json").write_text(
         json.dumps({"about": about, "runs": results}, indent=1) + "\n"
     )
-    (out / "equal_learning.svg").write_text(plot(results))
+    curves = {
+        KINDS[kind]: [r["curve"][1:] for r in of_kind(results, kind)] for kind in ("moe", "dense")
+    }
+    labels = {"x_label": "tokens", "y_label": "validation loss (nats per token)"}
+    (out / "equal_learning.svg").write_text(
+        plot({name: c for name, c in curves.items() if c}, **labels)
+    )
     text = [
         "# Equal learning: experts against a dense model of the same cost",
         "",
         "Same tokens in the same order, same operations per token, same learning rates; validation loss in nats per",
         "token on the whole validation split (Python's standard library, split by file).",
-        f"Made by `benchmarks/equal_learning.py` on {about['hardware']}, torch {about['torch']}.",
+        f"Made by `python -m benchmarks.equal_learning` on {about['hardware']}, torch {about['torch']}.",
         "The models are too small and the runs too short for more than what feed-forward layers store: no run here found",
         'induction heads, which are worth more than experts at this size (docs/log.md, "Equal learning").',
         "",
@@ -182,50 +188,6 @@ def report(results: list[dict[str, Any]], out: Path) -> None:
         "",
     ]
     (out / "equal_learning.md").write_text("\n".join(line.rstrip() for line in text))
-
-
-def plot(results: list[dict[str, Any]], width: int = 720, height: int = 420) -> str:
-    """Validation loss against tokens as SVG; the first point, before training, is left out."""
-    curves = [(r["kind"], r["curve"][1:]) for r in results]
-    points = [point for _, curve in curves for point in curve]
-    right = max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
-    left, top, bottom = 60, 20, 50
-
-    def place(x: float, y: float) -> str:
-        u = left + (width - left - 20) * x / right
-        v = top + (height - top - bottom) * (high - y) / (high - low)
-        return f"{u:.1f},{v:.1f}"
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
-    for i in range(6):
-        y = low + (high - low) * i / 5
-        u, v = place(0, y).split(",")
-        parts.append(f'<line x1="{u}" y1="{v}" x2="{width - 20}" y2="{v}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{float(v) + 4}" text-anchor="end">{y:.2f}</text>')
-        u, v = place(right * i / 5, low).split(",")
-        label = f"{right * i / 5 / 1e6:.1f} M"
-        parts.append(f'<text x="{u}" y="{float(v) + 18}" text-anchor="middle">{label}</text>')
-    for kind, curve in curves:
-        line = " ".join(place(x, y) for x, y in curve)
-        parts.append(
-            f'<polyline points="{line}" fill="none" stroke="{COLORS[kind]}" stroke-width="1.5"/>'
-        )
-    for i, kind in enumerate(KINDS):
-        y = top + 20 + 20 * i
-        parts.append(
-            f'<line x1="{width - 190}" y1="{y - 4}" x2="{width - 165}" y2="{y - 4}" stroke="{COLORS[kind]}" stroke-width="2"/>'
-        )
-        parts.append(f'<text x="{width - 158}" y="{y}">{KINDS[kind]}</text>')
-    parts.append(
-        f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">tokens</text>'
-        f'<text x="14" y="{height / 2}" transform="rotate(-90 14 {height / 2})" text-anchor="middle">validation loss (nats per token)</text>'
-    )
-    return "\n".join([*parts, "</svg>", ""])
 
 
 if __name__ == "__main__":

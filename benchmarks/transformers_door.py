@@ -6,9 +6,12 @@ python -m benchmarks.transformers_door [--tokens 4096] [--rounds 3] [--names qwe
 import argparse
 import statistics
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import transformers
+from benchmarks.harness import circumstances, write_report
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -71,23 +74,38 @@ def compare(name, dtype, options):
 
 
 def main():
-    """Prints a line per family and type."""
+    """Prints a line per family and type, and writes them to benchmarks/results/."""
     parser = argparse.ArgumentParser(description=__doc__)
     for option, value in (("tokens", 4096), ("dim", 512), ("hidden", 256), ("rounds", 3)):
         parser.add_argument(f"--{option}", type=int, default=value)
     parser.add_argument("--names", nargs="*", default=list(CLASSES))
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--out", type=Path, help="of the report, without suffix; none: not written")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     register()
+    rows = []
     for name in options.names:
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (getattr(torch, d) for d in options.dtypes):
             found = compare(name, dtype, options)
             best = min(found["grouped_mm"], found["eager"])
             times = ", ".join(f"{n} {t:.3f} s" for n, t in found.items())
-            print(
-                f"{name:10} {str(dtype)[6:]:9} {best / found['expertmesh']:.2f} x the faster ({times})"
-            )
+            ratio = best / found["expertmesh"]
+            print(f"{name:10} {str(dtype)[6:]:9} {ratio:.2f} x the faster ({times})", flush=True)
+            seconds = {f"{n} s": t for n, t in found.items()}
+            rows.append({"model": name, "dtype": str(dtype)[6:], **seconds, "x the faster": ratio})
+    if options.out is not None:
+        write_report(
+            options.out,
+            title=f"transformers' experts on ours, forward and backward (T={options.tokens}, E={E}, K={K}, "
+            f"D={options.dim}, F={options.hidden})",
+            command=f"python -m benchmarks.transformers_door --tokens {options.tokens} --dim {options.dim} "
+            f"--hidden {options.hidden} --rounds {options.rounds}",
+            notes=["Medians of interleaved rounds. Results are compared before anything is timed."],
+            around=circumstances(clock="cpu", peers={"transformers": transformers.__version__}),
+            rows=rows,
+        )
 
 
 if __name__ == "__main__":

@@ -4,23 +4,22 @@ python -m benchmarks.adaptive hierarchical [--short]   flat against hierarchical
 python -m benchmarks.adaptive overlap                  parts against all at once, exchange and products alike
 python -m benchmarks.adaptive hot                      hot experts with and without shadows
 python -m benchmarks.adaptive tuner [--points N ...]   24 points, 12 static plans, and the tuner
-python -m benchmarks.adaptive end-to-end               a GPT with K = 8, flags by hand and --parallel.adaptive
+python -m benchmarks.adaptive end-to-end               a GPT with K = 8, flags by hand, adaptive, and DeepSpeed's MoE if installed
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import platform
 import signal
-import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from benchmarks.adaptive.figures import plot, table, totals
-from benchmarks.adaptive.hosts import PORT, SUBNET, hosts, run_ranks
+from benchmarks.adaptive.hosts import hosts, run_ranks
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 SHAPE = {"experts": 32, "dim": 512, "hidden": 512}
@@ -124,8 +123,12 @@ def points_of_tuner() -> list[dict[str, Any]]:
 
 
 def tuner(numbers: list[int]) -> None:
-    found = []
+    """Each point is kept when it is found; points that are there already are not timed again."""
+    kept = RESULTS / "adaptive_tuner.json"
+    found = json.loads(kept.read_text())["found"]["points"] if kept.exists() else []
     for number in numbers:
+        if number in {point["number"] for point in found}:
+            continue
         point = points_of_tuner()[number]
         scale = point["ranks"] // 4
         ways = {
@@ -143,63 +146,36 @@ def tuner(numbers: list[int]) -> None:
         found.append({"number": number, **point, "seconds": seconds, "settled": result["settled"]})
         found[-1]["adaptive / best"] = seconds["adaptive"] / min(finals)
         print(json.dumps(found[-1]), flush=True)
-    name = "tuner" if len(found) == len(points_of_tuner()) else "tuner_sample"
-    save(name, {"points": found, "static / adaptive, in total": totals(found)})
-    (RESULTS / f"adaptive_{name}.md").write_text(table(found))
-    (RESULTS / f"adaptive_{name}.svg").write_text(plot(found))
+        found.sort(key=lambda point: point["number"])
+        save("tuner", {"points": found, "static / adaptive, in total": totals(found)})
+        (RESULTS / "adaptive_tuner.md").write_text(table(found))
+        (RESULTS / "adaptive_tuner.svg").write_text(plot(found))
 
 
-END_TO_END = {
-    "defaults": [],
-    "overlap 4": ["--parallel.overlap-degree", "4"],
-    "hierarchical": ["--parallel.all-to-all", "hierarchical"],
-    "hierarchical, overlap 4": [
-        "--parallel.all-to-all",
-        "hierarchical",
-        "--parallel.overlap-degree",
-        "4",
-    ],
-    "adaptive": ["--parallel.adaptive", "true"],
+END_TO_END: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "overlap 4": {"overlap_degree": 4},
+    "hierarchical": {"all_to_all": "hierarchical"},
+    "hierarchical, overlap 4": {"all_to_all": "hierarchical", "overlap_degree": 4},
+    "adaptive": {"adaptive": True},
 }
+"""What `--parallel.*` say of how tokens travel."""
 
 
-def end_to_end(folder: Path, steps: int, names: list[str]) -> None:
-    words = [
-        "train",
-        "gpt-moe-demo",
-        "--model.moe.top-k",
-        "8",
-        "--train.steps",
-        str(steps),
-        "--train.dtype",
-        "float32",
-    ]
-    words += ["--train.eval-every", "1000", "--train.tensorboard", "false"]
-    found = {}
-    for name in names:
-        flags = END_TO_END[name]
-        run_dir = folder / name.replace(", ", "-").replace(" ", "-")
-        with hosts(2, "200mbit") as machines:
-            agents = [
-                subprocess.Popen(
-                    [
-                        "ip", "netns", "exec", host, "env", "GLOO_SOCKET_IFNAME=net0", "OMP_NUM_THREADS=1",
-                        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2",
-                        "--rdzv-backend=c10d", f"--rdzv-endpoint={SUBNET}.1:{PORT}", "--rdzv-id=1",
-                        f"--local-addr={SUBNET}.{n + 1}", f"--rdzv-conf=is_host={int(n == 0)}",
-                        "-m", "expertmesh", *words, "--train.run-dir", str(run_dir), *flags,
-                    ]
-                )
-                for n, host in enumerate(machines)
-            ]  # fmt: skip
-            codes = [agent.wait() for agent in agents]
-        if any(codes):
-            raise SystemExit(f"{name}: torchrun ended with {codes}")
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        rate = median(line["tokens_per_second"] for line in lines[-10:])
-        found[name] = {"tokens_per_second": rate, "loss": lines[-1]["loss"]}
-        print(name, found[name], flush=True)
-    save("end_to_end" if len(found) == len(END_TO_END) else "end_to_end_sample", found)
+def end_to_end() -> None:
+    """Seconds of a training step, and of defaults and adaptive over others."""
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    job = {"kind": "models", "tokens": 1024, "ways": END_TO_END, "deepspeed": has_deepspeed}
+    with hosts(2, "200mbit") as names:
+        found = run_ranks(names, 2, job | {"settle": 60, "rounds": 7}, limit_s=1500)
+    seconds = {name: t["seconds"] for name, t in found["times"].items()}
+    best = min(s for name, s in seconds.items() if name in END_TO_END and name != "adaptive")
+    found["adaptive / best by hand"] = seconds["adaptive"] / best
+    found["times as fast as"] = {
+        name: s / seconds["adaptive"] for name, s in seconds.items() if name != "adaptive"
+    }
+    print(json.dumps(found))
+    save("end_to_end", found)
 
 
 def main() -> None:
@@ -211,21 +187,14 @@ def main() -> None:
     parser.add_argument(
         "--points", type=int, nargs="+", help="numbers of some of the tuner's points"
     )
-    parser.add_argument("--steps", type=int, default=60, help="of a run; the last 10 count")
-    parser.add_argument(
-        "--only", nargs="+", default=[*END_TO_END], help="some of the flags by hand"
-    )
-    parser.add_argument("--folder", type=Path, default=Path("runs/end_to_end"), help="for runs")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # hosts go in any case
     if options.what == "hierarchical":
         hierarchical(options.short)
     elif options.what == "tuner":
         tuner(options.points or list(range(len(points_of_tuner()))))
-    elif options.what == "end-to-end":
-        end_to_end(options.folder, options.steps, options.only)
     else:
-        {"overlap": overlap, "hot": hot}[options.what]()
+        {"overlap": overlap, "hot": hot, "end-to-end": end_to_end}[options.what]()
 
 
 if __name__ == "__main__":

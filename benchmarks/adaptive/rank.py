@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.adaptive.models import steps
 from torch import Tensor
 
 from expertmesh import MoELayer, Routing
@@ -21,8 +22,10 @@ from expertmesh.moe.dispatch import Tokens
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
-SLOW = 2.0
-"""Static plans that took so many times the best one's time are not timed again."""
+SLOW = 1.3
+"""Static plans that took so many times the best one's time are not among the finalists."""
+HOPELESS = 8.0
+"""Nor are those timed again that did in the first round, in which groups connect."""
 Timed = tuple[float, float, int]
 """Seconds, processor seconds, and bytes that all ranks hand to others."""
 
@@ -50,19 +53,23 @@ def in_turn(
     world: World,
     variants: dict[str, Callable[[], object]],
     rounds: int,
+    hopeless: float | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Medians after one round that does not count."""
-    found: dict[str, list[Timed]] = {name: [] for name in variants}
-    for _ in range(rounds + 1):
+    """Medians after one round that does not count, but for variants that take `hopeless` times the best one's time in it."""
+    found: dict[str, list[Timed]] = {name: [timed(world, run)] for name, run in variants.items()}
+    limit = None if hopeless is None else hopeless * min(t[0][0] for t in found.values())
+    for _ in range(rounds):
         for name, run in variants.items():
-            found[name].append(timed(world, run))
+            if limit is None or found[name][0][0] <= limit:
+                found[name].append(timed(world, run))
+    counted = {name: times[1:] or times for name, times in found.items()}
     return {
         name: {
-            "seconds": median(t[0] for t in times[1:]),
-            "cpu_seconds": median(t[1] for t in times[1:]),
+            "seconds": median(t[0] for t in times),
+            "cpu_seconds": median(t[1] for t in times),
             "bytes": times[-1][2],
         }
-        for name, times in found.items()
+        for name, times in counted.items()
     }
 
 
@@ -140,8 +147,8 @@ def layer_steps(job: dict[str, Any], world: World) -> Any:
     ways: dict[str, dict[str, Any]] = job["ways"]
     call = {"capacity_factor": job.get("capacity_factor")}
     variants = {name: partial(step, layer, x, routing, call | way) for name, way in ways.items()}
-    rounds = 1 if job.get("adaptive") else job["rounds"]
-    found: dict[str, Any] = {"times": in_turn(world, variants, rounds)}
+    rounds, hopeless = (1, HOPELESS) if job.get("adaptive") else (job["rounds"], None)
+    found: dict[str, Any] = {"times": in_turn(world, variants, rounds, hopeless)}
     if job.get("adaptive"):
         times = {name: t["seconds"] for name, t in found["times"].items()}
         finals = {n: variants[n] for n, s in times.items() if s <= SLOW * min(times.values())}
@@ -177,13 +184,19 @@ def alone(job: dict[str, Any], world: World) -> Any:
     )
 
 
+def models(job: dict[str, Any], world: World) -> Any:
+    """Whole training steps of a GPT, ours and with DeepSpeed's layers."""
+    return {"times": in_turn(world, steps(job, world), job["rounds"])}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     job = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
     world = World()
-    found = {"exchange": exchange, "layer": layer_steps, "alone": alone}[job["kind"]](job, world)
+    kinds = {"exchange": exchange, "layer": layer_steps, "alone": alone, "models": models}
+    found = kinds[job["kind"]](job, world)
     if world.position == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()

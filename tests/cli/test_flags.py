@@ -273,6 +273,8 @@ def test_messages_are_spelled_as_options(text, spelled):
         ["data"],
         ["bench"],
         ["doctor"],
+        ["experts"],
+        ["sweep"],
     ],
     ids=str,
 )

@@ -166,6 +166,7 @@ OTHER = {
     "backend": "torch",
     "input_jitter": 0.5,
     "input_dropout": 0.5,
+    "expert_output_masking": 0.5,
     "capacity_factor": 1.0,
     "eval_capacity_factor": 1.0,
     "max_capacity_factor": 1.0,

@@ -9,11 +9,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.run import OptimConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.memory import estimate_memory
 from expertmesh.costs.parameters import count_parameters, parameter_shapes
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.token_losses import token_losses
+from expertmesh.training.optim import build_optimizer
 
 BATCH, SEQ = 3, 37
 # How far the activation estimate may be from what autograd saves; it is printed as an estimate.
@@ -187,15 +189,18 @@ def test_activation_estimate_is_near_what_autograd_saves(name: str, dtype: str) 
     assert abs(estimate.activations_bytes - measured) <= ACTIVATION_TOLERANCE * measured
 
 
-def test_memory_of_weights_gradients_and_optimiser_is_exact() -> None:
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_memory_of_weights_gradients_and_optimiser_is_exact(name: Any) -> None:
     cfg = config()
     model = GPT(cfg, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = build_optimizer(model, OptimConfig(name=name))
     model(torch.zeros(1, SEQ, dtype=torch.int64)).logits_BSV.sum().backward()
     optimizer.step()
-    estimate = estimate_memory(cfg, micro_batch_size=1, seq_len=SEQ)
+    estimate = estimate_memory(cfg, micro_batch_size=1, seq_len=SEQ, optimizer=name)
     parameters = list(model.parameters())
-    moments = [optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")]
+    moments = [
+        value for p in parameters for key, value in optimizer.state[p].items() if key != "step"
+    ]
     assert estimate.weights_bytes == sum(p.nbytes for p in parameters)
     assert estimate.gradients_bytes == sum(p.grad.nbytes for p in parameters)
     assert estimate.optimizer_bytes == sum(m.nbytes for m in moments)

@@ -44,6 +44,7 @@ EXPORTED = ("mixtral", "qwen3_moe", "glm4_moe")
 def hub(tmp_path_factory):
     """Folders as transformers saves them, by family, with a tokenizer, and the models."""
     found = {}
+    torch.manual_seed(0)  # before the fixture of every test
     tokenizer = train_tokenizer(["a few words of some text " * 9], vocab_size=VOCAB)
     for name, changes in CHANGES.items():
         model = tiny_model(name, num_experts=4, top_k=2, vocab_size=VOCAB, **changes).eval()
@@ -69,7 +70,7 @@ def test_our_gpt_computes_the_same_logits(hub, name):
     folder, model = hub[name]
     ours = load_pretrained(folder).eval()
     assert count_parameters(ours.config).total == sum(p.numel() for p in ours.parameters())
-    ids = torch.randint(VOCAB, (2, 9))
+    ids = torch.randint(VOCAB, (6, 24))  # enough for the largest of many errors
     oracle = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     )
@@ -158,6 +159,27 @@ def test_a_file_cut_short_is_refused_by_the_tensor_in_it(hub, tmp_path):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="cut short within model"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"shape": [VOCAB + 1, 24]}, "embed_tokens.weight has .* bytes and its shape"),
+        ({"data_offsets": [0, 8]}, "embed_tokens.weight has 8 bytes"),
+        ({"data_offsets": None}, "says nothing usable of model.embed_tokens.weight"),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused_by_the_tensor(hub, tmp_path, change, words):
+    folder = spoiled(hub["mixtral"][0], tmp_path / "odd", lambda tensors: None)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.embed_tokens.weight"] |= change
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(CheckpointError, match=words):
         load_pretrained(folder)
 
 
@@ -257,6 +279,91 @@ def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
         assert torch.equal(before, after), name
 
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talker(hub, tmp_path_factory):
+    """A hub model that talks, with two ends of a text; its run."""
+    folder = tmp_path_factory.mktemp("talker")
+    source = spoiled(hub["qwen3_moe"][0], folder / "hub", lambda tensors: None)
+    tokenizer = train_tokenizer(["a few words of some text " * 9], vocab_size=VOCAB - 9)
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(source / "tokenizer.json"))
+    ends = [tokenizer.token_to_id("<|im_end|>"), 0]
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    values = {"chat_template": CHATML, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (source / "tokenizer_config.json").write_text(json.dumps(values))
+    convert(source, folder / "run")
+    return folder / "run", ends
+
+
+def test_a_converted_model_learns_conversations_by_its_own_template(talker, tmp_path, capsys):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    from expertmesh.cli.main import main
+    from expertmesh.training.run_dir import load_run
+
+    run, ends = talker
+    talks = [[("user", f"What is {n}?"), ("assistant", f"It is {n}.")] for n in range(40)]
+    lines = [{"messages": [{"role": r, "content": c} for r, c in talk]} for talk in talks]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tuned, options = (
+        tmp_path / "tuned",
+        {
+            "--train.init-from": run,
+            "--data.path": tmp_path / "a.jsonl",
+            "--data.cache-dir": tmp_path / "cache",
+            "--data.seq-len": 32,
+            "--data.validation-fraction": 0.2,
+            "--train.run-dir": tmp_path / "tuned",
+            "--train.steps": 2,
+            "--train.dtype": "float32",
+            "--train.tensorboard": "false",
+        },
+    )
+    words = [str(word) for pair in options.items() for word in pair]
+    assert main(["train", "gpt-moe-test", *words]) == 0
+    config = load_run(tuned).config
+    assert config.model.end_ids == tuple(ends)
+    assert (tuned / "hub" / "tokenizer_config.json").is_file()
+    assert main(["generate", "--run", str(tuned), "--chat", "--max-tokens", "2", "What is 3?"]) == 0
+    convert(tuned, tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    prompt = [{"role": "user", "content": "What is 3?"}]
+    shown = theirs.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    assert shown == "<|im_start|>user\nWhat is 3?<|im_end|>\n<|im_start|>assistant\n"
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ends
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_each_of_several_ends_ends_a_text(talker, which):
+    import expertmesh as em
+    from expertmesh.infer.engine import generate
+
+    run, ends = talker
+    model, tokenizer = em.load(run)
+    prompt, seen = [0, *tokenizer.encode("a").ids], []
+    hook = model.final_norm.register_forward_hook(lambda *call: seen.append(call[2][0, -1]))
+    list(generate(model, prompt, max_new_tokens=1))
+    hook.remove()
+    with torch.no_grad():
+        model.output.weight.zero_()
+        model.output.weight[ends[which]] = seen[0]  # the only logit above zero
+        model.output.weight[9] = seen[0] / 2
+    assert em.generate(model, tokenizer, "a", max_tokens=3, temperature=0) == ""
+    assert list(generate(model, prompt, max_new_tokens=1)) == [ends[which]]  # no end was asked for
+
+
+def test_one_file_of_our_names_is_for_export(talker, tmp_path):
+    with pytest.raises(ConfigError, match="expertmesh export .*run --output .*demo.safetensors"):
+        convert(talker[0], tmp_path / "demo.safetensors")
+
+
 def test_a_converted_tokenizer_ends_texts_by_its_own_token(hub, tmp_path):
     """Id 0 is any token there; it is the end of a text only in tokenizers that are trained here."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -287,6 +394,65 @@ def test_loading_needs_little_more_than_the_model(hub):
             t.numel() * t.element_size() for t in load_pretrained(folder).state_dict().values()
         )
         assert peak_bytes(lambda folder=folder: load_pretrained(folder)) <= 1.1 * size
+
+
+def spread_and_loaded(folder, run, layout):
+    """Of one rank: bytes that it holds, peaks of both ways to load them, and whether the values are right."""
+    from torch.distributed.tensor import DTensor
+
+    from expertmesh.config.run import ParallelConfig
+    from expertmesh.models.gpt.model import GPT
+    from expertmesh.models.gpt.parallelize import parallelize_gpt
+    from expertmesh.parallel.construct import give_memory
+    from expertmesh.training.run_dir import load_run
+    from expertmesh.training.state import load_weights
+
+    def local(tensor):
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    parallel, found = ParallelConfig(**layout), load_run(run)
+    made = []
+
+    def from_run():
+        model = GPT(found.config.model, device="meta")
+        made.append(model)
+        parallelize_gpt(model, parallel)
+        give_memory(model, device="cpu")
+        load_weights(found.checkpoint, model)
+
+    peaks = [
+        peak_bytes(from_run),
+        peak_bytes(lambda: made.append(load_pretrained(folder, parallel=parallel))),
+    ]
+    whole = load_pretrained(folder).state_dict()
+    for model in made:
+        for name, tensor in model.state_dict().items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            assert torch.equal(full, whole[name]), name
+    held = sum(local(t).nbytes for t in made[1].state_dict().values())
+    return held, peaks, sum(t.nbytes for t in whole.values())
+
+
+@pytest.mark.parametrize("layout", [{}, {"ep_degree": 1}, {"tp_degree": 2}], ids=str)
+def test_a_rank_needs_little_more_than_its_part(tmp_path_factory, two_ranks, larger, layout):
+    for held, peaks, everything in two_ranks.run(spread_and_loaded, *larger, layout):
+        assert held < 0.6 * everything
+        for peak in peaks:
+            assert peak <= 1.1 * held
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory):
+    """A model of some layers, so that no tensor is most of it: its hub folder, and a run of it."""
+    folder = tmp_path_factory.mktemp("larger")
+    model = tiny_model(
+        "qwen3_moe", num_experts=8, top_k=2, vocab_size=VOCAB, num_hidden_layers=6, hidden_size=64
+    )
+    model.save_pretrained(folder / "hub", max_shard_size="1MB")
+    tokenizer = train_tokenizer(["a few words of some text " * 9], vocab_size=VOCAB)
+    tokenizer.save(str(folder / "hub" / "tokenizer.json"))
+    convert(folder / "hub", folder / "run")
+    return folder / "hub", folder / "run"
 
 
 def test_tokenizers_that_do_not_fit_are_refused(tmp_path):

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.model import GPT
 from expertmesh.models.upcycle import MoEBlock, collect_stats, moeify, upcycle
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 
@@ -95,6 +97,53 @@ def test_noise_tells_experts_apart_from_the_start():
     assert torch.equal(again[1].mlp.layer.experts.w_in.detach(), w_in)
 
 
+@pytest.mark.parametrize("granularity", [1, 2])
+def test_a_gpt_stays_a_gpt_and_its_first_step_is_exact(granularity):
+    small = ModelConfig(
+        vocab_size=32,
+        dim=8,
+        num_layers=4,
+        num_heads=2,
+        ffn_hidden_dim=12,
+        moe=MoEConfig(num_experts=()),
+    )
+    model = GPT(small, seed=0, dtype=torch.float64)
+    ids = torch.arange(14).view(2, 7)
+    expected = model(ids).logits_BSV.detach()
+    before = copy.deepcopy(model)
+    names = upcycle(model, every=2, num_experts=4, granularity=granularity, capacity_factor=2.0)
+    assert names == ["layers.1.ffn", "layers.3.ffn"]
+    output = model.eval()(ids)
+    assert_close_fp64(output.logits_BSV.detach(), expected, what="logits")
+    assert len(output.stats) == 2 and model.config.moe.capacity_factor == 2.0
+    twin = GPT(model.config, seed=1, dtype=torch.float64).eval()
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(twin(ids).logits_BSV, output.logits_BSV)
+    with pytest.raises(ConfigError, match="has 2 layers with experts already"):
+        upcycle(model)
+    for change in ({"top_k": 9}, {"granularity": 5}, {"hidden_dim": 3}):
+        with pytest.raises(ConfigError, match=next(iter(change))):
+            upcycle(before, **change)
+    assert before.config == small
+
+
+def test_redrawn_units_are_others_in_each_expert_and_alike_in_size():
+    model = dense()
+    block = copy.deepcopy(model[1].mlp)
+    upcycle(model, every=2, num_experts=3, redraw=0.5)
+    experts = model[1].mlp.layer.experts
+    kept = []
+    for e in range(3):
+        same_in = (experts.w_in[e, 0] == block[0].weight).all(1)
+        same_out = (experts.w_out[e] == block[2].weight).all(0)
+        assert torch.equal(same_in, same_out) and same_in.sum() == 6
+        kept.append(same_in)
+    assert not torch.equal(kept[0], kept[1]) and not torch.equal(kept[1], kept[2])
+    again = dense()
+    upcycle(again, every=2, num_experts=3, redraw=0.5)
+    assert torch.equal(again[1].mlp.layer.experts.w_in, experts.w_in)
+
+
 def test_statistics_are_collected_once_and_only_inside():
     model, x = dense(2), tokens()
     upcycle(model, every=2, num_experts=2)
@@ -129,6 +178,7 @@ def test_moeify_by_name_keeps_mode_and_type():
         ({"granularity": 5}, "granularity=5.*12"),
         ({"granularity": 0}, "granularity=0"),
         ({"noise_std": -1.0}, "noise_std=-1.0"),
+        ({"redraw": 1.5}, "redraw=1.5"),
         ({"hidden_dim": 8}, "hidden_dim=8"),
         ({"activation": "relu"}, "activation"),
         ({"top_k": 9}, "top_k"),

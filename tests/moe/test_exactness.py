@@ -105,8 +105,11 @@ def cases(draw, *, variant, dtype):
         "aux_loss_weight": 0.5,
         "z_loss_weight": draw(st.sampled_from([0.0, 0.1])),
         "layer_index": draw(st.sampled_from([0, 5])),
+        "expert_output_masking": 0.0,
         "dtype": dtype,
     }
+    if router != "expert_choice":  # of whose slots the oracle has others
+        options["expert_output_masking"] = draw(st.sampled_from([0.0, 0.0, 0.4]))
     if router == "cosine":
         options["cosine_dim"] = 5
     if router != "hash" and options["dim"] >= 8:

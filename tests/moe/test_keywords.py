@@ -148,6 +148,7 @@ FLIPS = {
     "router_noise_std": ({"router_noise": "gumbel"}, 5.0, "y"),
     "input_jitter": ({}, 0.3, "y"),
     "input_dropout": ({}, 0.3, "y"),
+    "expert_output_masking": ({}, 0.5, "y"),
     "logit_temperature": ({}, 3.0, "eval y"),
     "num_expert_groups": ({}, 2, "eval y"),
     "num_limited_groups": ({"num_expert_groups": 2}, 2, "eval y"),

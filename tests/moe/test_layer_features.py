@@ -32,7 +32,11 @@ VARIANTS = {
     "softmax_after_topk": {"score_function": "softmax_after_topk"},
     "gumbel": {"router_noise": "gumbel"},
     "gaussian_load": {"router_noise": "gaussian", "balance_loss": "importance_load"},
-    "jitter_dropout": {"input_jitter": 0.1, "input_dropout": 0.2},
+    "jitter_dropout": {
+        "input_jitter": 0.1,
+        "input_dropout": 0.2,
+        "expert_output_masking": 0.3,
+    },
     "cosine": {"router": "cosine", "cosine_dim": 3},
     "expert_choice": {"router": "expert_choice", "routing_group_size": 4},
     "hash": {"router": "hash"},

@@ -38,7 +38,7 @@ ROUTERS = {
 DROPLESS_PER_TOKEN = [name for name in ROUTERS if not name.startswith("expert_choice")]
 NOISES = {
     "clean": {},
-    "gumbel": {"router_noise": "gumbel", "input_jitter": 0.2},
+    "gumbel": {"router_noise": "gumbel", "input_jitter": 0.2, "expert_output_masking": 0.3},
     "gaussian": {
         "router_noise": "gaussian",
         "input_dropout": 0.2,

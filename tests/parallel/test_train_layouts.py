@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from tests.support.patience import PATIENCE_S
@@ -14,6 +15,8 @@ from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
+from expertmesh.training.run_dir import load_run
+from expertmesh.training.trained import open_trained
 
 STEPS = 4
 RELATIVE = 1e-9
@@ -85,6 +88,9 @@ TENSOR_FOUR = [
 ]
 
 
+MUON = {"optim.name": "muon", "train.batch_size": 8}
+
+
 def config_of(folder, name, changes):
     return RECIPES["gpt-moe-test"]().updated(
         BASE
@@ -110,6 +116,7 @@ def one_process(folder):
     return {
         "capacity": run_training(folder, "one", {}),
         "dropless": run_training(folder, "one-dropless", DROPLESS),
+        "muon": run_training(folder, "one-muon", MUON),
     }
 
 
@@ -148,6 +155,31 @@ def test_dropless_pyramid_in_micro_batches(four_ranks, folder, one_process, layo
     name = f"dropless-{'-'.join(layout)}"
     lines = four_ranks.run(run_training, folder, name, DROPLESS | layout)[0]
     assert_same(lines, one_process["dropless"])
+
+
+@pytest.mark.parametrize("part", ["experts", "router"])
+def test_frozen_parts_learn_nothing(two_ranks, folder, part):
+    changes = {"train.freeze": (part,), "train.steps": 2, "train.checkpoint_every": 2}
+    one = run_training(folder, f"one-frozen-{part}", changes)
+    assert_same(two_ranks.run(run_training, folder, f"two-frozen-{part}", changes)[0], one)
+    trained = open_trained(load_run(str(folder / f"two-frozen-{part}")))
+    before = trained.task.build(device="cpu", dtype=torch.float64).state_dict()
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(tensor, before[name]) == (f".moe.{part}." in name), name
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},  # experts whole on a rank; dense matrices gathered
+        exhaustive({"parallel.es_degree": 2, "parallel.offload": True}),
+        TENSOR | {"parallel.es_degree": 2},  # slices of experts gathered, too
+    ],
+    ids=str,
+)
+def test_muon(four_ranks, folder, one_process, layout):
+    lines = four_ranks.run(run_training, folder, f"muon-{'-'.join(layout)}", MUON | layout)[0]
+    assert_same(lines, one_process["muon"])
 
 
 def torchrun(num_ranks, *words):

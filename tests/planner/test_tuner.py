@@ -70,6 +70,9 @@ def test_the_all_to_all_with_fewer_bytes_across_a_slow_link_is_chosen():
         faster_all_to_all(route(4), TokenLoad.even(4096, K, 32), SLOW, **sizes) for K in (1, 8)
     ]
     assert kinds == ["flat", "hierarchical"]
+    # with two experts per token on four nodes there is little to save, and the second hop costs time of its own
+    few, wide = TokenLoad.even(4096, 2, 32), route(8, nodes=(0, 0, 1, 1, 2, 2, 3, 3))
+    assert faster_all_to_all(wide, few, SLOW, **sizes) == "flat"
     one_node = route(4, nodes=(0,) * 4)
     assert faster_all_to_all(one_node, TokenLoad.even(4096, 8, 32), SLOW, **sizes) == "flat"
     assert travel_seconds("flat", route(1), HOT, SLOW, **sizes) == 0

@@ -52,11 +52,12 @@ def run(tmp_path_factory):
     """A tiny run."""
     place = tmp_path_factory.mktemp("page")
     text = "".join(f"{i} is a number, and its square is {i * i}\n" for i in range(1500))
-    (place / "text.txt").write_text(text)
+    for name in ("text.txt", "more.txt"):
+        (place / name).write_text(text + name)
     changes = {
         "model.vocab_size": 300,
         "model.moe.capacity_factor": 1.0,
-        "data.path": str(place / "text.txt"),
+        "data.path": (str(place / "text.txt"), str(place / "more.txt")),
         "data.cache_dir": str(place / "cache"),
         "train.steps": 8,
         "train.eval_every": 4,
@@ -88,6 +89,13 @@ def test_a_page_holds_what_the_run_recorded(run):
     ]
     assert experts["dropped"][0][0] == round(uses[0]["dropped"][0] / sum(uses[0]["counts"][0]), 4)
     assert max(map(max, experts["dropped"])) > 0, "the case is one in which rows are dropped"
+    shares = [use.get("dropped_by_position", [[0.0]])[1][0] for use in uses]
+    assert experts["positions"][1][0] == round(sum(shares) / len(uses), 4)
+    for label, ratios in experts["labels"].items():
+        both = [use["counts_by_label"][label][0] for use in uses[-2:]]
+        rows = [a + b for a, b in zip(*both, strict=True)]
+        assert ratios[:4] == [round(4 * n / sum(rows), 3) for n in rows], label
+    assert len(experts["labels"]) == 2, "two places of the text"
     assert found["config"]["model.moe.num_experts"] == "[4]"
     tokens = found["sample"]
     assert tokens and all(len(token["experts"]) == 2 for token in tokens)
@@ -173,7 +181,7 @@ def test_a_browser_draws_every_plot(browser, run, tmp_path):
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
         plots = page.locator(".plot")
-        assert plots.count() == 6 + 2 * 4
+        assert plots.count() == 6 + 2 * 6
         for i in range(plots.count()):
             drawn = plots.nth(i).locator(".scatterlayer .trace, .heatmaplayer image")
             assert drawn.count() > 0, f"plot {i} is empty"

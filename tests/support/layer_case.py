@@ -14,6 +14,7 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.random import (
     STREAM_INPUT_DROPOUT,
     STREAM_INPUT_JITTER,
+    STREAM_OUTPUT_MASK,
     STREAM_RANDOM_DROP,
     STREAM_ROUTER_NOISE,
     key_noise,
@@ -32,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "router_noise_std": 1.0,
     "input_jitter": 0.0,
     "input_dropout": 0.0,
+    "expert_output_masking": 0.0,
     "drop_policy": "random",
     "layer_index": 0,
 }
@@ -132,6 +134,13 @@ class LayerCase:
             factor *= (u >= dropout) / (1.0 - dropout)
         return factor
 
+    def _output_factor(self, num_tokens: int) -> np.ndarray | float:
+        p = self.option("expert_output_masking")
+        if not self.training or p == 0:
+            return 1.0
+        u = oracle_random.uniform(self._words(num_tokens, self.top_k, STREAM_OUTPUT_MASK))
+        return (u >= p) / (1.0 - p)
+
     def oracle_inputs(self, layer: MoELayer, x_TD: Tensor) -> OracleInputs:
         """The call as the oracle sees it; hash routing takes the layer's table of ids."""
         T, D = x_TD.shape
@@ -151,6 +160,7 @@ class LayerCase:
             expert_bias_E=None if bias is None else as_fp64(bias),
             noise_TE=self._noise(T),
             input_factor_TD=self._input_factor(T, D),
+            output_factor_TK=self._output_factor(T),
             keys_TK=self._words(T, self.top_k, STREAM_RANDOM_DROP).astype(np.float64),
         )
 
@@ -210,6 +220,7 @@ def run_loops(
             weights_TK=tensor(inputs.weights_TK),
             input_factor_TD=tensor(inputs.input_factor_TD),
             noise_TE=tensor(inputs.noise_TE) if has_load(inputs, options) else None,
+            output_factor_TK=tensor(np.asarray(inputs.output_factor_TK)),
         )
         loop, back_D = shuffled(loop, seed=order) if order else (loop, slice(None))
         with case.precision():

@@ -291,17 +291,17 @@ HUB = {
     ),
     "a tensor without a place": Mistake(
         hub(weights=safetensors({"a": {"dtype": "F32", "shape": [1]}})),
-        ["no safetensors file", "restore it"],
+        ["nothing usable of a", "restore it"],
         code=1,
     ),
     "a tensor larger than its place": Mistake(
         hub(weights=safetensors({"model.embed_tokens.weight": TENSOR | {"data_offsets": [0, 4]}})),
-        ["no safetensors file", "restore it"],
+        ["bytes and its shape", "restore it"],
         code=1,
     ),
     "a tensor of negative size": Mistake(
         hub(weights=safetensors({"a": TENSOR | {"shape": [-512, -16]}})),
-        ["no safetensors file", "restore it"],
+        ["bytes and its shape", "restore it"],
         code=1,
     ),
     "tensors that are missing": Mistake(

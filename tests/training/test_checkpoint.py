@@ -367,3 +367,22 @@ def test_a_record_between_ranks_runs_nothing(store, tmp_path):
     with pytest.raises(CheckpointError, match="is unreadable"):
         store._record(record)
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data[:40], "hold no tensors of this checkpoint"),
+        (lambda data: data.replace(b"/data/0", b"/data/1"), "no single tensor"),
+        (lambda data: b"\0" * len(data), "hold no tensors of this checkpoint"),
+        (lambda data: data.replace(b"little", b"biggest"[:6]), "in another order|no tensors"),
+    ],
+    ids=["cut", "none", "zeros", "order"],
+)
+def test_files_of_tensors_that_are_none_are_refused(store, change, words):
+    save(store, 1)
+    path = store.paths()[0]
+    file = next(path.glob("*.distcp"))
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(CheckpointError, match=words):
+        read_tensors(path, {"a": torch.zeros(3, 5)})

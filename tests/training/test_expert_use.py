@@ -11,7 +11,7 @@ import expertmesh as em
 from expertmesh.moe.types import RoutingStats
 from expertmesh.training.expert_use import RECORDS, is_recorded, use_of_experts
 from expertmesh.training.loop import train
-from expertmesh.training.routing import LoadCounter
+from expertmesh.training.routing import POSITIONS, LoadCounter, Watched
 
 NUM_EXPERTS = 3
 # expert 3 is "no expert"; expert 1 has no row
@@ -27,15 +27,24 @@ def stats_of(choices):
         num_dropped=torch.tensor(1),
         topk_expert_ids_TK=ids_TK,
         topk_weights_TK=torch.tensor([weights for _, weights in choices]),
+        kept_expert_ids_TK=torch.where(torch.arange(len(ids_TK))[:, None] % 2 > 0, 3, ids_TK),
     )
 
 
 def test_the_record_is_what_a_loop_over_tokens_finds():
-    counter = LoadCounter(watches=True)
-    for part in (CHOICES[:2], CHOICES[2:]):  # micro-batches
-        counter.add([stats_of(part)])
+    counter = LoadCounter()
+    labels = "en", "de"
+    for part, label in ((CHOICES[:2], 1), (CHOICES[2:], 0)):  # micro-batches of one sample each
+        watched = Watched(1, num_labels=2, label_B=torch.tensor([label]))
+        counter.add([stats_of(part)], watched)
     counts = [c.tolist() for c in counter.counts]
-    use = use_of_experts(counts, counter.num_dropped.tolist(), counter.weights[0].tolist())
+    sums = counter.watched[0].tolist()
+    use = use_of_experts(counts, counter.num_dropped.tolist(), sums, labels)
+    # the second token of each sample, at the middle of it, is dropped
+    assert use.dropped_by_position == [
+        [0.0] * (POSITIONS // 2) + [1.0] + [0.0] * (POSITIONS // 2 - 1)
+    ]
+    assert use.counts_by_label == {"en": [[1, 0, 1]], "de": [[1, 0, 2]]}
     weights = [[], [], [], []]
     entropies = []
     for ids, chosen in CHOICES:
@@ -51,7 +60,8 @@ def test_the_record_is_what_a_loop_over_tokens_finds():
 
 
 def test_a_step_that_diverged_has_a_record_of_plain_numbers():
-    use = use_of_experts([[1, 1]], [0], [math.nan, 1.0, math.inf, 2.0])
+    sums = [math.nan, 1.0, math.inf, 2.0, *[math.nan] * 2 * POSITIONS]
+    use = use_of_experts([[1, 1]], [0], sums)
     assert use.confidence == [[0.0, 1.0]] and use.entropy == [0.0]
 
 
@@ -87,17 +97,25 @@ def test_a_tracker_gets_every_step_and_a_resumed_run_has_one_record_of_each(tiny
     assert all(sum(layer) == 4 * 16 * 2 for record in records for layer in record["counts"])
 
 
-def test_two_ranks_record_what_one_does(tiny, tmp_path, two_ranks, run_quietly):
-    """Counts and sums of weights are those of the whole batch, whoever has the tokens."""
-    config = tiny().updated({"train.steps": 2, "train.dtype": "float64"})
+def test_two_ranks_record_what_one_does(tiny, make_corpus, tmp_path, two_ranks, run_quietly):
+    """Counts, sums of weights, drops by position and use by place of the text are those of the whole batch, whoever has the tokens."""
+    places = [str(make_corpus(tmp_path / name, documents=9, seed=i)) for i, name in enumerate("ab")]
+    changes = {"train.steps": 1, "train.batch_size": 16, "optim.warmup_steps": 1}
+    changes |= {"data.path": tuple(places), "train.dtype": "float64"}
+    changes |= {"model.moe.capacity_factor": 1.0, "model.moe.routing_group_size": 16}
+    config = tiny(**changes)
     run_quietly(config)
-    spread = config.updated({"train.run_dir": str(tmp_path / "spread")})
+    spread = config.updated({"train.run_dir": str(tmp_path / "spread"), "parallel.tp_degree": 2})
     two_ranks.run(_train, spread.model_dump_json())
     one, two = (
         json.loads((tmp_path / name / "experts.jsonl").read_text().splitlines()[0])
         for name in ("run", "spread")
     )
     assert one == two
+    assert list(one["counts_by_label"]) == places
+    by_place = [sum(map(sum, layers)) for layers in one["counts_by_label"].values()]
+    assert min(by_place) > 0 and sum(by_place) == sum(map(sum, one["counts"]))
+    assert max(map(max, one["dropped_by_position"])) > 0
 
 
 def _train(values):

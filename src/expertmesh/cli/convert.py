@@ -1,4 +1,4 @@
-"""`expertmesh convert --from DIR --to DIR`: checkpoints of the hub in and out."""
+"""`expertmesh convert --from DIR --to DIR`: from the hub's format to a run, and from a run to the hub's format."""
 
 from argparse import RawDescriptionHelpFormatter
 
@@ -8,7 +8,8 @@ _EXAMPLES = """\
 examples:
   expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3        # then: expertmesh generate --run runs/qwen3 ...
   expertmesh convert --from runs/gpt-moe-demo --to models/demo          # for transformers and vLLM
-  expertmesh convert --from runs/gpt-moe-demo --to demo.safetensors     # one file, our names
+
+for one file under expertmesh's own names: expertmesh export
 """
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -37,15 +38,14 @@ def run(argv: list[str]) -> int:
 def _parser() -> OptionParser:
     parser = OptionParser(
         prog="expertmesh convert",
-        description="Turns a Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE or GLM-4-MoE of the hub into a run, or a run into one of these.",
+        description="Turns a Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE or GLM-4-MoE in the hub's format into a run, or a run into a "
+        "Mixtral, Qwen3-MoE or GLM-4-MoE that transformers, vLLM and SGLang read. The direction follows from the source.",
         epilog=_EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--from", dest="source", required=True, metavar="DIR", help="hub folder, run or checkpoint"
     )
-    parser.add_argument(
-        "--to", dest="target", required=True, metavar="DIR", help="new folder, or *.safetensors"
-    )
+    parser.add_argument("--to", dest="target", required=True, metavar="DIR", help="new folder")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; as they are if not given")
     return parser

@@ -9,6 +9,8 @@ _EXAMPLES = """\
 examples:
   expertmesh export runs/gpt-moe-demo --output demo.safetensors
   expertmesh export runs/gpt-moe-demo/checkpoints/step_00000200 --output demo.safetensors --overwrite
+
+for transformers, vLLM and SGLang: expertmesh convert
 """
 
 
@@ -38,7 +40,7 @@ def run(argv: list[str]) -> int:
 def _parser() -> OptionParser:
     parser = OptionParser(
         prog="expertmesh export",
-        description="Writes the weights of a checkpoint, of however many ranks, as one safetensors file.",
+        description="Writes the weights of a checkpoint, of however many ranks, as one safetensors file under expertmesh's own names.",
         epilog=_EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )

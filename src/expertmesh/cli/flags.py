@@ -126,9 +126,9 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
         ConfigError: Something cannot be understood or breaks a rule; one line that names it and the fix.
         SystemExit: With code 0 after `--help`.
     """
-    name, argv = _taken("family", argv)
+    name, argv = taken("family", argv)
     given = None if name is None else find_family(name)
-    file, argv = _taken("config", argv)
+    file, argv = taken("config", argv)
     families = FAMILIES.values() if given is None else [given]
     if recipes is None:
         recipes = {n: f for family in families for n, f in family.find_recipes().items()}
@@ -162,7 +162,7 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
         raise as_flag_error(error) from None
 
 
-def _taken(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
+def taken(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """The value of an option that is no part of the configuration, if it is given, and the other words."""
     others, found, words = [], None, iter(argv)
     for word in words:

@@ -17,6 +17,7 @@ examples:
   expertmesh generate --run runs/gpt-moe-demo --greedy --max-tokens 50 "class Test" "def main("
   expertmesh generate --run runs/gpt-moe-demo --prompt-file prompts.txt
   expertmesh generate --run runs/gpt-moe-demo --interactive
+  expertmesh generate --run runs/chat --chat "What is 2 + 2?"   # a run that learned conversations
 """
 
 _TEMPERATURE = 0.8
@@ -42,6 +43,7 @@ def run(argv: list[str]) -> int:
         _, model, tokenizer, precision = load_decoder(options.run, options.device)
     import torch
 
+    from expertmesh.data.chat import find_format
     from expertmesh.data.tokenizer import end_of_text_id
     from expertmesh.infer.engine import generate_text, generate_texts
     from expertmesh.infer.sampling import Sampling
@@ -52,6 +54,7 @@ def run(argv: list[str]) -> int:
             f"--run {options.run}: the model reads one text and writes another; use expertmesh translate"
         )
 
+    form = find_format(tokenizer, expanded(options.run) / "tokenizer.json")
     settings = {
         "max_new_tokens": options.max_tokens,
         "sampling": Sampling(
@@ -65,8 +68,11 @@ def run(argv: list[str]) -> int:
         "start_id": end_of_text_id(tokenizer),
     }
 
+    def asked(prompt: str) -> str | list[int]:
+        return form.prompt([{"role": "user", "content": prompt}]) if options.chat else prompt
+
     def answer(prompt: str, shown: str) -> None:
-        pieces = generate_text(model, tokenizer, prompt, **settings)
+        pieces = generate_text(model, tokenizer, asked(prompt), **settings)
         first = next(pieces, "")
         # Only now, so that a failure prints its line alone.
         _write(shown + first)
@@ -82,11 +88,12 @@ def run(argv: list[str]) -> int:
                 except ConfigError as error:
                     print(f"error: {error}", file=sys.stderr)
         elif len(prompts) == 1:
-            answer(prompts[0], prompts[0])
+            answer(prompts[0], "" if options.chat else prompts[0])
         else:
-            found = generate_texts(model, tokenizer, prompts, **settings)
+            found = generate_texts(model, tokenizer, list(map(asked, prompts)), **settings)
+            between = "\n" if options.chat else ""
             for number, (prompt, one) in enumerate(zip(prompts, found, strict=True), 1):
-                print(f"--- {number}\n{prompt}{one.text}")
+                print(f"--- {number}\n{prompt}{between}{one.text}")
     return 0
 
 
@@ -131,6 +138,11 @@ def _parser() -> OptionParser:
     parser.add_argument("--prompt-file", metavar="FILE", help="a file with a prompt on each line")
     parser.add_argument(
         "--interactive", action="store_true", help="ask for prompts until the end of the input"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="a prompt is what a user says: the model answers as it learned from conversations",
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
     parser.add_argument(

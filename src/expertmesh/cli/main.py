@@ -37,6 +37,12 @@ def _train(argv: list[str]) -> int:
     return run(argv)
 
 
+def _sweep(argv: list[str]) -> int:
+    from expertmesh.cli.sweep import run
+
+    return run(argv)
+
+
 def _generate(argv: list[str]) -> int:
     from expertmesh.cli.generate import run
 
@@ -79,6 +85,12 @@ def _convert(argv: list[str]) -> int:
     return run(argv)
 
 
+def _experts(argv: list[str]) -> int:
+    from expertmesh.cli.experts import run
+
+    return run(argv)
+
+
 def _evaluate(argv: list[str]) -> int:
     from expertmesh.cli.evaluate import run
 
@@ -102,6 +114,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         _train,
         "train a model from a recipe:  expertmesh train gpt-moe-demo --train.steps 100",
     ),
+    "sweep": (
+        _sweep,
+        "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 1e-3,2e-3,4e-3",
+    ),
     "generate": (
         _generate,
         'continue a text:              expertmesh generate --run runs/demo "def main"',
@@ -117,11 +133,15 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "report": (_report, "summarise a run:              expertmesh report runs/demo"),
     "export": (
         _export,
-        "weights as one file:          expertmesh export runs/demo --output demo.safetensors",
+        "weights, our names, one file: expertmesh export runs/demo --output demo.safetensors",
     ),
     "convert": (
         _convert,
-        "hub checkpoints in and out:   expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
+        "from and to the hub's format: expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
+    ),
+    "experts": (
+        _experts,
+        "fewer experts, or united:     expertmesh experts prune runs/demo --keep 4 --to runs/pruned",
     ),
     "evaluate": (
         _evaluate,

@@ -132,7 +132,7 @@ def sample(
 def measure(samples: Sequence[Sample], corpus: "Corpus | None") -> str:
     """One line on how the samples look beside what the model was trained on."""
     if corpus is None:
-        return "samples are not judged: the data are not there"
+        return "samples are not judged: the data are no text, or not there"
     if is_python(corpus):
         parts = [line for sampled in samples for line in countable_lines(sampled)]
         good = sum(map(tokenises, parts))

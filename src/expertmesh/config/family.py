@@ -137,7 +137,7 @@ GPT = Family(
     products="expertmesh.costs.products:dominant_products",
     items="tokens",
     metric=Metric("bits_per_byte", "bits per byte", "bits/byte"),
-    fixed=("data.seq_len",),
+    fixed=("data.seq_len", "data.document_mask"),
     free=("model.moe.backend",),
     generates_text=True,
     files=("tokenizer.json",),
@@ -149,10 +149,12 @@ SEQ2SEQ = Family(
     task="expertmesh.models.seq2seq.task:Seq2SeqTask",
     config=Seq2SeqRunConfig,
     recipes="expertmesh.recipes.translation:RECIPES",
+    costs="expertmesh.costs.seq2seq:seq2seq_costs",
     items="tokens",
     metric=Metric("loss", "nats per target token", "nats/token"),
     free=("model.moe.backend",),
     files=("tokenizer.json",),
+    begin="expertmesh.config.seq2seq:begun_with",
 )
 
 SWIN = Family(

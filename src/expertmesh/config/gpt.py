@@ -48,6 +48,13 @@ class GPTRunConfig(RunConfig):
                 f"must be at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document",
                 "raise it",
             )
+        if self.data.document_mask and self.model.batch_invariant:
+            raise FieldError(
+                ("data", "document_mask"),
+                True,
+                "conflicts with model.batch_invariant, whose positions begin with a sequence's first token",
+                "leave one of the two out",
+            )
         layers, given = self.model.num_moe_layers, self.parallel.ep_degree
         if len(given) > 1 and len(given) != layers:
             raise FieldError(

@@ -77,6 +77,8 @@ class ModelConfig(Config):
     """So many layers at the beginning are dense in any case."""
     batch_invariant: bool = False
     """In evaluation a token's logits are the same to the bit in every batch; slower. No effect in training."""
+    end_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Tokens that end a generated text beside the tokenizer's end of text; converted models bring theirs."""
     moe: MoEConfig = MoEConfig()
     """The mixture-of-experts layers."""
 
@@ -125,6 +127,13 @@ class ModelConfig(Config):
     def _check(self) -> Self:
         self._check_attention()
         self._check_experts()
+        if any(token_id >= self.vocab_size for token_id in self.end_ids):
+            raise FieldError(
+                "end_ids",
+                self.end_ids,
+                f"must be below vocab_size, {self.vocab_size}",
+                "lower them",
+            )
         if self.batch_invariant and self.moe.num_experts:
             self.moe.check_invariant(under=("moe",))
         return self

@@ -55,6 +55,8 @@ class LayerChoices(Config):
     """Router input times a uniform factor in 1 +- this, in training."""
     input_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability on the router input, in training."""
+    expert_output_masking: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the (token, expert) rows whose output is left out in training, the others scaled up (NLLB)."""
     logit_temperature: float = Field(default=1.0, gt=0)
     """Logits are divided by this."""
     num_expert_groups: int = Field(default=1, gt=0)

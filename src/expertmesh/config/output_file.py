@@ -26,7 +26,9 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
         raise ConfigError(f"{what}: is no regular file; name a file that may be replaced")
     if not path.parent.is_dir():
         raise ConfigError(f"{what}: there is no folder {path.parent}; make it first")
-    for other in filter(None, read):
+    for other in read:
+        if other is None:
+            continue
         if path.exists() and expanded(other).exists() and path.samefile(expanded(other)):
             raise ConfigError(f"{what}: is the file {other}, which is read; name another one")
     if not os.access(path.parent, os.W_OK):

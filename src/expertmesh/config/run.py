@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from expertmesh.config.base import Config, FieldError, refuses_idle_options
-from expertmesh.config.way import AllToAll
+from expertmesh.config.way import AllToAll, DispatchDtype
 from expertmesh.errors import ConfigError
 
 Frozen = Literal["experts", "router"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd"]
 Resume = Literal["auto", "never", "required"]
 Bind = Literal["auto", "off"]
@@ -25,8 +26,10 @@ def check_not_empty(name: str, value: str | None) -> None:
 
 
 class OptimConfig(Config):
-    """AdamW and its learning-rate schedule."""
+    """The optimiser and its learning-rate schedule."""
 
+    name: Optimizer = "adamw"
+    """adamw, or muon: Muon for the matrices of attention, dense layers and experts, one expert at a time, and AdamW for the rest."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
@@ -45,6 +48,8 @@ class OptimConfig(Config):
     """AdamW's second-moment decay."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Muon's momentum."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices; norms, biases and embeddings are not decayed."""
     grad_clip: float = Field(default=1.0, gt=0)
@@ -52,15 +57,19 @@ class OptimConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        usual = type(self).model_fields["decay_fraction"].default
-        is_idle = self.schedule == "cosine" and self.decay_fraction != usual
-        if is_idle and refuses_idle_options():
-            raise FieldError(
-                "decay_fraction",
-                self.decay_fraction,
-                "has no effect with schedule=cosine",
-                f"leave it at {usual}, or use schedule=wsd",
-            )
+        idle = {
+            "decay_fraction": ("schedule=cosine", "schedule=wsd", self.schedule == "cosine"),
+            "momentum": ("name=adamw", "name=muon", self.name == "adamw"),
+        }
+        for name, (given, needed, is_idle) in idle.items():
+            usual = type(self).model_fields[name].default
+            if is_idle and getattr(self, name) != usual and refuses_idle_options():
+                raise FieldError(
+                    name,
+                    getattr(self, name),
+                    f"has no effect with {given}",
+                    f"leave it at {usual}, or use {needed}",
+                )
         return self
 
 
@@ -164,6 +173,8 @@ class ParallelConfig(Config):
     """flat: tokens go straight to the ranks of their experts; hierarchical: between nodes first, once to each node; auto: the faster by the cost model."""
     ranks_per_node: int | None = Field(default=None, gt=0)
     """Neighbouring ranks on one node, where that is asked; none: as torchrun started them."""
+    dispatch_dtype: DispatchDtype = "same"
+    """How tokens travel to their experts: in their own type (same), or in 8 bits with a scale for every 128 elements."""
     shadow_experts: int = Field(default=0, ge=0)
     """Hot experts of a layer, those with most tokens in the step before, whose weights come to the tokens."""
     adaptive: bool = False

@@ -24,6 +24,8 @@ class TextConfig(Config):
     """Use only about this many bytes of the corpus, chosen by a hash of the document's name; none: all."""
     seq_len: int = Field(default=256, gt=0)
     """Tokens per training sequence; at most model.max_seq_len."""
+    document_mask: bool = False
+    """Tokens look at those of their own document only, where a sequence has several."""
     encode_with: str | None = None
     """The byte-level tokenizer.json with which the text becomes tokens; none: one is learned from the corpus."""
     cache_dir: str | None = None

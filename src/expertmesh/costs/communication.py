@@ -37,6 +37,8 @@ class Network:
     across: Link
 
 
+SECOND_HOP = 1.08
+"""How much faster hierarchical has to be by the model to be taken: ranks spend time on its second hop, too."""
 USUAL_NETWORK = Network(Link(1e-4, 1e9), Link(3e-4, 1e8))
 """Assumed where nothing was measured (`expertmesh bench comm` measures): only orders of magnitude."""
 
@@ -181,7 +183,14 @@ def _place_shares(route: RouteShape, load: TokenLoad) -> list[float]:
 
 
 def travel_seconds(
-    kind: str, route: RouteShape, load: TokenLoad, network: Network, *, dim: int, element_bytes: int
+    kind: str,
+    route: RouteShape,
+    load: TokenLoad,
+    network: Network,
+    *,
+    dim: int,
+    element_bytes: int,
+    out_bytes: int | None = None,
 ) -> float:
     """Dispatch and combine of one forward; the gradients of a backward take as long again.
 
@@ -192,24 +201,33 @@ def travel_seconds(
         network: the links.
         dim: D.
         element_bytes: of a travelling token.
+        out_bytes: of a token on its way out, where it travels in another form; None: dim x element_bytes.
     """
     if len(route.nodes) == 1:
         return 0.0
     two_levels = kind == "hierarchical" and route.has_two_levels
     copies = (hierarchical_copies if two_levels else flat_copies)(route, load)
-    out_bytes, home_bytes = dim * element_bytes + 2 * load.top_k * 4, dim * element_bytes
-    return copies.seconds(network, out_bytes) + copies.seconds(network, home_bytes)
+    home_bytes = dim * element_bytes
+    there_bytes = (home_bytes if out_bytes is None else out_bytes) + 2 * load.top_k * 4
+    return copies.seconds(network, there_bytes) + copies.seconds(network, home_bytes)
 
 
 def faster_all_to_all(
-    route: RouteShape, load: TokenLoad, network: Network, *, dim: int, element_bytes: int
+    route: RouteShape,
+    load: TokenLoad,
+    network: Network,
+    *,
+    dim: int,
+    element_bytes: int,
+    out_bytes: int | None = None,
 ) -> str:
-    """ "flat" or "hierarchical", whichever the model says is faster; flat where both are the same."""
+    """ "flat" or "hierarchical", whichever the model says is faster; flat where the difference is within `SECOND_HOP`."""
 
     def seconds(kind: str) -> float:
-        return travel_seconds(kind, route, load, network, dim=dim, element_bytes=element_bytes)
+        sizes = {"dim": dim, "element_bytes": element_bytes}
+        return travel_seconds(kind, route, load, network, **sizes, out_bytes=out_bytes)
 
-    return "hierarchical" if seconds("hierarchical") < seconds("flat") else "flat"
+    return "hierarchical" if SECOND_HOP * seconds("hierarchical") < seconds("flat") else "flat"
 
 
 def ring_seconds(num_bytes: float, num_ranks: int, link: Link) -> float:

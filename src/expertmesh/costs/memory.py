@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.config.model import ModelConfig
-from expertmesh.config.run import ParallelConfig
+from expertmesh.config.run import Optimizer, ParallelConfig
 from expertmesh.costs.parameters import (
     GATED_ACTIVATIONS,
     ParameterShape,
@@ -26,7 +26,7 @@ class MemoryEstimate:
         weights_bytes: the parameters as the optimiser keeps them: FP32, or FP64 in an FP64 run.
         compute_copy_bytes: their copies in BF16 or FP16, where the run computes in one of these.
         gradients_bytes: in the dtype of the weights.
-        optimizer_bytes: both AdamW moments.
+        optimizer_bytes: both AdamW moments; one of what Muon updates.
         activations_bytes: what one micro-batch keeps for the backward pass, estimated.
     """
 
@@ -110,6 +110,7 @@ def estimate_memory(
     seq_len: int,
     dtype: str = "float32",
     activation_checkpointing: bool = False,
+    optimizer: Optimizer = "adamw",
 ) -> MemoryEstimate:
     """Memory of a training step on one device.
 
@@ -119,6 +120,7 @@ def estimate_memory(
         seq_len: tokens per sequence.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
         activation_checkpointing: keep only the inputs of the layers, and one layer's activations at a time.
+        optimizer: which one.
 
     Returns:
         Bytes by purpose. Of the temporary buffers only the gradient of the logits is counted.
@@ -140,9 +142,16 @@ def estimate_memory(
         weights_bytes=parameters * master,
         compute_copy_bytes=parameters * compute if compute < master else 0,
         gradients_bytes=parameters * master,
-        optimizer_bytes=2 * parameters * master,
+        optimizer_bytes=sum(
+            _num_moments(p, optimizer) * p.num_elements for p in parameter_shapes(config)
+        )
+        * master,
         activations_bytes=tokens * (layers + head),
     )
+
+
+def _num_moments(parameter: ParameterShape, optimizer: Optimizer) -> int:
+    return 1 if optimizer == "muon" and parameter.is_matrix else 2
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ class RankMemory:
     Attributes:
         parameters_bytes: this rank's part of them.
         gradients_bytes: in the same dtype and of the same size.
-        optimizer_bytes: both AdamW moments.
+        optimizer_bytes: both AdamW moments; one of what Muon updates.
         gathered_dense_bytes: whole dense parameters beside the parts, at most at a time.
         gathered_experts_bytes: gathered expert weights, at most at a time.
     """
@@ -175,7 +184,12 @@ class RankMemory:
 
 
 def rank_memory(
-    config: ModelConfig, parallel: ParallelConfig, *, num_ranks: int, dtype: str = "float32"
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    num_ranks: int,
+    dtype: str = "float32",
+    optimizer: Optimizer = "adamw",
 ) -> RankMemory:
     """Memory of parameters, gradients and optimiser state on each rank (docs/parallelism.md, "Memory").
 
@@ -198,6 +212,7 @@ def rank_memory(
         parallel: degrees that fit the model and the ranks.
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
+        optimizer: which one.
 
     Returns:
         Bytes by purpose.
@@ -206,14 +221,18 @@ def rank_memory(
     master, tp = max(compute, 4), parallel.tp_degree
     dp_shard = parallel.dp_shard_degree or num_ranks // (parallel.dp_replicate_degree * tp)
     W, kept = dp_shard * tp, parallel.zero_stage < 3
-    held, outside, dense, experts = 0, 0, Counter[int](), Counter[int]()
+    held, moments, outside = 0, 0, 0
+    dense, experts = Counter[int](), Counter[int]()
     for parameter in parameter_shapes(config):
+        part = _largest_part(parameter, dp_shard=dp_shard, tp=tp)
+        if parameter.is_expert:
+            part = parameter.num_elements // W
+        held += part
+        moments += _num_moments(parameter, optimizer) * part
         if parameter.is_expert:
             assert parameter.layer is not None
-            held += parameter.num_elements // W
             experts[parameter.layer] += parameter.num_elements
             continue
-        held += _largest_part(parameter, dp_shard=dp_shard, tp=tp)
         whole = parameter.num_elements // (tp if _tensor_axis(parameter, tp) is not None else 1)
         if parameter.layer is None:
             # What is cut outside the layers is cut for storage only: its user gathers it.
@@ -233,11 +252,59 @@ def rank_memory(
     return RankMemory(
         parameters_bytes=held * master,
         gradients_bytes=held * master,
-        optimizer_bytes=2 * held * master,
+        optimizer_bytes=moments * master,
         gathered_dense_bytes=(outside + most) * master,
         gathered_experts_bytes=(hot + (sum(shares) if kept else _most_at_once(shares, 2)))
         * compute,
     )
+
+
+def memory_by_size(
+    num_parameters: int,
+    *,
+    outside: int,
+    layers: Sequence[int],
+    activation_elements: int,
+    parallel: ParallelConfig,
+    num_ranks: int,
+    dtype: str,
+) -> tuple[MemoryEstimate, RankMemory | None]:
+    """Memory of training a model of which the sizes alone are known.
+
+    Args:
+        num_parameters: of the whole model.
+        outside: those outside the layers.
+        layers: those of each layer without its routed experts, in their order.
+        activation_elements: that one micro-batch keeps for the backward pass.
+        parallel: degrees that fit the ranks.
+        num_ranks: the number of ranks of the world.
+        dtype: compute dtype: float32, bfloat16, float16 or float64.
+
+    Returns:
+        Of one process that does it alone, and of each of several ranks; None for one.
+    """
+    compute = DTYPE_BYTES[dtype]
+    master = max(compute, 4)
+    weights = num_parameters * master
+    alone = MemoryEstimate(
+        weights_bytes=weights,
+        compute_copy_bytes=num_parameters * compute if compute < master else 0,
+        gradients_bytes=weights,
+        optimizer_bytes=2 * weights,
+        activations_bytes=activation_elements * compute,
+    )
+    if num_ranks == 1:
+        return alone, None
+    part = weights // (parallel.dp_shard_degree or num_ranks // parallel.dp_replicate_degree)
+    most = _most_at_once(layers, 2) if parallel.zero_stage == 3 else sum(layers)
+    each = RankMemory(
+        parameters_bytes=part,
+        gradients_bytes=part,
+        optimizer_bytes=2 * part,
+        gathered_dense_bytes=(outside + most) * master,
+        gathered_experts_bytes=0,
+    )
+    return alone, each
 
 
 def _most_at_once(sizes: Sequence[int], number: int) -> int:

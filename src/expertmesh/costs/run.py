@@ -53,8 +53,15 @@ def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
             seq_len=seq_len,
             dtype=dtype,
             activation_checkpointing=train.activation_checkpointing,
+            optimizer=config.optim.name,
         ),
         each=None
         if num_ranks == 1
-        else rank_memory(config.model, config.parallel, num_ranks=num_ranks, dtype=dtype),
+        else rank_memory(
+            config.model,
+            config.parallel,
+            num_ranks=num_ranks,
+            dtype=dtype,
+            optimizer=config.optim.name,
+        ),
     )

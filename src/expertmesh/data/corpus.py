@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from expertmesh.config.text import TextConfig
+from expertmesh.data.conversation_lines import ConversationLine
 from expertmesh.data.files import (
     NOT_READABLE,
     NOT_TEXT,
@@ -65,6 +66,7 @@ class Corpus:
         num_skipped: files left out: not UTF-8 text, not readable, no regular files.
         digest: hex SHA-256 of all names and texts, in the order above, and of the split.
         notes: what a user should know of it, a line each: files left out, a split far from what was asked for.
+        is_talk: whether the documents are conversations, as JSON (`expertmesh.data.conversation_lines`).
     """
 
     source: str
@@ -73,6 +75,7 @@ class Corpus:
     num_skipped: int
     digest: str
     notes: tuple[str, ...] = ()
+    is_talk: bool = False
 
 
 def load_corpus(config: TextConfig) -> Corpus:
@@ -92,6 +95,7 @@ def load_corpus(config: TextConfig) -> Corpus:
     """
     source, candidates, left_out = _candidates(config)
     documents, num_bytes, left_unread = [], 0, 0
+    kinds: dict[bool, str] = {}
     progress = Progress("read", total=config.max_bytes)
     ordered = sorted(candidates, key=lambda c: (_hash("order", c[0]), c[0]))
     for number, (name, read) in enumerate(ordered):
@@ -109,6 +113,7 @@ def load_corpus(config: TextConfig) -> Corpus:
         if not text:
             continue
         data = text.encode()
+        kinds.setdefault(isinstance(read, ConversationLine), name)
         num_bytes += len(data)
         progress.at(num_bytes)
         documents.append(Document(name, len(data), hashlib.sha256(data).digest(), _reader(read)))
@@ -118,6 +123,11 @@ def load_corpus(config: TextConfig) -> Corpus:
             f"{left_out.total} files are left out: {left_out}" if left_out.total else "it is empty"
         )
         raise ConfigError(f"{_option(config)}: has no text ({why}); give text files in UTF-8")
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{_option(config)}: {kinds[True]} is a conversation and {kinds[False]} a text; train on one, then on the other "
+            "(train.init_from)"
+        )
     training, validation = split_documents(documents, config.validation_fraction)
     if not training or not validation:
         raise ConfigError(
@@ -139,7 +149,13 @@ def load_corpus(config: TextConfig) -> Corpus:
         for document in side:
             digest.update(os.fsencode(document.name) + b"\0" + document.digest)
     return Corpus(
-        source, tuple(training), tuple(validation), left_out.total, digest.hexdigest(), tuple(notes)
+        source,
+        tuple(training),
+        tuple(validation),
+        left_out.total,
+        digest.hexdigest(),
+        tuple(notes),
+        is_talk=True in kinds,
     )
 
 
@@ -265,7 +281,12 @@ def _weighted(training: Sequence[Document], config: TextConfig) -> list[Document
 def _rows(path: Path, name: str, config: TextConfig) -> list[Candidate] | None:
     """The texts of a file that holds many; None: it is one text."""
     rows = rows_of(path, tokenizer=config.tokenizer)
-    return None if rows is None else [Candidate(f"{name}#{i:09d}", r) for i, r in enumerate(rows)]
+    if rows is None:
+        return None
+    return [
+        Candidate(f"{name}:{r.line}" if isinstance(r, ConversationLine) else f"{name}#{i:09d}", r)
+        for i, r in enumerate(rows)
+    ]
 
 
 def _whole(root: Path, found: Iterable[Path]) -> list[Candidate]:

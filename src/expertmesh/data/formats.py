@@ -1,7 +1,7 @@
 """Files with many texts in them: JSON lines, Parquet, Megatron's token files. Each becomes the documents that it holds.
 
 The seam: `rows_of` gives the readers of a file's texts, or None for a file that is one text. A new format is a function in
-`FORMATS`. Packed files (`.gz`, `.zst`) are unpacked by `expertmesh.data.files` before.
+`FORMATS`. The readers of a file of conversations are `ConversationLine`s. Packed files (`.gz`, `.zst`) are unpacked by `expertmesh.data.files` before.
 """
 
 import importlib.util
@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from expertmesh.config.base import expanded, parse_json
-from expertmesh.data.files import is_packed, opened
+from expertmesh.data.conversation_lines import ConversationLine, holds_conversation
+from expertmesh.data.files import is_packed, opened, printable
 from expertmesh.data.news import Progress
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError
@@ -57,16 +58,16 @@ def is_companion(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Line:
-    """One line of JSON in a file that is not packed."""
+    """One line of a file that is not packed."""
 
     path: Path
     start: int
     length: int
 
-    def __call__(self) -> str | None:
+    def __call__(self) -> bytes:
         with self.path.open("rb") as file:
             file.seek(self.start)
-            return _field(file.read(self.length))
+            return file.read(self.length)
 
 
 @dataclass(frozen=True)
@@ -75,28 +76,40 @@ class _Kept:
 
     line: bytes
 
+    def __call__(self) -> bytes:
+        return self.line
+
+
+@dataclass(frozen=True)
+class _Field:
+    """The text in a line of JSON."""
+
+    read: Callable[[], bytes]
+
     def __call__(self) -> str | None:
-        return _field(self.line)
-
-
-def _field(line: bytes) -> str | None:
-    try:
-        text = parse_json(line).get(COLUMN)
-    except (ValueError, AttributeError):
-        raise OSError(None, "not a JSON object") from None
-    if not isinstance(text, str):
-        raise OSError(None, f"no text in the field {COLUMN!r}")
-    return text
+        try:
+            text = parse_json(self.read()).get(COLUMN)
+        except (ValueError, AttributeError):
+            raise OSError(None, "not a JSON object") from None
+        if not isinstance(text, str):
+            raise OSError(None, f"no text in the field {COLUMN!r}")
+        return text
 
 
 def _json_lines(path: Path, _: str | None) -> list[Reader]:
+    """Texts, or conversations where the first object of the file is one."""
     readers: list[Reader] = []
     start, packed = 0, is_packed(path)
+    talks: bool | None = None
     try:
         with opened(path) as file:
-            for line in Progress("looked through").over(file, len):
+            for number, line in enumerate(Progress("looked through").over(file, len), 1):
                 if line.strip():
-                    readers.append(_Kept(line) if packed else _Line(path, start, len(line)))
+                    read = _Kept(line) if packed else _Line(path, start, len(line))
+                    if talks is None:
+                        talks = holds_conversation(line)
+                    where = f"data.path={printable(str(path))}"
+                    readers.append(ConversationLine(number, where, read) if talks else _Field(read))
                 start += len(line)
     except (EOFError, zlib.error) as error:
         raise OSError(None, f"damaged: {error}") from None

@@ -19,7 +19,7 @@ from expertmesh.data.cache_entry import exclusive, make_cache, remove_leftovers,
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
 from expertmesh.data.news import Progress, say
 from expertmesh.data.tokenizer import (
-    END_OF_TEXT,
+    end_of_text_id,
     given_tokenizer,
     load_tokenizer,
     train_tokenizer,
@@ -71,7 +71,9 @@ class TokenData:
     corpus: Corpus
 
 
-def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
+def prepare_tokens(
+    config: TextConfig, *, vocab_size: int, corpus: Corpus | None = None
+) -> TokenData:
     """Find the corpus, and train the tokenizer and encode the documents unless the cache has them.
 
     Any number of processes may call this at once: one prepares, the others wait for it. The cache entry appears by one
@@ -81,6 +83,7 @@ def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
     Args:
         config: of the data.
         vocab_size: V of the model.
+        corpus: of `load_corpus`, where it is there already.
 
     Returns:
         The tokens.
@@ -89,7 +92,7 @@ def prepare_tokens(config: TextConfig, *, vocab_size: int) -> TokenData:
         ConfigError: the corpus is missing, not text, or shorter than one sequence on a side.
         OSError: the cache cannot be written.
     """
-    corpus = load_corpus(config)
+    corpus = load_corpus(config) if corpus is None else corpus
     identity = f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{corpus.digest}"
     given: Tokenizer | None = None
     if config.encode_with is not None:
@@ -201,7 +204,7 @@ def _write_tokens(
     path: Path, documents: Sequence[Document], tokenizer: Tokenizer, dtype: str
 ) -> int:
     num_tokens = num_bytes = 0
-    end_id = tokenizer.token_to_id(END_OF_TEXT)
+    end_id = end_of_text_id(tokenizer)
     progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
     with path.open("wb") as file:
         for start in range(0, len(documents), _BATCH_DOCUMENTS):

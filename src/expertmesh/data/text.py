@@ -1,14 +1,42 @@
 """Text as the data of a language model's run: windows of tokens, and the bytes that validation tokens stand for."""
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from expertmesh.config.base import expanded
 from expertmesh.config.text import TextConfig
+from expertmesh.data.chat import extras_of
+from expertmesh.data.conversations import ConversationData
+from expertmesh.data.corpus import Corpus, load_corpus
+from expertmesh.data.order import shuffled
+from expertmesh.data.paths import find_paths
 from expertmesh.data.shards import prepare_tokens
-from expertmesh.data.tokenizer import load_tokenizer, token_num_bytes
+from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, token_num_bytes
 from expertmesh.data.windows import Windows
+
+_MOST_LABELS = 64
+
+
+def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | ConversationData":
+    """What a corpus is as the data of a run: text in windows, or conversations in rows.
+
+    Args:
+        config: of the data.
+        vocab_size: V of the model.
+        seed: of the order.
+
+    Raises:
+        ConfigError: see `TextData` and `ConversationData`.
+        OSError: the cache cannot be written.
+    """
+    corpus = load_corpus(config)
+    if corpus.is_talk:
+        return ConversationData(corpus, config, vocab_size=vocab_size, seed=seed)
+    return TextData(config, vocab_size=vocab_size, seed=seed, corpus=corpus)
 
 
 class TextData:
@@ -18,6 +46,7 @@ class TextData:
         config: of the data.
         vocab_size: V of the model.
         seed: of the order of the windows.
+        corpus: of `load_corpus`, where it is there already.
 
     Raises:
         ConfigError: the corpus is missing, not text, or shorter than one sequence on a side.
@@ -26,33 +55,75 @@ class TextData:
     Attributes:
         corpus: the documents themselves.
         windows: of the training split.
+        labels: the places of the text, where there are several.
     """
 
-    def __init__(self, config: TextConfig, *, vocab_size: int, seed: int) -> None:
-        tokens = prepare_tokens(config, vocab_size=vocab_size)
+    def __init__(
+        self, config: TextConfig, *, vocab_size: int, seed: int, corpus: Corpus | None = None
+    ) -> None:
+        tokens = prepare_tokens(config, vocab_size=vocab_size, corpus=corpus)
         self.key, self.corpus = tokens.key, tokens.corpus
-        self.files = {"tokenizer.json": tokens.tokenizer_path}
+        given = None if config.encode_with is None else expanded(config.encode_with)
+        self.files = {"tokenizer.json": tokens.tokenizer_path, **extras_of(given)}
         self.windows = Windows(tokens.training.tokens_N, config.seq_len, seed)
         self._validation = Windows(tokens.validation.tokens_N, config.seq_len, seed)
-        sizes = token_num_bytes(load_tokenizer(tokens.tokenizer_path), vocab_size)
+        tokenizer = load_tokenizer(tokens.tokenizer_path)
+        sizes = token_num_bytes(tokenizer, vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
+        self._end_id = end_of_text_id(tokenizer)
+        self._has_documents = config.document_mask
+        self.labels = self._places(config)
+        self._label_of_document = np.array(
+            [int(d.name.partition(":")[0]) for d in self.corpus.training if self.labels],
+            dtype=np.int64,
+        )
+        ends_N = tokens.training.tokens_N == self._end_id if self.labels else np.zeros(0)
+        self._ends = np.flatnonzero(ends_N)
         self.description = (
             f"{tokens.corpus.source}: {len(tokens.training.tokens_N):,} training and "
             f"{len(tokens.validation.tokens_N):,} validation tokens"
         )
 
-    def batch(self, first_sample: int, num_samples: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (num_samples, S) int64."""
-        return self.windows.batch(first_sample, num_samples)
+    @staticmethod
+    def _places(config: TextConfig) -> tuple[str, ...]:
+        """The places of the text, where there are several and not too many to tell apart."""
+        if config.path is None or config.dataset is not None:
+            return ()
+        found = [str(place.path) for place in find_paths(config.path)]
+        return tuple(found) if 1 < len(found) <= _MOST_LABELS else ()
 
     @property
     def num_validation(self) -> int:
         """Validation samples."""
         return self._validation.num_windows
 
-    def validation(
-        self, max_samples: int | None, batch_size: int
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Inputs, targets, and the bytes that each target stands for, (B, S) int64; each window from its own beginning."""
+    def batch(self, first_sample: int, num_samples: int) -> tuple[Any, ...]:
+        """Inputs and targets, each (num_samples, S) int64.
+
+        With a document mask or several places, a third entry: {"document": (num_samples, S), number of each input's document;
+        "label": (num_samples,), place of the text that a window begins in}, both int64.
+        """
+        total, seed = self.windows.num_windows, self.windows.seed
+        which = shuffled(first_sample, num_samples, total=total, seed=seed)
+        ids_BS, targets_BS = self.windows.windows(which)
+        more = self._documents(ids_BS)
+        if self.labels:
+            starts = np.array(which) * self.windows.seq_len
+            more["label"] = torch.from_numpy(
+                self._label_of_document[np.searchsorted(self._ends, starts)]
+            )
+        return (ids_BS, targets_BS, more) if more else (ids_BS, targets_BS)
+
+    def validation(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Any, ...]]:
+        """Inputs, targets, and the bytes that each target stands for, (B, S) int64; each window from its own beginning.
+
+        With a document mask, {"document": (B, S)}, too.
+        """
         for ids_BS, targets_BS in self._validation.batches(max_samples, batch_size):
-            yield ids_BS, targets_BS, self._num_bytes_V[targets_BS]
+            found = ids_BS, targets_BS, self._num_bytes_V[targets_BS]
+            more = self._documents(ids_BS)
+            yield (*found, more) if more else found
+
+    def _documents(self, ids_BS: Tensor) -> dict[str, Tensor]:
+        """Counts of ends of text so far: that of the document before is the first token which a document sees."""
+        return {"document": (ids_BS == self._end_id).cumsum(1)} if self._has_documents else {}

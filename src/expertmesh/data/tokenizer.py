@@ -110,7 +110,7 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
         raise ConfigError(
             f"data.encode_with={path}: has {tokenizer.get_vocab_size()} tokens, model.vocab_size is {vocab_size}; raise it"
         )
-    if tokenizer.token_to_id(END_OF_TEXT) is None:
+    if all(tokenizer.token_to_id(token) is None for token in (END_OF_TEXT, *_OTHER_ENDS)):
         raise ConfigError(
             f"data.encode_with={path}: has no token {END_OF_TEXT} for the end of a document; add one"
         )

@@ -36,7 +36,7 @@ def generate(
 def generate_text(
     model: CausalLM,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompt: str | Sequence[int],
     *,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
@@ -48,7 +48,7 @@ def generate_text(
     Args:
         model: the model, as for `generate_batch`.
         tokenizer: byte-level BPE of the model.
-        prompt: not empty.
+        prompt: not empty; or its token ids, before which nothing is put.
         max_new_tokens: the most tokens to append, as for `generate_batch`.
         sampling: the rule of sampling, as for `generate_batch`.
         eos_id: the token that ends a text, as for `generate_batch`.
@@ -60,13 +60,19 @@ def generate_text(
     Raises:
         ConfigError: as `generate_batch`, at once and not at the first token.
     """
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    if prompt_ids and start_id is not None:
-        prompt_ids = [start_id, *prompt_ids]
+    prompt_ids = _encoded(tokenizer, prompt, start_id)
     ids = generate(
         model, prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id
     )
     return _text_pieces(ids, TextStream(tokenizer))
+
+
+def _encoded(tokenizer: Tokenizer, prompt: str | Sequence[int], start_id: int | None) -> list[int]:
+    """The ids of a prompt; an empty one stays empty, and is refused later."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
+    return [start_id, *ids] if ids and start_id is not None else ids
 
 
 class Continuation(NamedTuple):
@@ -86,7 +92,7 @@ class Continuation(NamedTuple):
 def generate_texts(
     model: CausalLM,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     *,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
@@ -98,9 +104,7 @@ def generate_texts(
     Returns:
         One continuation for each prompt, in their order.
     """
-    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
-    if start_id is not None:
-        ids = [[start_id, *one] if one else one for one in ids]
+    ids = [_encoded(tokenizer, prompt, start_id) for prompt in prompts]
     new: list[list[int]] = [[] for _ in ids]
     is_cut = [True] * len(ids)
     steps = generate_batch(
@@ -150,7 +154,8 @@ def generate_batch(
         sources: token ids that an encoder-decoder reads first, one list per prompt.
         max_new_tokens: most tokens to generate for each; None: as many as the longest prompt leaves room for.
         sampling: how to choose tokens; None: greedy.
-        eos_id: a sequence ends before this token; None: only at max_new_tokens.
+        eos_id: a sequence ends before this token, and before those that the model names (`end_ids`); None: only at
+            max_new_tokens.
 
     Returns:
         Iterator over steps: the next token of every sequence, None for those that have ended.
@@ -246,6 +251,7 @@ def _steps(
     device = model.device
     ids_BS, token_mask_BS = pad_left(prompts, device=device)
     max_len = ids_BS.shape[1] + new_tokens
+    ends = set() if eos_id is None else {eos_id, *getattr(model, "end_ids", ())}
     cache: Any = None
     generators = sequence_generators(sampling.seed, len(prompts))
     running = [True] * len(prompts)
@@ -267,7 +273,7 @@ def _steps(
         chosen_B = choose(logits_BV, sampling, uniform_B=uniform_B)
         step: list[int | None] = []
         for index, token_id in enumerate(chosen_B.tolist()):
-            running[index] = running[index] and token_id != eos_id
+            running[index] = running[index] and token_id not in ends
             step.append(token_id if running[index] else None)
         if not any(running):
             return

@@ -120,6 +120,8 @@ class Task(ABC):
     """Whether `loss` listens to a teacher."""
     is_built_empty = False
     """Whether `build` makes a model without memory on "meta", whose `init_weights(seed)` then draws the weights."""
+    labels: tuple[str, ...] = ()
+    """Kinds of samples, languages or domains, for which the use of the experts is recorded apart; set by `prepare`."""
     teacher: nn.Module | None = None
     """A model of the family in evaluation mode, placed as the model is, where distill.teacher names one."""
 
@@ -179,6 +181,10 @@ class Task(ABC):
     def num_items(self, batch: Batch) -> int:
         """Items in a batch on the CPU, over which the loss is a mean; here, its samples."""
         return num_samples(batch)
+
+    def label_of(self, batch: Batch) -> Tensor:
+        """(B,) int64, which of the `labels` each sample has; asked where there are any."""
+        raise NotImplementedError(f"{type(self).__name__}.label_of: write it beside labels")
 
     def check(self, num_ranks: int) -> None:
         """Whether the run fits so many ranks, before anything is built.

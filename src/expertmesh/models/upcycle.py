@@ -1,7 +1,7 @@
 """Sparse upcycling: the feed-forward blocks of a trained dense model become mixture-of-experts layers with their weights.
 
-Komatsuzaki et al., arXiv 2212.05055 (copies of the block as experts), and He et al., arXiv 2410.07524 (fine-grained experts
-that are slices of it, chosen in virtual groups).
+Komatsuzaki et al., arXiv 2212.05055 (copies of the block as experts), He et al., arXiv 2410.07524 (fine-grained experts
+that are slices of it, chosen in virtual groups), and Nakamura et al., arXiv 2502.19261 (a part of each copy drawn anew).
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
+from expertmesh.models.expert_copies import ExpertCopies
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.upcycle import upcycle_gpt
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.recognize import RecognizedMLP, recognize_mlp
 from expertmesh.moe.types import RoutingStats
@@ -102,6 +105,7 @@ def upcycle(
     top_k: int = 2,
     granularity: int = 1,
     noise_std: float = 0.0,
+    redraw: float = 0.0,
     seed: int = 0,
     **options: Any,
 ) -> list[str]:
@@ -113,6 +117,8 @@ def upcycle(
     is cut into g experts along its hidden size; the router begins with equal rows for the g parts of a copy (a virtual
     group), so that tokens take whole copies at first.
 
+    A GPT of expertmesh stays one: its configuration then has the experts, and it is saved and trained as any other.
+
     Args:
         model: the dense model; its blocks are on any device, but not on the meta device.
         every: blocks number every - 1, 2 every - 1, ... are replaced; 1: all.
@@ -120,7 +126,9 @@ def upcycle(
         top_k: copies that a token uses (K / granularity).
         granularity: experts that a copy is cut into (g); it must divide the hidden size.
         noise_std: standard deviation of Gaussian noise on the copied weights, relative to that of each weight; 0: none.
-        seed: the seed of routers and noise.
+        redraw: share of the hidden units of each expert that are drawn anew, so that experts differ from the start (0.5 in
+            Drop-Upcycling); the first step is then not that of the dense model. 0: none.
+        seed: the seed of routers, noise and redrawn units.
         options: further keywords of `MoELayer`, such as capacity_factor, aux_loss_weight or num_shared_experts.
 
     Returns:
@@ -139,6 +147,10 @@ def upcycle(
     """
     if every < 1:
         raise ConfigError(f"every={every}: must be at least 1; use 2 for every other block")
+    if isinstance(model, GPT):
+        _check_options(options)
+        copies = ExpertCopies(num_experts, top_k, granularity, noise_std, redraw, seed)
+        return upcycle_gpt(model, copies, every=every, options=options)
     names = [name for name, _ in _find_blocks(model)][every - 1 :: every]
     if not names:
         raise ConfigError(
@@ -152,6 +164,7 @@ def upcycle(
         top_k=top_k,
         granularity=granularity,
         noise_std=noise_std,
+        redraw=redraw,
         seed=seed,
         **options,
     )
@@ -165,6 +178,7 @@ def moeify(
     top_k: int = 2,
     granularity: int = 1,
     noise_std: float = 0.0,
+    redraw: float = 0.0,
     seed: int = 0,
     **options: Any,
 ) -> list[str]:
@@ -177,6 +191,7 @@ def moeify(
         top_k: see there.
         granularity: see there.
         noise_std: see there.
+        redraw: see there.
         seed: see there.
         options: see there.
 
@@ -193,23 +208,11 @@ def moeify(
         >>> em.moeify(model, names=["mlp"], num_experts=4)
         ['mlp']
     """
-    if taken := [name for name in _OWN if name in options]:
-        raise ConfigError(
-            f"{taken[0]}={options[taken[0]]!r}: upcycling sets it from the block that it copies; leave it out"
-        )
+    _check_options(options)
+    copies = ExpertCopies(num_experts, top_k, granularity, noise_std, redraw, seed)
     found = [(name, _named(model, name)) for name in names]
     made = [
-        _upcycled(
-            module,
-            mlp,
-            num_copies=num_experts,
-            top_k=top_k,
-            granularity=granularity,
-            noise_std=noise_std,
-            seed=seed,
-            layer_index=index,
-            options=options,
-        )
+        _upcycled(module, mlp, copies, layer_index=index, options=options)
         for index, (_, (module, mlp)) in enumerate(found)
     ]
     for (name, (module, _)), block in zip(found, made, strict=True):
@@ -217,6 +220,13 @@ def moeify(
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, block)
     return names
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    if taken := [name for name in _OWN if name in options]:
+        raise ConfigError(
+            f"{taken[0]}={options[taken[0]]!r}: upcycling sets it from the block that it copies; leave it out"
+        )
 
 
 def _find_blocks(model: nn.Module) -> Iterator[tuple[str, RecognizedMLP]]:
@@ -250,59 +260,28 @@ def _named(model: nn.Module, name: str) -> tuple[nn.Module, RecognizedMLP]:
 def _upcycled(
     module: nn.Module,
     mlp: RecognizedMLP,
+    copies: ExpertCopies,
     *,
-    num_copies: int,
-    top_k: int,
-    granularity: int,
-    noise_std: float,
-    seed: int,
     layer_index: int,
     options: dict[str, Any],
 ) -> MoEBlock:
-    if granularity < 1 or mlp.hidden_dim % granularity:
-        raise ConfigError(
-            f"granularity={granularity}: must divide the hidden size {mlp.hidden_dim}; choose a divisor"
-        )
-    if noise_std < 0:
-        raise ConfigError(f"noise_std={noise_std}: must not be negative; use 0 for none")
-    w_in_GFD, w_out_DF, b_in_GF, b_out_D = mlp.weights(module)
+    hidden_dim = copies.hidden_dim(mlp.hidden_dim)
+    weights = mlp.weights(module)
+    g = copies.granularity
     layer = MoELayer(
         dim=mlp.dim,
-        hidden_dim=mlp.hidden_dim // granularity,
-        num_experts=num_copies * granularity,
-        top_k=top_k * granularity,
+        hidden_dim=hidden_dim,
+        num_experts=copies.num_copies * g,
+        top_k=copies.top_k * g,
         activation=mlp.activation,
         bias=mlp.bias,
         normalize_weights="topk",
-        weight_scale=float(granularity),
-        seed=seed,
+        weight_scale=float(g),
+        seed=copies.seed,
         layer_index=layer_index,
-        device=w_out_DF.device,
-        dtype=w_out_DF.dtype,
+        device=weights[1].device,
+        dtype=weights[1].dtype,
         **options,
     )
-    generator = torch.Generator().manual_seed(seed + layer_index)
-    g = granularity
-
-    def fill(parameter: Tensor, part_g: Tensor) -> None:
-        """Every copy gets the g parts in their order."""
-        parameter.copy_(part_g.repeat(num_copies, *[1] * (part_g.dim() - 1)))
-        if noise_std > 0:
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.add_(noise, alpha=noise_std * float(part_g.float().std()))
-
-    of = dict(layer.named_parameters())
-    with torch.no_grad():
-        fill(of["experts.w_in"], w_in_GFD.unflatten(1, (g, -1)).transpose(0, 1))
-        fill(of["experts.w_out"], w_out_DF.unflatten(1, (g, -1)).transpose(0, 1))
-        if mlp.bias:
-            assert b_in_GF is not None and b_out_D is not None
-            of["experts.b_in"].copy_(
-                b_in_GF.unflatten(1, (g, -1)).transpose(0, 1).repeat(num_copies, 1, 1)
-            )
-            # the g parts of a copy add up to one bias
-            of["experts.b_out"].copy_((b_out_D / g).expand_as(of["experts.b_out"]))
-        if g > 1:
-            rows = of["router.proj.weight"][::g].clone()
-            of["router.proj.weight"].copy_(rows.repeat_interleave(g, 0))
+    copies.fill(layer, *weights, layer_index=layer_index)
     return MoEBlock(layer)

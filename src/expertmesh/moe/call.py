@@ -1,6 +1,6 @@
 """One call of a layer: its arguments checked, flattened and joined with what the layer says for all calls."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from expertmesh.moe.assignment import Assignment, CapacityOptions, all_kept, assign, priority_of
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens, assign_shared
-from expertmesh.moe.random import fresh_key, random_bits
+from expertmesh.moe.random import STREAM_OUTPUT_MASK, fresh_key, random_bits, uniform
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
 from expertmesh.moe.validation import (
     check_call_factor,
@@ -42,6 +42,7 @@ class CallInputs:
         choice_factor: capacity factor of expert-choice routing, (numerator, denominator).
         capacity: what drops choices in this call; None: nothing does.
         groups: routing groups that other processes share, or None.
+        output_masking: probability with which a row's output is left out in this call.
     """
 
     x_TD: Tensor
@@ -58,6 +59,7 @@ class CallInputs:
     choice_factor: tuple[int, int]
     capacity: CapacityOptions | None
     groups: SharedGroups | None
+    output_masking: float
 
     @property
     def capacity_factor(self) -> float | None:
@@ -83,7 +85,16 @@ class CallInputs:
         )
 
     def assign(self, routed: RouterOutput, *, num_experts: int) -> Assignment:
-        """Apply the capacity to the choices; expert-choice routing has applied its own."""
+        """Apply the capacity to the choices, and mask outputs; expert-choice routing has applied its own capacity."""
+        assigned = self._kept(routed, num_experts)
+        p, weights_TK = self.output_masking, assigned.weights_TK
+        if p == 0.0:
+            return assigned
+        # An output of weight 0 is no output, and reaches neither the expert nor the router backward.
+        u_TK = uniform(self.bits(weights_TK.shape[1], STREAM_OUTPUT_MASK), weights_TK.dtype)
+        return replace(assigned, weights_TK=weights_TK * (u_TK >= p) / (1.0 - p))
+
+    def _kept(self, routed: RouterOutput, num_experts: int) -> Assignment:
         chosen = (routed.topk_expert_ids_TK, routed.topk_weights_TK)
         if self.capacity is None:
             return all_kept(*chosen)
@@ -161,7 +172,8 @@ def call_of(
     rule = layer.capacity_rule
     capacity = rule.in_call(capacity_factor, training=training)
     random_drop = capacity is not None and capacity.policy == "random"
-    draws = training and (random_drop or layer.routing_options.needs_noise)
+    masking = layer.options.expert_output_masking if training else 0.0
+    draws = masking > 0 or (training and (random_drop or layer.routing_options.needs_noise))
     return CallInputs(
         x_TD=x_TD,
         token_mask_T=mask_T,
@@ -177,4 +189,5 @@ def call_of(
         choice_factor=rule.choice_factor(capacity_factor, training=training),
         capacity=capacity,
         groups=None if shared_tokens is None else SharedGroups(shared_tokens, index_T),
+        output_masking=masking,
     )

@@ -71,6 +71,8 @@ class MoELayer(nn.Module):
         router_noise_std: factor on the noise, in logits.
         input_jitter: the router's input times a uniform factor in 1 +- this, in training.
         input_dropout: dropout probability on the router's input, in training.
+        expert_output_masking: p, in training each (token, expert) row's output is zero with this probability and times
+            1 / (1 - p) else (NLLB's expert output masking, which scales by 1 - p in evaluation instead). Masked rows hold their place.
         logit_temperature: the logits are divided by this.
         num_expert_groups: groups of consecutive experts for group-limited routing; 1: no limit.
         num_limited_groups: groups that a token may use: those with the largest sum of their two best scores.
@@ -144,6 +146,7 @@ class MoELayer(nn.Module):
         router_noise_std: float = 1.0,
         input_jitter: float = 0.0,
         input_dropout: float = 0.0,
+        expert_output_masking: float = 0.0,
         logit_temperature: float = 1.0,
         num_expert_groups: int = 1,
         num_limited_groups: int = 1,
@@ -194,6 +197,7 @@ class MoELayer(nn.Module):
             router_noise_std=router_noise_std,
             input_jitter=input_jitter,
             input_dropout=input_dropout,
+            expert_output_masking=expert_output_masking,
             logit_temperature=logit_temperature,
             num_expert_groups=num_expert_groups,
             num_limited_groups=num_limited_groups,
@@ -420,5 +424,6 @@ class MoELayer(nn.Module):
             num_dropped=num_dropped,
             topk_expert_ids_TK=routed.topk_expert_ids_TK,
             topk_weights_TK=routed.topk_weights_TK.detach(),
+            kept_expert_ids_TK=assigned.expert_ids_TK,
         )
         return y_TD.to(x.dtype).reshape(x.shape), stats

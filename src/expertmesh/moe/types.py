@@ -62,6 +62,7 @@ class RoutingStats:
         num_dropped: scalar int64, rows dropped because an expert was over capacity, detached.
         topk_expert_ids_TK: (T, K) int64 expert ids before dropping, detached; E at masked tokens.
         topk_weights_TK: (T, K) routing weights before dropping, detached; 0 at masked tokens.
+        kept_expert_ids_TK: (T, K) int64 expert ids after dropping, detached; E at dropped rows, too.
 
     Example:
         >>> import torch
@@ -78,6 +79,7 @@ class RoutingStats:
     num_dropped: Tensor
     topk_expert_ids_TK: Tensor
     topk_weights_TK: Tensor
+    kept_expert_ids_TK: Tensor
 
 
 for _cls in (Routing, RouterOutput, RoutingStats):

@@ -133,6 +133,39 @@ function perLayer(parent, run, title, note, key, extra = { yaxis: { rangemode: "
   }));
 }
 
+// What a part of a sample loses, from its first tokens to its last; of runs that dropped rows.
+function dropsByPosition(parent, run) {
+  if (!run.experts.positions.length) return;
+  const parts = run.experts.positions[0].map((_, i) => i + 1);
+  figure(parent, "Dropped rows by position", "share of the rows in each eighth of a sample, mean over the run; paler: deeper layers", () => ({
+    traces: run.experts.positions.map((shares, layer) => {
+      const made = line(parts, shares, `layer ${layer}`, color("run0"), "lines+markers");
+      made.opacity = 1 - (0.75 * layer) / run.experts.positions.length;
+      made.hovertemplate = `%{y:.4~g} in part %{x}<extra>layer ${layer}</extra>`;
+      return made;
+    }),
+    extra: { xaxis: { title: { text: "eighth of a sample" }, dtick: 1 }, yaxis: { rangemode: "tozero" } },
+  }));
+}
+
+// Which experts each kind of sample (language, domain) uses; of families that name kinds.
+function useByLabel(parent, run) {
+  const labels = Object.keys(run.experts.labels);
+  if (!labels.length) return;
+  const columns = run.experts.sizes.flatMap((size, layer) => Array.from({ length: size }, (_, expert) => `layer ${layer}, expert ${expert}`));
+  const ratios = labels.map((label) => run.experts.labels[label]);
+  figure(parent, "Experts by kind of sample", "rows over the mean of the layer, last quarter of the run: red more, blue less", () => ({
+    traces: [{
+      type: "heatmap", x: columns.map((_, i) => i), y: labels.map(escaped), customdata: ratios, text: labels.map(() => columns),
+      z: ratios.map((row) => row.map((ratio) => (ratio === 0 ? -3 : Math.max(-3, Math.min(3, Math.log2(ratio)))))),
+      zmin: -3, zmax: 3, colorscale: [[0, color("low")], [0.5, color("mid")], [1, color("high")]], showscale: false,
+      hovertemplate: "%{y}, %{text}: %{customdata:.2f} × mean<extra></extra>",
+    }],
+    height: Math.max(180, Math.min(640, 80 + 18 * labels.length)),
+    extra: { xaxis: { title: { text: "experts of all layers" }, showticklabels: false, showgrid: false }, yaxis: { autorange: "reversed", showgrid: false } },
+  }), true);
+}
+
 function expertTable(run) {
   const mean = run.experts.sizes.map((size, layer) =>
     run.experts.last.filter((one) => one.layer === layer).reduce((sum, one) => sum + one.rows, 0) / size);
@@ -209,6 +242,8 @@ function details() {
       perLayer(grid, run, "Routing entropy", "nats, mean over tokens; 0: one choice has all the weight; paler: deeper layers", "entropy", {});
       perLayer(grid, run, "Dropped rows", "share of a layer's rows", "dropped");
       perLayer(grid, run, "Dead experts", "without a row in a step, per layer", "dead");
+      dropsByPosition(grid, run);
+      useByLabel(section, run);
       section.append(element("h3", {}, "Most confident experts"), element("div", { class: "scroll" }, expertTable(run)),
         element("p", { class: "note" }, deadList(run)));
     } else {

@@ -105,7 +105,32 @@ def _experts(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
             for i in layers
             for e, count in enumerate(last["counts"][i])
         ],
+        "positions": _by_position(lines, len(sizes)),
+        "labels": _by_label(lines[-max(len(lines) // 4, 1) :], sizes),
     }
+
+
+def _by_position(lines: list[dict[str, Any]], num_layers: int) -> list[list[float]]:
+    """Mean over the records of the share of dropped rows in each part of a sample, per layer; [] where nothing was dropped."""
+    found = [line["dropped_by_position"] for line in lines if line.get("dropped_by_position")]
+    return [
+        [round(sum(shares) / len(lines), 4) for shares in zip(*(f[i] for f in found), strict=True)]
+        for i in range(num_layers if found else 0)
+    ]
+
+
+def _by_label(lines: list[dict[str, Any]], sizes: list[int]) -> dict[str, list[float]]:
+    """Rows of each expert over the mean, layer after layer, by the kind of sample; of the last quarter of the records."""
+    found: dict[str, list[float]] = {}
+    for label in lines[-1].get("counts_by_label", {}):
+        uses = [
+            line.get("counts_by_label", {}) for line in lines
+        ]  # places may have moved meanwhile
+        each = [use[label] for use in uses if label in use]
+        for layer, size in enumerate(sizes):
+            rows = [sum(use[layer][expert] for use in each) for expert in range(size)]
+            found.setdefault(label, []).extend(round(n * size / max(sum(rows), 1), 3) for n in rows)
+    return found
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, str]:

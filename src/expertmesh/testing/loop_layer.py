@@ -37,6 +37,7 @@ class LoopInputs:
         weights_TK: replayed weights, or None.
         input_factor_TD: jitter and dropout of the router's input, or None.
         noise_TE: logit noise, already scaled, or None.
+        output_factor_TK: expert output masking, as a factor, or None.
     """
 
     x_TD: Tensor
@@ -47,6 +48,7 @@ class LoopInputs:
     weights_TK: Tensor | None = None
     input_factor_TD: Tensor | None = None
     noise_TE: Tensor | None = None
+    output_factor_TK: Tensor | None = None
 
 
 def loop_mlp(
@@ -213,6 +215,8 @@ def loop_forward(inputs: LoopInputs, options: OracleOptions) -> tuple[Tensor, Te
     with torch.autocast(x_TD.device.type, enabled=False):
         logits_TE = loop_logits(inputs, options)
         weights_TK = loop_weights(logits_TE, inputs, options)
+        if inputs.output_factor_TK is not None:
+            weights_TK = weights_TK * inputs.output_factor_TK
         aux, z = loop_losses(logits_TE, inputs, options)
     y_TD = torch.zeros(x_TD.shape, dtype=weights_TK.dtype)
     for e in range(options.num_experts):

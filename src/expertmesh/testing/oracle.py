@@ -41,7 +41,7 @@ def oracle_forward(inputs: OracleInputs, options: OracleOptions) -> OracleOutput
     )
     weights_TK = _weights(routed.raw_TK, ids_TK < options.num_experts, inputs, options)
     kept_TK = _assign(ids_TK, weights_TK, inputs, options, routed)
-    final_TK = _weights(routed.raw_TK, kept_TK, inputs, options)
+    final_TK = _weights(routed.raw_TK, kept_TK, inputs, options) * inputs.output_factor_TK
     moe_TD = np.zeros_like(x_TD)
     for t, x_D in enumerate(x_TD):
         for k, e in enumerate(ids_TK[t]):
@@ -90,6 +90,7 @@ def oracle_backward(
                 dfinal_TK[t, k] = float(expert.forward(x_D) @ dmoe_TD[t])
                 dx_TD[t] += expert.backward(x_D, final_TK[t, k] * dmoe_TD[t], into)
     tape["scales"] = _scales(inputs, options, output, dmoe_TD, dy_TD)
+    dfinal_TK *= inputs.output_factor_TK
     draw_TK = _weights_backward(routed.raw_TK, dfinal_TK, output.kept_TK, inputs, options)
     dprobabilities_TE, dload_TE = balance_loss_backward(
         routed, mask_T, options, dlosses * options.aux_loss_weight

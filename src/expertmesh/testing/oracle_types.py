@@ -51,6 +51,7 @@ class OracleInputs:
         expert_bias_E: added to the scores for the choice only.
         noise_TE: added to the logits for the choice, already scaled.
         input_factor_TD: jitter and dropout, as the factor on the router's input.
+        output_factor_TK: expert output masking, as the factor on the outputs of the experts.
         keys_TK: for drop policy "random": rows with the smaller keys stay.
     """
 
@@ -62,6 +63,7 @@ class OracleInputs:
     expert_bias_E: Array | None = None
     noise_TE: Array | None = None
     input_factor_TD: Array | None = None
+    output_factor_TK: Array | float = 1.0
     keys_TK: Array | None = None
 
 

@@ -2,7 +2,7 @@
 
 `torch.distributed.checkpoint` unpickles its `.metadata` with no restriction, so that a folder could run any command. Here
 only the few classes that an index is made of may occur, pieces must lie in the folder itself, and nothing is transformed.
-The tensors' own files are read by `torch.load(weights_only=True)`, inside torch.
+Of the tensors' own files only the tensors' memory is read (`checkpoint_files.py`).
 """
 
 import io

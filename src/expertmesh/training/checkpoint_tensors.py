@@ -1,20 +1,18 @@
 """The tensors of a checkpoint: each rank writes what it alone has, and reads what it needs, by torch.distributed.checkpoint.
 
-Planner, writer and reader of torch are used directly. Its `save` would run collectives in the background, hide an OSError,
-and warn where there is no process group.
+Planner and writer of torch are used directly: its `save` would run collectives in the background, hide an OSError, and warn
+where there is no process group. What they write is read through memory maps.
 """
 
 import copy
 import os
-import pickle
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
@@ -23,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.errors import CheckpointError
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.training.checkpoint_files import MappedFiles
 from expertmesh.training.checkpoint_index import read_index
 
 
@@ -159,8 +158,8 @@ def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult
 def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill given tensors from a checkpoint, in place; tensors of the checkpoint that are not asked for are left out.
 
-    Reads one after the other the saved pieces that overlap with what this rank has of the tensors, however many ranks saved
-    them. Communicates with nobody.
+    Copies the saved pieces that overlap with what this rank has of the tensors, however many ranks saved them, out of mapped
+    files, so that a rank needs no memory beside its tensors. Communicates with nobody.
 
     Args:
         folder: the checkpoint.
@@ -177,28 +176,37 @@ def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             raise CheckpointError(
                 f"{folder}: {name} has shape {saved[name]}, the model's is {tuple(tensor.shape)}; it is of another model"
             )
-    planner, reader = DefaultLoadPlanner(), FileSystemReader(folder)
-    metadata = read_index(folder)
+    planner, metadata = DefaultLoadPlanner(), read_index(folder)
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
     with torch.no_grad():
-        _read(reader, plan, planner, folder)
+        _read(folder, metadata, planner.finish_plan(planner.create_local_plan()), planner)
 
 
-def _read(
-    reader: FileSystemReader, plan: LoadPlan, planner: DefaultLoadPlanner, folder: Path
-) -> None:
-    """Read the pieces of a plan; `torch.load` inside takes tensors and nothing else."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of a pickle that will be refused
-            reader.read_data(plan, planner).wait()
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError) as error:
-        reason = " ".join(str(error).partition("WeightsUnpickler error: ")[2].split())[:120]
-        why = f" ({reason})" if reason else ""
-        raise CheckpointError(
-            f"{folder}: its .distcp files hold no tensors of this checkpoint{why}; choose another checkpoint"
-        ) from error
+def _read(folder: Path, metadata: Metadata, plan: LoadPlan, planner: DefaultLoadPlanner) -> None:
+    """Copy the pieces of a plan out of the mapped files."""
+    files = MappedFiles(folder)
+    for item in plan.items:
+        entry = metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        place = metadata.storage_data.get(item.storage_index)
+        offset = item.storage_index.offset
+        sizes = next((c.sizes for c in entry.chunks if offset in (None, c.offsets)), None)
+        if place is None or sizes is None:
+            raise CheckpointError(
+                f"{folder}: the index does not say where {item.storage_index.fqn} is; choose another checkpoint"
+            )
+        target = planner.resolve_tensor(item).detach()
+        where = zip(item.storage_offsets, item.lengths, strict=True)
+        files.copy(
+            target,
+            place.relative_path,
+            tuple(slice(start, start + length) for start, length in where),
+            offset=place.offset,
+            length=place.length,
+            dtype=entry.properties.dtype,
+            sizes=sizes,
+        )
+        planner.commit_tensor(item, target)
 
 
 def whole_tensors(folder: Path, names: Iterable[str]) -> Iterator[Tensor]:
@@ -208,16 +216,14 @@ def whole_tensors(folder: Path, names: Iterable[str]) -> Iterator[Tensor]:
         folder: the checkpoint.
         names: of tensors that it has.
     """
-    reader = FileSystemReader(folder)
     metadata = read_index(folder)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
     for name in names:
         entry = metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         planner = DefaultLoadPlanner()
         planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
-        _read(reader, planner.finish_plan(planner.create_local_plan()), planner, folder)
+        _read(folder, metadata, planner.finish_plan(planner.create_local_plan()), planner)
         yield tensor
 
 

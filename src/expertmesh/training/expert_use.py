@@ -5,11 +5,12 @@ About `RECORDS` steps of a run are recorded, evenly spread, so that a long run's
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from expertmesh.training.metrics import read_lines
+from expertmesh.training.routing import POSITIONS
 
 RECORDS = 200
 """A run has at least as many records, or one for each step if it is shorter, and at most twice as many."""
@@ -24,16 +25,21 @@ class ExpertUse:
         dropped: rows dropped.
         confidence: mean routing weight of each expert's rows; 0 for an expert without a row.
         entropy: mean entropy of a token's routing weights over their sum, in nats; 0: one choice has all the weight.
+        dropped_by_position: share of the rows that was dropped in each of `POSITIONS` equal parts of a sample, from its first
+            tokens to its last; empty where nothing was dropped.
+        counts_by_label: the counts by the kind of sample (language, domain), where the family names kinds.
     """
 
     counts: list[list[int]]
     dropped: list[int]
     confidence: list[list[float]]
     entropy: list[float]
+    dropped_by_position: list[list[float]] = field(default_factory=list)
+    counts_by_label: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def named(self) -> dict[str, Any]:
-        """As plain values by name."""
-        return asdict(self)
+        """As plain values by name, without those that are empty."""
+        return {name: value for name, value in asdict(self).items() if value}
 
 
 def is_recorded(step: int, num_steps: int) -> bool:
@@ -46,23 +52,39 @@ def is_recorded(step: int, num_steps: int) -> bool:
     return step % max(num_steps // RECORDS, 1) == 0 or step == num_steps - 1
 
 
-def use_of_experts(counts: list[list[int]], dropped: list[int], sums: Sequence[float]) -> ExpertUse:
+def use_of_experts(
+    counts: list[list[int]],
+    dropped: list[int],
+    sums: Sequence[float],
+    labels: Sequence[str] = (),
+) -> ExpertUse:
     """The record of a step.
 
     Args:
         counts: rows chosen per expert, per layer.
         dropped: rows dropped, per layer.
-        sums: `LoadCounter.weights` of all layers and ranks, one after the other.
+        sums: `LoadCounter.watched` of all layers and ranks, one after the other.
+        labels: names of the kinds of samples.
     """
-    confidence, entropy, place = [], [], 0
-    sums = [value if math.isfinite(value) else 0.0 for value in sums]  # of a step that diverged
+    left = iter([value if math.isfinite(value) else 0.0 for value in sums])  # of one that diverged
+
+    def take(count: int) -> list[float]:
+        return [next(left) for _ in range(count)]
+
+    confidence, entropy, by_position = [], [], []
+    by_label: dict[str, list[list[int]]] = {label: [] for label in labels}
     for rows in counts:
-        *weights, nats, num_tokens = sums[place : place + len(rows) + 2]
-        place += len(rows) + 2
-        pairs = zip(weights, rows, strict=True)
+        pairs = zip(take(len(rows)), rows, strict=True)
         confidence.append([round(w / n, 4) if n else 0.0 for w, n in pairs])
+        nats, num_tokens = take(2)
         entropy.append(round(nats / num_tokens, 4) if num_tokens else 0.0)
-    return ExpertUse(counts, dropped, confidence, entropy)
+        places = [take(2) for _ in range(POSITIONS)]
+        by_position.append([round(gone / n, 4) if n else 0.0 for gone, n in places])
+        for label in labels:
+            by_label[label].append([int(n) for n in take(len(rows))])
+    if not any(map(any, by_position)):
+        by_position = []
+    return ExpertUse(counts, dropped, confidence, entropy, by_position, by_label)
 
 
 def read_use(path: Path) -> list[dict[str, Any]]:
@@ -78,11 +100,17 @@ def _shape(line: dict[str, Any]) -> list[int] | None:
         numbers = [*line["dropped"], *line["entropy"]]
         for row in (*line["counts"], *line["confidence"]):
             numbers += row
+        for kind in line.get("counts_by_label", {}).values():
+            if [len(row) for row in kind] != sizes:
+                return None
+        by_position = line.get("dropped_by_position", [[0.0] * POSITIONS] * len(sizes))
+        numbers += [share for row in by_position for share in row]
         is_whole = (
             [len(row) for row in line["confidence"]] == sizes
+            and [len(row) for row in by_position] == [POSITIONS] * len(sizes)
             and len(line["dropped"]) == len(line["entropy"]) == len(sizes)
             and all(map(math.isfinite, numbers))
         )
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         return None
     return sizes if is_whole else None

@@ -94,7 +94,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
 def _check_output(output: Path, *, overwrite: bool) -> None:
     if output.is_dir():
         raise ConfigError(
-            f"output={output}: is a folder; name a file, for example {output / 'model.safetensors'}"
+            f"output={output}: is a folder; name a file, for example {output / 'model.safetensors'} (a folder for transformers: expertmesh convert)"
         )
     if str(output) == "-" or (output.exists() and not output.is_file()):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""AdamW with decay groups, and the learning rate as a function of the step."""
+"""The optimiser with its groups, and the learning rate as a function of the step."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from torch import nn
 from expertmesh.config.run import Frozen, OptimConfig
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
+from expertmesh.training.muon import Muon, matrix_parameters
 
 _BIASES = frozenset({"bias", "b_in", "b_out"})
 
@@ -38,32 +39,38 @@ def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
             getattr(layer, part).requires_grad_(False)
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2), fused, with two groups: decayed and not decayed (per mesh on several ranks).
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2), fused, or Muon for the matrices and AdamW for the rest.
+
+    The groups: decayed and not decayed, matrices of Muon and others (and per mesh on several ranks).
 
     Args:
         model: parameters that require no gradient are left out.
-        config: learning rate, betas, epsilon and decay.
+        config: learning rate, betas, epsilon, momentum and decay.
 
     Returns:
         The optimiser; its learning rate is set before each step by the loop.
     """
-    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    matrices = matrix_parameters(model) if config.name == "muon" else set()
+    groups: dict[tuple[bool, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # The fused update takes tensors of one mesh at a time.
-            key = is_decayed(name, parameter), getattr(parameter, "device_mesh", None)
-            groups.setdefault(key, []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
-            for (decayed, _), parameters in sorted(groups.items(), key=lambda item: not item[0][0])
-        ],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+            mesh = getattr(parameter, "device_mesh", None)
+            groups.setdefault((is_decayed(name, parameter), name in matrices, mesh), []).append(
+                parameter
+            )
+    params: list[dict[str, Any]] = [
+        {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
+        | ({"is_matrix": True} if is_matrix else {})
+        for (decayed, is_matrix, _), parameters in sorted(
+            groups.items(), key=lambda item: not item[0][0]
+        )
+    ]
+    betas = config.beta1, config.beta2
+    if config.name == "muon":
+        return Muon(params, lr=config.lr, momentum=config.momentum, betas=betas, eps=config.eps)
+    return torch.optim.AdamW(params, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:

@@ -8,33 +8,58 @@ from torch import Tensor
 
 from expertmesh.moe.types import RoutingStats
 
+POSITIONS = 8
+"""Equal parts of a sample for which dropped rows are counted."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What the tokens of a forward pass are, for a record that tells them apart.
+
+    Attributes:
+        num_samples: samples of the pass; its tokens are in their order.
+        part: which of the `num_parts` parts of every sample's tokens this process has.
+        num_parts: parts of a sample on as many processes.
+        num_labels: kinds of samples.
+        label_B: (B,) kind of each sample; None: there are no kinds.
+    """
+
+    num_samples: int
+    part: int = 0
+    num_parts: int = 1
+    num_labels: int = 0
+    label_B: Tensor | None = None
+
 
 @dataclass
 class LoadCounter:
     """Routing statistics summed over the micro-batches of a step; no synchronisation.
 
     Attributes:
-        watches: whether weights and entropies are summed, too.
         counts: (E,) int64 rows chosen per expert, one tensor per MoE layer.
         num_dropped: (number of MoE layers,) int64 rows dropped.
-        weights: (E + 2,) FP64 per MoE layer: this process's sums of the routing weights of each expert's rows, of the
-            tokens' routing entropies in nats, and the tokens.
+        watched: FP64 per MoE layer, this process's sums one after the other: (E,) routing weights of each expert's rows; the
+            tokens' routing entropies in nats; the tokens; (POSITIONS, 2) rows dropped and rows chosen in each part of a sample;
+            (labels, E) rows chosen per expert by samples of each kind. None where nothing was watched.
     """
 
-    watches: bool = False
     counts: list[Tensor] = field(default_factory=list)
     num_dropped: Tensor | None = None
-    weights: list[Tensor] = field(default_factory=list)
+    watched: list[Tensor] = field(default_factory=list)
 
-    def add(self, stats: Sequence[RoutingStats]) -> None:
+    def add(self, stats: Sequence[RoutingStats], watched: Watched | None = None) -> None:
         """Count one forward pass."""
         if not stats:
             return
         self.counts = _added(self.counts, [s.num_tokens_per_expert_E for s in stats])
         dropped = torch.stack([s.num_dropped for s in stats])
         self.num_dropped = dropped if self.num_dropped is None else self.num_dropped + dropped
-        if self.watches:
-            self.weights = _added(self.weights, [_sums_of_weights(s) for s in stats])
+        if watched is not None:
+            sums = [
+                torch.cat((_sums_of_weights(s), _drops(s, watched), _use_by_label(s, watched)))
+                for s in stats
+            ]
+            self.watched = _added(self.watched, sums)
 
 
 def _added(sums: list[Tensor], new: list[Tensor]) -> list[Tensor]:
@@ -42,7 +67,7 @@ def _added(sums: list[Tensor], new: list[Tensor]) -> list[Tensor]:
 
 
 def _sums_of_weights(stats: RoutingStats) -> Tensor:
-    """See `LoadCounter.weights`; the entropy is that of a token's weights over their sum."""
+    """(E + 2,) of `LoadCounter.watched`; the entropy is that of a token's weights over their sum."""
     num_experts = stats.num_tokens_per_expert_E.numel()
     weights_TK, ids_TK = stats.topk_weights_TK, stats.topk_expert_ids_TK
     sums = torch.zeros(num_experts + 1, dtype=torch.float64, device=weights_TK.device)
@@ -51,6 +76,35 @@ def _sums_of_weights(stats: RoutingStats) -> Tensor:
     entropy = -torch.xlogy(shares_TK, shares_TK).sum()
     is_routed_T = (ids_TK < num_experts).any(1)
     return torch.cat((sums[:-1], torch.stack((entropy, is_routed_T.sum())).double()))
+
+
+def _drops(stats: RoutingStats, watched: Watched) -> Tensor:
+    """(POSITIONS * 2,) of `LoadCounter.watched`; zeros where nothing is dropped, or a layer's tokens are no parts of samples."""
+    num_experts, ids_TK = stats.num_tokens_per_expert_E.numel(), stats.topk_expert_ids_TK
+    sums = torch.zeros(POSITIONS, 2, dtype=torch.float64, device=ids_TK.device)
+    each, rest = divmod(len(ids_TK), watched.num_samples)
+    if stats.kept_expert_ids_TK is ids_TK or rest or not each:
+        return sums.flatten()
+    place_S = torch.arange(each, device=ids_TK.device) + watched.part * each
+    bin_S = place_S * POSITIONS // (each * watched.num_parts)
+    chosen_TK = ids_TK < num_experts
+    dropped_TK = chosen_TK & (stats.kept_expert_ids_TK == num_experts)
+    rows_T2 = torch.stack((dropped_TK.sum(1), chosen_TK.sum(1)), 1).double()
+    return sums.index_add_(0, bin_S.repeat(watched.num_samples), rows_T2).flatten()
+
+
+def _use_by_label(stats: RoutingStats, watched: Watched) -> Tensor:
+    """(labels * E,) of `LoadCounter.watched`."""
+    num_experts, ids_TK = stats.num_tokens_per_expert_E.numel(), stats.topk_expert_ids_TK
+    sums = torch.zeros(
+        watched.num_labels, num_experts + 1, dtype=torch.float64, device=ids_TK.device
+    )
+    each, rest = divmod(len(ids_TK), watched.num_samples)
+    if watched.label_B is not None and not rest:
+        slots_TK = watched.label_B.repeat_interleave(each)[:, None] * (num_experts + 1) + ids_TK
+        ones = torch.ones(ids_TK.numel(), dtype=torch.float64, device=ids_TK.device)
+        sums.view(-1).index_add_(0, slots_TK.flatten(), ones)
+    return sums[:, :-1].flatten()
 
 
 def routing_losses(stats: Sequence[RoutingStats], like: Tensor) -> tuple[Tensor, Tensor]:

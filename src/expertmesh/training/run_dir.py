@@ -103,6 +103,7 @@ class RunDir:
         _write_json(self.versions, versions())
         for name, source in files.items():
             target = self.path / name
+            target.parent.mkdir(exist_ok=True)
             partial = target.with_suffix(".partial")
             shutil.copyfile(source, partial)
             partial.rename(target)

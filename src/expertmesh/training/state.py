@@ -17,7 +17,8 @@ from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint import find_damage, read_state
 from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_ADAMW = ("step", "exp_avg", "exp_avg_sq")
+_MUON = ("momentum_buffer",)
 
 
 _VALUES: dict[str, type | tuple[type, ...]] = {
@@ -76,7 +77,7 @@ class TrainState:
 
     Attributes:
         model: the model.
-        optimizer: AdamW over its parameters.
+        optimizer: AdamW or Muon over its parameters.
         scaler: loss scaler; may be switched off.
         progress: how far the run is.
         ranks: the ranks over which model and optimiser are spread.
@@ -125,12 +126,15 @@ class TrainState:
                 f"{path}: has a tensor {extra[0]} that the model has not; it is of another model"
             )
         for name, parameter in self._parameters():
-            if f"optimizer.{name}.exp_avg" not in saved:
+            kinds = next((k for k in (_ADAMW, _MUON) if f"optimizer.{name}.{k[-1]}" in saved), ())
+            if not kinds:
                 continue
-            state = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            self.optimizer.state[parameter] = {key: state[key] for key in _MOMENTS}
-            targets |= {f"optimizer.{name}.{key}": state[key] for key in _MOMENTS}
+            state = {key: torch.zeros_like(parameter) for key in kinds if key != "step"}
+            if "step" in kinds:
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state = {"step": step, **state}
+            self.optimizer.state[parameter] = state
+            targets |= {f"optimizer.{name}.{key}": tensor for key, tensor in state.items()}
         random = {name: t for name, t in _random_states().items() if name in saved}
         read_tensors(path, targets | random)
         _set_random_states(random)
@@ -208,7 +212,11 @@ def check_same_run(
         raise ConfigError(f"the run in {where} cannot go on: {error}") from None
     old_fields, new_fields = (_flat(run.model_dump(mode="json")) for run in (before, config))
     for name, value in new_fields.items():
-        is_fixed = name.startswith(("model.", "distill.")) or name in ("train.seed", *family.fixed)
+        is_fixed = name.startswith(("model.", "distill.")) or name in (
+            "train.seed",
+            "optim.name",
+            *family.fixed,
+        )
         if is_fixed and name not in family.free and old_fields.get(name) != value:
             raise ConfigError(
                 f"{name}={value}: the run in {where} has {old_fields.get(name)}; use that value, or another"

@@ -14,7 +14,7 @@ from expertmesh.training.expert_use import ExpertUse, is_recorded, use_of_expert
 from expertmesh.training.metrics import Load, measure_load, to_lists
 from expertmesh.training.optim import balance_experts
 from expertmesh.training.precision import Precision
-from expertmesh.training.routing import LoadCounter, routing_losses
+from expertmesh.training.routing import LoadCounter, Watched, routing_losses
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def training_step(
     dropped = [] if counter.num_dropped is None else counter.num_dropped.tolist()
     load = measure_load(counts, sum(dropped))
     experts = None
-    if counter.weights:
-        sums = ranks.sum_(torch.cat(counter.weights), what="the routing weights")
-        experts = use_of_experts(counts, dropped, sums.tolist())
+    if counter.watched:
+        sums = ranks.sum_(torch.cat(counter.watched), what="the use of the experts")
+        experts = use_of_experts(counts, dropped, sums.tolist(), task.labels)
     return StepResult(loss, aux_loss, z_loss, grad_norm, load, is_finite, experts)
 
 
@@ -125,14 +125,14 @@ def accumulate_gradients(
         scaler: the scaler of the loss.
         precision: device and dtype.
         ranks: see `training_step`.
-        watch: sum routing weights and entropies, too.
+        watch: sum what a record of the experts' use needs, too.
 
     Returns:
         (3,) loss, balance loss and z-loss of the batch, FP32 or FP64, and the routing counts. Does not synchronise.
     """
     ranks = Ranks() if ranks is None else ranks
     size, num_items = num_samples(batch), task.num_items(batch)
-    counter = LoadCounter(watch)
+    counter = LoadCounter()
     sums = torch.zeros(3, device=precision.device, dtype=precision.master_dtype)
     for start in range(0, size, micro_batch_size):
         stop = min(start + micro_batch_size, size)
@@ -146,6 +146,13 @@ def accumulate_gradients(
         loss = found.total / num_items
         aux_loss, z_loss = (part * share for part in routing_losses(found.stats, loss))
         scaler.scale(loss + aux_loss + z_loss).backward()
-        counter.add(found.stats)
+        counter.add(found.stats, _watched(task, mine, ranks) if watch else None)
         sums += torch.stack((loss, aux_loss.to(loss), z_loss.to(loss))).detach()
     return ranks.sum_(sums, what="the losses"), counter
+
+
+def _watched(task: Task, batch: Batch, ranks: Ranks) -> Watched:
+    """What a record tells apart in samples of this rank."""
+    tp, count = ranks.tp_degree, len(task.labels)
+    label_B = task.label_of(batch) if count else None
+    return Watched(num_samples(batch), ranks.position % tp, tp, count, label_B)

@@ -239,6 +239,7 @@ def model_config(values: Values) -> ModelConfig:
             "rope_base": _rope(values).get("rope_theta", values.get("rope_theta", 10000.0)),
             "init_std": values.get("initializer_range", 0.02),
             "activation": _ACTIVATIONS[activation],
+            "end_ids": end_ids(values),
         }
         return ModelConfig.model_validate(common | family.options(values))
     except KeyError as missing:
@@ -247,6 +248,13 @@ def model_config(values: Values) -> ModelConfig:
         raise ConfigError(
             f"{name} has a value of a wrong type ({error}); restore it from the hub"
         ) from None
+
+
+def end_ids(values: Values) -> tuple[int, ...]:
+    """The tokens that end a text: one id or a list of them; those outside the vocabulary never come."""
+    given = values.get("eos_token_id")
+    ids = given if isinstance(given, list) else [given]
+    return tuple(i for i in ids if isinstance(i, int) and 0 <= i < values["vocab_size"])
 
 
 def export_family(config: ModelConfig) -> HubFamily:

@@ -1,25 +1,24 @@
-"""From a hub folder to a run directory of ours, and from a run or a checkpoint of ours to a hub folder or a single file."""
+"""From a hub folder to a run directory of ours, and from a run or a checkpoint of ours to a hub folder."""
 
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.family import GPT
 from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.data.chat import EXTRAS
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import hub_family, model_config
 from expertmesh.integrations.hub.load import load_pretrained, read_config
-from expertmesh.integrations.hub.save import EXTRAS, save_pretrained
-from expertmesh.training.checkpoint import CheckpointStore
-from expertmesh.training.export import export, find_checkpoint
-from expertmesh.training.run_dir import TOKENIZER, RunDir
-from expertmesh.training.state import RunProgress, read_run_state
+from expertmesh.integrations.hub.save import save_pretrained
+from expertmesh.training.begin import save_as_run
+from expertmesh.training.export import find_checkpoint
+from expertmesh.training.run_dir import TOKENIZER
+from expertmesh.training.state import read_run_state
 
 _BESIDE = ("config.json", "generation_config.json", "chat_template.jinja")
 
@@ -28,7 +27,7 @@ class Converted(NamedTuple):
     """What a conversion made.
 
     Attributes:
-        path: of the folder or file.
+        path: of the folder.
         what: in words.
     """
 
@@ -44,7 +43,7 @@ def convert(
     Args:
         source: a folder as transformers saves one, or a run directory or checkpoint of ours.
         target: a folder that does not exist yet: a run directory of ours in the first case, a folder under hub names in the
-            second; or a file named *.safetensors, which gets our names.
+            second.
         dtype: of the weights; None: as they are.
 
     Returns:
@@ -60,15 +59,13 @@ def convert(
     source, target = expanded(source), expanded(target)
     if not source.is_dir():
         raise ConfigError(f"from={source}: is no folder; give a hub model's or a run's")
+    if target.suffix == ".safetensors":
+        raise ConfigError(
+            f"to={target}: convert makes a folder; for one file under the names of expertmesh use: expertmesh export {source} "
+            f"--output {target}"
+        )
     if (source / "config.json").is_file() and "model_type" in read_config(source):
         return _from_hub(source, target, dtype)
-    if target.suffix == ".safetensors":
-        if dtype is not None:
-            raise ConfigError(
-                f"dtype={dtype}: a file under our names has the types of the checkpoint; leave it out"
-            )
-        found = export(source, target)
-        return Converted(target, f"{found.num_tensors} tensors under the names of expertmesh")
     checkpoint = find_checkpoint(source)
     run_dir = checkpoint.parent.parent
     values = read_run_state(checkpoint, "config")["config"]
@@ -98,44 +95,14 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
         {"model": model.config, "data": {"seq_len": seq_len}, "train": {"run_dir": str(target)}}
     )
     recipe = f"from {family.model_type}"
-    run_dir = RunDir(target)
-    run_dir.path.mkdir(parents=True)
-    try:
-        _write_run(run_dir, config, recipe, source, model)
-    except BaseException:  # half a run is none
-        shutil.rmtree(target, ignore_errors=True)
-        raise
-    parameters = sum(p.numel() for p in model.parameters())
-    return Converted(target, f"a run {recipe}, {parameters:,} parameters")
-
-
-def _write_run(
-    run_dir: RunDir, config: GPTRunConfig, recipe: str, source: Path, model: nn.Module
-) -> None:
-    run_dir.write_description(config, recipe=recipe, files={TOKENIZER: source / TOKENIZER})
-    extras = run_dir.path / EXTRAS
-    extras.mkdir()
+    save_as_run(model, config, recipe=recipe, files={TOKENIZER: source / TOKENIZER})
+    (target / EXTRAS).mkdir()
     for path in sorted(source.iterdir()):
         if path.is_file() and (
             path.name in _BESIDE
             or "token" in path.name
             or path.name in ("vocab.json", "merges.txt")
         ):
-            shutil.copyfile(path, extras / path.name)
-    store = CheckpointStore(run_dir.checkpoints, keep_last=1)
-    try:
-        store.save(
-            0,
-            {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
-            {
-                "progress": asdict(RunProgress()),
-                "scaler": {},
-                "config": config.model_dump(mode="json"),
-                "recipe": recipe,
-                "data_key": "",
-            },
-            eval_loss=None,
-        )
-        store.wait()
-    finally:
-        store.close()
+            shutil.copyfile(path, target / EXTRAS / path.name)
+    parameters = sum(p.numel() for p in model.parameters())
+    return Converted(target, f"a run {recipe}, {parameters:,} parameters")

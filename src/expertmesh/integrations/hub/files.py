@@ -43,7 +43,7 @@ class HubFiles:
 
     Raises:
         ConfigError: it has neither.
-        CheckpointError: a file is missing, or ends before one of its tensors does.
+        CheckpointError: a file is missing, or ends before one of its tensors does, or contradicts itself.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class HubFiles:
 def _names_of_files(index: Path) -> list[str]:
     """The files that an index names, which lie beside it."""
     found = read_json(index).get("weight_map")
-    names = list(found.values()) if isinstance(found, dict) else [None]
+    names: list[Any] = list(found.values()) if isinstance(found, dict) else [None]
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(
@@ -155,7 +155,7 @@ def _header(path: Path) -> dict[str, Entry]:
         raise CheckpointError(
             f"{path}: is missing, and the index names it; restore it from the hub"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error, OSError):
+    except (ValueError, AttributeError, struct.error, OSError):
         raise CheckpointError(
             f"{path}: is no safetensors file, or cut short; restore it from the hub"
         ) from None
@@ -165,22 +165,27 @@ def _entries(values: Any, path: Path, *, start: int, size: int) -> Iterator[tupl
     """What a header says of its tensors, whose bytes begin at `start`.
 
     Raises:
-        CheckpointError: the file ends before one of them does.
-        ValueError: the numbers of one do not fit together.
+        CheckpointError: the file ends before one of them does, or the numbers of one do not fit together.
     """
     for name, entry in values.items():
         if name == "__metadata__":
             continue
-        begin, end = map(int, entry["data_offsets"])
-        shape = tuple(map(int, entry["shape"]))
+        try:
+            begin, end = map(int, entry["data_offsets"])
+            dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+            shape = tuple(map(int, entry["shape"]))
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(
+                f"{path}: says nothing usable of {name}; restore it from the hub"
+            ) from None
+        num_bytes = math.prod(shape) * getattr(dtype, "itemsize", 0)
         if start + end > size:
             raise CheckpointError(
                 f"{path}: is cut short within {name}: {size:,} bytes of at least {start + end:,}; restore it from the hub"
             )
-        dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
-        size_of_one = dtype.itemsize if isinstance(dtype, torch.dtype) else None
-        if min(begin, end - begin, *shape) < 0:
-            raise ValueError(name)
-        if size_of_one is not None and end - begin != size_of_one * math.prod(shape):
-            raise ValueError(name)
+        is_wrong = isinstance(dtype, torch.dtype) and end - begin != num_bytes
+        if is_wrong or min(begin, end - begin, *shape) < 0:
+            raise CheckpointError(
+                f"{path}: {name} has {end - begin:,} bytes and its shape {num_bytes:,}; restore it from the hub"
+            )
         yield name, Entry(path, dtype, shape, start + begin)

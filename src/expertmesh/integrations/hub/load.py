@@ -10,11 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.config.base import expanded
 from expertmesh.config.model import ModelConfig
+from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import hub_family, model_config
 from expertmesh.integrations.hub.files import HubFiles, check_tensors, read_json
 from expertmesh.integrations.hub.layout import Piece, pieces
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.parallel.construct import give_memory
 
 _WIDE = "e_score_correction_bias"
 
@@ -24,21 +27,24 @@ def load_pretrained(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> GPT:
     """Make a GPT of ours from a folder as transformers saves one, and load its weights.
 
-    Files are read through memory maps, part by part into the parameters, so that the peak is the model and one matrix.
+    Files are read through memory maps, part by part into the parameters, so that the peak is the model, or on several ranks each
+    rank's part of it.
 
     Args:
         folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE or GLM-4-MoE.
         device: of the parameters.
         dtype: of the parameters (the router keeps FP32); None: that of the files.
+        parallel: how to spread the model over the ranks that torchrun started, before it has memory; None: whole, here.
 
     Returns:
         The model, in training mode as every fresh module.
 
     Raises:
-        ConfigError: the folder or its config.json is not of such a model.
+        ConfigError: the folder or its config.json is not of such a model, or the degrees do not fit the ranks.
         CheckpointError: a tensor is missing, extra, transposed, of a wrong type or cut short; names it.
 
     Example:
@@ -48,7 +54,11 @@ def load_pretrained(
     values = read_config(folder)
     config = model_config(values)
     model = GPT(config, device="meta", dtype=dtype or hub_dtype(values, folder))
-    model.to_empty(device=device)
+    if parallel is None:
+        model.to_empty(device=device)
+    else:
+        parallelize_gpt(model, parallel)
+        give_memory(model, device=device, offload=parallel.offload)
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.zero_()
@@ -102,7 +112,7 @@ def _chunks(tensor: Tensor) -> Iterable[tuple[Tensor, tuple[int, ...]]]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder.
+    """The config.json of a folder, with the ends of a text as generation_config.json has them, which may be more.
 
     Raises:
         ConfigError: there is no such folder or file, or the weights are quantised.
@@ -116,6 +126,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{folder}: quantization_config is set; expertmesh reads float32, bfloat16 and float16, so dequantise it first"
         )
+    if (folder / "generation_config.json").is_file():
+        ends = read_json(folder / "generation_config.json").get("eos_token_id")
+        values |= {} if ends is None else {"eos_token_id": ends}
     return values
 
 

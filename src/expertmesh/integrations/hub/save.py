@@ -15,6 +15,7 @@ from torch import Tensor
 from expertmesh.config.base import parse_json
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig
+from expertmesh.data.chat import EXTRAS, MARKS, OWN_TEMPLATE
 from expertmesh.data.tokenizer import END_OF_TEXT, load_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import HubFamily, export_family, hub_config
@@ -23,8 +24,6 @@ from expertmesh.integrations.hub.layout import Piece, pieces
 from expertmesh.training.checkpoint_tensors import tensor_dtypes, whole_tensors
 from expertmesh.training.export import file_header, tensor_bytes
 
-EXTRAS = "hub"
-"""Folder of a run directory that came from the hub, with the files that are no weights."""
 SHARD_BYTES = 5 * 10**9
 """Most bytes of a file, unless one tensor is larger."""
 _MODEL = "model."
@@ -159,9 +158,13 @@ def _write_rest(
         values |= {name: saved[name] for name in ids if name in saved}
     elif (run_dir / "tokenizer.json").is_file():
         shutil.copyfile(run_dir / "tokenizer.json", folder / "tokenizer.json")
-        end = load_tokenizer(run_dir / "tokenizer.json").token_to_id(END_OF_TEXT)
+        tokenizer = load_tokenizer(run_dir / "tokenizer.json")
+        end = tokenizer.token_to_id(END_OF_TEXT)
+        if all(tokenizer.token_to_id(mark) is not None for mark in MARKS):  # it learned to talk
+            (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
+        ends = list(dict.fromkeys([end, *config.end_ids]))
         values |= {"bos_token_id": end, "eos_token_id": end}
-        _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": [end]})
+        _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": ends})
         _write_json(
             folder / "tokenizer_config.json",
             {

@@ -6,7 +6,6 @@ of the class's own, a norm behind the experts, low-rank adapters) the class's ow
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
@@ -37,9 +36,8 @@ class Stack(NamedTuple):
         y_RN = grouped_linear(x_RK, self.w, offsets_E, b_EN=self.b_EN, transposed=self.transposed)
         for lhs, rhs, scaling in self.adapters:
             first, second = (lhs, rhs) if self.transposed else (rhs, lhs)
-            narrow_Rr = grouped_linear(x_RK, first, offsets_E, transposed=self.transposed)
-            added_RN = grouped_linear(narrow_Rr, second, offsets_E, transposed=self.transposed)
-            y_RN = torch.add(y_RN, added_RN, alpha=scaling)
+            narrow_Rr = grouped_linear(x_RK, first, offsets_E, transposed=self.transposed) * scaling
+            y_RN = y_RN + grouped_linear(narrow_Rr, second, offsets_E, transposed=self.transposed)
         return y_RN
 
 

@@ -14,14 +14,21 @@ from expertmesh.config.model import ModelConfig
 from expertmesh.config.way import AllToAll
 from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
-from expertmesh.models.layers import Attention, LayerCache, RMSNorm, init_transformer, rope_tables
+from expertmesh.models.layers import (
+    Attention,
+    LayerCache,
+    RMSNorm,
+    draw_weights,
+    init_transformer,
+    rope_tables,
+)
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
-from expertmesh.ops.row_arithmetic import row_arithmetic
+from expertmesh.ops.row_arithmetic import RowArithmetic, row_arithmetic
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,13 @@ def causal_mask(token_mask_BS: Tensor) -> Tensor:
     square = torch.ones(S, S, dtype=torch.bool, device=token_mask_BS.device)
     itself = torch.eye(S, dtype=torch.bool, device=token_mask_BS.device)
     return (square.tril() & (token_mask_BS.bool()[:, None, :] | itself))[:, None]
+
+
+def document_mask(document_BS: Tensor) -> Tensor:
+    """(B, 1, S, S), True where query i may look at key j: j <= i, and both are of the same document."""
+    S = document_BS.shape[1]
+    square = torch.ones(S, S, dtype=torch.bool, device=document_BS.device)
+    return (square.tril() & (document_BS[:, :, None] == document_BS[:, None, :]))[:, None]
 
 
 def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None:
@@ -229,7 +243,6 @@ class GPT(nn.Module):
         self.arithmetic = row_arithmetic(config.batch_invariant)
         self.activation_checkpointing = False
         self.shared: SharedSequences | None = None
-        # Built without storage first, so that every weight is drawn once, by init_weights.
         self.embedding = nn.Embedding(config.vocab_size, config.dim, device="meta", dtype=dtype)
         self.layers = nn.ModuleList(
             Block(config, layer_index=index, num_experts=experts, device="meta", dtype=dtype)
@@ -247,10 +260,7 @@ class GPT(nn.Module):
             self.output = nn.Linear(
                 config.dim, config.vocab_size, bias=False, device="meta", dtype=dtype
             )
-        target = torch.get_default_device() if device is None else torch.device(device)
-        if target.type != "meta":
-            self.to_empty(device=target)
-            self.init_weights(seed)
+        draw_weights(self, device=device, seed=seed)
 
     def init_weights(self, seed: int | None = None) -> None:
         """Draw every parameter anew: N(0, init_std^2), norms 1, biases 0.
@@ -279,6 +289,11 @@ class GPT(nn.Module):
     def max_seq_len(self) -> int:
         """Most tokens of a sequence."""
         return self.config.max_seq_len
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generated text beside the tokenizer's own."""
+        return self.config.end_ids
 
     @property
     def device(self) -> torch.device:
@@ -324,11 +339,29 @@ class GPT(nn.Module):
         table_VD = self.shared.gather(self.embedding.weight)
         return F.embedding(context["ids_T"].view(B, S // self.shared.size), table_VD), table_VD
 
+    def _rope(
+        self, positions_S: Tensor, mask: Tensor | None, arithmetic: RowArithmetic
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions; see `rope_tables`."""
+        first_B = arithmetic.first_token(mask)
+        if first_B is not None:
+            # counted from the sequence's own first token, so that padding before it turns no bit
+            positions_S = (positions_S - first_B[:, None]).clamp(min=0)[:, None]
+        return rope_tables(
+            positions_S,
+            head_dim=self.config.head_size,
+            base=self.config.rope_base,
+            fraction=self.config.rope_fraction,
+            dtype=accumulate_dtype(self.embedding.weight.dtype),
+            arithmetic=arithmetic,
+        )
+
     def forward(
         self,
         ids_BS: Tensor,
         *,
         token_mask_BS: Tensor | None = None,
+        document_BS: Tensor | None = None,
         token_index: Tensor | None = None,
         cache: SequenceCache | None = None,
         num_logits: int | None = None,
@@ -346,6 +379,8 @@ class GPT(nn.Module):
         Args:
             ids_BS: (B, S) int64 token ids. S (and the length of the cache) must not pass config.max_seq_len.
             token_mask_BS: (B, S) bool, False for padding: no token looks at it, no expert computes it.
+            document_BS: (B, S) integers: tokens look at those with the same number only, as if each document stood alone.
+                Positions go on from one document to the next, which changes nothing: rotary ones count relative to each other.
             token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
             cache: keys and values of the tokens before these; gets those of these.
             num_logits: only the last so many positions get logits; None: all.
@@ -360,7 +395,7 @@ class GPT(nn.Module):
             Logits and the routing statistics of every MoE layer.
 
         Raises:
-            ConfigError: more tokens than config.max_seq_len.
+            ConfigError: more tokens than config.max_seq_len, or documents beside a cache, padding or batch_invariant.
         """
         if ids_BS.shape[1] > self.config.max_seq_len:
             raise ConfigError(
@@ -374,18 +409,14 @@ class GPT(nn.Module):
             positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
             mask = None if token_mask_BS is None else causal_mask(token_mask_BS)
         arithmetic = self.arithmetic.in_mode(self.training)
-        first_B = arithmetic.first_token(mask)
-        if first_B is not None:
-            # counted from the sequence's own first token, so that padding before it turns no bit
-            positions_S = (positions_S - first_B[:, None]).clamp(min=0)[:, None]
-        cos, sin = rope_tables(
-            positions_S,
-            head_dim=self.config.head_size,
-            base=self.config.rope_base,
-            fraction=self.config.rope_fraction,
-            dtype=accumulate_dtype(self.embedding.weight.dtype),
-            arithmetic=arithmetic,
-        )
+        if document_BS is not None:
+            if mask is not None or cache is not None or arithmetic.batch_invariant:
+                raise ConfigError(
+                    "document_BS with a cache, a token mask or batch_invariant: documents are told apart in whole windows only; leave"
+                    " one of them out"
+                )
+            mask = document_mask(document_BS)
+        cos, sin = self._rope(positions_S, mask, arithmetic)
         context: dict[str, Any] = {
             "cos": cos,
             "sin": sin,

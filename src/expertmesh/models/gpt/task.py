@@ -1,17 +1,18 @@
 """GPT as a family: what the trainer, a report and the decoding engine need of it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from expertmesh.comm.world import World
 from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import texts
 from expertmesh.data.news import Progress
 from expertmesh.data.ngram import ByteTrigram
-from expertmesh.data.text import TextData
+from expertmesh.data.text import TextData, text_data
 from expertmesh.models.decoder import CausalLM
 from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.gpt.model import GPT
@@ -26,10 +27,17 @@ class GPTTask(Task):
     is_built_empty = True
     has_lessons = True
 
-    def prepare(self) -> TextData:
-        """The corpus as tokens; see `TextData`."""
+    def prepare(self) -> TextData | ConversationData:
+        """The corpus as tokens; see `text_data`."""
         config = self.config
-        return TextData(config.data, vocab_size=config.model.vocab_size, seed=config.train.seed)
+        data = text_data(config.data, vocab_size=config.model.vocab_size, seed=config.train.seed)
+        self.labels = data.labels if isinstance(data, TextData) else ()
+        return data
+
+    def label_of(self, batch: Batch) -> Tensor:
+        """Which place of the text each window begins in."""
+        label_B: Tensor = batch[2]["label"]
+        return label_B
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> GPT:
         """The whole model on one device, weights drawn by the run's seed."""
@@ -50,23 +58,29 @@ class GPTTask(Task):
         parallelize_gpt(model, self.config.parallel, world=world)
 
     def num_items(self, batch: Batch) -> int:
-        """Tokens that are predicted."""
-        return int(batch[1].numel())
+        """Tokens that are predicted; of conversations, the assistant's."""
+        counts_BS = _more(batch[2:]).get("counts")
+        return int(batch[1].numel() if counts_BS is None else counts_BS.sum())
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """Cross-entropy of the next tokens in nats."""
-        ids_BS, targets_BS = batch
+        ids_BS, targets_BS, *rest = batch
+        more = _more(rest)
         token_index = part.token_index(ids_BS.shape[1], ids_BS.device)
-        output = model(ids_BS, token_index=token_index)
+        output = model(ids_BS, token_index=token_index, **_masks(more))
         losses = token_losses(
             output.logits_BSV,
             part.positions(targets_BS),
-            lesson=self._lesson(ids_BS, part.step),
+            lesson=self._lesson(ids_BS, _masks(more), part.step),
             overwrite_logits=True,
         )
+        if "counts" in more:
+            losses = losses * part.positions(more["counts"]).flatten()
         return Loss(losses.sum(), output.stats)
 
-    def _lesson(self, ids_BS: Tensor, step: int) -> Lesson | None:
+    def _lesson(
+        self, ids_BS: Tensor, masks: Mapping[str, Tensor | None], step: int
+    ) -> Lesson | None:
         """What the teacher says; no token is dropped in it."""
         weight = self.lesson_weight(step)
         if self.teacher is None or weight == 0.0:
@@ -76,16 +90,22 @@ class GPTTask(Task):
             self.teacher.config.moe.router == "expert_choice"
         )  # experts, which have a capacity
         with torch.no_grad():
-            output = self.teacher(ids_BS, capacity_factor=None if chooses else math.inf)
+            output = self.teacher(ids_BS, capacity_factor=None if chooses else math.inf, **masks)
         return Lesson(output.logits_BSV, weight, self.config.distill.temperature)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
         """Nats, tokens, and the bytes that they stand for."""
-        ids_BS, targets_BS, num_bytes_BS = batch
-        losses = token_losses(model(ids_BS).logits_BSV, part.positions(targets_BS))
+        ids_BS, targets_BS, num_bytes_BS, *rest = batch
+        more = _more(rest)
+        output = model(ids_BS, **_masks(more))
+        losses = token_losses(output.logits_BSV, part.positions(targets_BS))
+        items: Tensor | int = losses.numel()
+        if "counts" in more:
+            counts = part.positions(more["counts"]).flatten()
+            losses, items = losses * counts, counts.sum()
         return {
             "nats": losses.sum(),
-            "items": losses.numel(),
+            "items": items,
             "bytes": part.positions(num_bytes_BS).sum(),
         }
 
@@ -99,9 +119,10 @@ class GPTTask(Task):
             "bits_per_byte": bits_per_byte(sums["nats"], sums["bytes"]),
         }
 
-    def baseline(self, data: Data) -> Baseline:
-        """A byte trigram model of the same corpus."""
-        assert isinstance(data, TextData)
+    def baseline(self, data: Data) -> Baseline | None:
+        """A byte trigram model of the same text; of conversations nothing is as simple."""
+        if not isinstance(data, TextData):
+            return None
         total = sum(document.num_bytes for document in data.corpus.training)
         counted = Progress("counted for the baseline:", total=total)
         trigram = ByteTrigram.fit(counted.over(texts(data.corpus.training), len))
@@ -112,6 +133,16 @@ class GPTTask(Task):
         """The model itself."""
         assert isinstance(model, GPT)
         return model
+
+
+def _more(rest: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+    """A batch's further entries by name, where it has any."""
+    return rest[0] if rest else {}
+
+
+def _masks(more: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """What the model is told of tokens: (B, S) numbers of their documents, and whether they are no padding."""
+    return {"document_BS": more.get("document"), "token_mask_BS": more.get("is_token")}
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:

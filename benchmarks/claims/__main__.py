@@ -1,0 +1,64 @@
+"""Claims measured on small models, one command each; every finished run is kept at once in docs/results/NAME.json.
+
+    .venv/bin/python -m benchmarks.claims moe      # tokens and width that experts are worth
+    .venv/bin/python -m benchmarks.claims prmoe    # pyramid-residual MoE
+    .venv/bin/python -m benchmarks.claims mos      # Mixture-of-Students
+    .venv/bin/python -m benchmarks.claims rts      # random token selection
+
+Stop them at any time; the same command goes on.
+"""
+
+import argparse
+import platform
+from pathlib import Path
+
+import torch
+from benchmarks.claims.arms import CLAIMS
+from benchmarks.claims.pages import write_page
+from benchmarks.claims.runs import Ledger, Runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.claims",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("claim", choices=list(CLAIMS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="that are reported")
+    parser.add_argument("--runs", type=Path, default=Path("runs/claims"), help="run directories")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="results")
+    parser.add_argument("--steps", type=int, help="of the longest run; default: the claim's")
+    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--dtype", default="float32", help="compute type of all runs")
+    parser.add_argument("--data", help="text; default: Python's standard library")
+    parser.add_argument("--page", action="store_true", help="write the page only; train nothing")
+    options = parser.parse_args()
+    claim = CLAIMS[options.claim]
+    about = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": options.threads,
+        "dtype": options.dtype,
+    }
+    ledger = Ledger(options.out / f"{claim.name}.json", about)
+    changes = {"train.dtype": options.dtype, "parallel.num_threads": options.threads}
+    if options.data is not None:
+        changes["data.path"] = options.data
+    if not options.page:
+        runs = Runs(claim, options.runs, ledger, changes=changes, steps=options.steps)
+        rates = {arm.name: runs.sweep(arm) for arm in claim.arms}
+        for seed in options.seeds:
+            # teachers first
+            for arm in sorted(claim.arms, key=lambda arm: arm.teacher is not None):
+                if seed == options.seeds[0] or arm.name not in claim.single:
+                    for job in runs.jobs(arm, seed, rates[arm.name]):
+                        runs.finish(job)
+                        write_page(claim, ledger, options.out)
+                    runs.tidy(arm, seed, rates[arm.name])
+    write_page(claim, ledger, options.out)
+
+
+if __name__ == "__main__":
+    main()

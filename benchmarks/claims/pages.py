@@ -1,0 +1,206 @@
+"""A claim's page: question, protocol, table, ratios with intervals, and a curve."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.claims.arms import Claim
+from benchmarks.claims.runs import PARTS, SWEEP_SEED, Ledger
+from benchmarks.claims.statistics import (
+    Ladder,
+    bootstrap,
+    geometric_mean,
+    mean,
+    token_ratio,
+    tokens_at,
+)
+from benchmarks.curves import plot
+
+Found = dict[str, Any]
+
+
+def reported(ledger: Ledger) -> list[Found]:
+    """The runs that count: not those of a sweep."""
+    return [run for run in ledger.runs.values() if run["seed"] != SWEEP_SEED]
+
+
+def ladders(runs: list[Found], arm: str) -> dict[int, Ladder]:
+    """Finished losses by tokens, for each seed."""
+    found: dict[int, dict[int, float]] = defaultdict(dict)
+    for run in runs:
+        if run["arm"] == arm:
+            found[run["seed"]][run["tokens"]] = run["loss"]
+    return found
+
+
+def write_page(claim: Claim, ledger: Ledger, out: Path) -> None:
+    """docs/results/NAME.md and NAME.svg from the finished runs; nothing where there are none."""
+    runs = reported(ledger)
+    if not runs:
+        return
+    text = [
+        f"# {claim.title}",
+        "",
+        f"**Question.** {claim.question}",
+        "",
+        *_protocol(claim, ledger),
+        "",
+        *_table(claim, runs),
+    ]
+    if claim.ladder:
+        text += ["", *_token_ratios(claim, runs), *_width(claim, runs)]
+    else:
+        text += ["", *_differences(claim, runs)]
+    text += ["", *_sweeps(ledger)]
+    curves = {
+        arm.name: [sorted(c.items()) for c in ladders(runs, arm.name).values()]
+        for arm in claim.arms
+    }
+    curves = {name: lines for name, lines in curves.items() if any(len(line) > 1 for line in lines)}
+    if curves:
+        labels = {
+            "x_label": "tokens of a finished run",
+            "y_label": "validation loss, nats per token",
+        }
+        (out / f"{claim.name}.svg").write_text(plot(curves, **labels, is_log=True))
+        text += ["", f"![losses of finished runs against their tokens]({claim.name}.svg)"]
+    (out / f"{claim.name}.md").write_text("\n".join([*text, ""]))
+
+
+def _protocol(claim: Claim, ledger: Ledger) -> list[str]:
+    about = ledger.about
+    return [
+        (
+            "**Protocol.** One small GPT with other feed-forward layers in each arm: same data in the same order, same tokenizer, "
+            f"same operations per token where the table shows so. Python's standard library, split by file, {about['dtype']}, "
+            f"{about['threads']} thread(s), torch {about['torch']}. Only finished schedules count (warm-up, stable, linear decay to 0 "
+            "in the last fifth); losses in nats per token on the whole validation split. Peak rates: see below. 95 % intervals: "
+            "bootstrap over seeds."
+        ),
+        "",
+        f"    python -m benchmarks.claims {claim.name}",
+    ]
+
+
+def _table(claim: Claim, runs: list[Found]) -> list[str]:
+    lines = [
+        "| model | seeds | parameters (active), M | M operations per token | tokens, M | nats | bits per byte | copies | CPU, s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm in claim.arms:
+        longest = [r for r in runs if r["arm"] == arm.name and r["part"] == PARTS]
+        if not longest:
+            continue
+        one = longest[0]
+        seconds = [r["cpu_seconds"] for r in longest if "cpu_seconds" in r]
+        lines.append(
+            f"| {arm.name} | {len(longest)} | {one['parameters'] / 1e6:.2f} ({one['active_parameters'] / 1e6:.2f}) "
+            f"| {one['forward_flops_per_token'] / 1e6:.2f} | {one['tokens'] / 1e6:.1f} "
+            f"| {mean([r['loss'] for r in longest]):.4f} | {mean([r['bits_per_byte'] for r in longest]):.4f} "
+            f"| {mean([r['nats_saved_by_repetition'] for r in longest]):.2f} "
+            f"| {f'{mean(seconds):.0f}' if seconds else ''} |"
+        )
+    return [
+        *lines,
+        "",
+        "Copies: nats per token that random tokens cost less when they come a second time; near 0, no induction heads were found.",
+    ]
+
+
+def _token_ratios(claim: Claim, runs: list[Found]) -> list[str]:
+    ours, dense = claim.ladder
+    better, other = ladders(runs, ours), ladders(runs, dense)
+    seeds = sorted(set(better) & set(other))
+    if not seeds:
+        return []
+    of = {r["arm"]: r for r in runs}
+    flops = of[ours]["forward_flops_per_token"] / of[dense]["forward_flops_per_token"]
+    active = of[dense]["active_parameters"]
+    lines = [
+        (
+            f"**Token-equivalent.** Tokens of the {dense} model over those after which a finished {ours} run has its loss, divided by "
+            f"the ratio of operations per token ({flops:.3f})."
+        ),
+        "",
+        "| dense tokens per active parameter | ratio for each seed | mean | 95 % |",
+        "|---|---|---|---|",
+    ]
+    for tokens in sorted(set.intersection(*(set(other[s]) for s in seeds))):
+        found = [token_ratio(better[s], other[s], tokens, flops=flops) for s in seeds]
+        known = [f for f in found if f is not None]
+        shown = ", ".join(
+            "above the longest" if f is None else f"{'> ' * f[1]}{f[0]:.2f}" for f in found
+        )
+        row = f"| {tokens / active:.0f} | {shown} | "
+        if len(known) == len(found):
+            values, bound = [f[0] for f in known], "> " * any(f[1] for f in known)
+            low, high = bootstrap(values, geometric_mean)
+            row += f"{bound}{geometric_mean(values):.2f} | {low:.2f} to {high:.2f} |"
+        else:
+            row += "| |"
+        lines.append(row)
+    return lines
+
+
+def _width(claim: Claim, runs: list[Found]) -> list[str]:
+    longest = {r["arm"]: r for r in runs if r["part"] == PARTS and r["seed"] == runs[0]["seed"]}
+    wide = [longest[name] for name in (claim.ladder[1], *claim.single) if name in longest]
+    ours = longest.get(claim.arms[0].name)
+    if ours is None or len(wide) < 2:
+        return []
+    losses = {round(r["forward_flops_per_token"]): r["loss"] for r in wide}
+    widest, base = max(losses), wide[0]["forward_flops_per_token"]
+    if ours["loss"] < losses[widest]:
+        said = f"more than {widest / base:.1f}: the widest dense model is worse"
+    else:
+        flops = tokens_at(losses, ours["loss"])
+        said = "less than 1" if flops is None else f"{flops / ours['forward_flops_per_token']:.2f}"
+    return [
+        "",
+        (
+            f"**Width-equivalent** (seed {ours['seed']}): operations per token of the dense model, trained on as many tokens, that has the "
+            f"same loss, over those of the {ours['arm']}: **{said}**."
+        ),
+    ]
+
+
+def _differences(claim: Claim, runs: list[Found]) -> list[str]:
+    first = claim.arms[0].name
+    losses = {arm.name: ladders(runs, arm.name) for arm in claim.arms}
+
+    def last(arm: str, seed: int) -> float:
+        ladder = losses[arm][seed]
+        return ladder[max(ladder)]
+
+    lines = [
+        f"Nats by which {first} is better (negative: worse), seed by seed:",
+        "",
+        "| than | each seed | mean | 95 % |",
+        "|---|---|---|---|",
+    ]
+    for arm in claim.arms[1:]:
+        seeds = sorted(set(losses[first]) & set(losses[arm.name]))
+        if seeds:
+            gains = [last(arm.name, s) - last(first, s) for s in seeds]
+            low, high = bootstrap(gains, mean)
+            each = ", ".join(f"{g:+.4f}" for g in gains)
+            lines.append(
+                f"| {arm.name} | {each} | {mean(gains):+.4f} | {low:+.4f} to {high:+.4f} |"
+            )
+    return lines
+
+
+def _sweeps(ledger: Ledger) -> list[str]:
+    swept = [run for run in ledger.runs.values() if run["seed"] == SWEEP_SEED]
+    if not swept:
+        return ["Peak rates were not swept: all arms have the same."]
+    lines = [
+        f"Peak rates: the best of a sweep with seed {SWEEP_SEED}, which is not reported, at a quarter of the tokens:",
+        "",
+        "| model | rate: nats |",
+        "|---|---|",
+    ]
+    by_arm: dict[str, list[str]] = defaultdict(list)
+    for run in sorted(swept, key=lambda run: run["lr"]):
+        by_arm[run["arm"]].append(f"{run['lr']:g}: {run['loss']:.4f}")
+    return [*lines, *(f"| {arm} | {', '.join(found)} |" for arm, found in by_arm.items())]

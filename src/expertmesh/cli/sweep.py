@@ -1,0 +1,87 @@
+"""`expertmesh sweep RECIPE --rates 1e-3,2e-3`: a run for each rate, a table of what they end with."""
+
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from expertmesh.cli.flags import parse_run_config, taken
+from expertmesh.cli.layout import fitted
+from expertmesh.cli.news import loading, told_of_data
+from expertmesh.config.base import launched_rank
+from expertmesh.config.family import Family
+from expertmesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertmesh.training.sweep import SweptRate
+
+_HELP = """\
+usage: expertmesh sweep RECIPE --rates RATE,RATE,... [options of train]
+
+Trains the recipe once for each learning rate, in folders lr-RATE of --train.run-dir, and says which ends best. Started again it
+goes on where it stopped. All other options are those of `expertmesh train RECIPE --help`.
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Runs the verb.
+
+    Args:
+        argv: words after `sweep`.
+
+    Returns:
+        0; 1: no run is finished with a finite loss; 128 + N when signal N stopped it after a clean save.
+
+    Raises:
+        ConfigError: the words, or what they ask for, break a rule.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(fitted(_HELP), end="")
+        return 0
+    given, words = taken("rates", argv)
+    rates = _rates(given)
+    parsed = parse_run_config(words)
+    if launched_rank()[1] > 1:
+        raise ConfigError(
+            "sweep under torchrun: it starts one run after the other; use one process"
+        )
+    if parsed.dry_run:
+        raise ConfigError("--dry-run: is for one run; use expertmesh train with it")
+    with told_of_data():
+        with loading():
+            from expertmesh.training.sweep import best_rate, sweep
+        found = sweep(parsed.config, rates, recipe=parsed.recipe, family=parsed.family)
+    print(table(found, parsed.family))
+    stopped = found[-1].stopped_by
+    if stopped is not None:
+        return 128 + signal.Signals[stopped]
+    best = best_rate(found, parsed.family.metric)
+    if best is None:
+        print("no rate ended with a finite loss; try lower ones")
+        return 1
+    print(f"best: --optim.lr {best.lr:g}")
+    return 0
+
+
+def _rates(given: str | None) -> list[float]:
+    if given is None:
+        raise ConfigError("no rates given; write for example --rates 1e-3,2e-3,4e-3")
+    try:
+        return [float(word) for word in given.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--rates {given}: must be numbers with commas between; write for example 1e-3,2e-3"
+        ) from None
+
+
+def table(runs: Sequence["SweptRate"], family: Family) -> str:
+    """The runs, a line each."""
+    lines = [f"{'rate':>10} {'loss':>10} {family.metric.short:>12} {'steps':>8} {'seconds':>9}"]
+    for one in runs:
+        loss, metric = (
+            "diverged" if value is None else f"{value:.4f}" for value in (one.loss, one.metric)
+        )
+        ended = "" if one.stopped_by is None else f"  stopped by {one.stopped_by}"
+        lines.append(
+            f"{one.lr:>10g} {loss:>10} {metric:>12} {one.steps:>8,} {one.seconds:>9,.1f}{ended}"
+        )
+    return "\n".join(lines)

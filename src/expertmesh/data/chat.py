@@ -1,0 +1,267 @@
+"""How a conversation becomes tokens, and which of them a model learns: those of the assistant and what ends its turn.
+
+With a tokenizer that came with a chat template (a converted checkpoint of the hub), the template's text; else our own format:
+
+    <|endoftext|> <|user|> What is 2 + 2? <|endoftext|> <|assistant|> 4. <|endoftext|>
+
+Each message is the mark of its role, its content and the end of text. A tokenizer that is learned from conversations has the marks
+as tokens; one that has not writes them as text. docs/decisions/009-conversations.md says why.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from tokenizers import Tokenizer
+
+from expertmesh.config.base import parse_json
+from expertmesh.data.conversation_lines import MESSAGES, ROLES, Conversation
+from expertmesh.data.tokenizer import end_of_text_id
+from expertmesh.errors import ConfigError
+
+EXTRAS = "hub"
+"""Folder of a run directory that came from the hub, with the files that are no weights."""
+MARKS = tuple(f"<|{role}|>" for role in ROLES)
+"""Tokens that begin a message in our own format."""
+
+
+OWN_TEMPLATE = (
+    "<|endoftext|>{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Our own format as a chat template, for models that go to the hub."""
+
+
+class Piece(NamedTuple):
+    """Neighbouring tokens of a conversation.
+
+    Attributes:
+        ids: of the tokens.
+        is_learned: whether they are the assistant's.
+    """
+
+    ids: list[int]
+    is_learned: bool
+
+
+class ChatFormat(Protocol):
+    """How conversations are written."""
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that the tokens depend on beside the tokenizer."""
+        ...
+
+    def problem(self, conversation: Conversation) -> str | None:
+        """Why a conversation cannot be written without a lie, in the plural; None: it can."""
+        ...
+
+    def samples(self, conversation: Conversation) -> list[list[Piece]]:
+        """Token sequences to learn from; one, or one for each turn of the assistant.
+
+        Raises:
+            ConfigError: the format has no such thing.
+        """
+        ...
+
+    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """What a model is given to answer as the assistant.
+
+        Raises:
+            ConfigError: the format has no such thing.
+        """
+        ...
+
+
+class OwnFormat:
+    """Marks of roles, and the end of text after each message.
+
+    Args:
+        tokenizer: any with an end of text, that writes special tokens in a text as text.
+    """
+
+    identity = "own 1"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
+
+    def problem(self, conversation: Conversation) -> str | None:
+        """None: whatever a message says is text."""
+        return None
+
+    def samples(self, conversation: Conversation) -> list[list[Piece]]:
+        """One sequence."""
+        if "tools" in conversation or any("tool_calls" in m for m in conversation[MESSAGES]):
+            raise ConfigError(
+                "calls of tools need the chat template of a converted model; begin with one (train.init_from)"
+            )
+        pieces = [Piece([self._end], False)]
+        for message in conversation[MESSAGES]:
+            pieces.append(Piece(self._mark(message["role"]), False))
+            ids = [*self._encode(message["content"]), self._end]
+            pieces.append(Piece(ids, message["role"] == "assistant"))
+        return [pieces]
+
+    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The messages and the assistant's mark."""
+        (pieces,) = self.samples({MESSAGES: messages})
+        return [i for piece in pieces for i in piece.ids] + self._mark("assistant")
+
+    def _mark(self, role: str) -> list[int]:
+        found = self._tokenizer.token_to_id(f"<|{role}|>")
+        return self._encode(f"<|{role}|>") if found is None else [found]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+class TemplateFormat:
+    """A chat template of the hub, rendered in jinja2's sandbox.
+
+    The text up to an assistant's turn is what the template gives for the messages before it with its prompt for an answer, so
+    that a model learns what it is asked for later. Where a template writes earlier turns otherwise than the last one (models
+    that leave their thoughts out), each turn of the assistant is a sequence of its own.
+
+    Args:
+        tokenizer: of the model.
+        template: Jinja's source.
+        variables: names such as bos_token that the template may use.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str, variables: Mapping[str, str]) -> None:
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = False
+        self._source, self._variables = template, dict(variables)
+        self._special = [
+            token.content
+            for token in tokenizer.get_added_tokens_decoder().values()
+            if token.special
+        ]
+        told = json.dumps([template, self._variables], sort_keys=True)
+        self.identity = f"template {hashlib.sha256(told.encode()).hexdigest()}"
+
+    @cached_property
+    def _template(self) -> Any:
+        from expertmesh.data.chat_template import compiled
+
+        return compiled(self._source)
+
+    def problem(self, conversation: Conversation) -> str | None:
+        """Whether a message quotes a special token, which the template would write as that token."""
+        texts = [m["content"] for m in conversation[MESSAGES]]
+        quoted = any(token in text for token in self._special for text in texts)
+        return "quote a special token of the model" if quoted else None
+
+    def samples(self, conversation: Conversation) -> list[list[Piece]]:
+        """One sequence, or one for each turn."""
+        messages, tools = conversation[MESSAGES], conversation.get("tools")
+        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        bounds = []
+        for i in turns:
+            before = self._render(messages[:i], tools, asks=True)
+            after = self._render(messages[: i + 1], tools)
+            if not after.startswith(before):
+                raise ConfigError(
+                    "the chat template writes an answer otherwise than as a continuation of its own prompt; use another template"
+                )
+            bounds.append((before, after))
+        if not bounds:
+            return []
+        whole = bounds[-1][1]
+        if all(whole.startswith(text) for pair in bounds for text in pair):
+            ends = [(len(before), len(after)) for before, after in bounds]
+            return [self._pieces(whole, ends)]
+        return [self._pieces(after, [(len(before), len(after))]) for before, after in bounds]
+
+    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The template's prompt."""
+        return self._encode(self._render(messages, None, asks=True))
+
+    def _pieces(self, text: str, answers: list[tuple[int, int]]) -> list[Piece]:
+        """The text, cut at the answers; what is only blank behind the token that ends one is not learned."""
+        pieces, at = [], 0
+        for start, stop in answers:
+            answer = text[start:stop]
+            bare = answer.rstrip()
+            end = start + len(bare if bare.endswith(tuple(self._special)) else answer)
+            pieces += [(text[at:start], False), (text[start:end], True)]
+            at = end
+        pieces.append((text[at:], False))
+        return [Piece(self._encode(part), learned) for part, learned in pieces if part]
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._template.render(
+                messages=messages, tools=tools, add_generation_prompt=asks, **self._variables
+            )
+        except (TemplateError, TypeError, ValueError, LookupError) as error:
+            reason = " ".join(str(error).split())[:160]
+            raise ConfigError(f"the model's chat template refuses it ({reason})") from None
+        return text
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
+    """The format of a tokenizer.
+
+    Args:
+        tokenizer: the tokenizer.
+        path: its file; a chat template lies beside it or in the folder `hub` there. None: it has just been learned.
+
+    Raises:
+        ConfigError: the files beside it are damaged.
+    """
+    for folder in () if path is None else (path.parent / EXTRAS, path.parent):
+        values = _json(folder / "tokenizer_config.json")
+        template = values.get("chat_template")
+        if (folder / "chat_template.jinja").is_file():
+            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        if isinstance(template, list):
+            named = {one.get("name"): one.get("template") for one in template}
+            template = named.get("default")
+        if isinstance(template, str):
+            return TemplateFormat(tokenizer, template, _special_tokens(values))
+    return OwnFormat(tokenizer)
+
+
+def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
+    """Files of a converted model that a run which begins with it keeps, by their names there.
+
+    Args:
+        tokenizer_path: tokenizer.json of the run that it begins with; None: with none.
+    """
+    if tokenizer_path is None:
+        return {}
+    folder = Path(tokenizer_path).parent / EXTRAS
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {f"{EXTRAS}/{path.name}": path for path in found if path.is_file()}
+
+
+def _special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    for name, value in values.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = parse_json(path.read_bytes())
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: is no JSON object; restore it from the hub")
+    return values

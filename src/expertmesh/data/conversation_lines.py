@@ -1,0 +1,105 @@
+"""Lines of JSON that hold conversations: what one is, and what is refused with its file and line.
+
+A line is an object whose `messages` is a list of {"role": ..., "content": ...}. The content is a string, or a list of
+{"type": "text", "text": ...}, which are joined. Further fields of a message, and the line's `tools`, are kept for the chat
+template.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from expertmesh.config.base import parse_json
+from expertmesh.errors import ConfigError
+
+ROLES = ("system", "user", "assistant", "tool")
+MESSAGES = "messages"
+
+Conversation = dict[str, Any]
+"""`messages`, each with a role and a string as content, and `tools` where there are any."""
+
+
+@dataclass(frozen=True)
+class ConversationLine:
+    """Reads one conversation, as JSON with sorted keys, so that equal ones are equal texts.
+
+    Attributes:
+        line: its number in the file, from 1.
+        where: of the file, for messages.
+        read: returns the bytes of the line.
+    """
+
+    line: int
+    where: str
+    read: Callable[[], bytes] = field(compare=False)
+
+    def __call__(self) -> str | None:
+        """The conversation.
+
+        Raises:
+            ConfigError: the line is none; names file and line.
+        """
+        try:
+            found = checked(self.read())
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.where}, line {self.line}: {error}; correct the line, or take it out"
+            ) from None
+        return json.dumps(found, sort_keys=True, ensure_ascii=False)
+
+
+def holds_conversation(line: bytes) -> bool | None:
+    """Whether a line of a file is a conversation (it has `messages`), or a text; None: it is no object."""
+    try:
+        values = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(values, dict):
+        return None
+    return MESSAGES in values and not isinstance(values.get("text"), str)
+
+
+def checked(line: bytes) -> Conversation:
+    """A line as a conversation.
+
+    Raises:
+        ValueError: it is none; says why.
+    """
+    try:
+        values = parse_json(line)
+    except ValueError:
+        raise ValueError("is not JSON") from None
+    messages = values.get(MESSAGES) if isinstance(values, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"has no list {MESSAGES!r} with messages in it")
+    found: Conversation = {MESSAGES: [_message(m, n) for n, m in enumerate(messages, 1)]}
+    if values.get("tools"):
+        found["tools"] = values["tools"]
+    return found
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ValueError(f"message {number} is no object")
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES:
+        raise ValueError(f"message {number} has role {role!r}, which is none of {', '.join(ROLES)}")
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        content = ""
+    if isinstance(content, list):
+        content = "".join(_part(part, number) for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"message {number} has no text as its content")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"message {number} has half a character (a lone surrogate)") from None
+    return {**message, "content": content}
+
+
+def _part(part: Any, number: int) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else part
+    raise ValueError(f"message {number} has a part {kind!r}, and only text is learned")

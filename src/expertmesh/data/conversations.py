@@ -1,0 +1,275 @@
+"""Conversations as the data of a run: one in each row, and a loss on what the assistant says only."""
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from expertmesh.config.base import cache_root, expanded, parse_json
+from expertmesh.config.text import TextConfig
+from expertmesh.data.cache_entry import INDEX, fill_once
+from expertmesh.data.chat import MARKS, ChatFormat, extras_of, find_format
+from expertmesh.data.conversation_lines import MESSAGES, Conversation
+from expertmesh.data.corpus import Corpus, Document
+from expertmesh.data.news import Progress, say
+from expertmesh.data.order import shuffled, spread
+from expertmesh.data.tokenizer import (
+    given_tokenizer,
+    load_tokenizer,
+    token_num_bytes,
+    train_tokenizer,
+)
+from expertmesh.errors import ConfigError
+
+FORMAT_VERSION = 1
+_SIDES = ("training", "validation")
+_NO_ANSWER = "have no turn of the assistant"
+_CUT_AWAY = "have no turn of the assistant in their first tokens"
+_CUT = "are cut"
+
+_log = logging.getLogger("expertmesh.data")
+
+
+Rows = tuple[Tensor, Tensor, dict[str, Tensor]]
+"""Inputs and targets, (B, S) int64, 0 where padded; and {"counts": (B, S) bool, whether a target is the assistant's;
+"is_token": (B, S) bool, whether an input is no padding}."""
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The sequences of one split, memory-mapped."""
+
+    tokens_N: np.ndarray
+    learned_N: np.ndarray
+    starts: np.ndarray
+
+    def rows(self, which: Sequence[int], seq_len: int) -> Rows:
+        ids = torch.zeros(len(which), seq_len + 1, dtype=torch.int64)
+        counts = torch.zeros(len(which), seq_len + 1, dtype=torch.bool)
+        lengths = torch.zeros(len(which), dtype=torch.int64)
+        for row, i in enumerate(which):
+            start, stop = int(self.starts[i]), int(self.starts[i + 1])
+            lengths[row] = stop - start
+            ids[row, : stop - start] = torch.from_numpy(self.tokens_N[start:stop].astype(np.int64))
+            counts[row, : stop - start] = torch.from_numpy(self.learned_N[start:stop] != 0)
+        is_token = torch.arange(seq_len) < (lengths - 1)[:, None]
+        more = {"counts": counts[:, 1:].contiguous(), "is_token": is_token}
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), more
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+
+class ConversationData:
+    """Conversations of a corpus, one (or one turn of the assistant) in each row; fills the cache unless it has them.
+
+    Args:
+        corpus: whose documents are conversations.
+        config: of the data.
+        vocab_size: V of the model.
+        seed: of the order.
+
+    Raises:
+        ConfigError: a side has no turn of the assistant, the format refuses a conversation (named by file and line), or the
+            vocabulary is too small.
+        OSError: the cache cannot be written.
+    """
+
+    def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
+        given = None if config.encode_with is None else expanded(config.encode_with)
+        least = 257 + len(MARKS)
+        if given is None and vocab_size < least:
+            raise ConfigError(
+                f"model.vocab_size={vocab_size}: conversations need at least {least}, the 256 bytes, the end of a message and "
+                "the marks of the roles; raise it"
+            )
+        if config.document_mask:
+            raise ConfigError(
+                "data.document_mask=True: each conversation has a row of its own; leave it out"
+            )
+        tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size)
+        identity = [FORMAT_VERSION, tokenizers.__version__, vocab_size, config.seq_len]
+        identity += [corpus.digest]
+        if tokenizer is not None:
+            identity += [tokenizer.to_str(), find_format(tokenizer, given).identity]
+        digest = hashlib.sha256(json.dumps(identity).encode())
+        self.key = digest.hexdigest()[:24]
+        self._seq_len, self._seed = config.seq_len, seed
+        folder = cache_root(config.cache_dir) / f"conversations-{self.key}"
+        fill_once(
+            folder,
+            lambda at: _fill(
+                at, corpus, tokenizer, given, vocab_size=vocab_size, seq_len=config.seq_len
+            ),
+        )
+        index = parse_json((folder / INDEX).read_bytes())
+        for note in [*corpus.notes, *index["notes"]]:
+            _log.warning(note)
+        self._training, self._validation = (_open(folder, side) for side in _SIDES)
+        self.files = {"tokenizer.json": folder / "tokenizer.json", **extras_of(given)}
+        sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
+        self._num_bytes_V = torch.from_numpy(sizes)
+        self.description = (
+            f"{corpus.source}: {len(self._training):,} training and {len(self._validation):,} validation sequences of "
+            f"conversations, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
+        )
+
+    def batch(self, first_sample: int, num_samples: int) -> Rows:
+        """Training samples first_sample ... first_sample + num_samples - 1, padded on the right to S tokens."""
+        which = shuffled(first_sample, num_samples, total=len(self._training), seed=self._seed)
+        return self._training.rows(which, self._seq_len)
+
+    def validation(
+        self, max_samples: int | None, batch_size: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]]:
+        """Batches of at most so many validation samples (None: all), evenly spread.
+
+        The third entry is the bytes of text that each counted target stands for, (B, S) int64.
+        """
+        chosen = spread(len(self._validation), max_samples)
+        for start in range(0, len(chosen), batch_size):
+            which = chosen[start : start + batch_size]
+            ids_BS, targets_BS, more = self._validation.rows(which, self._seq_len)
+            yield ids_BS, targets_BS, self._num_bytes_V[targets_BS] * more["counts"], more
+
+
+def _open(folder: Path, side: str) -> _Side:
+    starts = np.load(folder / f"{side}.starts.npy")
+    tokens, learned = (
+        np.memmap(folder / f"{side}.{name}", dtype=dtype, mode="r", shape=(int(starts[-1]),))
+        for name, dtype in (("tokens", "<u4"), ("learned", "u1"))
+    )
+    return _Side(tokens, learned, starts)
+
+
+def _fill(
+    folder: Path,
+    corpus: Corpus,
+    tokenizer: Tokenizer | None,
+    path: Path | None,
+    *,
+    vocab_size: int,
+    seq_len: int,
+) -> None:
+    """Write a cache entry: tokenizer, tokens of both sides, what was cut and left out."""
+    if tokenizer is None:
+        most = 257 + len(MARKS) + sum(document.num_bytes for document in corpus.training)
+        say(f"learning a tokenizer of {vocab_size:,} tokens")
+        tokenizer = train_tokenizer(
+            _contents(corpus.training), vocab_size=min(vocab_size, most), marks=MARKS
+        )
+        say("")
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    form = find_format(tokenizer, path)
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    index: dict[str, Any] = {}
+    for side, documents in zip(_SIDES, (corpus.training, corpus.validation), strict=True):
+        found = _write(folder, side, documents, form, seq_len, counts, examples)
+        if not found["sequences"]:
+            raise ConfigError(
+                f"data.path: {corpus.source}: no conversation for {side} has a turn of the assistant in its first "
+                f"{seq_len + 1} tokens; give more, or raise data.seq_len"
+            )
+        if side == "training":
+            index |= found
+    index["notes"] = _notes(corpus, counts, examples, seq_len)
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
+
+
+def _notes(
+    corpus: Corpus, counts: Counter[str], examples: dict[str, str], seq_len: int
+) -> list[str]:
+    notes = []
+    for reason, count in counts.items():
+        what = "are left out: they" if reason != _CUT else ""
+        fix = {
+            _CUT: f"after {seq_len + 1} tokens; for all of them raise data.seq_len and model.max_seq_len",
+            _CUT_AWAY: "; raise data.seq_len and model.max_seq_len",
+        }.get(reason, "")
+        line = f"{corpus.source}: {count:,} conversations {what} {reason} {fix}"
+        line = f"{line} (for example {examples[reason]})"
+        notes.append(" ".join(line.split()).replace(" ;", ";"))
+    return notes
+
+
+def _contents(documents: Sequence[Document]) -> Iterator[str]:
+    for document in documents:
+        for message in json.loads(document.read())[MESSAGES]:
+            yield message["content"]
+
+
+def _write(
+    folder: Path,
+    side: str,
+    documents: Sequence[Document],
+    form: ChatFormat,
+    seq_len: int,
+    counts: Counter[str],
+    examples: dict[str, str],
+) -> dict[str, int]:
+    """Write the tokens of a side; says how many there are, and counts what is cut and left out."""
+    starts, learned = [0], 0
+    progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
+    num_bytes = 0
+    with (
+        (folder / f"{side}.tokens").open("wb") as ids,
+        (folder / f"{side}.learned").open("wb") as marks,
+    ):
+        for document in documents:
+            for row, mask in _rows(document, form, seq_len, counts, examples):
+                ids.write(np.array(row, dtype="<u4").tobytes())
+                marks.write(np.array(mask, dtype="u1").tobytes())
+                starts.append(starts[-1] + len(row))
+                learned += sum(mask[1:])
+            num_bytes += document.num_bytes
+            progress.at(num_bytes)
+    progress.finish()
+    np.save(folder / f"{side}.starts.npy", np.array(starts, dtype=np.int64))
+    return {"sequences": len(starts) - 1, "tokens": starts[-1], "learned": learned}
+
+
+def _rows(
+    document: Document,
+    form: ChatFormat,
+    seq_len: int,
+    counts: Counter[str],
+    examples: dict[str, str],
+) -> Iterator[tuple[list[int], list[bool]]]:
+    """Token ids of a conversation and which of them are learned, each sequence with a target that is."""
+
+    def count(reason: str) -> None:
+        counts[reason] += 1
+        examples.setdefault(reason, document.name)
+
+    conversation: Conversation = json.loads(document.read())
+    if (problem := form.problem(conversation)) is not None:
+        count(problem)
+        return
+    if all(message["role"] != "assistant" for message in conversation[MESSAGES]):
+        count(_NO_ANSWER)
+        return
+    try:
+        samples = form.samples(conversation)
+    except ConfigError as error:
+        raise ConfigError(f"data.path: {document.name}: {error}") from None
+    for pieces in samples:
+        row = [i for piece in pieces for i in piece.ids]
+        mask = [piece.is_learned for piece in pieces for _ in piece.ids]
+        if not any(mask[1 : seq_len + 1]):
+            count(_CUT_AWAY)
+            continue
+        if len(row) > seq_len + 1:
+            count(_CUT)
+        yield row[: seq_len + 1], mask[: seq_len + 1]

@@ -1,0 +1,116 @@
+"""Experts that begin as copies of one dense feed-forward block, whole or cut, exact or told apart."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ExpertCopies:
+    """How a dense block becomes the experts of a layer.
+
+    Attributes:
+        num_copies: copies of the block.
+        top_k: copies that a token uses.
+        granularity: experts that each copy is cut into (g), along its hidden size.
+        noise_std: standard deviation of Gaussian noise on the weights, relative to that of each weight.
+        redraw: share of the hidden units of each expert that are drawn anew (r).
+        seed: of noise and redrawn units.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    num_copies: int
+    top_k: int
+    granularity: int = 1
+    noise_std: float = 0.0
+    redraw: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        if self.noise_std < 0:
+            raise ConfigError(f"noise_std={self.noise_std}: must not be negative; use 0 for none")
+        if not 0 <= self.redraw <= 1:
+            raise ConfigError(f"redraw={self.redraw}: must be from 0 to 1; use 0 for none")
+
+    def hidden_dim(self, whole: int) -> int:
+        """Hidden size of an expert of a block with this one.
+
+        Raises:
+            ConfigError: it cannot be cut so.
+        """
+        if self.granularity < 1 or whole % self.granularity:
+            raise ConfigError(
+                f"granularity={self.granularity}: must divide the hidden size {whole}; choose a divisor"
+            )
+        return whole // self.granularity
+
+    def fill(
+        self,
+        layer: nn.Module,
+        w_in_GFD: Tensor,
+        w_out_DF: Tensor,
+        b_in_GF: Tensor | None = None,
+        b_out_D: Tensor | None = None,
+        *,
+        layer_index: int,
+    ) -> None:
+        """Set experts and router of a layer of num_copies g experts; each copy has the g parts in their order.
+
+        Redrawn units (Nakamura et al., arXiv 2502.19261, section 3: Drop-Upcycling) are others in each expert; their weights
+        are Gaussian with the mean and standard deviation of the weights that they replace.
+
+        Args:
+            layer: the layer; its router is drawn already, and its rows become equal within a copy.
+            w_in_GFD: (G, F, D) of the block.
+            w_out_DF: (D, F).
+            b_in_GF: (G, F) or None.
+            b_out_D: (D,) or None.
+            layer_index: of the layer; with the seed it gives the noise.
+        """
+        generator = torch.Generator().manual_seed(self.seed + layer_index)
+        n, g = self.num_copies, self.granularity
+        of = dict(layer.named_parameters())
+
+        def copied(part_g: Tensor) -> Tensor:
+            found = part_g.repeat(n, *[1] * (part_g.dim() - 1))
+            if self.noise_std > 0:
+                noise = torch.randn(found.shape, generator=generator).to(found)
+                found.add_(noise, alpha=self.noise_std * float(part_g.float().std()))
+            return found
+
+        w_in = copied(w_in_GFD.unflatten(1, (g, -1)).transpose(0, 1))
+        w_out = copied(w_out_DF.unflatten(1, (g, -1)).transpose(0, 1))
+        if self.redraw > 0:
+            hidden = w_out.shape[2]
+            count = round(self.redraw * hidden)
+            for e in range(n * g):
+                units = torch.randperm(hidden, generator=generator)[:count].to(w_in.device)
+                for branch in range(w_in.shape[1]):
+                    w_in[e, branch, units] = _alike(w_in[e, branch, units], generator)
+                w_out[e][:, units] = _alike(w_out[e][:, units], generator)
+        with torch.no_grad():
+            of["experts.w_in"].copy_(w_in)
+            of["experts.w_out"].copy_(w_out)
+            if b_in_GF is not None and b_out_D is not None:
+                parts = b_in_GF.unflatten(1, (g, -1)).transpose(0, 1)
+                of["experts.b_in"].copy_(parts.repeat(n, 1, 1))
+                # the g parts of a copy add up to one bias
+                of["experts.b_out"].copy_((b_out_D / g).expand_as(of["experts.b_out"]))
+            if g > 1:
+                rows = of["router.proj.weight"][::g].clone()
+                of["router.proj.weight"].copy_(rows.repeat_interleave(g, 0))
+
+
+def _alike(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Gaussian numbers with the mean and standard deviation of some weights; none for none."""
+    if not weights.numel():
+        return weights
+    noise = torch.randn(weights.shape, generator=generator).to(weights)
+    wide = weights.float()
+    return noise * wide.std(correction=0) + wide.mean()

@@ -1,0 +1,71 @@
+"""A model with weights from elsewhere as a run of no steps, which every verb reads and `train.init_from` begins with."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from torch import nn
+
+from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
+from expertmesh.training.checkpoint import CheckpointStore
+from expertmesh.training.run_dir import RunDir
+from expertmesh.training.state import RunProgress
+
+
+def save_as_run(
+    model: nn.Module, config: RunConfig, *, recipe: str, files: Mapping[str, Path]
+) -> Path:
+    """Write a model as the run directory `config.train.run_dir`.
+
+    Args:
+        model: the model that the configuration describes, whole.
+        config: of the run.
+        recipe: name kept with it, in words.
+        files: what belongs to the run, by the name that it gets there: "tokenizer.json" of a language model.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        ConfigError: it exists already.
+    """
+    run_dir = RunDir(config.train.run_dir)
+    if run_dir.path.exists():
+        raise ConfigError(f"{run_dir.path}: exists already; choose another folder")
+    run_dir.path.mkdir(parents=True)
+    try:
+        _write(run_dir, model, config, recipe=recipe, files=files)
+    except BaseException:  # half a run is none
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+        raise
+    return run_dir.path
+
+
+def _write(
+    run_dir: RunDir,
+    model: nn.Module,
+    config: RunConfig,
+    *,
+    recipe: str,
+    files: Mapping[str, Path],
+) -> None:
+    run_dir.write_description(config, recipe=recipe, files=files)
+    store = CheckpointStore(run_dir.checkpoints, keep_last=1)
+    try:
+        store.save(
+            0,
+            {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
+            {
+                "progress": asdict(RunProgress()),
+                "scaler": {},
+                "config": config.model_dump(mode="json"),
+                "recipe": recipe,
+                "data_key": "",
+            },
+            eval_loss=None,
+        )
+        store.wait()
+    finally:
+        store.close()

@@ -1,0 +1,131 @@
+"""Muon for the matrices of a model, one expert at a time, and AdamW for everything else."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.moe.experts import DenseMLP, GroupedExperts
+from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.parallel.matrices import on_whole_matrices, own_part
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""a, b, c of the quintic iteration (Jordan et al. 2024); those of `torch.optim.Muon`."""
+STEPS = 5
+"""Iterations."""
+EPS = 1e-7
+"""Least norm that a matrix is divided by."""
+
+_OTHERS = frozenset(
+    {"output", "head", "lm_head", "classifier", "patches"}
+    | {"router", "shared_gate", "residual_coefficient"}
+)
+
+
+def matrix_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that Muon is for: the matrices of attention, dense layers and experts.
+
+    Weights of `nn.Linear`, and those of grouped experts and dense feed-forward layers; not what is called an embedding, not
+    routers and other gates, heads (modules called output, head, lm_head or classifier), nor what has one axis.
+    """
+    found = set()
+    for name, module in model.named_modules():
+        if _OTHERS.isdisjoint(name.split(".")) and "embedding" not in name:
+            leaves: tuple[str, ...] = ("weight",) if isinstance(module, nn.Linear) else ()
+            if isinstance(module, GroupedExperts | DenseMLP):
+                leaves = ("w_in", "w_out")
+            found |= {f"{name}.{leaf}".lstrip(".") for leaf in leaves}
+    return found
+
+
+def orthogonalized(x: Tensor) -> Tensor:
+    """Each matrix with singular values near 1: five steps of Newton and Schulz (Jordan et al. 2024).
+
+    With X = U S V^T the result is U p(p(...S / |S|)) V^T, p(s) = a s + b s^3 + c s^5, whose singular values are in 0.7 to 1.2
+    unless they were tiny.
+
+    Args:
+        x: (..., A, B); a matrix of zeros gives zeros.
+
+    Returns:
+        (..., A, B) in x's type, computed in it (FP32 at least), on a GPU in BF16. Does not synchronise.
+    """
+    a, b, c = COEFFICIENTS
+    dtype = torch.bfloat16 if x.is_cuda and x.dtype != torch.float64 else accumulate_dtype(x.dtype)
+    y = x.to(dtype).reshape(-1, *x.shape[-2:])
+    is_tall = y.shape[1] > y.shape[2]
+    y = y.mT if is_tall else y
+    y = y / torch.linalg.vector_norm(y, dim=(1, 2), keepdim=True).clamp_min(EPS)
+    for _ in range(STEPS):
+        gram = y @ y.mT
+        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return (y.mT if is_tall else y).reshape(x.shape).to(x.dtype)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalised (Jordan et al. 2024), of update size 0.2 as AdamW's is (Liu et al. 2025, eq. 4).
+
+    Of a group with `is_matrix` each matrix W (..., A, B) of a parameter, one expert's for instance, is updated by
+
+        M = m M + (1 - m) G;  O = orthogonalized((1 - m) G + m M);  W = (1 - lr decay) W - 0.2 lr sqrt(max(A, B)) O.
+
+    This is `torch.optim.Muon` with adjust_lr_fn="match_rms_adamw", which takes single matrices on one process only. Other groups get
+    AdamW. Rates and decay that suit AdamW suit both.
+
+    Args:
+        groups: of `params` with `is_matrix` and `weight_decay`.
+        lr: of all groups.
+        momentum: m.
+        betas: AdamW's.
+        eps: AdamW's.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "is_matrix": False, "momentum": momentum})
+        others = [group for group in self.param_groups if not group["is_matrix"]]
+        self._adamw: torch.optim.AdamW | None = None
+        if others:
+            # of the same groups and state, so that there is one of each to save and to set rates in
+            self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
+            self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of all parameters that have a gradient; every rank must call.
+
+        Args:
+            closure: computes the loss again; None: gradients are there.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["is_matrix"]:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, parameter.grad, group)
+        if self._adamw is not None:
+            self._adamw.step()
+        return loss
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        lr, m = group["lr"], group["momentum"]
+        moment, gradient = own_part(state["momentum_buffer"]), own_part(gradient)
+        moment.lerp_(gradient, 1 - m)
+        update = on_whole_matrices(orthogonalized, gradient.lerp(moment, m), parameter=parameter)
+        weight = own_part(parameter)
+        weight.mul_(1 - lr * group["weight_decay"])
+        weight.add_(update, alpha=-0.2 * lr * max(parameter.shape[-2:]) ** 0.5)

@@ -1,0 +1,122 @@
+"""Documents in one window do not see one another: packed, each has the losses and gradients that it has alone."""
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.config.text import TextConfig
+from expertmesh.data.text import TextData
+from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
+from expertmesh.errors import ConfigError
+from expertmesh.models.family import Part
+from expertmesh.models.gpt.task import GPTTask
+from expertmesh.parallel.ranks import Ranks
+from expertmesh.testing.numerics import assert_close_fp64, assert_differs
+from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.run_dir import RunDir
+
+
+@pytest.fixture
+def short_documents(tmp_path):
+    folder = tmp_path / "short"
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"{i}.txt").write_text(f"{i * i} short")
+    return {
+        "data.path": str(folder),
+        "data.document_mask": True,
+        "data.validation_fraction": 0.4,
+        "train.dtype": "float64",
+        "model.moe.aux_loss_weight": 0.0,
+    }
+
+
+def losses_of(task, model, batch):
+    model.zero_grad()
+    total = task.loss(model, batch, Part(0, slice(0, len(batch[0])), Ranks())).total
+    total.backward()
+    return total.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("heads", [None, 1], ids=["as many keys", "grouped keys"])
+def test_a_packed_window_is_its_documents_alone(tiny, short_documents, heads):
+    task = GPTTask(tiny(**short_documents, **{"model.num_kv_heads": heads, "model.init_std": 0.2}))
+    data = task.prepare()
+    model = task.build(device="cpu", dtype=torch.float64)
+    batch = data.batch(0, 2)
+    ids_BS, targets_BS, more = batch
+    document_BS = more["document"]
+    starts = ids_BS == END_OF_TEXT_ID
+    assert torch.equal(document_BS[:, 1:] - document_BS[:, :-1], starts[:, 1:].long())
+    assert int(starts.sum()) > 4, "windows of several documents"
+    packed, gradients = losses_of(task, model, batch)
+    alone = torch.zeros(())
+    summed = {name: torch.zeros_like(g) for name, g in gradients.items()}
+    for ids_S, targets_S, document_S in zip(ids_BS, targets_BS, document_BS, strict=True):
+        for number in document_S.unique():
+            one = document_S == number
+            total, found = losses_of(task, model, (ids_S[one][None], targets_S[one][None]))
+            alone = alone + total
+            for name, gradient in found.items():
+                summed[name] += gradient
+    assert_close_fp64(packed, alone, what="loss")
+    for name, gradient in gradients.items():
+        assert_close_fp64(gradient, summed[name], what=name)
+    crossing, _ = losses_of(task, model, (ids_BS, targets_BS))
+    assert_differs(packed, crossing, what="the loss where documents see one another")
+    *measured, more = next(data.validation(2, 2))
+    with torch.no_grad():
+        nats = task.measure(model.eval(), (*measured, more), Part(0, slice(0, 2), Ranks()))["nats"]
+    expected, _ = losses_of(task, model, (*measured[:2], more))
+    assert_close_fp64(nats, expected, what="nats of an evaluation")
+
+
+def losses_of_run(values):
+    config = GPTRunConfig.model_validate_json(values)
+    train(config, console=Console(quiet=True))
+    return [line["loss"] for line in read_metrics(RunDir(config.train.run_dir).metrics)]
+
+
+def test_ranks_that_share_windows_tell_documents_apart(tiny, short_documents, two_ranks, tmp_path):
+    config = tiny(**short_documents, **{"train.steps": 2})
+    changes = {"parallel.tp_degree": 2, "train.run_dir": str(tmp_path / "two")}
+    one = losses_of_run(config.model_dump_json())
+    two = two_ranks.run(losses_of_run, config.updated(changes).model_dump_json())[0]
+    assert_close_fp64(np.array(two), np.array(one), what="losses")
+
+
+def test_a_run_keeps_to_its_mask(tiny, short_documents, run_quietly):
+    config = tiny(**short_documents, **{"train.steps": 2})
+    run_quietly(config)
+    changes = {"data.document_mask": False, "train.steps": 4, "train.resume": "auto"}
+    with pytest.raises(ConfigError, match="data.document_mask=False: the run in .* has True"):
+        run_quietly(config.updated(changes))
+    with pytest.raises(ConfigError, match="data.document_mask=True: conflicts with model.batch"):
+        config.updated({"model.batch_invariant": True})
+
+
+def test_documents_are_told_apart_in_whole_windows_only(tiny, short_documents):
+    task = GPTTask(tiny(**short_documents))
+    model = task.build(device="cpu", dtype=torch.float64)
+    ids_BS = torch.ones(1, 4, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="document_BS with a cache, a token mask or batch_inv"):
+        model(ids_BS, document_BS=ids_BS, token_mask_BS=ids_BS > 0)
+
+
+def test_a_window_is_of_the_place_that_it_begins_in(tmp_path):
+    places = [tmp_path / letter for letter in "ab"]
+    for place in places:
+        place.mkdir()
+        for i in range(20):
+            (place / f"{i}.txt").write_text(place.name * (3 + i))
+    config = TextConfig(path=tuple(map(str, places)), cache_dir=str(tmp_path / "cache"), seq_len=4)
+    data = TextData(config, vocab_size=257, seed=0)
+    ids_BS, _, more = data.batch(0, data.windows.num_windows)
+    assert data.labels == tuple(map(str, places))
+    tokenizer = load_tokenizer(data.files["tokenizer.json"])
+    letters = [tokenizer.decode([first]) for first in ids_BS[:, 0].tolist()]
+    pairs = [(a, "ab"[i]) for a, i in zip(letters, more["label"].tolist(), strict=True) if a]
+    assert {a for a, _ in pairs} == {"a", "b"} and all(a == b for a, b in pairs)

@@ -1,0 +1,131 @@
+"""Muon: each expert's matrices by their singular values, a run that goes on to the bit; on ranks in test_train_layouts.py."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.run import OptimConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.model import GPT
+from expertmesh.recipes import RECIPES
+from expertmesh.testing.numerics import assert_close_fp64, assert_differs
+from expertmesh.training import muon
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.optim import build_optimizer, is_decayed
+from expertmesh.training.run_dir import RunDir
+
+CONFIG = OptimConfig(name="muon", lr=0.02, momentum=0.9, weight_decay=0.3)
+
+
+def orthogonalized_by_singular_values(matrix):
+    """U p(...p(S / |S|)...) V^T, the polynomial applied to single numbers."""
+    a, b, c = muon.COEFFICIENTS
+    u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / max(float(s.square().sum().sqrt()), muon.EPS)
+    for _ in range(muon.STEPS):
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag(s) @ vt
+
+
+def update_of_one(matrix, gradients):
+    """Where plain Muon leads a single matrix."""
+    w, moment = matrix.clone(), torch.zeros_like(matrix)
+    for g in gradients:
+        moment = 0.9 * moment + 0.1 * g
+        update = orthogonalized_by_singular_values(0.1 * g + 0.9 * moment)
+        w = w - CONFIG.lr * 0.3 * w - 0.2 * CONFIG.lr * max(w.shape) ** 0.5 * update
+    return w
+
+
+def gpt():
+    sizes = {"vocab_size": 300, "dim": 12, "num_layers": 2, "num_heads": 2, "ffn_hidden_dim": 16}
+    moe = {"num_experts": (3,), "hidden_dim": 7, "shared_hidden_dim": 5, "shared_gate": True}
+    config = ModelConfig(
+        **sizes, tie_embeddings=False, moe_every=2, moe=MoEConfig(**moe, residual=True, bias=True)
+    )
+    return GPT(config, seed=0, dtype=torch.float64)
+
+
+def test_every_matrix_of_every_expert_is_updated_by_itself():
+    model = gpt()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = {name: torch.randn(2, *p.shape, dtype=p.dtype) for name, p in before.items()}
+    gradients["layers.1.moe.experts.w_in"][:, 1] = 0  # an expert without a token
+    optimizer = build_optimizer(model, CONFIG)
+    twin = gpt()
+    adamw = build_optimizer(twin, CONFIG.model_copy(update={"name": "adamw"}))
+    for step in range(2):
+        for net, optim in ((model, optimizer), (twin, adamw)):
+            for name, p in net.named_parameters():
+                p.grad = gradients[name][step].clone()
+            optim.step()
+    matrices = muon.matrix_parameters(model)
+    assert matrices == {
+        *(f"layers.{i}.attention.{name}.weight" for i in range(2) for name in ("qkv", "out")),
+        *(f"layers.0.ffn.{name}" for name in ("w_in", "w_out")),
+        *(
+            f"layers.1.moe.{part}.{name}"
+            for part in ("experts", "shared_experts", "residual_mlp")
+            for name in ("w_in", "w_out")
+        ),
+    }
+    others = dict(twin.named_parameters())
+    for name, p in model.named_parameters():
+        if name not in matrices:
+            assert torch.equal(p, others[name]), name
+            continue
+        assert is_decayed(name, p) and set(optimizer.state[p]) == {"momentum_buffer"}
+        stack = before[name].reshape(-1, *p.shape[-2:])
+        given = gradients[name].reshape(2, *stack.shape)
+        expected = torch.stack([update_of_one(w, given[:, i]) for i, w in enumerate(stack)])
+        expected = expected.view(p.shape)
+        assert_close_fp64(p, expected, what=name)
+    nobody = model.get_parameter("layers.1.moe.experts.w_in")[1]
+    decayed = before["layers.1.moe.experts.w_in"][1] * (1 - CONFIG.lr * 0.3) ** 2
+    assert_close_fp64(nobody, decayed, what="the expert without a token")
+
+
+def test_the_numbers_are_those_of_torch():
+    given = inspect.signature(torch.optim.Muon).parameters
+    assert given["ns_coefficients"].default == muon.COEFFICIENTS
+    assert (given["ns_steps"].default, given["eps"].default) == (muon.STEPS, muon.EPS)
+    assert given["momentum"].default == OptimConfig().momentum
+
+
+def test_a_model_of_matrices_alone_and_one_without():
+    for module, kinds in (
+        (nn.Linear(3, 4, bias=False), {"momentum_buffer"}),
+        (nn.LayerNorm(4), {"step", "exp_avg", "exp_avg_sq"}),
+    ):
+        optimizer = build_optimizer(module, CONFIG)
+        module(torch.ones(2, module.weight.shape[-1])).square().sum().backward()
+        assert optimizer.step(lambda: 3.0) == 3.0
+        assert {key for state in optimizer.state.values() for key in state} == kinds
+
+
+def test_a_run_goes_on_to_the_bit(tiny, run_quietly, tmp_path):
+    common = {"optim.name": "muon", "optim.schedule_steps": 6, "train.checkpoint_every": 100}
+    straight = tiny(**common, **{"train.steps": 6, "train.run_dir": str(tmp_path / "straight")})
+    half = tiny(**common, **{"train.steps": 3, "train.run_dir": str(tmp_path / "halves")})
+    rest = half.updated({"train.steps": 6, "train.resume": "required"})
+    for config in (straight, half, rest):
+        run_quietly(config)
+    losses, halves = (
+        [line["loss"] for line in read_metrics(RunDir(c.train.run_dir).metrics)]
+        for c in (straight, rest)
+    )
+    assert len(losses) == 6 and losses == halves
+    with pytest.raises(ConfigError, match="optim.name=adamw: the run in .* has muon; use that"):
+        run_quietly(rest.updated({"optim.name": "adamw", "train.steps": 7}))
+    plain = tiny(**{"train.steps": 6, "train.run_dir": str(tmp_path / "adamw")})
+    run_quietly(plain)
+    others = [line["loss"] for line in read_metrics(RunDir(plain.train.run_dir).metrics)]
+    assert_differs(torch.tensor(losses[1:]), torch.tensor(others[1:]), what="losses")
+
+
+def test_momentum_without_muon_is_refused():
+    with pytest.raises(ConfigError, match="optim.momentum=0.5: has no effect with name=adamw"):
+        RECIPES["gpt-moe-test"]().updated({"optim.momentum": 0.5})

@@ -1,0 +1,84 @@
+"""A sweep of learning rates: a run each, a table, the best; what is finished is not trained again."""
+
+import json
+import math
+import signal
+
+import pytest
+from rich.console import Console
+from tests.support.calls import calls_of
+
+from expertmesh.cli.main import main
+from expertmesh.config.family import GPT, Metric
+from expertmesh.errors import ConfigError
+from expertmesh.training import sweep as sweeping
+from expertmesh.training.step import training_step
+
+
+def test_each_rate_is_trained_once_and_the_best_is_named(
+    corpus_folder, cache_folder, tmp_path, capsys
+):
+    table = tmp_path / "sweep" / sweeping.TABLE_NAME
+    places = ["--data.path", str(corpus_folder), "--data.cache-dir", str(cache_folder)]
+    lengths = ["--train.steps", "4", "--train.eval-batches", "1", "--train.dtype", "float32"]
+    words = [*places, *lengths, "--train.no-tensorboard", "--train.run-dir", str(table.parent)]
+    with calls_of(training_step) as calls:
+        assert main(["sweep", "gpt-moe-test", "--rates", "1e-6,1e-2", *words]) == 0
+    assert len(calls) == 8
+    said, rows = capsys.readouterr().out, json.loads(table.read_text())
+    assert [row["lr"] for row in rows] == [1e-6, 1e-2] and rows[1]["loss"] < rows[0]["loss"]
+    assert all(row["steps"] == 4 and f"{row['loss']:.4f}" in said for row in rows)
+    assert said.rstrip().endswith("best: --optim.lr 0.01")
+    with calls_of(training_step) as calls:  # one more rate
+        assert main(["sweep", "gpt-moe-test", "--rates", "1e-6,1e-2,1e-3", *words]) == 0
+    assert len(calls) == 4
+    again = json.loads(table.read_text())
+    assert again[:2] == rows and [row["lr"] for row in again] == [1e-6, 1e-2, 1e-3]
+
+
+def test_a_rate_that_diverges_or_is_stopped(tiny, before_steps):
+    def act(model, step):
+        if rates[0] == 1.0:
+            next(model.parameters()).data.fill_(math.nan)
+        elif step == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    before_steps(act)
+    config = tiny(**{"train.steps": 3, "train.max_bad_steps": 1})
+    for rates, stopped_by, steps in (([1.0], None, 0), ([0.5, 0.25], "SIGTERM", 2)):
+        found = sweeping.sweep(config, rates, console=Console(quiet=True))
+        assert [(one.stopped_by, one.steps) for one in found] == [(stopped_by, steps)]
+        assert sweeping.best_rate(found, GPT.metric) is None
+
+
+def test_the_best_is_the_largest_of_a_metric_that_should_be_large():
+    runs = [
+        sweeping.SweptRate(lr, "", 1.0, metric) for lr, metric in ((1, 0.5), (2, 0.9), (3, None))
+    ]
+    for larger, best in ((False, 1), (True, 2)):
+        assert sweeping.best_rate(runs, Metric(higher_is_better=larger)).lr == best
+
+
+@pytest.mark.parametrize(
+    ("rates", "text"),
+    [([], "rates=: must be at least one"), ([0.5, 0.5], "rates=0.5,0.5: must be .* each once")],
+)
+def test_what_is_no_sweep(tiny, rates, text):
+    with pytest.raises(ConfigError, match=text):
+        sweeping.sweep(tiny(), rates)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["gpt-moe-test"], "no rates given; write for example --rates 1e-3"),
+        (["gpt-moe-test", "--rates", "1e-3,fast"], "--rates 1e-3,fast: must be numbers"),
+        (["gpt-moe-test", "--rates", "-1"], "optim.lr"),
+        (["gpt-moe-test", "--rates", "1e-3", "--dry-run"], "--dry-run: is for one run"),
+        (["nothing", "--rates", "1e-3"], "nothing"),
+    ],
+)
+def test_mistakes_are_one_line(argv, text, capsys):
+    assert main(["sweep", *argv]) == 2
+    said = capsys.readouterr().err
+    assert text in said and said.count("\n") == 1
