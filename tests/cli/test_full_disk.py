@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from expertmesh.cli.main import main
+from expertmesh.config.output_file import output_file
+from expertmesh.errors import ConfigError
 
 
 @pytest.fixture
@@ -92,6 +94,13 @@ def test_one_line_says_that_the_disk_is_full(place, disk, call, capfd):
     for name in ("out.safetensors", "page.html"):
         if (disk / name).exists():
             assert (disk / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize("disk", [1 << 20], indirect=True)
+def test_a_disk_that_cannot_be_written_is_said_before_the_work(disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    with pytest.raises(ConfigError, match=f"{disk} cannot be written; choose another folder"):
+        output_file("--output", disk / "new")
 
 
 @pytest.mark.parametrize("disk", [16 << 20], indirect=True)

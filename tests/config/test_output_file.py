@@ -41,12 +41,6 @@ def test_where_nothing_can_be_written(folder, name, rule):
     assert ";" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_folder_that_is_not_ours(folder, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    with pytest.raises(ConfigError, match="cannot be written; choose another folder"):
-        output_file("--output", "new")
-
-
 def test_it_is_written_whole_and_a_link_stays_one(folder):
     path = output_file("--output", "link", read=["new"])
     write_whole(path, "für Elise, 你好")

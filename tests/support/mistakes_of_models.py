@@ -387,11 +387,11 @@ BEGIN = {
         beginning("--train.keep-every", "3", "--train.checkpoint-every", "2"),
         ["--train.keep-every 3", "multiple", ";"],
     ),
-    "weights of a family that begins anew": Mistake(
+    "weights of another family": Mistake(
         with_run(lambda p: p.train("--train.init-from", p.path("run"), recipe="translate-test")),
-        ["--train.init-from", "family seq2seq begin with no other's", "leave it out"],
+        ["--train.init-from", "family gpt and this run of seq2seq", "one of the same"],
     ),
-    "weights of a model of images": Mistake(
+    "weights of no run": Mistake(
         lambda p: p.train("--train.init-from", p.path("cache")), ["cache", "no config.json", ";"]
     ),
 }
