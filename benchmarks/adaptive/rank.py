@@ -22,7 +22,7 @@ from expertmesh.moe.dispatch import Tokens
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
-SLOW = 2.0
+SLOW = 1.3
 """Static plans that took so many times the best one's time are not among the finalists."""
 HOPELESS = 8.0
 """Nor are those timed again that did in the first round, in which groups connect."""

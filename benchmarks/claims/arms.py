@@ -1,6 +1,6 @@
 """What is compared: for each claim a few arms, which are the one small GPT with some options changed.
 
-Shapes are chosen for two CPU cores: 0.2 to 0.5 million active parameters, so that 100 tokens for each of them are minutes.
+Shapes are chosen for a CPU core: 0.15 to 0.3 million active parameters, so that 100 tokens for each of them are minutes.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from expertmesh.recipes import RECIPES
 from expertmesh.recipes.dense_twin import dense_twin
 
 SMALL = {
-    "model.vocab_size": 1024,
+    "model.vocab_size": 512,
     "model.max_seq_len": 256,
     "model.dim": 64,
-    "model.num_layers": 4,
+    "model.num_layers": 3,
     "model.num_heads": 2,
     "model.num_kv_heads": 1,
-    "model.ffn_hidden_dim": 192,
-    "model.moe.hidden_dim": 96,
+    "model.ffn_hidden_dim": 128,
+    "model.moe.hidden_dim": 64,
     "data.seq_len": 256,
     "optim.schedule": "wsd",
     "optim.min_lr_ratio": 0.0,
@@ -94,18 +94,18 @@ class Claim:
 
 _MANY = {"model.moe.num_experts": (64,), "model.moe.top_k": 2, "model.moe.weight_scale": 2.0}
 _PYRAMID = {
-    "model.num_layers": 8,
-    "model.moe_every": 2,
+    "model.num_layers": 4,
     "model.moe.top_k": 1,
     "model.moe.weight_scale": 1.0,
-    "model.moe.hidden_dim": 192,
+    "model.moe.hidden_dim": 128,
 }
 _RESIDUAL = _PYRAMID | {"model.moe.num_experts": (16, 16, 16, 32), "model.moe.residual": True}
-_STUDENT = _RESIDUAL | {"model.num_layers": 7, "model.moe.num_experts": (16, 16, 32)}
+_TEACHER = _RESIDUAL | {"model.num_layers": 8, "model.moe_every": 2}
+_STUDENT = _TEACHER | {"model.num_layers": 7, "model.moe.num_experts": (16, 16, 32)}
 
 
 def _wider(times: int, dim: int) -> Arm:
-    shape = {"model.dim": dim, "model.num_heads": dim // 32, "model.moe.hidden_dim": dim * 3 // 2}
+    shape = {"model.dim": dim, "model.num_heads": dim // 32, "model.moe.hidden_dim": dim}
     return Arm(f"dense, {times} x", _MANY | shape, is_dense=True, lr=3e-3)
 
 
@@ -134,7 +134,7 @@ CLAIMS = {
             name="prmoe",
             title="Pyramid-residual MoE: the same loss with a third of the experts",
             question="Is a pyramid of 16, 16, 16 and 32 experts beside a dense MLP at most 0.02 nats worse than 64 "
-            "experts in all four MoE layers, and how does it compare with two experts per token?",
+            "experts in all four layers, and how does it compare with two experts per token?",
             arms=(
                 Arm("PR-MoE-16/32", _RESIDUAL),
                 Arm("MoE-64", _PYRAMID | {"model.moe.num_experts": (64,)}),
@@ -162,10 +162,10 @@ CLAIMS = {
                 Arm("student, taught to the end", _STUDENT, teacher="teacher"),
                 Arm("student alone", _STUDENT),
                 Arm("student alone, equal compute", _STUDENT, longer=1.25),
-                Arm("teacher", _RESIDUAL),
+                Arm("teacher", _TEACHER),
             ),
             base="student alone",
-            tokens_per_parameter=50,
+            tokens_per_parameter=25,
             sweeps=False,
         ),
         Claim(
@@ -180,7 +180,7 @@ CLAIMS = {
                         "model.moe.num_experts": (16,),
                         "model.moe.top_k": 1,
                         "model.moe.weight_scale": 1.0,
-                        "model.moe.hidden_dim": 192,
+                        "model.moe.hidden_dim": 128,
                         "model.moe.capacity_factor": 1.0,
                         "model.moe.drop_policy": policy,
                     },

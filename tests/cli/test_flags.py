@@ -266,6 +266,7 @@ def test_messages_are_spelled_as_options(text, spelled):
         ["export"],
         ["translate"],
         ["classify"],
+        ["experts"],
     ],
     ids=str,
 )

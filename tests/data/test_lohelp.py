@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 from expertmesh.cli.main import main
-from expertmesh.data.lohelp import extract, segments
+from expertmesh.data.lohelp import _heading_and_body, extract, segments
 from expertmesh.data.parallel_text import read_lines
 
 PAGE = """<html><head><title>no</title></head><body><p>no id here</p>
@@ -86,6 +86,38 @@ def test_packages_become_parallel_files(packages, tmp_path, capsys):
     again = extract(packages, tmp_path / "again")
     for path in again.folder.iterdir():
         assert path.read_bytes() == (output / path.name).read_bytes()
+
+
+def test_headings_and_what_is_below_them(packages, tmp_path, capsys):
+    output = tmp_path / "headings"
+    words = ["data", "lohelp", "--headings", "--packages", str(packages), "--output", str(output)]
+    assert main(words) == 0
+    assert "lines in de en pt" in capsys.readouterr().out
+    splits = {split: read_lines(output / f"{split}.en.gz") for split in ("train", "val", "test")}
+    assert sum(map(len, splits.values())) == 60 and len(splits["train"]) > 40
+    assert len(set().union(*splits.values())) == 60, "no heading comes twice"
+    for split, headings in splits.items():
+        bodies, german, body = (
+            read_lines(output / f"{split}.{code}.gz") for code in ("en_body", "de", "de_body")
+        )
+        assert len(headings) == len(bodies) == len(german)
+        for i, heading in enumerate(headings):
+            assert "head of page" in heading and heading not in bodies[i]
+            assert bodies[i].endswith("short the same words on every page")
+            assert german[i] == heading.replace("english", "deutsch")
+            assert body[i] == bodies[i].replace("english", "deutsch")
+        # pt is English here
+        assert not any(read_lines(output / f"{split}.pt.gz"))
+        assert not any(read_lines(output / f"{split}.pt_body.gz"))
+
+
+@pytest.mark.parametrize(
+    "body, words", [("a b " * 100, 100), ("長い文" * 100, 1), ("x" * 150, 1)], ids=["words", "signs", "short"]
+)  # fmt: skip
+def test_bodies_are_cut(body, words):
+    heading, found = _heading_and_body({"par_id1": body.strip(), "hd_id2": "", "hd_id3": "H"})
+    assert heading == "H" and body.startswith(found)
+    assert len(found.split()) == words and len(found) == {100: 199, 1: min(len(body), 200)}[words]
 
 
 def test_what_is_not_there_is_one_line(packages, tmp_path, capsys):

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from expertmesh.config.model import MoEConfig
-from expertmesh.config.seq2seq import Seq2SeqConfig
+from expertmesh.config.seq2seq import Seq2SeqConfig, Seq2SeqRunConfig
+from expertmesh.costs.seq2seq import forward_flops, parameter_shapes, seq2seq_costs
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder
 from expertmesh.models.seq2seq.model import Seq2Seq
@@ -54,8 +55,10 @@ def turned(x, positions):
     return torch.cat((z.real, z.imag), -1)
 
 
-def attend(q, k, v, *, causal=False):
+def attend(q, k, v, *, causal=False, of_places=None):
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    if of_places is not None:
+        scores = (scores + of_places) / 2**0.5
     if causal:
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:]).tril().bool(), -torch.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
@@ -86,7 +89,14 @@ def oracle(w, cfg, source, target):
         q, k, v = (x @ w[f"{prefix}attention.qkv.weight"].T).view(len(x), H, 3, -1).unbind(2)
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         places = torch.arange(len(x))
-        y = attend(turned(q, places), turned(k, places), v, causal=causal)
+        if cfg.positions == "untied":
+            side = "target_places." if causal else "source_places."
+            p = norm(w[f"{side}embedding.weight"][: len(x)], w[f"{side}norm.weight"])
+            pq, pk = (heads(p @ w[f"{side}{m}.weight"].T, H) for m in "qk")
+            of_places = pq @ pk.transpose(-1, -2) / q.shape[-1] ** 0.5
+            y = attend(q, k, v, causal=causal, of_places=of_places)
+        else:
+            y = attend(turned(q, places), turned(k, places), v, causal=causal)
         return y @ w[f"{prefix}attention.out.weight"].T
 
     x = w["embedding.weight"][source]
@@ -109,7 +119,9 @@ def oracle(w, cfg, source, target):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"tie_embeddings": False, "moe": MoEConfig(num_experts=())}], ids=str
+    "options",
+    [{}, {"tie_embeddings": False, "moe": MoEConfig(num_experts=())}, {"positions": "untied"}],
+    ids=str,
 )
 def test_a_padded_batch_equals_the_oracle_on_each_sentence(options):
     cfg = config(**options)
@@ -132,8 +144,9 @@ def test_a_padded_batch_equals_the_oracle_on_each_sentence(options):
 
 
 @torch.no_grad()
-def test_cached_beams_that_share_sources_equal_uncached_ones():
-    model = Seq2Seq(config(), dtype=torch.float64, seed=1).eval()
+@pytest.mark.parametrize("positions", ["rotary", "untied"])
+def test_cached_beams_that_share_sources_equal_uncached_ones(positions):
+    model = Seq2Seq(config(positions=positions), dtype=torch.float64, seed=1).eval()
     assert isinstance(model, EncoderDecoder)
     source, mask = padded(SOURCES)
     cache = model.new_cache(batch_size=3, max_len=6)
@@ -158,11 +171,69 @@ def test_cached_beams_that_share_sources_equal_uncached_ones():
 )
 def test_published_sizes(name, billions):
     """Kim et al. 2021: 0.7, 1.8 and 10B, with 128,000 tokens and an output matrix of its own."""
-    cfg = RECIPES[name]().model
-    total = sum(p.numel() for p in Seq2Seq(cfg, device="meta").parameters())
+    run = RECIPES[name]()
+    cfg = run.model
+    model = Seq2Seq(cfg, device="meta")
+    total = sum(p.numel() for p in model.parameters())
     assert round(total / 1e9, 2) == billions
+    costs = seq2seq_costs(run, num_ranks=1, dtype="bfloat16")
+    inactive = sum(
+        p.numel() - p.numel() // len(p) for n, p in model.named_parameters() if ".experts." in n
+    )
+    assert (costs.parameters, costs.active) == (total, total - inactive)
     assert [len(side) for side in cfg.experts_per_layer()] == [24, 12]
     assert cfg.num_moe_layers in (0, 18)
+
+
+_WITH = {"top_k": 1, "hidden_dim": 20}
+OF_A_LAYER = [
+    {"num_experts": ()},
+    {"num_experts": (3, 4), "num_shared_experts": 1, **_WITH},
+    {"num_experts": (3,), "residual": True, **_WITH},
+    {"num_experts": (3,), "router": "cosine", "cosine_dim": 8, **_WITH},
+]
+
+
+@pytest.mark.parametrize("moe", OF_A_LAYER, ids=str)
+def test_every_parameter_is_counted(moe):
+    options = {"tie_embeddings": False, "positions": "untied"}
+    cfg = config(moe=MoEConfig(**moe), **options)
+    found = {p.name: p.shape for p in parameter_shapes(cfg)}
+    model = Seq2Seq(cfg, device="meta")
+    assert found == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    run = Seq2SeqRunConfig(model=cfg)
+    alone = seq2seq_costs(run, num_ranks=1, dtype="float32")
+    assert alone.each is None and alone.parameters == sum(p.numel() for p in model.parameters())
+    each = seq2seq_costs(run, num_ranks=2, dtype="float32").each
+    assert each.parameters_bytes == alone.alone.weights_bytes // 2
+
+
+@pytest.mark.parametrize("moe", OF_A_LAYER[:3], ids=str)
+def test_operations_are_those_of_the_matrices(moe):
+    """Two for each element of a matrix that a token passes, four D for each token that attention looks at."""
+    cfg = config(moe=MoEConfig(**moe))
+    D, S, T = cfg.dim, 9, 6
+    of_source = of_target = 0
+    for parameter in parameter_shapes(cfg):
+        size = parameter.num_elements
+        if parameter.is_expert:
+            size //= parameter.shape[0]
+        if parameter.layer is None or len(parameter.shape) < 2:
+            continue
+        if parameter.name.startswith("encoder") or "cross_attention.kv" in parameter.name:
+            of_source += 2 * size
+        else:
+            of_target += 2 * size
+    of_source += 4 * D * S * cfg.num_encoder_layers
+    # a target token sees 1, 2, ... T tokens before it, and the whole source
+    of_target += sum(4 * D * (n + S) for n in range(1, T + 1)) // T * cfg.num_decoder_layers
+    of_target += 2 * D * cfg.vocab_size
+    flops = forward_flops(cfg, source_len=S, target_len=T)
+    assert (flops.source_flops, flops.target_flops) == (of_source, of_target)
+    run = Seq2SeqRunConfig(model=cfg)
+    assert seq2seq_costs(run, num_ranks=1, dtype="float32").flops_per_item == 3 * sum(
+        vars(forward_flops(cfg, source_len=16, target_len=16)).values()
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -222,6 +293,7 @@ def test_label_smoothing_equals_pytorchs(smoothing):
     "options, words",
     [
         ({"num_heads": 3}, "num_heads=3: must divide dim, 16, into heads of an even size"),
+        ({"positions": "untied", "rope_base": 5.0}, "rope_base=5.0: has no effect with positions=untied"),
         ({"vocab_size": 200}, "vocab_size=200: must be at least 258"),
         ({"moe_every": 5}, "moe_every=5: must be at most the larger number of layers, 2"),
         ({"moe": MoEConfig(num_experts=(2, 2, 2), top_k=1)}, "must have one entry, or one per MoE layer"),

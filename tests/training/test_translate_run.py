@@ -15,6 +15,7 @@ from expertmesh.config.family import SEQ2SEQ, Family
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_test
 from expertmesh.testing.numerics import relative_error
+from expertmesh.training.expert_use import read_use
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
 
@@ -71,6 +72,13 @@ def straight(corpus):
     result = train_quietly(run_of(corpus, folder))
     assert result.evaluation["loss"] < result.initial_evaluation["loss"]
     assert {"loss_de-xx", "loss_xx-de"} < set(result.evaluation)
+    used = [line["counts_by_label"] for line in read_use(folder / "experts.jsonl")]
+    assert set(used[0]) == {"de-xx", "xx-de", "de", "xx"}
+    for line, by_label in zip(read_use(folder / "experts.jsonl"), used, strict=True):
+        for layer, counts in enumerate(line["counts"]):
+            assert counts == [
+                sum(n) for n in zip(*(of[layer] for of in by_label.values()), strict=True)
+            ]
     return folder
 
 
@@ -140,6 +148,11 @@ def test_it_translates(learned, corpus, capsys, tmp_path):
     assert main(compared) == 0
     out = capsys.readouterr().out
     assert out.count("BLEU") >= 2 and "p = " in out and "+-" in out, out
+    assert main([*words, "--reference", str(data / "val.xx"), "--rouge"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[2:]] == [[f"rouge{n}", "100.00"] for n in "12L"]
+    assert main([*compared, "--rouge"]) == 0
+    assert capsys.readouterr().out.count("rouge") == 6
 
 
 @pytest.mark.parametrize(
@@ -148,6 +161,7 @@ def test_it_translates(learned, corpus, capsys, tmp_path):
         (["--to", "fr", "a dog"], "language fr: unknown; known here: de, xx"),
         (["--to", "xx"], "no text, or text and --input"),
         (["--to", "xx", "a dog", "--compare", "x"], "--compare x: needs --reference"),
+        (["--to", "xx", "a dog", "--rouge"], "--rouge: needs --reference"),
         (["--to", "xx", "a dog", "--reference", "nowhere"], "--reference nowhere: is not a file"),
         (["--to", "xx", "a dog", "--reference", __file__], "lines for 1 texts"),
         (["--to", "xx", "--beams", "0", "a dog"], "num_beams=0: must be at least 1"),

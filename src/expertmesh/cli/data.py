@@ -15,7 +15,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: the packages are missing or damaged.
     """
-    from expertmesh.data.lohelp import INSTALLED, extract
+    from expertmesh.data.lohelp import INSTALLED, extract, extract_headings
 
     parser = OptionParser(
         prog="expertmesh data",
@@ -34,9 +34,15 @@ def run(argv: list[str]) -> int:
         metavar="DIR",
         help="where the files go (a folder where recipes look for lohelp)",
     )
+    parser.add_argument(
+        "--headings",
+        action="store_true",
+        help="instead of lines: pages' headings, and what is below them as languages LANG_body",
+    )
     options = parser.parse_args(argv)
-    output = user_cache_dir() / "lohelp" if options.output is None else Path(options.output)
-    found = extract(Path(options.packages), output)
+    usual = user_cache_dir() / ("lohelp-headings" if options.headings else "lohelp")
+    output = usual if options.output is None else Path(options.output)
+    found = (extract_headings if options.headings else extract)(Path(options.packages), output)
     counts = ", ".join(f"{count:,} {split}" for split, count in found.num_lines.items())
     print(f"{found.folder}: {counts} lines in {' '.join(found.languages)}")
     return 0

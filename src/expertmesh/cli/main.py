@@ -85,6 +85,12 @@ def _convert(argv: list[str]) -> int:
     return run(argv)
 
 
+def _experts(argv: list[str]) -> int:
+    from expertmesh.cli.experts import run
+
+    return run(argv)
+
+
 def _evaluate(argv: list[str]) -> int:
     from expertmesh.cli.evaluate import run
 
@@ -132,6 +138,10 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "convert": (
         _convert,
         "from and to the hub's format: expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
+    ),
+    "experts": (
+        _experts,
+        "fewer experts, or united:     expertmesh experts prune runs/demo --keep 4 --to runs/pruned",
     ),
     "evaluate": (
         _evaluate,

@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
     elif options.output is not None:
         Path(options.output).write_text(text)
     if references is not None:
-        _print_scores(found, references, others, options.to)
+        _print_scores(found, references, others, options.to, with_rouge=options.rouge)
     return 0
 
 
@@ -81,6 +81,9 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--compare", metavar="FILE", help="another system's: prints whether the difference is real"
     )
+    parser.add_argument(
+        "--rouge", action="store_true", help="print ROUGE, too, for headings and summaries"
+    )
     parser.add_argument("--beams", type=int, default=5, metavar="N", help="of the beam search (5)")
     parser.add_argument(
         "--length-penalty",
@@ -102,6 +105,8 @@ def _texts(options: Any) -> tuple[list[str], list[str] | None, list[str] | None]
         raise ConfigError("no text, or text and --input; give one of the two, for example 'a dog'")
     if options.compare is not None and options.reference is None:
         raise ConfigError(f"--compare {options.compare}: needs --reference; add it")
+    if options.rouge and options.reference is None:
+        raise ConfigError("--rouge: needs --reference; add it")
     texts: list[str] = options.text
     if options.input is not None:
         texts = _lines(options.input, "--input")
@@ -128,17 +133,28 @@ def _lines(name: str, flag: str) -> list[str]:
 
 
 def _print_scores(
-    found: list[str], references: list[str], others: list[str] | None, language: str
+    found: list[str],
+    references: list[str],
+    others: list[str] | None,
+    language: str,
+    *,
+    with_rouge: bool,
 ) -> None:
-    from expertmesh.infer.translation_scores import compare, score
+    from expertmesh.infer.translation_scores import Score, compare, rouge, score
 
+    pairs: list[tuple[Score, Score | None]]
     if others is None:
-        for result in score(found, references, language=language):
-            print(_shown(result))
-        return
-    theirs, ours = compare(found, others, references, language=language)
-    for their, our in zip(theirs, ours, strict=True):
-        print(f"the other's {_shown(their)}\nthis run's  {_shown(our)}")
+        pairs = [(one, None) for one in score(found, references, language=language)]
+    else:
+        theirs, ours = compare(found, others, references, language=language)
+        pairs = list(zip(ours, theirs, strict=True))
+    if with_rouge:
+        pairs += rouge(found, references, language=language, others=others)
+    for our, their in pairs:
+        if their is None:
+            print(_shown(our))
+        else:
+            print(f"the other's {_shown(their)}\nthis run's  {_shown(our)}")
 
 
 def _shown(result: "Score") -> str:

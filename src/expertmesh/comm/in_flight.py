@@ -20,8 +20,8 @@ Launch = Callable[[Tensor], tuple[Tensor, Pending | None]]
 class _Way:
     """What a start leaves for its finish, and in the backward the other way round."""
 
-    def __init__(self, there: Launch, back: Launch) -> None:
-        self.there, self.back = there, back
+    def __init__(self, there: Launch, back: Launch, unpack: Callable[[Tensor], Tensor]) -> None:
+        self.there, self.back, self.unpack = there, back, unpack
         self._under_way: tuple[Tensor, Pending | None] | None = None
 
     def start(self, launch: Launch, x: Tensor) -> Tensor:
@@ -42,10 +42,17 @@ class InFlight:
         x: what is sent.
         there: starts the collective.
         back: starts the collective that takes the gradient back.
+        unpack: makes the result of what arrived, where it travelled in another form; None: it did not.
     """
 
-    def __init__(self, x: Tensor, there: Launch, back: Launch) -> None:
-        self._way = _Way(there, back)
+    def __init__(
+        self,
+        x: Tensor,
+        there: Launch,
+        back: Launch,
+        unpack: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._way = _Way(there, back, unpack or (lambda arrived: arrived))
         # Of the shape of x, so that the gradient under way has the shape that autograd expects.
         self._sent: Tensor = _Start.apply(x, self._way)
 
@@ -76,7 +83,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sent: Tensor, way: _Way) -> Tensor:
         ctx.way = way
-        return way.wait()
+        return way.unpack(way.wait())
 
     @staticmethod
     @once_differentiable

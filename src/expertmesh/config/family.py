@@ -146,10 +146,12 @@ SEQ2SEQ = Family(
     task="expertmesh.models.seq2seq.task:Seq2SeqTask",
     config=Seq2SeqRunConfig,
     recipes="expertmesh.recipes.translation:RECIPES",
+    costs="expertmesh.costs.seq2seq:seq2seq_costs",
     items="tokens",
     metric=Metric("loss", "nats per target token", "nats/token"),
     free=("model.moe.backend",),
     files=("tokenizer.json",),
+    begin="expertmesh.config.seq2seq:begun_with",
 )
 
 SWIN = Family(

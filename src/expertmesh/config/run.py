@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from expertmesh.config.base import Config, FieldError, refuses_idle_options
-from expertmesh.config.way import AllToAll
+from expertmesh.config.way import AllToAll, DispatchDtype
 from expertmesh.errors import ConfigError
 
 Frozen = Literal["experts", "router"]
@@ -170,6 +170,8 @@ class ParallelConfig(Config):
     """flat: tokens go straight to the ranks of their experts; hierarchical: between nodes first, once to each node; auto: the faster by the cost model."""
     ranks_per_node: int | None = Field(default=None, gt=0)
     """Neighbouring ranks on one node, where that is asked; none: as torchrun started them."""
+    dispatch_dtype: DispatchDtype = "same"
+    """How tokens travel to their experts: in their own type (same), or in 8 bits with a scale for every 128 elements."""
     shadow_experts: int = Field(default=0, ge=0)
     """Hot experts of a layer, those with most tokens in the step before, whose weights come to the tokens."""
     adaptive: bool = False

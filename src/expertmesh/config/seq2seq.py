@@ -1,17 +1,35 @@
 """The complete configuration of a training run of an encoder-decoder on parallel text."""
 
 import re
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from expertmesh.config.base import Config, FieldError
+from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.moe_rules import Activation
 from expertmesh.config.run import RunConfig, check_not_empty
 
 _BYTES_AND_MARKS = 258
 _LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Za-z]+)?")
+
+
+_OF_TRAINING = ("dropout", "label_smoothing")
+_OF_LENGTH = ("max_source_len", "max_seq_len")
+"""Options of the model that its weights do not fix; lengths where there is no table of places."""
+
+
+def begun_with(config: "Seq2SeqRunConfig", other: "Seq2SeqRunConfig") -> "Seq2SeqRunConfig":
+    """The configuration with the model and the tokenizer of the run that it begins with; lengths and dropout are its own.
+
+    Args:
+        config: of the run.
+        other: of the one that it begins with.
+    """
+    where = expanded(config.train.init_from or "")
+    own = _OF_TRAINING + (_OF_LENGTH if other.model.positions == "rotary" else ())
+    model = other.model.model_dump() | {name: getattr(config.model, name) for name in own}
+    return config.updated({"model": model, "data.encode_with": str(where / "tokenizer.json")})
 
 
 class Seq2SeqConfig(Config):
@@ -41,6 +59,8 @@ class Seq2SeqConfig(Config):
     """Share of the target's probability that the training loss spreads over all tokens."""
     tie_embeddings: bool = True
     """One matrix for the embeddings of both sides and the output projection."""
+    positions: Literal["rotary", "untied"] = "rotary"
+    """rotary: relative, by turning queries and keys; untied: absolute places with scores of their own, added to those of the words (TUPE)."""
     rope_base: float = Field(default=10000.0, gt=1)
     """Base of the rotary (relative) position embedding of self-attention."""
     norm_eps: float = Field(default=1e-6, gt=0)
@@ -102,6 +122,11 @@ class Seq2SeqConfig(Config):
                 f"must be at least {_BYTES_AND_MARKS}: the 256 bytes, the end of a text and the mask",
                 "raise it",
             )
+        usual = type(self).model_fields["rope_base"].default
+        if self.positions == "untied" and self.rope_base != usual:
+            raise FieldError(
+                "rope_base", self.rope_base, "has no effect with positions=untied", "leave it out"
+            )
         given = len(self.moe.num_experts)
         if given and not self.num_moe_layers:
             raise FieldError(
@@ -147,12 +172,14 @@ class ParallelTextConfig(Config):
     """Put the sentences of a noised text in a random order."""
     neighbours: int = Field(default=64, gt=0)
     """Neighbouring samples of about one length, so that little is padded; best the batch size."""
+    encode_with: str | None = None
+    """The tokenizer.json of a run, whose vocabulary and languages are used; none: one is learned from the text. train.init_from sets it."""
     cache_dir: str | None = None
     """Folder for tokenizers and tokens; none: the user's cache folder."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("train_split", "validation_split", "cache_dir"):
+        for name in ("train_split", "validation_split", "encode_with", "cache_dir"):
             check_not_empty(name, getattr(self, name))
         for name in ("path", "languages", "pairs", "without_pairs"):
             values = getattr(self, name)

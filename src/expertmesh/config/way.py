@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AllToAll = Literal["flat", "hierarchical", "auto"]
+DispatchDtype = Literal["same", "int8", "float8_e4m3"]
 
 
 @dataclass(frozen=True)

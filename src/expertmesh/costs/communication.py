@@ -183,7 +183,14 @@ def _place_shares(route: RouteShape, load: TokenLoad) -> list[float]:
 
 
 def travel_seconds(
-    kind: str, route: RouteShape, load: TokenLoad, network: Network, *, dim: int, element_bytes: int
+    kind: str,
+    route: RouteShape,
+    load: TokenLoad,
+    network: Network,
+    *,
+    dim: int,
+    element_bytes: int,
+    out_bytes: int | None = None,
 ) -> float:
     """Dispatch and combine of one forward; the gradients of a backward take as long again.
 
@@ -194,22 +201,31 @@ def travel_seconds(
         network: the links.
         dim: D.
         element_bytes: of a travelling token.
+        out_bytes: of a token on its way out, where it travels in another form; None: dim x element_bytes.
     """
     if len(route.nodes) == 1:
         return 0.0
     two_levels = kind == "hierarchical" and route.has_two_levels
     copies = (hierarchical_copies if two_levels else flat_copies)(route, load)
-    out_bytes, home_bytes = dim * element_bytes + 2 * load.top_k * 4, dim * element_bytes
-    return copies.seconds(network, out_bytes) + copies.seconds(network, home_bytes)
+    home_bytes = dim * element_bytes
+    there_bytes = (home_bytes if out_bytes is None else out_bytes) + 2 * load.top_k * 4
+    return copies.seconds(network, there_bytes) + copies.seconds(network, home_bytes)
 
 
 def faster_all_to_all(
-    route: RouteShape, load: TokenLoad, network: Network, *, dim: int, element_bytes: int
+    route: RouteShape,
+    load: TokenLoad,
+    network: Network,
+    *,
+    dim: int,
+    element_bytes: int,
+    out_bytes: int | None = None,
 ) -> str:
     """ "flat" or "hierarchical", whichever the model says is faster; flat where the difference is within `SECOND_HOP`."""
 
     def seconds(kind: str) -> float:
-        return travel_seconds(kind, route, load, network, dim=dim, element_bytes=element_bytes)
+        sizes = {"dim": dim, "element_bytes": element_bytes}
+        return travel_seconds(kind, route, load, network, **sizes, out_bytes=out_bytes)
 
     return "hierarchical" if SECOND_HOP * seconds("hierarchical") < seconds("flat") else "flat"
 

@@ -6,9 +6,10 @@ upper bound, because dropped rows are not computed.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from expertmesh.config.model import ModelConfig
-from expertmesh.costs.parameters import mlp_parameters
+from expertmesh.costs.parameters import HasFeedForwards, mlp_parameters
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,14 @@ class ForwardFlops:
         return 3 * self.total_flops + (self.layers_flops if activation_checkpointing else 0)
 
 
-def router_flops(config: ModelConfig, num_experts: int) -> int:
+def mlp_flops(config: HasFeedForwards, hidden_dim: int) -> int:
+    """Operations of a feed-forward network per token."""
+    return 2 * mlp_parameters(
+        dim=config.dim, hidden_dim=hidden_dim, activation=config.activation, bias=False
+    )
+
+
+def router_flops(config: HasFeedForwards, num_experts: int) -> int:
     """Operations of one layer's router per token."""
     moe = config.moe
     if moe.router == "hash":
@@ -85,11 +93,7 @@ def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> 
     # Two products of S x head_size per head: scores and values.
     attention = 4 * width * seq_len if not causal else 2 * width * (seq_len + 1)
 
-    def mlp(hidden_dim: int) -> int:
-        return 2 * mlp_parameters(
-            dim=dim, hidden_dim=hidden_dim, activation=config.activation, bias=False
-        )
-
+    mlp = partial(mlp_flops, config)
     shared = mlp(moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim)
     shared += mlp(config.ffn_hidden_dim) + 4 * dim if moe.residual else 0
     return ForwardFlops(

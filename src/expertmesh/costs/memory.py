@@ -259,6 +259,54 @@ def rank_memory(
     )
 
 
+def memory_by_size(
+    num_parameters: int,
+    *,
+    outside: int,
+    layers: Sequence[int],
+    activation_elements: int,
+    parallel: ParallelConfig,
+    num_ranks: int,
+    dtype: str,
+) -> tuple[MemoryEstimate, RankMemory | None]:
+    """Memory of training a model of which the sizes alone are known.
+
+    Args:
+        num_parameters: of the whole model.
+        outside: those outside the layers.
+        layers: those of each layer without its routed experts, in their order.
+        activation_elements: that one micro-batch keeps for the backward pass.
+        parallel: degrees that fit the ranks.
+        num_ranks: the number of ranks of the world.
+        dtype: compute dtype: float32, bfloat16, float16 or float64.
+
+    Returns:
+        Of one process that does it alone, and of each of several ranks; None for one.
+    """
+    compute = DTYPE_BYTES[dtype]
+    master = max(compute, 4)
+    weights = num_parameters * master
+    alone = MemoryEstimate(
+        weights_bytes=weights,
+        compute_copy_bytes=num_parameters * compute if compute < master else 0,
+        gradients_bytes=weights,
+        optimizer_bytes=2 * weights,
+        activations_bytes=activation_elements * compute,
+    )
+    if num_ranks == 1:
+        return alone, None
+    part = weights // (parallel.dp_shard_degree or num_ranks // parallel.dp_replicate_degree)
+    most = _most_at_once(layers, 2) if parallel.zero_stage == 3 else sum(layers)
+    each = RankMemory(
+        parameters_bytes=part,
+        gradients_bytes=part,
+        optimizer_bytes=2 * part,
+        gathered_dense_bytes=(outside + most) * master,
+        gathered_experts_bytes=0,
+    )
+    return alone, each
+
+
 def _most_at_once(sizes: Sequence[int], number: int) -> int:
     """The largest sum of so many neighbours."""
     return max((sum(sizes[i : i + number]) for i in range(len(sizes))), default=0)

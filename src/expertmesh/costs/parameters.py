@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Protocol
 
-from expertmesh.config.model import ModelConfig
+from expertmesh.config.model import ModelConfig, MoEConfig
 
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu"})
 
@@ -165,6 +166,41 @@ def _layer_shapes(config: ModelConfig, num_experts: int) -> Iterator[_Shape]:
         yield "attention.q_norm.weight", (width if whole else head,), None
         yield "attention.k_norm.weight", (config.kv_heads * head if whole else head,), None
     yield "ffn_norm.weight", (D,), None
+    yield from feed_forward_shapes(config, num_experts)
+
+
+class HasFeedForwards(Protocol):
+    """What the feed-forward layers of a model depend on; the configurations of transformers have it."""
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        ...
+
+    @property
+    def ffn_hidden_dim(self) -> int:
+        """F of dense layers."""
+        ...
+
+    @property
+    def activation(self) -> str:
+        """Of experts and dense layers."""
+        ...
+
+    @property
+    def moe(self) -> MoEConfig:
+        """The mixture-of-experts layers."""
+        ...
+
+
+def feed_forward_shapes(config: HasFeedForwards, num_experts: int) -> Iterator[_Shape]:
+    """Name, shape and axis of tensor parallelism of each parameter of one layer's feed-forward, dense or MoE.
+
+    Args:
+        config: the model.
+        num_experts: of the layer; 0: dense.
+    """
+    D = config.dim
     if not num_experts:
         yield from _mlp_shapes("ffn", config, config.ffn_hidden_dim, bias=False)
         return
@@ -188,7 +224,9 @@ def _layer_shapes(config: ModelConfig, num_experts: int) -> Iterator[_Shape]:
         yield "moe.residual_coefficient.bias", (2,), None
 
 
-def _mlp_shapes(name: str, config: ModelConfig, hidden_dim: int, *, bias: bool) -> Iterator[_Shape]:
+def _mlp_shapes(
+    name: str, config: HasFeedForwards, hidden_dim: int, *, bias: bool
+) -> Iterator[_Shape]:
     branches = 2 if config.activation in GATED_ACTIVATIONS else 1
     yield f"{name}.w_in", (branches, hidden_dim, config.dim), 1
     yield f"{name}.w_out", (config.dim, hidden_dim), 1

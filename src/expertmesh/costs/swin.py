@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from expertmesh.config.swin import SwinConfig, SwinRunConfig
-from expertmesh.costs.memory import DTYPE_BYTES, MemoryEstimate, RankMemory
+from expertmesh.costs.memory import memory_by_size
 from expertmesh.costs.run import RunCosts
 
 _POSITION_HIDDEN = 512
@@ -109,36 +109,21 @@ def swin_costs(config: SwinRunConfig, *, num_ranks: int, dtype: str) -> RunCosts
     outside = outside_parameters(model)
     total = outside + sum(b.dense + b.num_experts * b.expert for b in blocks)
     active = outside + sum(b.dense + min(model.moe.top_k, b.num_experts) * b.expert for b in blocks)
-    compute = DTYPE_BYTES[dtype]
-    master = max(compute, 4)
-    weights = total * master
-    each = None
-    if num_ranks > 1:
-        parallel = config.parallel
-        part = weights // (parallel.dp_shard_degree or num_ranks // parallel.dp_replicate_degree)
-        dense = [b.dense for b in blocks]
-        most = sum(dense)
-        if parallel.zero_stage == 3:
-            most = max(sum(dense[start : start + 2]) for start in range(len(dense)))
-        each = RankMemory(
-            parameters_bytes=part,
-            gradients_bytes=part,
-            optimizer_bytes=2 * part,
-            gathered_dense_bytes=(outside + most) * master,
-            gathered_experts_bytes=0,
-        )
     images = train.micro_batch_size or train.batch_size
+    alone, each = memory_by_size(
+        total,
+        outside=outside,
+        layers=[b.dense for b in blocks],
+        activation_elements=images * _activation_elements(model),
+        parallel=config.parallel,
+        num_ranks=num_ranks,
+        dtype=dtype,
+    )
     return RunCosts(
         parameters=total,
         active=active,
         num_items=train.steps * train.batch_size,
         flops_per_item=6 * count_multiply_adds(model),
-        alone=MemoryEstimate(
-            weights_bytes=weights,
-            compute_copy_bytes=total * compute if compute < master else 0,
-            gradients_bytes=weights,
-            optimizer_bytes=2 * weights,
-            activations_bytes=images * _activation_elements(model) * compute,
-        ),
+        alone=alone,
         each=each,
     )

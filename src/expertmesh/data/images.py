@@ -39,6 +39,10 @@ class ImageData:
 
     Raises:
         ConfigError: a folder, an image or a label is not as it must be, or there are more classes than the head has.
+
+    Attributes:
+        classes: their names.
+        folder_of_class: name of the folder of each class.
     """
 
     def __init__(
@@ -57,6 +61,11 @@ class ImageData:
             name if single else f"{Path(path).name}/{name}"
             for path, folder in zip(config.path, folders, strict=True)
             for name in folder.classes
+        )
+        self.folder_of_class = tuple(
+            Path(path).name
+            for path, folder in zip(config.path, folders, strict=True)
+            for _ in folder.classes
         )
         if len(self.classes) > num_classes:
             raise ConfigError(

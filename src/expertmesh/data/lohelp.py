@@ -24,6 +24,7 @@ FEWEST_WORDS, MOST_WORDS = 4, 60
 _SPLITS = (("train", 0.90), ("val", 0.94), ("test", 1.0))
 _GRAM = 6
 _SHARE = 0.8
+_MOST_BODY_WORDS, _MOST_BODY_CHARACTERS, _CHARACTERS_OF_A_WORD = 100, 200, 20
 _TAGS = frozenset({"p", "h1", "h2", "h3", "h4", "h5", "h6", "td", "li"})
 _ID = re.compile(r"(par|hd|bm)_id|tit$")
 _VOID = frozenset({"br", "img", "meta", "link", "input", "hr"})
@@ -106,12 +107,7 @@ def extract(source: Path, output: Path) -> Extracted:
         ConfigError: there is no help in two languages, one of them English, or a package is damaged.
     """
     pages = _read(source)
-    languages = tuple(sorted(pages))
-    if "en" not in languages or len(languages) < 2:
-        raise ConfigError(
-            f"{source}: has LibreOffice's help in {', '.join(languages) or 'no language'}; it takes English and another one: "
-            "apt-get download libreoffice-help-en-us libreoffice-help-de, then: expertmesh data lohelp --packages ."
-        )
+    languages = _checked_languages(pages, source)
     lines = _split(pages["en"])
     output.mkdir(parents=True, exist_ok=True)
     counts = {}
@@ -124,6 +120,79 @@ def extract(source: Path, output: Path) -> Extracted:
     return Extracted(output, languages, counts)
 
 
+def extract_headings(source: Path, output: Path) -> Extracted:
+    """Write what a page says and what it is called, to learn to give a text in one language its heading in another.
+
+    A line is a page. `SPLIT.LANG.gz` has its heading, `SPLIT.LANG_body.gz` its first 100 words below (of languages without blanks
+    between words its first 200 characters). Splits are those of `extract`. Of pages with one heading the first is kept, training first; where a
+    language lacks one of the two, both are blank.
+
+    Args:
+        source: see `extract`.
+        output: folder for the files.
+
+    Raises:
+        ConfigError: see `extract`.
+    """
+    pages = _read(source)
+    languages = _checked_languages(pages, source)
+    parts = {
+        code: {name: _heading_and_body(page) for name, page in found.items()}
+        for code, found in pages.items()
+    }
+    english = parts["en"]
+    kept: dict[str, list[str]] = {split: [] for split, _ in _SPLITS}
+    seen: set[str] = set()
+    for split, names in kept.items():
+        for name in sorted(english):
+            heading, body = english[name]
+            if _split_of(name) == split and heading and body and heading not in seen:
+                seen.add(heading)
+                names.append(name)
+
+    def pair(code: str, name: str) -> tuple[str, str]:
+        heading, body = parts[code].get(name, ("", ""))
+        is_english = code != "en" and heading == english[name][0]  # then nobody translated it
+        return ("", "") if is_english or not heading or not body else (heading, body)
+
+    output.mkdir(parents=True, exist_ok=True)
+    for split, names in kept.items():
+        for code in languages:
+            pairs = [pair(code, name) for name in names]
+            for ending, column in (("", 0), ("_body", 1)):
+                data = "".join(f"{texts[column]}\n" for texts in pairs).encode()
+                path = output / f"{split}.{code}{ending}.gz"
+                path.write_bytes(gzip.compress(data, mtime=0))
+    return Extracted(output, languages, {split: len(names) for split, names in kept.items()})
+
+
+def _heading_and_body(page: Page) -> tuple[str, str]:
+    """The first heading of a page, and the beginning of its paragraphs; '' where there is none."""
+    heading = next((text for name, text in page.items() if name.startswith("hd_id") and text), "")
+    body = " ".join(text for name, text in page.items() if name.startswith("par_id") and text)
+    words = body.split(" ")
+    if len(body) > _MOST_BODY_CHARACTERS and len(words) * _CHARACTERS_OF_A_WORD < len(body):
+        return heading, body[:_MOST_BODY_CHARACTERS]
+    return heading, " ".join(words[:_MOST_BODY_WORDS])
+
+
+def _checked_languages(pages: Mapping[str, object], source: Path) -> tuple[str, ...]:
+    languages = tuple(sorted(pages))
+    if "en" not in languages or len(languages) < 2:
+        raise ConfigError(
+            f"{source}: has LibreOffice's help in {', '.join(languages) or 'no language'}; it takes English and another one: "
+            "apt-get download libreoffice-help-en-us libreoffice-help-de, then: expertmesh data lohelp --packages ."
+        )
+    return languages
+
+
+def _split_of(page: str) -> str:
+    """By a hash of the page's name."""
+    digest = hashlib.sha256(page.encode()).digest()
+    place = int.from_bytes(digest[:8], "big") / 2**64
+    return next(name for name, border in _SPLITS if place < border)
+
+
 def _translated(pages: Mapping[str, Mapping[str, Page]], code: str, page: str, name: str) -> str:
     text = pages[code].get(page, {}).get(name, "")
     return "" if code != "en" and text == pages["en"][page][name] else text
@@ -133,10 +202,7 @@ def _split(english: Mapping[str, Page]) -> dict[str, list[tuple[str, str]]]:
     """(page, id) of the lines of each split; training chooses first."""
     places: dict[str, list[tuple[str, str]]] = {split: [] for split, _ in _SPLITS}
     for page in sorted(english):
-        digest = hashlib.sha256(page.encode()).digest()
-        place = int.from_bytes(digest[:8], "big") / 2**64
-        split = next(name for name, border in _SPLITS if place < border)
-        places[split] += [
+        places[_split_of(page)] += [
             (page, name)
             for name, text in english[page].items()
             if FEWEST_WORDS <= len(text.split()) <= MOST_WORDS

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from expertmesh.config.seq2seq import ParallelTextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.order import permutation
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CheckpointError, ConfigError
 
 FORMAT_VERSION = 1
 MASK_ID = 1
@@ -59,7 +60,8 @@ class ParallelTokens:
 
     Attributes:
         key: hex digest of all that the tokens depend on.
-        languages: in the order of their tags.
+        languages: that have a tag, in the order of the tags: those that can be written.
+        texts: languages of the files; those without a tag are only read.
         training: a corpus per folder.
         validation: a corpus per folder that has this split.
         tokenizer_path: of the vocabulary that all languages share.
@@ -67,6 +69,7 @@ class ParallelTokens:
 
     key: str
     languages: tuple[str, ...]
+    texts: tuple[str, ...]
     training: tuple[Corpus, ...]
     validation: tuple[Corpus, ...]
     tokenizer_path: Path
@@ -140,6 +143,7 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
             raise ConfigError(
                 f"data.languages={code}: no folder of data.path has {config.train_split}.{code}; known there: {known}"
             )
+    given = None if config.encode_with is None else _given(config.encode_with, vocab_size)
     if len(languages) < 2:
         raise ConfigError(
             f"data.path={' '.join(config.path)}: has {config.train_split} files of {len(languages)} languages; translation "
@@ -152,9 +156,12 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
             f"data.validation_split={config.validation_split}: no folder of data.path has its files in two languages; add "
             "them, or name another split"
         )
+    marks = languages if given is None else languages_of(load_tokenizer(given))
     digest = hashlib.sha256(
-        f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{languages}".encode()
+        f"{FORMAT_VERSION}|{tokenizers.__version__}|{vocab_size}|{marks}".encode()
     )
+    if given is not None:
+        digest.update(given.read_bytes())
     for name in _SPLIT_NAMES:
         for found in splits[name]:
             digest.update(f"|{name} {sorted(found)}".encode())
@@ -163,9 +170,29 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
     key = digest.hexdigest()[:24]
     base = cache_root(config.cache_dir)
     folder = base / f"parallel-{key}"
-    fill_once(folder, partial(_build, splits, languages, vocab_size=vocab_size))
+    fill_once(folder, partial(_build, splits, marks, given, vocab_size=vocab_size))
     training, validation = (_open(folder, name) for name in _SPLIT_NAMES)
-    return ParallelTokens(key, languages, training, validation, folder / "tokenizer.json")
+    return ParallelTokens(key, marks, languages, training, validation, folder / "tokenizer.json")
+
+
+def _given(name: str, vocab_size: int) -> Path:
+    """A tokenizer that was trained here.
+
+    Raises:
+        ConfigError: it is none, or has more tokens than the model.
+    """
+    path = expanded(name)
+    if not path.is_file():
+        raise ConfigError(f"data.encode_with={name}: is no file; name the tokenizer.json of a run")
+    try:
+        tokenizer = load_tokenizer(path, vocab_size=vocab_size)
+    except CheckpointError as error:
+        raise ConfigError(f"data.encode_with={error}") from None
+    if not languages_of(tokenizer):
+        raise ConfigError(
+            f"data.encode_with={name}: has no tags of languages; name that of a run that translates"
+        )
+    return path
 
 
 def read_lines(path: Path) -> list[str]:
@@ -228,14 +255,18 @@ def _in_turn(corpora: Sequence[dict[str, list[str]]]) -> Iterator[str]:
 def _build(
     splits: dict[str, list[dict[str, Path]]],
     languages: Sequence[str],
+    given: Path | None,
     folder: Path,
     *,
     vocab_size: int,
 ) -> None:
     texts = {name: [_texts(files) for files in splits[name]] for name in _SPLIT_NAMES}
-    marks = [_MASK, *map(tag, languages)]
-    tokenizer = train_tokenizer(_in_turn(texts["training"]), vocab_size=vocab_size, marks=marks)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    if given is None:
+        marks = [_MASK, *map(tag, languages)]
+        learned = train_tokenizer(_in_turn(texts["training"]), vocab_size=vocab_size, marks=marks)
+        learned.save(str(folder / "tokenizer.json"))
+    else:
+        shutil.copyfile(given, folder / "tokenizer.json")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     if tokenizer.get_vocab_size() > vocab_size:
         raise ConfigError(

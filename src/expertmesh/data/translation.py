@@ -162,6 +162,8 @@ class TranslationData:
 
     Attributes:
         languages: in the order of their tags.
+        tasks: names of what is learned, as en-de, and as en for repairing noised text; the numbers of a training batch's tasks
+            are places in it.
         directions: of the validation samples, as en-de; the numbers of a validation batch's tasks are places in it.
     """
 
@@ -179,7 +181,7 @@ class TranslationData:
         self.files = {"tokenizer.json": tokens.tokenizer_path}
         self._config, self._tokens, self._seed = config, tokens, seed
         limits = max_source_len - 2, max_target_len - 1
-        pairs, every = _directions(config, tokens.languages)
+        pairs, every = _directions(config, tokens.texts, tokens.languages)
         translation = [_translation(tokens.training, *pair, limits=limits) for pair in pairs]
         for task in translation:
             if not len(task.where) and config.pairs:
@@ -194,8 +196,10 @@ class TranslationData:
             )
         denoising = []
         if config.denoising:
-            denoising = [_denoising(tokens.training, code, limits) for code in tokens.languages]
+            codes = [code for code in tokens.languages if code in tokens.texts]
+            denoising = [_denoising(tokens.training, code, limits) for code in codes]
         self._tasks = [*translation, *denoising]
+        self.tasks = tuple(task.name for task in self._tasks)
         shares = probabilities(
             [len(task.where) for task in self._tasks],
             temperature=config.temperature,
@@ -216,7 +220,7 @@ class TranslationData:
             f"{tokens.key}|{options}|{max_source_len}|{max_target_len}".encode()
         ).hexdigest()
         self.description = (
-            f"{', '.join(config.path)}: {len(tokens.languages)} languages, "
+            f"{', '.join(config.path)}: {len(tokens.texts)} languages, "
             f"{sum(len(task.where) for task in translation):,} training and "
             f"{sum(len(task.where) for task in self._validation):,} validation examples in {len(translation)} directions"
             + (f", {config.denoising:.0%} of the samples denoise" if denoising else "")
@@ -285,7 +289,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def _directions(
-    config: ParallelTextConfig, languages: Sequence[str]
+    config: ParallelTextConfig, texts: Sequence[str], tagged: Sequence[str]
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Directions to train, and those to evaluate: what is left out of training is evaluated all the same."""
     given = {
@@ -293,13 +297,14 @@ def _directions(
         for name in ("pairs", "without_pairs")
     }
     for name, pairs in given.items():
-        for pair in pairs:
-            for code in pair:
-                if code not in languages:
+        for source, target in pairs:
+            for code, known in ((source, texts), (target, texts), (target, tagged)):
+                if code not in known:
                     raise ConfigError(
-                        f"data.{name}={'-'.join(pair)}: the language {code} is not there; known here: {', '.join(languages)}"
+                        f"data.{name}={source}-{target}: the language {code} is not there; known here: {', '.join(known)}"
                     )
-    every = [(a, b) for a, b in (given["pairs"] or list(permutations(languages, 2)))]
+    usual = [(a, b) for a, b in permutations(texts, 2) if b in tagged]
+    every = [(a, b) for a, b in (given["pairs"] or usual)]
     kept = [pair for pair in every if pair not in given["without_pairs"]]
     others = [(a, b) for a, b in given["without_pairs"] if (a, b) not in every]
     return kept, every + others

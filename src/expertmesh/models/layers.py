@@ -23,6 +23,32 @@ class LayerCache(Protocol):
         ...
 
 
+class Drawn(Protocol):
+    """A model that was built without memory, and draws its weights."""
+
+    def to_empty(self, *, device: torch.device) -> nn.Module:
+        """Give it memory."""
+        ...
+
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw every parameter."""
+        ...
+
+
+def draw_weights(model: Drawn, *, device: torch.device | str | None, seed: int | None) -> None:
+    """Give a model that was built on "meta" memory and its initial weights, each drawn once; on "meta" nothing.
+
+    Args:
+        model: as it was built.
+        device: of the parameters; None: torch's default.
+        seed: None: a fresh one from torch's default generator.
+    """
+    target = torch.get_default_device() if device is None else torch.device(device)
+    if target.type != "meta":
+        model.to_empty(device=target)
+        model.init_weights(seed)
+
+
 def init_transformer(
     model: nn.Module, *, seed: int, std: float, out_std: Callable[[str], float]
 ) -> None:
@@ -140,7 +166,7 @@ def rope_tables(
     """
     turning = round(head_dim * fraction)
     half = torch.arange(0, turning, 2, device=positions_S.device, dtype=dtype)
-    frequency = torch.pow(base, -half / turning)
+    frequency = torch.pow(base, -half / max(turning, 1))
     frequency = F.pad(frequency, (0, (head_dim - turning) // 2))
     angle = positions_S.to(dtype)[..., None] * frequency
     return arithmetic.cos_and_sin(angle)
@@ -223,6 +249,7 @@ class Attention(nn.Module):
         sin: Tensor,
         mask: Tensor | None = None,
         cache: LayerCache | None = None,
+        places: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -232,6 +259,8 @@ class Attention(nn.Module):
             sin: rotary sines of the same positions.
             mask: boolean, broadcastable to (B, H, S, keys), True where a query may look; None: causal.
             cache: holds the keys and values of earlier tokens; the mask is then needed unless S = 1 or it is empty.
+            places: (H, S, head_dim) queries and (H, keys, head_dim) keys of places, whose scores are added to those of the
+                tokens, both over sqrt(2 head_dim) (Ke et al. 2021, eq. 7); as many key heads as query heads. None: there are none.
 
         Returns:
             (B, S, D).
@@ -247,7 +276,17 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.update(self.layer_index, k_BHSD=k, v_BHSD=v)
+        if (
+            places is not None
+        ):  # one product gives the sum of both, and its usual scale is sqrt(2 head_dim)
+            q, k = (
+                torch.cat((t, own.to(t.dtype).expand(len(t), -1, -1, -1)), -1)
+                for t, own in zip((q, k), places, strict=True)
+            )
+            v = F.pad(v, (0, self.head_dim))
         y = self.arithmetic.in_mode(self.training).attention(q, k, v, mask=mask)
+        if places is not None:
+            y = y[..., : self.head_dim]
         return self.out(y.transpose(1, 2).flatten(2))
 
     def _norm_and_rope(

@@ -1,37 +1,31 @@
 """Dropout that depends on the token, not on the batch: the same on any number of ranks and in any micro-batch."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from expertmesh.moe.random import fresh_key, random_bits
+from expertmesh.models.keyed import Keyed
+from expertmesh.moe.random import random_bits
 
 STREAM_DROPOUT = 16
 _GOLDEN = 0x9E3779B1 - 2**32
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32
 
 
-class TokenDropout(nn.Module):
+class TokenDropout(Keyed):
     """Leaves out a share of the numbers of every token in training, and scales the others up (Srivastava et al. 2014, 10).
 
     Which ones is a pure function of (seed, step, site, token index, column): one Philox word per token, mixed with the
     number of every fourth column by a 32-bit integer hash whose four bytes decide. A CPU takes no longer for it than for drawing.
-
-    `expertmesh.moe.random.key_noise` sets seed and step; without it every call draws a fresh key from torch's default generator.
 
     Args:
         rate: share that is left out, in [0, 1), rounded to a 256th.
         site: number that makes the dropouts of one model differ, below 2^24.
     """
 
-    noise_key: Tensor
-
     def __init__(self, rate: float, *, site: int) -> None:
         super().__init__()
         self.site = site
         self._threshold = min(round(rate * 256), 255)
-        self.noise_is_keyed = False
-        key = torch.zeros(2, dtype=torch.int64, device="cpu")
-        self.register_buffer("noise_key", key, persistent=False)
 
     def forward(self, x: Tensor, token_index_T: Tensor | None = None) -> Tensor:
         """(..., D) -> (..., D) with T tokens in front.
@@ -44,8 +38,7 @@ class TokenDropout(nn.Module):
             return x
         if token_index_T is None:
             token_index_T = torch.arange(x[..., 0].numel(), device=x.device)
-        key = self.noise_key.to(x.device) if self.noise_is_keyed else fresh_key(x.device)
-        bytes_TD = _bytes(key, token_index_T, x.shape[-1], site=self.site)
+        bytes_TD = _bytes(self.key_on(x.device), token_index_T, x.shape[-1], site=self.site)
         keep_TD = (bytes_TD >= self._threshold).view_as(x)
         return x * (keep_TD.to(x.dtype) * (256 / (256 - self._threshold)))
 

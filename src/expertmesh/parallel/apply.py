@@ -151,6 +151,7 @@ def _spread_layers(
             overlap_degree=config.overlap_degree,
             all_to_all=config.all_to_all,
             shadow_experts=config.shadow_experts,
+            dispatch_dtype=config.dispatch_dtype,
             nodes=nodes,
             network=network,
             keep=_KEEP[config.zero_stage],

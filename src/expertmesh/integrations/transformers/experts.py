@@ -6,7 +6,6 @@ of the class's own, a norm behind the experts, low-rank adapters) the class's ow
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
@@ -46,9 +45,8 @@ class Stack(NamedTuple):
             x_RK, self.w, offsets_E, a_ErK, b_ENr, scaling, bias_EN=self.b_EN, **given
         )
         for a_ErK, b_ENr, scaling in others:
-            narrow_Rr = grouped_linear(x_RK, a_ErK, offsets_E)
-            added_RN = grouped_linear(narrow_Rr, b_ENr, offsets_E)
-            y_RN = torch.add(y_RN, added_RN, alpha=scaling)
+            narrow_Rr = grouped_linear(x_RK, a_ErK, offsets_E) * scaling
+            y_RN = y_RN + grouped_linear(narrow_Rr, b_ENr, offsets_E)
         return y_RN
 
 

@@ -14,7 +14,14 @@ from expertmesh.config.model import ModelConfig
 from expertmesh.config.way import AllToAll
 from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
-from expertmesh.models.layers import Attention, LayerCache, RMSNorm, init_transformer, rope_tables
+from expertmesh.models.layers import (
+    Attention,
+    LayerCache,
+    RMSNorm,
+    draw_weights,
+    init_transformer,
+    rope_tables,
+)
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed
@@ -236,7 +243,6 @@ class GPT(nn.Module):
         self.arithmetic = row_arithmetic(config.batch_invariant)
         self.activation_checkpointing = False
         self.shared: SharedSequences | None = None
-        # Built without storage first, so that every weight is drawn once, by init_weights.
         self.embedding = nn.Embedding(config.vocab_size, config.dim, device="meta", dtype=dtype)
         self.layers = nn.ModuleList(
             Block(config, layer_index=index, num_experts=experts, device="meta", dtype=dtype)
@@ -254,10 +260,7 @@ class GPT(nn.Module):
             self.output = nn.Linear(
                 config.dim, config.vocab_size, bias=False, device="meta", dtype=dtype
             )
-        target = torch.get_default_device() if device is None else torch.device(device)
-        if target.type != "meta":
-            self.to_empty(device=target)
-            self.init_weights(seed)
+        draw_weights(self, device=device, seed=seed)
 
     def init_weights(self, seed: int | None = None) -> None:
         """Draw every parameter anew: N(0, init_std^2), norms 1, biases 0.

@@ -12,8 +12,16 @@ from torch import Tensor, nn
 
 from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.layers import Attention, Linear, RMSNorm, init_transformer, rope_tables
+from expertmesh.models.layers import (
+    Attention,
+    Linear,
+    RMSNorm,
+    draw_weights,
+    init_transformer,
+    rope_tables,
+)
 from expertmesh.models.seq2seq.cache import Seq2SeqCache
+from expertmesh.models.seq2seq.positions import Places, UntiedPositions
 from expertmesh.models.token_dropout import TokenDropout
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import draw_seed
@@ -36,12 +44,14 @@ class Tokens:
         mask_T: (T,) bool, False for padding; None: there is none.
         index_T: global token indices, which key noise and dropout; None: 0, 1, 2, ...
         rope: cosines and sines of the positions.
+        places: queries and keys of untied positions; None: positions are rotary.
     """
 
     ids_T: Tensor
     mask_T: Tensor | None
     index_T: Tensor | None
     rope: tuple[Tensor, Tensor]
+    places: Places | None
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ torch.utils._pytree.register_dataclass(
     Seq2SeqOutput, field_names=["logits_NV", "stats"], drop_field_names=[]
 )
 torch.utils._pytree.register_dataclass(
-    Tokens, field_names=["ids_T", "mask_T", "index_T", "rope"], drop_field_names=[]
+    Tokens, field_names=["ids_T", "mask_T", "index_T", "rope", "places"], drop_field_names=[]
 )
 
 
@@ -196,7 +206,14 @@ class Layer(nn.Module):
         """
         cos, sin = tokens.rope
         after_attention, after_cross, after_ffn = self.dropouts
-        y_BSD = self.attention(self.attention_norm(x_BSD), cos=cos, sin=sin, mask=mask, cache=cache)
+        y_BSD = self.attention(
+            self.attention_norm(x_BSD),
+            cos=cos,
+            sin=sin,
+            mask=mask,
+            cache=cache,
+            places=tokens.places,
+        )
         x_BSD = x_BSD + after_attention(y_BSD, tokens.index_T)
         if self.cross_attention is not None:
             assert self.cross_norm is not None and source is not None
@@ -216,7 +233,7 @@ class Layer(nn.Module):
 
 
 class Seq2Seq(nn.Module):
-    """An encoder-decoder: RMSNorm, rotary positions in self-attention, MoE in every n-th layer of both sides.
+    """An encoder-decoder: RMSNorm, rotary or untied positions in self-attention, MoE in every n-th layer of both sides.
 
     It is an `expertmesh.models.decoder.EncoderDecoder`: the engine decodes it.
 
@@ -262,10 +279,20 @@ class Seq2Seq(nn.Module):
         self.dropouts = nn.ModuleList(
             TokenDropout(config.dropout, site=4 * side + 3) for side in range(2)
         )
-        target = torch.get_default_device() if device is None else torch.device(device)
-        if target.type != "meta":
-            self.to_empty(device=target)
-            self.init_weights(seed)
+        self.source_places: UntiedPositions | None = None
+        self.target_places: UntiedPositions | None = None
+        if config.positions == "untied":
+            self.source_places, self.target_places = (
+                UntiedPositions(
+                    max_len=max_len,
+                    dim=config.dim,
+                    num_heads=config.num_heads,
+                    norm_eps=config.norm_eps,
+                    **place,
+                )
+                for max_len in (config.max_source_len, config.max_seq_len)
+            )
+        draw_weights(self, device=device, seed=seed)
 
     def init_weights(self, seed: int | None = None) -> None:
         """Draw every parameter anew: N(0, init_std^2), norms 1, biases 0.
@@ -327,7 +354,9 @@ class Seq2Seq(nn.Module):
     ) -> Tensor:
         """(B, V) logits of the token after the last column; see `expertmesh.models.decoder.CausalLM`."""
         positions_S, mask = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
-        tokens = self._tokens(ids_BS, positions_S, token_mask_BS, None)
+        tokens = self._tokens(
+            ids_BS, positions_S, token_mask_BS, None, self.target_places, num_keys=cache.length
+        )
         x_BSD = self.embedding(ids_BS)
         for layer, memory in zip(self.decoder, cache.memory, strict=True):
             x_BSD, _ = layer(x_BSD, tokens, mask, cache, memory, cache.memory_mask)
@@ -369,7 +398,9 @@ class Seq2Seq(nn.Module):
                 )
         source_BSD, all_stats = self._encode(source_BS, source_mask_BS, source_index_T)
         positions_S = torch.arange(target_BS.shape[1], device=target_BS.device)
-        tokens = self._tokens(target_BS, positions_S, target_mask_BS, target_index_T)
+        tokens = self._tokens(
+            target_BS, positions_S, target_mask_BS, target_index_T, self.target_places
+        )
         x_BSD = self.dropouts[1](self.embedding(target_BS), target_index_T)
         source_mask = None if source_mask_BS is None else source_mask_BS[:, None, None]
         for layer in self.decoder:
@@ -383,7 +414,7 @@ class Seq2Seq(nn.Module):
         self, ids_BS: Tensor, token_mask_BS: Tensor | None, index_T: Tensor | None
     ) -> tuple[Tensor, list[RoutingStats]]:
         positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-        tokens = self._tokens(ids_BS, positions_S, token_mask_BS, index_T)
+        tokens = self._tokens(ids_BS, positions_S, token_mask_BS, index_T, self.source_places)
         mask = torch.ones_like(ids_BS[:1], dtype=torch.bool)
         mask = (mask if token_mask_BS is None else token_mask_BS)[:, None, None]
         x_BSD = self.dropouts[0](self.embedding(ids_BS), index_T)
@@ -399,15 +430,22 @@ class Seq2Seq(nn.Module):
         positions_S: Tensor,
         token_mask_BS: Tensor | None,
         index_T: Tensor | None,
+        untied: UntiedPositions | None,
+        *,
+        num_keys: int | None = None,
     ) -> Tokens:
         rope = rope_tables(
             positions_S,
             head_dim=self.config.head_size,
             base=self.config.rope_base,
             dtype=accumulate_dtype(self.embedding.weight.dtype),
+            fraction=1.0 if untied is None else 0.0,  # of the pairs that turn
         )
+        places = None
+        if untied is not None:
+            places = untied(positions_S, len(positions_S) if num_keys is None else num_keys)
         mask_T = None if token_mask_BS is None else token_mask_BS.flatten()
-        return Tokens(ids_BS.flatten(), mask_T, index_T, rope)
+        return Tokens(ids_BS.flatten(), mask_T, index_T, rope, places)
 
     def _logits(self, x: Tensor) -> Tensor:
         table_VD = self.embedding.weight if self.output is None else self.output.weight

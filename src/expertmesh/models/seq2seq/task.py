@@ -34,6 +34,7 @@ class Seq2SeqTask(Task):
             seed=self.config.train.seed,
         )
         self._directions = data.directions
+        self.labels = data.tasks if len(data.tasks) > 1 else ()
         return data
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Seq2Seq:
@@ -48,6 +49,11 @@ class Seq2SeqTask(Task):
     def num_items(self, batch: Batch) -> int:
         """Target tokens, the end of each text among them."""
         return int(batch[3].sum())
+
+    def label_of(self, batch: Batch) -> Tensor:
+        """Its direction; of a text that is repaired, its language."""
+        found: Tensor = batch[4]
+        return found
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """Cross-entropy of the target tokens in nats, smoothed over the vocabulary."""

@@ -3,30 +3,24 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from expertmesh.moe.random import fresh_key, random_bits, uniform
+from expertmesh.models.keyed import Keyed
+from expertmesh.moe.random import random_bits, uniform
 
 STREAM_DROP_PATH = 17
 
 
-class DropPath(nn.Module):
+class DropPath(Keyed):
     """Says which images skip which branches of a model in training (Huang et al. 2016, section 3).
-
-    `expertmesh.moe.random.key_noise` sets seed and step; without it every call draws a fresh key from torch's default generator.
 
     Args:
         rates: of each branch, the share of the images that skip it, in [0, 1).
     """
 
-    noise_key: Tensor
-
     def __init__(self, rates: Sequence[float]) -> None:
         super().__init__()
         self.rates = tuple(rates)
-        self.noise_is_keyed = False
-        key = torch.zeros(2, dtype=torch.int64, device="cpu")
-        self.register_buffer("noise_key", key, persistent=False)
 
     def forward(self, image_index_B: Tensor) -> Tensor | None:
         """Factors (branches, B) FP32 of every branch's output: 0, or 1 / (1 - rate); None in evaluation, or without rates.
@@ -37,7 +31,7 @@ class DropPath(nn.Module):
         if not self.training or not any(self.rates):
             return None
         device = image_index_B.device
-        key = self.noise_key.to(device) if self.noise_is_keyed else fresh_key(device)
+        key = self.key_on(device)
         count = len(self.rates)
         bits = random_bits(key, image_index_B, count, layer_index=0, stream=STREAM_DROP_PATH)
         rates_K = torch.tensor(self.rates, device=device)

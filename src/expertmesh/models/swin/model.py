@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from expertmesh.config.swin import SwinConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.layers import Linear
+from expertmesh.models.layers import Linear, draw_weights
 from expertmesh.models.swin.drop_path import DropPath, scaled
 from expertmesh.models.swin.windows import (
     from_windows,
@@ -318,10 +318,7 @@ class Swin(nn.Module):
         self.drop_path = DropPath([step * (branch // 2) for branch in range(2 * index)])
         self.final_norm = nn.LayerNorm(config.stage_dims[-1], **norm)
         self.head = Linear(config.stage_dims[-1], config.num_classes, bias=True, **place)
-        target = torch.get_default_device() if device is None else torch.device(device)
-        if target.type != "meta":
-            self.to_empty(device=target)
-            self.init_weights(seed)
+        draw_weights(self, device=device, seed=seed)
 
     def blocks(self) -> Iterator[Block]:
         """All blocks in their order."""

@@ -22,17 +22,23 @@ class SwinTask(Task):
 
     config: SwinRunConfig
     is_built_empty = True
+    _folder_of_class: Tensor
 
     def prepare(self) -> ImageData:
         """The images; see `ImageData`."""
         model = self.config.model
-        return ImageData(
+        data = ImageData(
             self.config.data,
             image_size=model.image_size,
             num_channels=model.num_channels,
             num_classes=model.num_classes,
             seed=self.config.train.seed,
         )
+        folders = tuple(dict.fromkeys(data.folder_of_class))
+        if len(folders) > 1:
+            self.labels = folders
+            self._folder_of_class = torch.tensor([folders.index(n) for n in data.folder_of_class])
+        return data
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Swin:
         """The whole model on one device, weights drawn by the run's seed."""
@@ -52,6 +58,10 @@ class SwinTask(Task):
             for name in ("head.weight", "head.bias"):
                 tensors.pop(name).zero_()
         return tensors
+
+    def label_of(self, batch: Batch) -> Tensor:
+        """The folder of its class."""
+        return self._folder_of_class.to(batch[1].device)[batch[1]]
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """Cross-entropy of the classes in nats, by their weights where images are mixed, smoothed."""

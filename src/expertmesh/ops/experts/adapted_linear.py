@@ -63,9 +63,8 @@ def adapted_linear(
         )[0]
         return y
     y = grouped_linear(x_RK, w, offsets_E, b_EN=bias_EN, transposed=transposed, backend=backend)
-    low_Rr = grouped_linear(x_RK, a_ErK, offsets_E, backend=backend)
-    added_RN = grouped_linear(low_Rr, b_ENr, offsets_E, backend=backend)
-    return torch.add(y, added_RN, alpha=scaling)
+    low_Rr = grouped_linear(x_RK, a_ErK, offsets_E, backend=backend) * scaling
+    return y + grouped_linear(low_Rr, b_ENr, offsets_E, backend=backend)
 
 
 @torch.library.custom_op("expertmesh::adapted_linear", mutates_args=())

@@ -4,15 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from expertmesh.comm.all_to_all.payload import row_bytes
 from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.mesh import expert_degrees
 from expertmesh.comm.world import World
 from expertmesh.config.run import ExpertOrder
-from expertmesh.config.way import AS_USUAL, AllToAll, Way
+from expertmesh.config.way import AS_USUAL, AllToAll, DispatchDtype, Way
 from expertmesh.costs.communication import (
     USUAL_NETWORK,
     Network,
@@ -143,6 +145,8 @@ class ExpertDispatcher:
         nodes: the node of each rank of the world; None: as torchrun started them.
         network: that the cost model of all_to_all="auto" assumes.
         exchanges: makes the exchange of a route; None: the one of this package that fits.
+        dispatch_dtype: how tokens travel to their experts: in their own type ("same"), or in 8 bits with a scale for every
+            128 elements ("int8", "float8_e4m3"). What comes home, and gradients, travel in their own type.
 
     Raises:
         ConfigError: route_degree does not divide the ranks, or an option does not go with fixed_tokens.
@@ -158,8 +162,10 @@ class ExpertDispatcher:
         nodes: Sequence[int] | None = None,
         network: Network = USUAL_NETWORK,
         exchanges: Callable[[Route], Exchange] | None = None,
+        dispatch_dtype: DispatchDtype = "same",
     ) -> None:
         self.storage, self.num_experts, self.network = storage, num_experts, network
+        self.dispatch_dtype: DispatchDtype = dispatch_dtype
         self._fixed_tokens, self.exchanges = fixed_tokens, exchanges
         self._nodes = None if nodes is None else tuple(nodes)
         self._everyone = storage.world.everyone()
@@ -167,6 +173,15 @@ class ExpertDispatcher:
         self.load = LoadRecord(num_experts, num_ranks=storage.world.size)
         self.chooser: Chooser | None = None
         self._repetitions = Repetitions(storage.layer)
+        if dispatch_dtype not in get_args(DispatchDtype):
+            raise ConfigError(
+                f"dispatch_dtype={dispatch_dtype!r}: must be {', '.join(get_args(DispatchDtype))}; choose one"
+            )
+        if fixed_tokens is not None and dispatch_dtype != "same":
+            raise ConfigError(
+                f"dispatch_dtype={dispatch_dtype} with fixed_tokens={fixed_tokens}: exchanges of fixed size send tokens as "
+                "they are; leave one out"
+            )
         self._check(way)
         usual = Way(
             make_plan(storage.degrees, way.route_degree).route_degree,
@@ -235,7 +250,8 @@ class ExpertDispatcher:
             places[block][part] = place
         first = plan.block(self.storage.rank)[0] * (self.num_experts // plan.route_e)
         group = self.storage.group(cells, "the ranks that share tokens")
-        return Route(plan, group, self.num_experts, first, places, self.storage.layer)
+        layer, payload = self.storage.layer, self.dispatch_dtype
+        return Route(plan, group, self.num_experts, first, places, layer, payload)
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
         """Sum over all ranks, copies of the experts included; the first of a call are the choices of each expert."""
@@ -353,7 +369,8 @@ class ExpertDispatcher:
         if load is None:
             load = TokenLoad.even(FIRST_TOKENS, top_k, self.num_experts)
         sizes = {"dim": x_TD.shape[1], "element_bytes": x_TD.element_size()}
-        return faster_all_to_all(route, load, self.network, **sizes)
+        out_bytes = row_bytes(**sizes, payload=self.dispatch_dtype)
+        return faster_all_to_all(route, load, self.network, **sizes, out_bytes=out_bytes)
 
 
 def spread_experts(
@@ -372,6 +389,7 @@ def spread_experts(
     nodes: Sequence[int] | None = None,
     network: Network = USUAL_NETWORK,
     exchanges: Callable[[Route], Exchange] | None = None,
+    dispatch_dtype: DispatchDtype = "same",
     offload: bool = False,
     prefetcher: Prefetcher | None = None,
 ) -> ExpertDispatcher:
@@ -396,6 +414,7 @@ def spread_experts(
         nodes: see `ExpertDispatcher`.
         network: see `ExpertDispatcher`.
         exchanges: see `ExpertDispatcher`.
+        dispatch_dtype: see `ExpertDispatcher`.
         offload: keep the experts' parameters, gradients and optimiser state in host memory; the world's groups need a
             backend for the CPU then. Build the optimiser afterwards.
         prefetcher: one for all layers of a model that run one after the other, so that weights are gathered one layer
@@ -445,6 +464,7 @@ def spread_experts(
         nodes=nodes,
         network=network,
         exchanges=exchanges,
+        dispatch_dtype=dispatch_dtype,
     )
     layer.dispatcher = dispatcher
     return dispatcher

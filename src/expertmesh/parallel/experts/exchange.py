@@ -20,6 +20,7 @@ from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_al
 from expertmesh.comm.collectives import in_flight_all_gather
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.in_flight import InFlight
+from expertmesh.config.way import DispatchDtype
 from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import count_all_choices
 from expertmesh.moe.dispatch import Tokens
@@ -41,6 +42,7 @@ class Route:
         first_expert: global id of the first expert that this rank computes.
         places: rank in the group of [block of experts][slice].
         layer: name for errors and the byte counter.
+        payload: how tokens travel out.
     """
 
     plan: Plan
@@ -49,6 +51,7 @@ class Route:
     first_expert: int
     places: list[list[int]]
     layer: str
+    payload: DispatchDtype = "same"
 
     @property
     def num_local(self) -> int:
@@ -333,7 +336,9 @@ class _RaggedOutbound(Outbound):
         both_RK, group = self._choices_of_rows(counts), self._route.group
         both = in_flight_all_to_all(both_RK, counts, group, where=where)
         x_RD = permute(self._tokens.x_TD, self._metadata)
-        self._rows = both, in_flight_all_to_all(x_RD, counts, group, where=where)
+        payload = self._route.payload
+        x = in_flight_all_to_all(x_RD, counts, group, where=where, payload=payload)
+        self._rows = both, x
 
     def _choices_of_rows(self, counts: Counts) -> Tensor:
         """Per row (R, 2K): weights, and ids local to the receiver, which are exact in FP32 up to 2^24."""

@@ -209,7 +209,11 @@ class _Outbound(Outbound):
         where = f"{self._route.layer}, dispatch across nodes"
         both = in_flight_all_to_all(weights_and_ids(weights_RK, ids_RK), rows, group, where=where)
         x_RD = permute(self._tokens.x_TD, self._metadata)
-        self._across = both, in_flight_all_to_all(x_RD, rows, group, where=where)
+        payload = self._route.payload
+        self._across = (
+            both,
+            in_flight_all_to_all(x_RD, rows, group, where=where, payload=payload),
+        )
 
     def hand_on(self) -> None:
         """Wait for what has crossed, and send it on inside the node; `finish` does it if nobody did."""
@@ -221,7 +225,9 @@ class _Outbound(Outbound):
         metadata, _, copies = self._inside = self._inside_places(both_RK)
         where, group = f"{self._route.layer}, dispatch inside a node", self._nodes.inside
         both = in_flight_all_to_all(permute(both_RK, metadata), copies, group, where=where)
-        x = in_flight_all_to_all(permute(x_RD, metadata), copies, group, where=where)
+        x = in_flight_all_to_all(
+            permute(x_RD, metadata), copies, group, where=where, payload=self._route.payload
+        )
         self._arriving = both, x
 
     def finish(self) -> Tokens:

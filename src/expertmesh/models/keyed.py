@@ -1,0 +1,25 @@
+"""What modules with noise of their own share: a key, which the trainer sets before each step."""
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.moe.random import fresh_key
+
+
+class Keyed(nn.Module):
+    """A module whose noise is a pure function of seed, step and the index of its tokens or images.
+
+    `expertmesh.moe.random.key_noise` sets seed and step; without it every call draws a fresh key from torch's default generator.
+    """
+
+    noise_key: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise_is_keyed = False
+        key = torch.zeros(2, dtype=torch.int64, device="cpu")
+        self.register_buffer("noise_key", key, persistent=False)
+
+    def key_on(self, device: torch.device) -> Tensor:
+        """(2,) int64 key of this call."""
+        return self.noise_key.to(device) if self.noise_is_keyed else fresh_key(device)

@@ -1,0 +1,51 @@
+"""Untied positions: what places say to one another is apart from what words say (TUPE, Ke et al. 2021, arXiv 2006.15595)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.models.layers import Linear, RMSNorm
+
+Places = tuple[Tensor, Tensor]
+"""(H, S, head_dim) queries and (H, keys, head_dim) keys of places, for all layers of a side."""
+
+
+class UntiedPositions(nn.Module):
+    """Queries and keys of absolute places, which all layers of a side share (eq. 7).
+
+    Args:
+        max_len: most places.
+        dim: model width.
+        num_heads: heads, a divisor of dim.
+        norm_eps: epsilon of the norm of the places.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self, *, max_len: int, dim: int, num_heads: int, norm_eps: float, **place: Any
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.embedding = nn.Embedding(max_len, dim, **place)
+        self.norm = RMSNorm(dim, eps=norm_eps, **place)
+        self.q = Linear(dim, dim, **place)
+        self.k = Linear(dim, dim, **place)
+
+    def forward(self, positions_S: Tensor, num_keys: int) -> Places:
+        """Queries of some places, and keys of the first ones.
+
+        Args:
+            positions_S: (S,) places of the queries.
+            num_keys: places 0 ... num_keys - 1 have keys.
+        """
+        keys_K = torch.arange(num_keys, device=positions_S.device)
+        queries_SD, keys_KD = (
+            matrix(self.norm(self.embedding(places)))
+            for matrix, places in ((self.q, positions_S), (self.k, keys_K))
+        )
+        return self._heads(queries_SD), self._heads(keys_KD)
+
+    def _heads(self, x_SD: Tensor) -> Tensor:
+        return x_SD.unflatten(-1, (self.num_heads, -1)).transpose(0, 1)

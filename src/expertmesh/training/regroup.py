@@ -1,0 +1,261 @@
+"""Other numbers of experts for a trained model: the most used of each layer are kept, or those of two models are united.
+
+Both are Z-code M3's (Kim et al. 2021, arXiv 2109.10465, "expert pruning" and "aggregation of experts"). They make a new run,
+which can be used as it is and is best trained a little further (`train.init_from`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from expertmesh.config.base import expanded
+from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
+from expertmesh.models.family import Data, Task
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.types import RoutingStats
+from expertmesh.training.begin import save_as_run
+from expertmesh.training.evaluate import evaluate
+from expertmesh.training.precision import Precision
+from expertmesh.training.run_dir import Run, load_run
+from expertmesh.training.trained import Trained, open_trained
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """A run with another number of experts.
+
+    Attributes:
+        path: of the run directory.
+        num_experts: of each MoE layer.
+        kept: share of the validation data's choices that went to the kept experts, of each MoE layer; None: none were left out.
+    """
+
+    path: Path
+    num_experts: tuple[int, ...]
+    kept: tuple[float, ...] | None = None
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """The MoE layers of a model by their names, in its order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
+
+
+def count_choices(
+    task: Task,
+    model: nn.Module,
+    data: Data,
+    *,
+    batch_size: int,
+    max_samples: int | None,
+    precision: Precision,
+) -> dict[str, Tensor]:
+    """How often validation data choose each expert, before dropping.
+
+    Args:
+        task: of the model.
+        model: whole, with experts.
+        data: of the task.
+        batch_size: samples at a time.
+        max_samples: so many, evenly spread; None: all.
+        precision: device and dtype.
+
+    Returns:
+        By name of each MoE layer (E,) int64 counts, on the CPU.
+    """
+    counts: dict[str, Tensor] = {}
+
+    def watch(name: str, layer: MoELayer) -> RemovableHandle:
+        counts[name] = torch.zeros(layer.num_experts, dtype=torch.int64)
+
+        def add(module: nn.Module, args: Any, output: tuple[Tensor, RoutingStats]) -> None:
+            counts[name] += output[1].num_tokens_per_expert_E.cpu()
+
+        return layer.register_forward_hook(add)
+
+    handles = [watch(name, layer) for name, layer in moe_layers(model).items()]
+    try:
+        evaluate(
+            task, model, data, batch_size=batch_size, max_samples=max_samples, precision=precision
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+    return counts
+
+
+def prune(
+    source: str | Path, target: str | Path, *, keep: int, max_samples: int | None = None
+) -> Regrouped:
+    """Make a run whose MoE layers have the experts that a run's validation data use most, with their rows of the router.
+
+    Args:
+        source: the run directory; its data must be there.
+        target: a run directory that does not exist yet.
+        keep: experts of each layer to keep; a layer with fewer keeps all.
+        max_samples: validation samples that are counted, evenly spread; None: all.
+
+    Raises:
+        ConfigError: there are no experts, too few would be left, or their router cannot do without the others.
+        CheckpointError: the run has no usable checkpoint.
+    """
+    target = expanded(target)
+    _check_new(target)
+    run = load_run(source)
+    trained = open_trained(run)
+    layers = _checked_layers(run, trained)
+    top_k = max(layer.top_k for layer in layers.values())
+    if keep < top_k:
+        raise ConfigError(f"keep={keep}: must be at least the {top_k} of a token; use {top_k}")
+    most = max(layer.num_experts for layer in layers.values())
+    if keep >= most:
+        raise ConfigError(f"keep={keep}: must be below the {most} that there are; lower it")
+    train = run.config.train
+    counts = count_choices(
+        trained.task,
+        trained.model,
+        trained.task.prepare(),
+        batch_size=train.micro_batch_size or train.batch_size,
+        max_samples=max_samples,
+        precision=trained.precision,
+    )
+    chosen = {
+        name: count_E.argsort(descending=True, stable=True)[:keep].sort().values
+        for name, count_E in counts.items()
+    }
+    of_expert = _tensors_of_experts(trained.model)
+    tensors = {
+        name: tensor[chosen[of_expert[name]].to(tensor.device)] if name in of_expert else tensor
+        for name, tensor in trained.model.state_dict().items()
+    }
+    sizes = tuple(len(kept_k) for kept_k in chosen.values())
+    _write(run, tensors, target, sizes, recipe=f"the most used experts of {run.path.name}")
+    kept = tuple(
+        float(counts[name][kept_k].sum() / counts[name].sum().clamp(min=1))
+        for name, kept_k in chosen.items()
+    )
+    return Regrouped(target, sizes, kept)
+
+
+def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped:
+    """Make a run with the experts of two: rows of their routers one after the other, all other weights averaged.
+
+    Args:
+        first: a run directory.
+        second: one of the same model, vocabulary and classes; best a run that began with the same weights.
+        target: a run directory that does not exist yet.
+
+    Raises:
+        ConfigError: the two are not of one model, or it has no experts.
+        CheckpointError: a run has no usable checkpoint.
+    """
+    target = expanded(target)
+    _check_new(target)
+    run, other = load_run(first), load_run(second)
+    _check_alike(run, other)
+    trained, added = open_trained(run), open_trained(other)
+    layers = _checked_layers(run, trained)
+    of_expert = _tensors_of_experts(trained.model)
+    theirs = added.model.state_dict()
+    tensors = {}
+    for name, tensor in trained.model.state_dict().items():
+        if name in of_expert:
+            tensors[name] = torch.cat((tensor, theirs[name]))
+        else:
+            tensors[name] = (tensor + theirs[name]) / 2 if tensor.is_floating_point() else tensor
+    sizes = tuple(2 * layer.num_experts for layer in layers.values())
+    recipe = f"the experts of {run.path.name} and {other.path.name}"
+    _write(run, tensors, target, sizes, recipe=recipe)
+    return Regrouped(target, sizes)
+
+
+def _check_new(target: Path) -> None:
+    """Whether a run can be made there; before all that takes long.
+
+    Raises:
+        ConfigError: something is there.
+    """
+    if target.exists():
+        raise ConfigError(f"to={target}: exists already; choose another folder")
+
+
+def _checked_layers(run: Run, trained: Trained) -> dict[str, MoELayer]:
+    """The MoE layers, if experts can leave and join them.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    layers = moe_layers(trained.model)
+    if not layers or not hasattr(run.config.model, "moe"):
+        raise ConfigError(f"run {run.path}: its model has no experts; name one that has")
+    for layer in layers.values():
+        options = layer.options
+        if options.router == "hash" or options.num_expert_groups > 1:
+            what = "router=hash" if options.router == "hash" else "num_expert_groups"
+            raise ConfigError(
+                f"run {run.path}: has model.moe.{what}, which fixes who its experts are; use a model without it"
+            )
+        assert isinstance(layer.experts, GroupedExperts), "families of the package have no others"
+    return layers
+
+
+def _check_alike(run: Run, other: Run) -> None:
+    """Whether two runs are of one model.
+
+    Raises:
+        ConfigError: they are not; names the first difference.
+    """
+    if run.family.name != other.family.name:
+        raise ConfigError(
+            f"run {other.path}: is of family {other.family.name} and {run.path} of {run.family.name}; name two of one"
+        )
+    ours, theirs = run.config.model.model_dump(), other.config.model.model_dump()
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise ConfigError(
+                f"run {other.path}: its model.{name} is not that of {run.path}; name two runs of one model"
+            )
+    for name in run.family.files:
+        if (run.path / name).read_bytes() != (other.path / name).read_bytes():
+            raise ConfigError(
+                f"run {other.path}: its {name} is not that of {run.path}; name two runs on the same data"
+            )
+
+
+def _tensors_of_experts(model: nn.Module) -> dict[str, str]:
+    """Names of the tensors whose first axis counts experts, with the name of their layer."""
+    found = {}
+    names = list(model.state_dict())
+    for layer_name, layer in moe_layers(model).items():
+        is_cosine = layer.options.router == "cosine"
+        rows = "router.expert_embeddings" if is_cosine else "router.proj.weight"
+        for name in names:
+            own = name.removeprefix(f"{layer_name}.")
+            if own != name and (own in (rows, "expert_bias_E") or own.startswith("experts.")):
+                found[name] = layer_name
+    return found
+
+
+def _write(
+    run: Run, tensors: Mapping[str, Tensor], target: Path, sizes: tuple[int, ...], *, recipe: str
+) -> None:
+    counts = sizes[:1] if len(set(sizes)) == 1 else sizes
+    config: RunConfig = run.config.updated(
+        {
+            "model.moe.num_experts": counts,
+            "train.run_dir": str(target),
+            "train.init_from": None,
+            "train.branch_from": None,
+        }
+    )
+    dtype = next(tensor.dtype for name, tensor in tensors.items() if name.endswith("w_in"))
+    model: nn.Module = run.family.open_task(config).build(device="cpu", dtype=dtype)
+    model.load_state_dict(dict(tensors))
+    files = {name: run.path / name for name in run.family.files}
+    save_as_run(model, config, recipe=recipe, files=files)

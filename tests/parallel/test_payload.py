@@ -1,0 +1,148 @@
+"""Tokens that travel in 8 bits: how far they are off, what is exact in spite of it, and how many bytes move."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.spread_case import D, E, SpreadCase, build, world_of
+
+from expertmesh.comm.all_to_all.payload import BLOCK, packed, row_bytes, unpacked
+from expertmesh.errors import ConfigError
+from expertmesh.moe.dispatch import Tokens
+from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.testing.numerics import assert_close_fp64, relative_error
+
+KINDS = ["int8", "float8_e4m3"]
+NODES = (0, 0, 1, 1)
+WAYS = {
+    "flat": {},
+    "parts": {"overlap_degree": 2},
+    "hierarchical": {"all_to_all": "hierarchical", "nodes": NODES},
+}
+
+
+def rounded(x_RD, kind):
+    return unpacked(packed(x_RD, kind), x_RD.shape[1], x_RD.dtype, kind)
+
+
+def blocks(x_RD):
+    return x_RD.split(BLOCK, dim=1)
+
+
+@pytest.mark.parametrize("dim", [1, 128, 130, 400])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_int8_is_off_by_half_a_step_of_its_block(dim, dtype):
+    x_RD = (torch.randn(9, dim) * torch.logspace(-3, 3, 9)[:, None]).to(dtype)
+    rows = packed(x_RD, "int8")
+    assert rows.dtype == torch.uint8 and rows.shape == (9, row_bytes(dim, 2, "int8"))
+    for x, y in zip(blocks(x_RD), blocks(rounded(x_RD, "int8")), strict=True):
+        step = x.abs().amax(1, keepdim=True).double() / 127
+        slack = (
+            torch.finfo(dtype if dtype == torch.bfloat16 else torch.float32).eps * x.double().abs()
+        )
+        assert ((x - y).double().abs() <= step / 2 + slack).all()
+        assert (
+            y.double().abs().amax(1, keepdim=True) <= 127 * step + slack.amax(1, keepdim=True)
+        ).all()
+
+
+def test_e4m3_keeps_three_bits_of_each_element():
+    x_RD = torch.randn(50, 300)
+    y_RD = rounded(x_RD, "float8_e4m3")
+    for x, y in zip(blocks(x_RD), blocks(y_RD), strict=True):
+        least_normal = x.abs().amax(1, keepdim=True) / 448 * 2**-6
+        off = (x - y).abs() / torch.maximum(x.abs(), least_normal)
+        assert off.max() <= 2**-4 * (1 + torch.finfo(torch.float32).eps * 8)
+    assert off.max() > 2**-6  # it is rounded at all
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_zeros_stay_and_what_is_not_finite_is_seen(kind):
+    x_RD = torch.zeros(3, 200)
+    x_RD[1, 5], x_RD[2, 150] = math.nan, math.inf
+    y_RD = rounded(x_RD, kind)
+    assert (y_RD[0] == 0).all()
+    assert y_RD[1, :128].isnan().any() and (y_RD[1, 128:] == 0).all()
+    assert not y_RD[2, 150].isfinite() and (y_RD[2, :128] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_twice_is_rounding_once(kind):
+    """So that a second hop costs nothing."""
+    once_RD = rounded(torch.randn(40, 300), kind)
+    assert relative_error(rounded(once_RD, kind), once_RD) <= torch.finfo(torch.float32).eps
+
+
+def moved(way, kind):
+    """Of one rank: what its tokens became on their way, their gradient, and bytes of the ways of x."""
+    world = world_of(False)
+    layer = build(SpreadCase(), torch.float64)
+    exchange = spread_experts(layer, world, dispatch_dtype=kind, **way).exchange()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids_TK = torch.stack([torch.randperm(E, generator=generator)[:3] for _ in range(20)])
+    x_TD = torch.randn(20, D, generator=generator, dtype=torch.float64).requires_grad_()
+    weights_TK = torch.rand(20, 3, generator=generator, dtype=torch.float64)
+    y, parts = (
+        [],
+        exchange.start_parts(Tokens(x_TD, ids_TK, weights_TK), way.get("overlap_degree", 1)),
+    )
+    with world.traffic.logged() as log:
+        for outbound in parts:
+            arrived = outbound.finish()
+            home_RD = arrived.x_TD * arrived.weights_TK.sum(1, True)
+            y.append(outbound.start_home(home_RD).finish())
+        y_TD = torch.cat(y)
+        y_TD.sum().backward()
+    scale_T1 = weights_TK.sum(1, True)
+    out = sum(t.num_bytes for t in log.transfers if "dispatch" in t.where and t.where[-1] != "d")
+    return y_TD.detach() / scale_T1, rounded(x_TD.detach(), kind), x_TD.grad, scale_T1, out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_tokens_arrive_rounded_and_gradients_are_exact(four_ranks, way, kind):
+    for y_TD, expected_TD, grad_TD, scale_T1, _ in four_ranks.run(moved, way, kind):
+        assert relative_error(y_TD, expected_TD) <= 4 * torch.finfo(torch.float32).eps
+        assert_close_fp64(grad_TD, scale_T1.expand_as(grad_TD), what="gradient")
+
+
+def bytes_out(kind):
+    return moved({}, kind)[-1]
+
+
+def test_fewer_bytes_travel_out(four_ranks):
+    """A row of D FP64 elements, 3 weights and 3 ids in FP64, becomes one of D bytes and a scale, weights and ids."""
+    in_eight, rest = four_ranks.run(bytes_out, "int8"), 2 * 3 * 8
+    whole = four_ranks.run(whole_bytes)
+    for few, many in zip(in_eight, whole, strict=True):
+        assert few * (8 * D + rest) == many * (row_bytes(D, 8, "int8") + rest)
+
+
+def whole_bytes():
+    world = world_of(False)
+    layer = build(SpreadCase(), torch.float64)
+    exchange = spread_experts(layer, world).exchange()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids_TK = torch.stack([torch.randperm(E, generator=generator)[:3] for _ in range(20)])
+    x_TD, weights_TK = (
+        torch.zeros(20, D, dtype=torch.float64),
+        torch.rand(20, 3, dtype=torch.float64),
+    )
+    outbound = exchange.start(Tokens(x_TD, ids_TK, weights_TK))
+    with world.traffic.logged() as log:
+        outbound.finish()
+    return sum(t.num_bytes for t in log.transfers if "dispatch" in t.where)
+
+
+def refused():
+    for options, said in (
+        ({"dispatch_dtype": "int4"}, "must be same, int8, float8_e4m3; choose one"),
+        ({"dispatch_dtype": "int8", "fixed_tokens": 4}, "send tokens as they are; leave one out"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            spread_experts(build(SpreadCase(), torch.float64), world_of(False), **options)
+
+
+def test_what_does_not_go_together_is_refused(two_ranks):
+    two_ranks.run(refused)
