@@ -1,6 +1,6 @@
 """What `import expertmesh as em` offers beside classes: train, load, generate."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import nn
 
+from expertmesh.config.base import shown
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.data.tokenizer import end_of_text_id
@@ -17,7 +18,7 @@ from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.own_module import Module, own_family
 from expertmesh.training import loop
-from expertmesh.training.run_dir import load_run
+from expertmesh.training.run_dir import TOKENIZER, load_run
 from expertmesh.training.trackers import Tracker
 from expertmesh.training.trained import open_trained
 
@@ -147,7 +148,7 @@ def load(
     if device is not None:
         found = found._replace(config=found.config.updated({"train.device": device}))
     tokenizer = None
-    if found.family.generates_text:
+    if found.family.generates_text or TOKENIZER in found.family.files:
         tokenizer = found.load_tokenizer()
     return Loaded(open_trained(found).model, tokenizer)
 
@@ -187,7 +188,17 @@ def generate(
         >>> model, tokenizer = em.load("runs/text")
         >>> text = em.generate(model, tokenizer, "To be", max_tokens=5, temperature=0)
     """
+    if not isinstance(tokenizer, Tokenizer):
+        raise ConfigError(
+            f"tokenizer is a {type(tokenizer).__name__}: generate() needs a model that writes text, and its tokenizer; give both of load()"
+        )
+    if not isinstance(prompt, Iterable):
+        raise ConfigError(f"prompt is a {type(prompt).__name__}; give a text, or a list of texts")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    if wrong := [one for one in prompts if not isinstance(one, str)]:
+        raise ConfigError(
+            f"prompt: {shown(wrong[0])} is a {type(wrong[0]).__name__}; give a text, or a list of texts"
+        )
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     end_id = end_of_text_id(tokenizer)
     with torch.no_grad():

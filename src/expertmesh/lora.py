@@ -12,6 +12,7 @@ Example:
     1
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -159,10 +160,12 @@ def _check(layers: dict[str, MoELayer], *, rank: int, alpha: float, targets: Seq
         raise ConfigError(
             "this model has no layer with grouped experts; give one with a MoELayer whose experts are not modules of your own"
         )
-    if rank < 1:
-        raise ConfigError(f"rank={rank}: must be at least 1; use 8, for example")
-    if not alpha > 0:
-        raise ConfigError(f"alpha={alpha}: must be above 0; use twice the rank, for example")
+    if not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"rank={rank}: must be a whole number of at least 1; use 8, for example")
+    if not 0 < alpha < math.inf:
+        raise ConfigError(
+            f"alpha={alpha}: must be finite and above 0; use twice the rank, for example"
+        )
     if not targets or set(targets) - set(TARGETS) or len(set(targets)) < len(targets):
         raise ConfigError(
             f"targets={tuple(targets)}: must be {' or '.join(TARGETS)}, or both; name one or both"

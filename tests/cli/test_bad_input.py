@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.support.mistakes import Mistake, Words, check, digest, plain, training, with_file
 from tests.support.mistakes_of_input import INPUT
+from tests.support.mistakes_of_models import MODELS
 from tests.support.mistakes_of_runs import RUNS
 from tests.support.patience import PATIENCE_S
 from tests.support.place import TEXT, Place
@@ -453,7 +454,7 @@ REPORT = {
     ),
 }
 
-KIN = INPUT | RUNS
+KIN = INPUT | RUNS | MODELS
 MISTAKES = {
     f"{item}: {name}": mistake
     for item, table in {

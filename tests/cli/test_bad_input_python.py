@@ -5,8 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from torch import nn
 
+import expertmesh as em
 from expertmesh import ConfigError, MoELayer, Routing
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig, MoEConfig
@@ -167,6 +170,10 @@ MODEL = {
         lambda: MoEConfig(num_expert=4),
         ["num_expert=4", "unknown option", "did you mean num_experts?"],
     ),
+    "unknown option of a section": Mistake(
+        lambda: GPTRunConfig.model_validate({"model": {"max_sequence_len": 3}}),
+        ["model.max_sequence_len=3", "did you mean model.max_seq_len?"],
+    ),
     "rule between fields": Mistake(
         lambda: ModelConfig(dim=10, num_heads=4), ["num_heads=4", "divide dim, 10", "divisor"]
     ),
@@ -186,6 +193,27 @@ MODEL = {
     ),
     "negative temperature": Mistake(
         lambda: Sampling(temperature=-1.0), ["temperature=-1.0", "at least 0", "use 0"]
+    ),
+    "no tokenizer": Mistake(
+        lambda: em.generate(model(), None, "a"),
+        ["tokenizer is a NoneType", "writes text", "give both of load()"],
+    ),
+    "tokens for a prompt": Mistake(
+        lambda: em.generate(model(), Tokenizer(BPE()), [1, 2]),
+        ["prompt: 1 is a int", "give a text"],
+    ),
+    "no prompt": Mistake(
+        lambda: em.generate(model(), Tokenizer(BPE()), None),
+        ["prompt is a NoneType", "give a text"],
+    ),
+    "recipe of another family, misspelled": Mistake(
+        lambda: em.recipe("swin-mnst"), ["recipe=swin-mnst", "did you mean swin-mnist?"]
+    ),
+    "half a rank": Mistake(
+        lambda: em.lora.add(layer(), rank=2.5), ["rank=2.5", "whole number", "use 8"]
+    ),
+    "adapters of NaN": Mistake(
+        lambda: em.lora.add(layer(), alpha=float("nan")), ["alpha=nan", "finite", "twice the rank"]
     ),
     "missing corpus": Mistake(
         lambda: train(

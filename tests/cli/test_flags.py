@@ -240,6 +240,8 @@ def test_option_parser_raises_in_one_line():
             "try --train.resume auto, or another --train.run-dir",
         ),
         ("model.moe.top_k=9: no", "--model.moe.top-k 9: no"),
+        ("to=models/x: there is no folder", "--to models/x: there is no folder"),
+        ("page=/dev/null: is no regular file", "--page /dev/null: is no regular file"),
         (
             "--train.steps 3; runs/train.steps/x; train.stepsize",
             "--train.steps 3; runs/train.steps/x; train.stepsize",
@@ -254,7 +256,7 @@ def test_messages_are_spelled_as_options(text, spelled):
     assert spell_options(text) == spelled
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
 @pytest.mark.parametrize(
     "words",
     [
@@ -266,7 +268,13 @@ def test_messages_are_spelled_as_options(text, spelled):
         ["export"],
         ["translate"],
         ["classify"],
+        ["convert"],
+        ["evaluate"],
+        ["data"],
+        ["bench"],
+        ["doctor"],
         ["experts"],
+        ["sweep"],
     ],
     ids=str,
 )
@@ -276,7 +284,11 @@ def test_help_fits_the_terminal_and_cuts_no_word(words, width, monkeypatch, caps
     monkeypatch.setenv("COLUMNS", str(width))
     assert main([*words, "--help"]) == 0
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= width
+    for line in out.splitlines():
+        is_one_word = len(line.removesuffix(" \\").split()) == 1
+        assert len(line) <= width or is_one_word, line
+    usage = out[out.index("usage: ") :].partition("\n\n")[0]
+    assert all(line.count("[") == line.count("]") for line in usage.splitlines())
     if words == ["train"]:
         joined = " ".join(out.replace("\\\n", " ").split())
         assert (

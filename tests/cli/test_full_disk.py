@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from expertmesh.cli.main import main
+from expertmesh.config.output_file import output_file
+from expertmesh.errors import ConfigError
 
 
 @pytest.fixture
@@ -53,8 +55,33 @@ def overwritten(place, disk):
     return [*exported(place, disk), "--overwrite"]
 
 
+def page(place, disk):
+    place.with_run()
+    (disk / "page.html").write_text("precious")
+    fill(disk, but=1 << 16)
+    return ["report", place.path("run"), "--page", str(disk / "page.html")]
+
+
+def to_hub(place, disk):
+    place.with_run()
+    fill(disk, but=1 << 16)
+    return ["convert", "--from", place.path("run"), "--to", str(disk / "new")]
+
+
+def from_hub(place, disk):
+    place.with_run()
+    assert main(["convert", "--from", place.path("run"), "--to", place.path("hub")]) == 0
+    fill(disk, but=1 << 16)
+    return ["convert", "--from", place.path("hub"), "--to", str(disk / "new")]
+
+
+CALLS = [
+    whole_run, first_checkpoint, token_cache, exported, overwritten, page, to_hub, from_hub,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("disk", [2 << 20], indirect=True)
-@pytest.mark.parametrize("call", [whole_run, first_checkpoint, token_cache, exported, overwritten])
+@pytest.mark.parametrize("call", CALLS)
 def test_one_line_says_that_the_disk_is_full(place, disk, call, capfd):
     words = call(place, disk)
     capfd.readouterr()
@@ -63,8 +90,17 @@ def test_one_line_says_that_the_disk_is_full(place, disk, call, capfd):
     assert len(said) == 1 and "No space left on device" in said[0] and "free some" in said[0]
     leftovers = [p.name for p in disk.rglob("*") if ".partial" in p.name]
     assert leftovers == []
-    if call is overwritten:
-        assert (disk / "out.safetensors").read_text() == "precious"
+    assert not (disk / "new").exists()
+    for name in ("out.safetensors", "page.html"):
+        if (disk / name).exists():
+            assert (disk / name).read_text() == "precious"
+
+
+@pytest.mark.parametrize("disk", [1 << 20], indirect=True)
+def test_a_disk_that_cannot_be_written_is_said_before_the_work(disk):
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    with pytest.raises(ConfigError, match=f"{disk} cannot be written; choose another folder"):
+        output_file("--output", disk / "new")
 
 
 @pytest.mark.parametrize("disk", [16 << 20], indirect=True)

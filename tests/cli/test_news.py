@@ -75,7 +75,7 @@ def test_every_long_part_says_how_far_it_is(place, monkeypatch):
         "learning a tokenizer of 512 tokens",
         r"tokenised [0-9.]+ of [0-9.]+ MB of text",
         r"checked [0-9.]+ of [0-9.]+ MB of tokens",
-        r"evaluated \d+ batches of validation data",
+        r"evaluated \d+ of \d+ validation samples",
         r"counted for the baseline: [0-9.]+ of [0-9.]+ MB of text",
         r"written \d of 3 tokens of each sample",
         r"written for the page \d+ of \d+ tokens",

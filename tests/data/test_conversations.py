@@ -397,6 +397,16 @@ def test_generate_answers_what_a_user_says(straight, capsys):
     assert f"--- 1\nWhat is 3 + 1?\n{alone}" in capsys.readouterr().out
 
 
+def test_a_report_has_no_baseline_and_judges_no_sample(straight, capsys):
+    from expertmesh.cli.main import main
+
+    words = ["report", str(straight[0] / "run"), "--samples", "1", "--tokens", "2"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "on all validation data, after step 6" in said and "the data are no text" in said
+    assert "trigram" not in said
+
+
 def test_text_stays_text(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 900)
     config = config_of(tmp_path / "a.txt", tmp_path, seq_len=8)

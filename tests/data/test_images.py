@@ -1,5 +1,7 @@
 """Images as the data of a run: what is read, in which order, how it is changed, and what is refused."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,9 @@ from tests.support.pictures import stripes, write_folder, write_idx
 from expertmesh.config.swin import ImagesConfig
 from expertmesh.data.augment import mix_of
 from expertmesh.data.image_files import read_folder, read_image, read_image_or_idx
-from expertmesh.data.images import ImageData, fitted
+from expertmesh.data.images import CLASSES_FILE, ImageData, fitted
 from expertmesh.errors import ConfigError
+from expertmesh.infer.classify import class_names
 
 Image = pytest.importorskip("PIL.Image")
 CHANGES = {
@@ -254,6 +257,12 @@ def test_mistakes_are_one_line(case, words, tmp_path):
     with pytest.raises(ConfigError, match=words) as caught:
         data_of(root, tmp=tmp_path, fit="exact")
     assert "\n" not in str(caught.value)
+
+
+def test_names_that_are_not_utf_8(tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    data = data_of(write_class_folders(tmp_path / "pets", {name: 4, "dog": 4}), tmp=tmp_path)
+    assert data.classes == class_names(data.files[CLASSES_FILE]) == (name, "dog")
 
 
 def test_single_images(idx, tmp_path):

@@ -198,6 +198,20 @@ def test_the_cache_is_filled_once(corpus, monkeypatch):
     assert prepare_parallel(config, vocab_size=330).key == first.key
 
 
+def test_a_damaged_cache_is_made_anew(tmp_path):
+    path = write(tmp_path / "corpus", lines=20)
+    (tmp_path / "corpus" / "train.en~").write_text("what an editor keeps\n")
+    (tmp_path / "corpus" / "train.it").mkdir()
+    config = ParallelTextConfig(path=(path,), cache_dir=str(tmp_path / "cache"))
+    first = prepare_parallel(config, vocab_size=330)
+    assert first.languages == ("de", "en", "fr")
+    whole = {code: lines.tokens_N.copy() for code, lines in first.training[0].items()}
+    for file in tmp_path.glob("cache/*/training.0.*.tokens.npy"):
+        file.write_bytes(file.read_bytes()[:-20])
+    again = prepare_parallel(config, vocab_size=330)
+    assert all(np.array_equal(again.training[0][code].tokens_N, whole[code]) for code in whole)
+
+
 def spoil(folder, name, text):
     (folder / name).write_bytes(text)
 

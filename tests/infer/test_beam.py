@@ -121,8 +121,8 @@ def test_an_output_that_does_not_end_is_cut_off():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"num_beams": 0}, "num_beams=0: must be at least 1"),
-        ({"length_penalty": -1}, "length_penalty=-1: must be at least 0"),
+        ({"num_beams": 0}, "num_beams=0: must be from 1 to 1000"),
+        ({"length_penalty": -1}, "length_penalty=-1: must be from 0 to 10"),
         ({"max_new_tokens": 9}, "max_new_tokens=9: with a prompt of 1 tokens it passes"),
         ({"sources": [[1] * 6]}, "source of 6 tokens: the model reads at most 5"),
     ],

@@ -75,9 +75,14 @@ def test_seed_and_greedy(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | bytes], None]:
     """A function that gives a text to the standard input."""
-    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+    def type_(text: str | bytes) -> None:
+        raw = io.BytesIO(text.encode() if isinstance(text, str) else text)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw, encoding="ascii"))
+
+    return type_
 
 
 def test_prompt_from_standard_input(
@@ -193,6 +198,17 @@ def test_interactive(
     said = capsys.readouterr()
     assert said.out == 2 * alone.removeprefix(PROMPT)
     assert said.err.count("error: ") == 1 and "max_seq_len" in said.err
+
+
+def test_a_typed_line_in_another_encoding_is_said_and_the_next_is_answered(
+    run_dir: Path, typed: Callable[[str | bytes], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(b"caf\xe9\n\xc3\xa9\r\n")
+    words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "2", "--interactive"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.err.count("error: ") == 1 and "is not UTF-8 text; convert it" in said.err
+    assert said.out.endswith("\n") and len(said.out) > 1
 
 
 @pytest.mark.parametrize(

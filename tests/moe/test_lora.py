@@ -170,8 +170,8 @@ def test_nothing_as_large_as_all_experts_is_kept():
 def test_what_cannot_work_is_refused_in_one_line():
     layer = layer_of()
     for options, words in (
-        ({"rank": 0}, "rank=0: must be at least 1"),
-        ({"alpha": 0}, "alpha=0: must be above 0"),
+        ({"rank": 0}, "rank=0: must be a whole number of at least 1"),
+        ({"alpha": 0}, "alpha=0: must be finite and above 0"),
         ({"targets": ("w_in", "w_up")}, "must be w_in or w_out, or both"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 
+from expertmesh.cli.main import main
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error
 from expertmesh.training.loop import train
@@ -209,16 +211,34 @@ def words_of(changes):
     return words
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout", [TENSOR, exhaustive(TENSOR | {"parallel.dp_shard_degree": 2})], ids=str
-)
-def test_tensor_parallel_command_line(folder, one_process, layout):
-    """The flags of `torchrun ... expertmesh train`: the losses of one process, and one set of lines, from rank 0."""
-    name = f"cli-{'-'.join(layout)}"
+def cli_words(folder, name, layout):
     places = {"train.run_dir": folder / name, "data.cache_dir": folder / "cache"}
+    return words_of(BASE | layout | places)
+
+
+def command_line(words):
+    """One rank of torchrun."""
+    return main(["train", "gpt-moe-test", *words])
+
+
+def test_tensor_parallel_command_line(tmp_path, folder, one_process):
+    """The flags of `torchrun ... expertmesh train`: the losses of one process, and one set of lines, from rank 0."""
+    agent = Agent(2, tmp_path)
+    agent.start(command_line, cli_words(folder, "cli", TENSOR))
+    codes = agent.wait(timeout_s=PATIENCE_S)
+    agent.stop()
+    said = [agent.printed(rank) for rank in range(2)]
+    assert codes == [0, 0], said
+    assert [text.count(f"step {STEPS}/{STEPS}") for text in said] == [1, 0]
+    assert_same(read_metrics(folder / "cli" / "metrics.jsonl"), one_process["capacity"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [TENSOR, TENSOR | {"parallel.dp_shard_degree": 2}], ids=str)
+def test_tensor_parallel_under_torchrun(folder, one_process, layout):
+    name = f"torchrun-{'-'.join(layout)}"
     num_ranks = 2 * layout.get("parallel.dp_shard_degree", 1)
-    done = torchrun(num_ranks, *words_of(BASE | layout | places))
+    done = torchrun(num_ranks, *cli_words(folder, name, layout))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"step {STEPS}/{STEPS}") == 1
     assert_same(read_metrics(folder / name / "metrics.jsonl"), one_process["capacity"])

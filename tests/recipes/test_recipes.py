@@ -5,10 +5,11 @@ import sys
 
 import pytest
 
+from expertmesh.config.family import FAMILIES
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.parameters import count_parameters
 from expertmesh.models.gpt.model import GPT
-from expertmesh.recipes import RECIPES
+from expertmesh.recipes import RECIPES, recipe
 
 # Sizes as DeepSpeed-MoE prints them (Rajbhandari et al. 2022, tables 1, 3 and 5): the last digit is the rounding.
 PUBLISHED_SIZES = {
@@ -31,6 +32,13 @@ def test_parameters_on_the_meta_device_equal_the_exact_count(name: str) -> None:
     count = count_parameters(config)
     assert sum(p.numel() for p in model.parameters()) == count.total
     assert count.active <= count.total
+
+
+def test_python_knows_the_recipes_of_the_command_line() -> None:
+    for family in FAMILIES.values():
+        for name, function in family.find_recipes().items():
+            assert recipe(name) == function()
+    assert recipe("swin-mnist", {"train.steps": 7}).train.steps == 7
 
 
 @pytest.mark.parametrize("name", PUBLISHED_SIZES)

@@ -2,7 +2,9 @@
 
 import doctest
 import inspect
+import pydoc
 import random
+import re
 
 import pytest
 
@@ -46,6 +48,16 @@ def test_dir_shows_the_public_names_and_nothing_else():
     assert dir(em) == sorted(em.__all__)
     assert "MoELayer" in em.__doc__
     assert all(f"{name}" in em.__doc__ for name in em.__all__ if not name.endswith("Error"))
+
+
+def test_help_describes_the_public_names_and_no_others():
+    """Below the list of submodules, which pydoc adds to every package."""
+    text = pydoc.plaintext.docmodule(em)
+    parts = dict(re.findall(r"^([A-Z][A-Z ]+)\n(.*?)(?=^[A-Z]|\Z)", text, re.MULTILINE | re.DOTALL))
+    functions = set(re.findall(r"^    (\w+)\(", parts["FUNCTIONS"], re.MULTILINE))
+    classes = set(re.findall(r"^    class (\w+)\(", parts["CLASSES"], re.MULTILINE))
+    assert functions | classes == set(em.__all__) - {"functional", "lora"}
+    assert "DATA" not in parts
 
 
 def test_no_submodule_takes_a_name():

@@ -143,6 +143,11 @@ def test_the_command_writes_a_page_of_a_run_that_it_cannot_judge(run, tmp_path, 
     assert "no checkpoint" in said.err
 
 
+def test_the_summary_says_which_run_it_is_of(run, capsys):
+    assert main(["report", str(run), str(run), "--samples", "0"]) == 0
+    assert capsys.readouterr().out.count(f"\n=== {run}\n") == 2
+
+
 def test_a_read_run_needs_no_plotly(run):
     assert read_run(run)["status"] == "finished: 8 of 8 steps"
 

@@ -31,6 +31,8 @@ class Agent:
         self.num_ranks, self.folder, self.num_lives = num_ranks, folder, 0
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[Child] = []
+        # the first call of an operator imports torch._dynamo: two seconds on every rank
+        the_nursery().import_modules("torch.distributed.fsdp", "torch._dynamo")
 
     def start(self, function: Callable[..., int | None], *args: Any) -> None:
         """Begin a life: every rank calls a function and exits with what it returns (None: 0; an exception: 1)."""

@@ -351,7 +351,8 @@ OTHER_VERBS = {
     "a bench of nothing": Mistake(plain("bench", "disk"), ["disk", "comm", "--help"]),
     "a bench of one rank": Mistake(plain("bench", "comm"), ["one rank", "torchrun"]),
     "a bench of no bytes": Mistake(
-        plain("bench", "comm", "--largest-mib", "0"), ["--largest-mib", "above 0", "for example"]
+        plain("bench", "comm", "--largest-mib", "0"),
+        ["--largest-mib 0.0", "from 0.000244141", "for example"],
     ),
     "data of no name": Mistake(plain("data", "wiki"), ["wiki", "lohelp", "--help"]),
     "data from no folder": Mistake(

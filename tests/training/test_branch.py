@@ -57,7 +57,7 @@ WRONG = [
     ({"train.steps": 20}, "begins its own decay after step 8, and this run would leave it after step 16"),
     ({"model.dim": 16}, "model.dim=16: the run in .* has 32"),
     ({"train.branch_from": "nowhere"}, "branch_from=nowhere: does not exist"),
-    ({"train.init_from": "x"}, "branch_from=.*: conflicts with init_from"),
+    ({"train.init_from": "x"}, "branch_from=.*: conflicts with train.init_from"),
     ({"train.keep_every": 3}, "keep_every=3: must be a multiple of checkpoint_every, 2"),
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from expertmesh.recipes.vision import swin_test
 from expertmesh.testing.numerics import relative_error
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
+from expertmesh.training.optim import freeze
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
 
@@ -155,6 +156,7 @@ def test_it_is_scored_at_other_capacities(learned, capsys):
         (["nowhere.png"], "nowhere.png: is not there"),
         ([__file__], "is no image that can be read"),
         (["--score", "--picture", "x.png"], "--picture x.png: shows images"),
+        (["a.png", "--picture", "x.txt"], "--picture x.txt: its ending is that of no picture"),
         (["a.png", "--top", "0"], "--top 0: must be at least 1"),
         (["--score", "--capacity", "-1"], "--capacity -1.0: must be greater than 0"),
         (["--score", "--drop-policy", "first"], "nothing is dropped without --capacity"),
@@ -171,8 +173,10 @@ def test_other_verbs_answer(learned, capsys):
     assert main(["report", "--run", learned, "--check"]) in (0, 1)
     out = capsys.readouterr().out
     assert "validation accuracy" in out and "5 nearest neighbours by pixels" in out
-    assert main(["generate", "--run", learned, "a dog"]) in (1, 2)
-    assert capsys.readouterr().err.count("\n") == 1
+    for words in (["generate"], ["translate", "--to", "de"]):
+        assert main([words[0], "--run", learned, *words[1:], "a dog"]) == 2
+        error = capsys.readouterr().err
+        assert "family swin: its models generate no text" in error and error.count("\n") == 1
     assert main(["train", "swin-s-moe8", "--dry-run"]) == 0
     assert "173,257,585 in all, 65,791,345 active per image" in capsys.readouterr().out
 
@@ -261,10 +265,12 @@ def test_beginning_and_freezing_are_refused_in_one_line(folder, fine, tmp_path, 
         assert main([*words, *more]) == 2
         error = capsys.readouterr().err
         assert text in error and error.count("\n") == 1, error
-    dense = run_of(
-        folder, tmp_path, **{"model.moe": {"num_experts": ()}, "train.freeze": ("router",)}
-    )
+    dense = {"model.moe": {"num_experts": ()}, "train.freeze": ("router",)}
+    with pytest.raises(ConfigError, match="train.freeze=.*: the model has no experts"):
+        run_of(folder, tmp_path, **dense)
+    config = run_of(folder, tmp_path, **dense, **{"train.init_from": "what may have some"})
+    model = SwinTask(config).build(device="cpu", dtype=torch.float32)
     with pytest.raises(ConfigError, match="train.freeze=router: the model has no experts"):
-        train_quietly(dense)
+        freeze(model, config.train.freeze)
     assert main(["train", "gpt-moe-test", "--train.init-from", str(fine)]) == 2
     assert "is of family swin and this run of gpt" in capsys.readouterr().err

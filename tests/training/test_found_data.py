@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from expertmesh.config.text import TextConfig
+from expertmesh.data.cache_entry import exclusive
 from expertmesh.data.corpus import load_corpus, texts
-from expertmesh.data.shards import exclusive, prepare_tokens
+from expertmesh.data.shards import prepare_tokens
 from expertmesh.errors import ConfigError
 
 

@@ -342,14 +342,16 @@ def test_load_by_hand():
 
 
 @pytest.mark.parametrize(
-    "broken", ["nonsense\n", "\n", '{"loss": 1}\n', '"step"\n', '{"step": 2, "lo']
-)
+    "broken",
+    ["nonsense\n", "\n", '{"loss": 1}\n', '"step"\n', '{"step": 2, "lo', "\0\0\n", "\udcff\n", "[" * 50_000 + "\n"],
+)  # fmt: skip
 def test_a_broken_line_of_metrics_takes_no_other_with_it(tmp_path, broken):
     path = tmp_path / "m.jsonl"
     if broken.endswith("\n"):
-        path.write_text('{"step": 1}\n' + broken + '{"step": 2}\n{"step": 3}\n')
+        text = '{"step": 1}\n' + broken + '{"step": 2}\n{"step": 3}\n'
     else:
-        path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n' + broken)
+        text = '{"step": 1}\n{"step": 2}\n{"step": 3}\n' + broken
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     MetricsFile(path, last_step=9).close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     MetricsFile(path, last_step=2).close()

@@ -10,6 +10,8 @@ import time
 
 import pytest
 from rich.console import Console
+from tests.support.calls import calls_of
+from tests.support.mistakes import reseal
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli import report, samples
@@ -19,7 +21,9 @@ from expertmesh.data.corpus import load_corpus
 from expertmesh.errors import TrainingDivergedError
 from expertmesh.models.family import Baseline
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.training.checkpoint import newest_good
 from expertmesh.training.loop import train
+from expertmesh.training.trained import open_trained
 
 TINY = [
     "--model.vocab-size",
@@ -82,12 +86,16 @@ def test_report_compares_with_the_trigram_and_the_exit_code_says_who_wins_if_ask
     argv = words(tmp_path, corpus_folder, cache_folder, "--train.steps", "3")
     main(["train", "gpt-moe-test", *argv])
     capsys.readouterr()
-    assert main(report_words(tmp_path)) == 0
+    with calls_of(open_trained) as opened:
+        assert main(report_words(tmp_path)) == 0
     out = capsys.readouterr().out
     for text in ("before training", "after step 3", "byte trigram", "sample 2", "words that the"):
         assert text in out
     assert "NOT better" in out and "import os" not in out
-    assert main(report_words(tmp_path, "--check")) == 1
+    assert len(opened) == 1, "page and summary share the model"
+    with calls_of(newest_good) as looked_for:
+        assert main(report_words(tmp_path, "--check")) == 1
+    assert len(looked_for) == 1
     poor = Baseline("byte trigram", "trigram model", 99.0)
     monkeypatch.setattr(GPTTask, "baseline", lambda task, data: poor)
     capsys.readouterr()
@@ -119,21 +127,29 @@ def test_report_says_of_which_step_and_which_data_its_numbers_are(
     assert "not finite" in out and "1 steps were skipped" in out
 
 
-@pytest.mark.parametrize("change", ["moved", "changed"])
+@pytest.mark.parametrize("change", ["moved", "changed", "of elsewhere"])
 def test_report_without_its_data_says_so_and_samples(
     tmp_path, make_corpus, cache_folder, capsys, change
 ):
     folder = make_corpus(tmp_path / "texts")
     argv = words(tmp_path, folder, cache_folder, "--train.steps", "2")
     main(["train", "gpt-moe-test", *argv])
+    reason = "not what the run"
     if change == "moved":
         folder.rename(tmp_path / "elsewhere")
+        reason = "does not exist"
+    elif change == "of elsewhere":  # as a converted run is; nothing is prepared in vain
+        (state,) = (tmp_path / "run").glob("checkpoints/*/state.json")
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"data_key": ""}))
+        reseal(state.parent)
+        reason = "came from elsewhere"
     else:
         (folder / "file000.txt").write_text("another text\n")
     capsys.readouterr()
-    assert main(report_words(tmp_path)) == 0
+    with calls_of(GPTTask.prepare) as prepared:
+        assert main(report_words(tmp_path)) == 0
+    assert bool(prepared) == (change != "of elsewhere")
     out = capsys.readouterr().out
-    reason = "does not exist" if change == "moved" else "not what the run"
     for text in ("not judged beside a baseline", reason, "sample 2", "before training"):
         assert text in out
     assert main(report_words(tmp_path, "--check")) == 1

@@ -147,12 +147,14 @@ def test_it_translates(learned, corpus, capsys, tmp_path):
     compared = [*words, "--reference", str(data / "val.xx"), "--compare", str(other)]
     assert main(compared) == 0
     out = capsys.readouterr().out
-    assert out.count("BLEU") >= 2 and "p = " in out and "+-" in out, out
+    assert out.count("BLEU") >= 2 and "p = " in out and "+-" in out and "p = 1.0000" not in out, out
     assert main([*words, "--reference", str(data / "val.xx"), "--rouge"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[2:]] == [[f"rouge{n}", "100.00"] for n in "12L"]
     assert main([*compared, "--rouge"]) == 0
     assert capsys.readouterr().out.count("rouge") == 6
+    assert main([*words, "--reference", str(data / "val.xx"), "--compare", str(output)]) == 0
+    assert capsys.readouterr().out.count("p = 1.0000") == 2, "a system is no better than itself"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,9 @@ def test_it_translates(learned, corpus, capsys, tmp_path):
         (["--to", "xx", "a dog", "--rouge"], "--rouge: needs --reference"),
         (["--to", "xx", "a dog", "--reference", "nowhere"], "--reference nowhere: is not a file"),
         (["--to", "xx", "a dog", "--reference", __file__], "lines for 1 texts"),
-        (["--to", "xx", "--beams", "0", "a dog"], "num_beams=0: must be at least 1"),
+        (["--to", "xx", "--beams", "0", "a dog"], "--beams 0: must be at least 1"),
+        (["--to", "xx", "--beams", "9" * 9, "a dog"], "num_beams=999999999: must be from 1 to"),
+        (["--to", "xx", "--length-penalty", "1e308", "a dog"], "must be from 0 to 10"),
         (["--to", "xx", "dog " * 100], "text 1: has"),
     ],
 )

@@ -3,16 +3,17 @@
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertmesh.comm.measure import Point
 
 CONNECT_TIMEOUT_S = 300.0
+_LEAST_MIB, _MOST_MIB = 2.0**-12, 4096
 COLORS = (
     "#0b6e99",
     "#c4632c",
@@ -44,8 +45,12 @@ def run(argv: list[str]) -> int:
         CollectiveError: a rank is gone.
     """
     options = _parser().parse_args(argv)
-    if options.largest_mib <= 0:
-        raise ConfigError(f"--largest-mib={options.largest_mib}: must be above 0; for example 16")
+    if not _LEAST_MIB <= options.largest_mib <= _MOST_MIB:
+        raise ConfigError(
+            f"--largest-mib {options.largest_mib}: must be from {_LEAST_MIB:g} to {_MOST_MIB}; for example 16"
+        )
+    check_least(options, ranks_per_node=1)
+    target = None if options.plot is None else output_file("--plot", options.plot)
     import torch
 
     from expertmesh.comm.measure import fit, measure
@@ -74,9 +79,9 @@ def run(argv: list[str]) -> int:
         path = network_path(topology)
         save_network(path, network, [asdict(point) for point in points])
         print(f"kept in {path}")
-        if options.plot:
-            Path(options.plot).write_text(plot(points))
-            print(f"plot in {options.plot}")
+        if target is not None:
+            write_whole(target, plot(points))
+            print(f"plot in {target}")
     return 0
 
 

@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.generate import precision_of
+from expertmesh.cli.news import loading, told_of_data
+from expertmesh.config.output_file import output_file
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,22 +36,27 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"--picture {options.picture}: shows images, and --score has none; name some"
         )
-    for name, value, least in (("top", options.top, 1), ("batch-size", options.batch_size, 1)):
-        if value < least:
-            raise ConfigError(f"--{name} {value}: must be at least {least}; raise it")
+    check_least(options, top=1, batch_size=1)
+    picture = None
+    if options.picture is not None:
+        from expertmesh.infer.expert_picture import check_pillow
+
+        picture = output_file("--picture", options.picture, read=options.image)
+        check_pillow(picture)
     found = _open(options)
-    if options.score:
-        print(_score(found, options))
-        return 0
-    results = _classify(found, options)
+    with told_of_data():
+        if options.score:
+            print(_score(found, options))
+            return 0
+        results = _classify(found, options)
     width = max(len(result.name) for result in results)
     for result in results:
         print(f"{result.name:<{width}}  {_likeliest(result, options.top)}")
-    if options.picture is not None:
+    if picture is not None:
         from expertmesh.infer.expert_picture import save_picture
 
-        save_picture(results, options.picture)
-        print(f"picture: {options.picture}")
+        save_picture(results, picture)
+        print(f"picture: {picture}")
     return 0
 
 
@@ -124,12 +131,13 @@ def _open(options: Any) -> Any:
 
 def _classify(found: Any, options: Any) -> "list[Classified]":
     """What the run's model says of each image."""
-    from expertmesh.data.images import CLASSES_FILE
-    from expertmesh.infer.classify import class_names, classify, read_images
-    from expertmesh.training.trained import open_trained
+    with loading():
+        from expertmesh.data.images import CLASSES_FILE
+        from expertmesh.infer.classify import class_names, classify, read_images
+        from expertmesh.training.trained import open_trained
 
-    classes = class_names(found.path / CLASSES_FILE)
-    task, model, precision = open_trained(found, precision=precision_of(found, options.device))
+        classes = class_names(found.path / CLASSES_FILE)
+        task, model, precision = open_trained(found, precision=precision_of(found, options.device))
     classifier = task.classifier(model)
     images = read_images(options.image, size=classifier.size, fit=found.config.data.fit)
     with precision.autocast():
@@ -140,13 +148,20 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
 
 def _score(found: Any, options: Any) -> str:
     """Accuracy and loss on all validation images."""
-    from expertmesh.training.evaluate import evaluate
-    from expertmesh.training.trained import open_trained
+    with loading():
+        from expertmesh.training.evaluate import evaluate, watched
+        from expertmesh.training.trained import open_trained
 
-    task, model, precision = open_trained(found, precision=precision_of(found, options.device))
-    data = task.prepare()
+        task, model, precision = open_trained(found, precision=precision_of(found, options.device))
+        data = task.prepare()
     result = evaluate(
-        task, model, data, batch_size=options.batch_size, max_samples=None, precision=precision
+        task,
+        model,
+        data,
+        batch_size=options.batch_size,
+        max_samples=None,
+        precision=precision,
+        watch=watched(data),
     )
     return f"accuracy {result['accuracy']:.4f}  loss {result['loss']:.4f}  ({data.description})"
 

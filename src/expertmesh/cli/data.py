@@ -1,9 +1,7 @@
 """`expertmesh data lohelp`: makes parallel text from Debian's packages of LibreOffice's help."""
 
-from pathlib import Path
-
 from expertmesh.cli.flags import OptionParser
-from expertmesh.config.base import user_cache_dir
+from expertmesh.config.base import expanded, user_cache_dir
 
 
 def run(argv: list[str]) -> int:
@@ -41,8 +39,8 @@ def run(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     usual = user_cache_dir() / ("lohelp-headings" if options.headings else "lohelp")
-    output = usual if options.output is None else Path(options.output)
-    found = (extract_headings if options.headings else extract)(Path(options.packages), output)
+    output = usual if options.output is None else expanded(options.output)
+    found = (extract_headings if options.headings else extract)(expanded(options.packages), output)
     counts = ", ".join(f"{count:,} {split}" for split, count in found.num_lines.items())
     print(f"{found.folder}: {counts} lines in {' '.join(found.languages)}")
     return 0

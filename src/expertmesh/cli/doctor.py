@@ -33,7 +33,14 @@ PACKAGES = {
     "triton": "GPU kernels; comes with GPU builds of torch",
     "tensorboard": "event files of training runs; extra 'train'",
     "datasets": "--data.dataset; extra 'train'",
-    "transformers": "comparisons with its models; extra 'hf'",
+    "transformers": "its models on our experts; extra 'hf'",
+    "peft": "its adapters on experts",
+    "lm_eval": "expertmesh evaluate; extra 'evaluate'",
+    "plotly": "the page of expertmesh report; extra 'report'",
+    "pillow": "image files; extra 'vision'",
+    "pyarrow": "texts in .parquet; extra 'formats'",
+    "zstandard": "texts in .zst; extra 'formats'",
+    "sacrebleu": "BLEU and chrF of expertmesh translate; extra 'train'",
 }
 
 CONNECT_TIMEOUT_S = 60.0

@@ -3,10 +3,11 @@
 import json
 from argparse import RawDescriptionHelpFormatter
 from importlib.util import find_spec
-from pathlib import Path
 
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.generate import load_decoder
+from expertmesh.cli.news import loading, told_of_data
+from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
 
 _EXAMPLES = """\
@@ -27,19 +28,20 @@ def run(argv: list[str]) -> int:
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
     options = _parser().parse_args(argv)
-    for name in ("batch_size", "limit"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1; raise it")
+    check_least(options, batch_size=1, limit=1, num_fewshot=0)
+    output = None
+    if options.output is not None:
+        output = output_file("--output", options.output, read=options.tasks)
     if find_spec("lm_eval") is None:
         raise ConfigError(
-            "evaluate: needs lm-evaluation-harness; install it with: pip install expertmesh[evaluate]"
+            "evaluate: needs lm-evaluation-harness; install it with: pip install lm_eval datasets"
         )
-    _, model, tokenizer, precision = load_decoder(options.run, options.device)
-    import torch
+    with told_of_data(), loading():
+        _, model, tokenizer, precision = load_decoder(options.run, options.device)
+        import torch
 
-    from expertmesh.data.tokenizer import end_of_text_id
-    from expertmesh.integrations.evaluation import evaluate
+        from expertmesh.data.tokenizer import end_of_text_id
+        from expertmesh.integrations.evaluation import evaluate
 
     with torch.no_grad(), precision.autocast():
         found = evaluate(
@@ -56,9 +58,9 @@ def run(argv: list[str]) -> int:
             metric, _, kind = name.partition(",")
             if isinstance(value, float) and not metric.endswith("_stderr"):
                 print(f"{task}  {metric}{'' if kind == 'none' else f' ({kind})'}  {value:.4f}")
-    if options.output is not None:
+    if output is not None:
         text = json.dumps({"run": options.run, "results": found["results"]}, indent=2, default=str)
-        Path(options.output).write_text(text + "\n")
+        write_whole(output, text + "\n")
     return 0
 
 

@@ -11,6 +11,7 @@ import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from shutil import get_terminal_size
 from typing import Any, NamedTuple, NoReturn
 
 from pydantic import BaseModel
@@ -21,6 +22,9 @@ from expertmesh.config.base import FieldError, Location, nearest_name, option_na
 from expertmesh.config.family import FAMILIES, GPT, Family, Recipes, find_family
 from expertmesh.config.run import ParallelConfig, RunConfig, with_fitting_warmup
 from expertmesh.errors import ConfigError
+
+_WIDE = 60
+"""Columns in which a whole usage line fits."""
 
 
 class ParsedRun(NamedTuple):
@@ -45,8 +49,24 @@ class OptionParser(argparse.ArgumentParser):
     """argparse for the small verbs, with errors as one-line `ConfigError` and the nearest option named."""
 
     def format_help(self) -> str:
-        """The help, in lines that fit the terminal."""
+        """The help, in lines that fit the terminal; its usage has what must be given, and not every option."""
+        if self.usage is None:
+            self.usage = self._usage()
         return fitted(super().format_help())
+
+    def _usage(self) -> str:
+        options, words = [], []
+        for action in self._actions:
+            name = action.metavar if isinstance(action.metavar, str) else action.dest
+            if action.option_strings:
+                more = " ..." if action.nargs == "+" else ""
+                if action.required:
+                    options.append(f"{action.option_strings[0]} {name}{more}")
+            elif action.nargs in ("*", "?"):
+                words.append(f"[{name}{' ...' if action.nargs == '*' else ''}]")
+            else:
+                words.append("|".join(action.choices or (name,)))
+        return " ".join([self.prog, *options, "[options]", *words])
 
     def error(self, message: str) -> NoReturn:
         """Raises `ConfigError` where argparse would print its usage and exit."""
@@ -57,6 +77,24 @@ class OptionParser(argparse.ArgumentParser):
             hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
             raise ConfigError(f"unknown option {word}; {hint}")
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def check_least(options: Any, **least: float) -> None:
+    """Whether numbers of a verb's options are finite and large enough; those that are not given are.
+
+    Args:
+        options: what an `OptionParser` found.
+        least: the smallest value of each, by its name.
+
+    Raises:
+        ConfigError: one is smaller, or no number.
+    """
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if value is not None and not smallest <= value < float("inf"):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value}: must be at least {smallest:g}; raise it"
+            )
 
 
 def chosen_run(word: str | None, option: str | None, prog: str) -> str:
@@ -171,6 +209,9 @@ def spell_options(text: str) -> str:
     degrees = "|".join(name for name in ParallelConfig.model_fields if name.endswith("_degree"))
     text = re.sub(rf"(?<![\w./-])({degrees})(?==\S)", r"parallel.\1", text)
     text = re.sub(r"(?<![\w./-])family=(?=\S)", "--family ", text)
+    text = re.sub(
+        r"^(to|from|output|page|tasks|keep|rates)=(?=\S)", r"--\1 ", text
+    )  # of other verbs
     known = {name for family in FAMILIES.values() for name in option_names(family.config)}
     names = sorted(map(re.escape, known - {"family"}), key=len, reverse=True)
     pattern = rf"(?<![\w./-])({'|'.join(names)})(=(?=\S)|(?![\w./-]))"
@@ -190,7 +231,8 @@ def print_train_help(
             type(default),
             default=default,
             args=["--help"],
-            prog=f"expertmesh train {recipe or 'RECIPE'}",
+            prog=f"{'expertmesh ' if get_terminal_size().columns >= _WIDE else ''}train {recipe or 'RECIPE'}",
+            description="",  # what stands above says it
         )
     except SystemExit:
         return

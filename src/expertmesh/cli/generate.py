@@ -21,6 +21,7 @@ examples:
 """
 
 _TEMPERATURE = 0.8
+_NO_UTF_8 = "standard input: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
 _NO_PROMPT = (
     "no prompt; write it last, and -- before one that begins with -: generate --run DIR -- '-x'"
 )
@@ -186,7 +187,7 @@ def _prompts(options: Any) -> list[str]:
                 raise ConfigError(f"--prompt-file {path}: has no line; write a prompt on each")
         else:
             read = options.prompt == ["-"]
-            prompts = [sys.stdin.read()] if read else options.prompt
+            prompts = [read_standard_input()] if read else options.prompt
         for prompt in prompts:
             prompt.encode()
     except OSError as error:
@@ -202,16 +203,36 @@ def _prompts(options: Any) -> list[str]:
     return prompts
 
 
+def read_standard_input() -> str:
+    """All of standard input, in UTF-8 wherever the terminal is.
+
+    Raises:
+        ConfigError: it is no UTF-8 text.
+    """
+    try:
+        raw = getattr(sys.stdin, "buffer", None)
+        text: str = sys.stdin.read() if raw is None else raw.read().decode("utf-8")
+        return text
+    except UnicodeError:
+        raise ConfigError(_NO_UTF_8) from None
+
+
 def _asked() -> Iterator[str]:
     """Prompts from standard input, one line each, until it ends; a person is asked for each."""
+    source = getattr(sys.stdin, "buffer", sys.stdin)
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = source.readline()
         if not line:
             return
-        if line.strip():
-            yield line.rstrip("\n")
+        try:
+            text = line.decode("utf-8") if isinstance(line, bytes) else line
+        except UnicodeError:
+            print(f"error: {_NO_UTF_8}", file=sys.stderr)
+            continue
+        if text.strip():
+            yield text.rstrip("\r\n")
 
 
 def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
@@ -225,14 +246,15 @@ def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
         ConfigError: there is no such run or device, or models of its family generate no text.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
-    from expertmesh.training.run_dir import load_run
+    from expertmesh.training.run_dir import TOKENIZER, load_run
 
     found = load_run(run_dir)
     from expertmesh.training.trained import open_trained
 
-    tokenizer = found.load_tokenizer()
+    tokenizer = found.load_tokenizer() if TOKENIZER in found.family.files else None
     task, model, precision = open_trained(found, precision=precision_of(found, device))
-    return task, task.decoder(model), tokenizer, precision
+    decoder = task.decoder(model)  # a family that writes no text says so here
+    return task, decoder, tokenizer or found.load_tokenizer(), precision
 
 
 def precision_of(found: Any, device: str | None) -> Any:

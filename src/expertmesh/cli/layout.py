@@ -4,6 +4,8 @@ import re
 import shutil
 import textwrap
 
+_ROOM = 32
+"""Columns that words beside others must have; with fewer they stand below."""
 _COLUMNS = re.compile(r"( *\S.*?  +)(\S.*)")
 _COMMAND = re.compile(r"(.*?: )? *(expertmesh .*)")
 
@@ -22,6 +24,9 @@ def fitted(text: str, width: int | None = None) -> str:
 def _broken(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
+    if line.startswith("usage: "):
+        parts = re.findall(r"\[[^]]*\]|--\S+ \S+(?: \.\.\.)?|\S+", line)
+        return _joined(parts, width)
     indent = len(line) - len(line.lstrip())
     if line.lstrip().startswith("expertmesh "):
         return _command(line.lstrip(), indent, width)
@@ -29,9 +34,17 @@ def _broken(line: str, width: int) -> list[str]:
     if columns is None:
         return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False)
     head, words = columns[1], columns[2]
+    is_narrow = width - len(head) < _ROOM
     command = _COMMAND.fullmatch(words)
     if command is not None and command[1]:
-        return [head + command[1].rstrip(), *_command(command[2], len(head) + 2, width)]
+        place = 2 if is_narrow else len(head)
+        return [*_beside(head, command[1].rstrip(), width), *_command(command[2], place + 2, width)]
+    if is_narrow:
+        return [head.rstrip(), *_beside(" " * 4, words, width)]
+    return _beside(head, words, width)
+
+
+def _beside(head: str, words: str, width: int) -> list[str]:
     return textwrap.wrap(
         words,
         width,
@@ -42,10 +55,27 @@ def _broken(line: str, width: int) -> list[str]:
     )
 
 
+def _joined(parts: list[str], width: int) -> list[str]:
+    """Parts in lines, each part whole."""
+    lines = [""]
+    for part in parts:
+        space = " " if lines[-1].strip() else ""
+        if space and len(lines[-1]) + len(space + part) > width:
+            lines.append("  ")
+            space = ""
+        lines[-1] += space + part
+    return lines
+
+
 def _command(command: str, indent: int, width: int) -> list[str]:
     """A command in lines that a shell takes as one: broken before options, and before other words if it must be."""
     lines = [" " * indent]
-    for part in re.findall(r'(?:--\S+(?: (?!--)(?:"[^"]*"|\S+))*)|"[^"]*"|\S+', command):
+    parts = re.findall(r'(?:--\S+(?: (?!--)(?:"[^"]*"|\S+))*)|"[^"]*"|\S+', command)
+    if (
+        max(map(len, parts)) > width - indent - 6
+    ):  # an option's values may follow it on lines of their own
+        parts = re.findall(r'--\S+ (?!--)(?:"[^"]*"|\S+)|"[^"]*"|\S+', command)
+    for part in parts:
         space = "" if lines[-1].isspace() else " "
         if space and len(lines[-1]) + len(space + part) + 2 > width:
             lines[-1] += " \\"

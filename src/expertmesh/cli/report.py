@@ -12,10 +12,63 @@ from expertmesh.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from expertmesh.data.corpus import Corpus
     from expertmesh.models.family import Data, Task
+    from expertmesh.reporting.page import Tokens
     from expertmesh.training.run_dir import Run
     from expertmesh.training.trained import Trained
 
 _CURVE_ROWS = 12
+
+
+class _Runs:
+    """The runs of a call, which page and summary share. A run is looked for once; its model is kept where it is the only one.
+
+    Args:
+        family: of runs of a family of one's own, as module:name.
+        keeps_models: whether a model stays in memory for the next who asks.
+    """
+
+    def __init__(self, family: str | None, *, keeps_models: bool) -> None:
+        from expertmesh.config.family import find_family
+
+        self.family = None if family is None else find_family(family)
+        self._keeps_models = keeps_models
+        self._found: dict[str, Run | ConfigError | CheckpointError] = {}
+        self._trained: dict[str, Trained] = {}
+
+    def open(self, name: str) -> "tuple[Run, Trained]":
+        """A run and its model.
+
+        Raises:
+            ConfigError: this is no run, or of another family.
+            CheckpointError: it has no usable checkpoint.
+        """
+        from expertmesh.training.trained import open_trained
+
+        run = self._find(name)
+        trained = self._trained.get(name) or open_trained(run)
+        if self._keeps_models:
+            self._trained[name] = trained
+        return run, trained
+
+    def sample(self, name: Any) -> "Tokens":
+        """The sample of a run for the page; errors as those of `open`."""
+        from expertmesh.reporting.sample import sample_of_run
+
+        run = self._find(str(name))
+        return sample_of_run(*self.open(str(name))) if run.family.generates_text else []
+
+    def _find(self, name: str) -> "Run":
+        from expertmesh.training.run_dir import load_run
+
+        if name not in self._found:
+            try:
+                self._found[name] = load_run(name, self.family)
+            except (ConfigError, CheckpointError) as error:
+                self._found[name] = error
+        found = self._found[name]
+        if isinstance(found, ConfigError | CheckpointError):
+            raise found
+        return found
 
 
 def run(argv: list[str]) -> int:
@@ -67,14 +120,15 @@ def run(argv: list[str]) -> int:
         )
     with told_of_data():
         with loading():
-            told = _write_page(options)  # first, for runs without a checkpoint have one, too
+            runs = _Runs(options.family, keeps_models=len(options.run) == 1)
+            told = _write_page(options, runs)  # first, for runs without a checkpoint have one, too
         print(told)
-        return max([_report(options, run) for run in options.run])
+        return max([_report(options, runs, run) for run in options.run])
 
 
-def _write_page(options: Any) -> str:
+def _write_page(options: Any, runs: _Runs) -> str:
     """Writes the page; one line that says where it is, or why there is none: the summary was the answer."""
-    from expertmesh.reporting.page import find_plotly, report
+    from expertmesh.reporting.page import find_plotly, write_page
 
     try:
         find_plotly()
@@ -82,27 +136,25 @@ def _write_page(options: Any) -> str:
         if options.page is not None:
             raise
         return f"no page: {error}"
-    return f"page: {report(*options.run, page=options.page)}"
+    return f"page: {write_page(options.run, options.page, sample=runs.sample)}"
 
 
-def _report(options: Any, run: str) -> int:
-    from expertmesh.config.family import find_family
+def _report(options: Any, runs: _Runs, run: str) -> int:
     from expertmesh.training.metrics import read_metrics
-    from expertmesh.training.run_dir import RunDir, load_run
+    from expertmesh.training.run_dir import RunDir
     from expertmesh.training.state import read_run_state
-    from expertmesh.training.trained import open_trained
 
-    given = None if options.family is None else find_family(options.family)
+    if len(options.run) > 1:
+        print(f"\n=== {run}")
     folder = RunDir(run)
     try:
-        found = load_run(run, given)
+        found, trained = runs.open(run)
     except CheckpointError:
         # Where nothing can be judged the curve is all there is to see.
         if metrics := read_metrics(folder.metrics):
-            print(curve_table(metrics, folder.read_config(given)[1]))
+            print(curve_table(metrics, folder.read_config(runs.family)[1]))
         raise
     family, metrics = found.family, read_metrics(folder.metrics)
-    trained = open_trained(found)
     task, model = trained.task, trained.model
     print(curve_table(metrics, family))
     saved = read_run_state(found.checkpoint)
@@ -134,6 +186,8 @@ def _find_data(found: "Run", task: "Task", key: str) -> "tuple[Data | None, str 
     """The data of the run, whose key is given, or why they are not there: moved, or changed."""
     from expertmesh.training.state import check_same_data
 
+    if not key:
+        return None, "the run came from elsewhere, without the data that it was trained on"
     try:
         data = task.prepare()
         check_same_data(key, data, where=found.checkpoint)
@@ -154,8 +208,7 @@ def _print_measures(
     Returns:
         Whether the model is better than the baseline; None: not known.
     """
-    from expertmesh.data.news import Progress
-    from expertmesh.training.evaluate import evaluate
+    from expertmesh.training.evaluate import evaluate, watched
     from expertmesh.training.metrics import evaluations
 
     metric, config = found.family.metric, found.config
@@ -174,7 +227,7 @@ def _print_measures(
             batch_size=config.train.micro_batch_size or config.train.batch_size,
             max_samples=None,
             precision=trained.precision,
-            watch=Progress("evaluated", unit="batches of validation data").over,
+            watch=watched(data),
         )
         after, baseline = result[metric.key], trained.task.baseline(data)
         rows.append((f"on all validation data, after step {step:,}", after))

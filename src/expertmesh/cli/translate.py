@@ -1,12 +1,12 @@
 """`expertmesh translate --run DIR --to de "..."`: translates with the newest checkpoint of a run."""
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.flags import OptionParser
-from expertmesh.cli.generate import load_decoder
+from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.generate import load_decoder, read_standard_input
 from expertmesh.cli.news import loading, told_of_data
+from expertmesh.config.base import expanded
+from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +31,32 @@ def run(argv: list[str]) -> int:
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
     options = _parser().parse_args(argv)
+    check_least(options, beams=1, batch_size=1, length_penalty=0)
     texts, references, others = _texts(options)
-    with told_of_data(), loading():
+    read = (options.input, options.reference, options.compare)
+    output = None
+    if options.output is not None:
+        output = output_file("--output", options.output, read=read)
+    if references is not None:
+        from expertmesh.infer.translation_scores import check_rouge, check_sacrebleu
+
+        check_sacrebleu()
+        if options.rouge:
+            check_rouge()
+    with told_of_data():
+        found = _translated(options, texts)
+    text = "".join(f"{line}\n" for line in found)
+    if output is None and references is None:
+        print(text, end="")
+    elif output is not None:
+        write_whole(output, text)
+    if references is not None:
+        _print_scores(found, references, others, options.to, with_rouge=options.rouge)
+    return 0
+
+
+def _translated(options: Any, texts: list[str]) -> list[str]:
+    with loading():
         task, model, tokenizer, precision = load_decoder(options.run, options.device)
     translation = task.translation(tokenizer, to=options.to)
     import torch
@@ -40,7 +64,7 @@ def run(argv: list[str]) -> int:
     from expertmesh.infer.translate import translate
 
     with torch.no_grad(), precision.autocast():
-        found = translate(
+        return translate(
             model,
             tokenizer,
             translation,
@@ -49,14 +73,6 @@ def run(argv: list[str]) -> int:
             length_penalty=options.length_penalty,
             batch_size=options.batch_size,
         )
-    text = "".join(f"{line}\n" for line in found)
-    if options.output is None and references is None:
-        print(text, end="")
-    elif options.output is not None:
-        Path(options.output).write_text(text)
-    if references is not None:
-        _print_scores(found, references, others, options.to, with_rouge=options.rouge)
-    return 0
 
 
 def _parser() -> OptionParser:
@@ -111,7 +127,7 @@ def _texts(options: Any) -> tuple[list[str], list[str] | None, list[str] | None]
     if options.input is not None:
         texts = _lines(options.input, "--input")
     elif texts == ["-"]:
-        texts = sys.stdin.read().splitlines()
+        texts = read_standard_input().splitlines()
     others = []
     for flag, name in (("--reference", options.reference), ("--compare", options.compare)):
         lines = None if name is None else _lines(name, flag)
@@ -126,7 +142,7 @@ def _texts(options: Any) -> tuple[list[str], list[str] | None, list[str] | None]
 def _lines(name: str, flag: str) -> list[str]:
     from expertmesh.data.parallel_text import read_lines
 
-    path = Path(name)
+    path = expanded(name)
     if not path.is_file():
         raise ConfigError(f"{flag} {name}: is not a file; check the path")
     return read_lines(path)

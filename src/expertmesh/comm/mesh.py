@@ -176,7 +176,10 @@ def data_mesh(world: World, degrees: DenseDegrees) -> DeviceMesh:
 
 
 def expert_mesh(world: World, experts: ExpertDegrees) -> DeviceMesh:
-    """The mesh ("replica", "e", "f") of one layer's experts on the same ranks. Every rank must ask for it."""
+    """The mesh ("replica", "e", "f") of one layer's experts on the same ranks, without axes of one rank; every rank must ask for it.
+
+    DTensor tries all ways to lay an operator out, for each axis: with three axes its first sums take seconds.
+    """
     W = experts.num_ranks
     order = [
         replica * W + experts.rank_of(i, j)
@@ -184,7 +187,9 @@ def expert_mesh(world: World, experts: ExpertDegrees) -> DeviceMesh:
         for i in range(experts.e)
         for j in range(experts.f)
     ]
-    return world.mesh((world.size // W, experts.e, experts.f), ("replica", "e", "f"), order)
+    sizes = {"replica": world.size // W, "e": experts.e, "f": experts.f}
+    axes = {name: size for name, size in sizes.items() if size > 1} or {"e": 1}
+    return world.mesh(tuple(axes.values()), tuple(axes), order)
 
 
 def divisors(number: int) -> Sequence[int]:

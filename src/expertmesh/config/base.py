@@ -44,7 +44,7 @@ class FieldError(ConfigError):
     def inside(self, outer: Location) -> "FieldError":
         """The same error seen from a configuration that holds this one under `outer`."""
         fix = self.fix
-        if self.rule == UNKNOWN and fix.startswith(_MEANT):
+        if outer and self.rule == UNKNOWN and fix.startswith(_MEANT):
             fix = f"{_MEANT}{dotted(outer)}.{fix.removeprefix(_MEANT)}"
         return FieldError((*outer, *self.location), self.value, self.rule, fix)
 

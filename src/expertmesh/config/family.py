@@ -111,10 +111,13 @@ class Family:
             ConfigError: it is of another family, or this one has no such thing.
         """
         begin = _resolved(self.begin)
-        if begin is None or not isinstance(other, self.config):
-            fix = "begin with one of the same" if begin else "leave it out"
+        if begin is None:
             raise ConfigError(
-                f"train.init_from={where}: is of family {other.family} and this run of {self.name}; {fix}"
+                f"train.init_from={where}: runs of family {self.name} begin with no other's weights; leave it out"
+            )
+        if not isinstance(other, self.config):
+            raise ConfigError(
+                f"train.init_from={where}: is of family {other.family} and this run of {self.name}; begin with one of the same"
             )
         found: RunConfig = begin(config, other)
         return found

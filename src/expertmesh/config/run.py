@@ -124,7 +124,10 @@ class TrainConfig(Config):
         check_not_empty("branch_from", self.branch_from)
         if self.init_from is not None and self.branch_from is not None:
             raise FieldError(
-                "branch_from", self.branch_from, "conflicts with init_from", "leave one of them out"
+                "branch_from",
+                self.branch_from,
+                "conflicts with train.init_from",
+                "leave one of them out",
             )
         if self.keep_every is not None and self.keep_every % self.checkpoint_every:
             raise FieldError(
@@ -320,6 +323,15 @@ class RunConfig(Config):
     def total_schedule_steps(self) -> int:
         """Steps that schedules span."""
         return self.optim.schedule_steps or self.train.steps
+
+    @model_validator(mode="after")
+    def _check_freeze(self) -> Self:
+        moe = getattr(self.model, "moe", None)  # what a run begins with may have experts
+        if self.train.freeze and moe and not moe.num_experts and self.train.init_from is None:
+            raise FieldError(
+                ("train", "freeze"), self.train.freeze, "the model has no experts", "leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:

@@ -1,21 +1,35 @@
-"""Folders that are computed once, however many processes want them."""
+"""Folders that are computed once, however many processes want them, and anew where they are damaged."""
 
+import fcntl
+import hashlib
+import json
+import logging
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from expertmesh.data.shards import exclusive
+from expertmesh.config.base import parse_json
+from expertmesh.data.news import Progress
 from expertmesh.errors import ConfigError
 
 INDEX = "index.json"
 """File that a complete entry has."""
+_CHECKSUMS = "checksums.json"
+_BLOCK = 1 << 22
+_PARTIAL = re.compile(r"((?:[a-z]+-)?[0-9a-f]{16,})\.partial-\d+")
+
+_log = logging.getLogger("expertmesh.data")
 
 
 def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     """Fill a folder unless it is complete. Any number of processes may call at once: one fills, the others wait for it.
 
-    The folder appears by one rename, so a process killed half-way leaves no half entry.
+    The folder appears by one rename, so a process killed half-way leaves no half entry. Checksums are compared in each call,
+    and a damaged entry is made anew.
 
     Args:
         folder: of the entry; its parent is made.
@@ -24,24 +38,103 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     Raises:
         ConfigError: the parent is a file.
     """
-    if (folder / INDEX).exists():
+    if _damage(folder) is None:
         return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ConfigError(
-            f"data.cache_dir={folder.parent}: is a file or below a file; choose a folder"
-        ) from None
+    make_cache(folder.parent)
     with exclusive(folder.with_name(f"{folder.name}.lock")):
-        if (folder / INDEX).exists():
+        damage = _damage(folder)
+        if damage is None:
             return
+        if folder.exists():
+            _log.warning("cache %s: %s; it is made anew", folder, damage)
+        remove_leftovers(folder.parent, mine=folder.name)
         partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
             fill(partial)
+            checksums = {path.name: _checksum(path) for path in sorted(partial.iterdir())}
+            (partial / _CHECKSUMS).write_text(json.dumps(checksums, indent=1))
             if folder.exists():
-                shutil.rmtree(folder)  # without an index it is the leftover of a deletion
+                shutil.rmtree(folder)
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with an entry, or None; reads all of it. Entries of old have no checksums."""
+    if not (folder / INDEX).exists():
+        return f"{INDEX} is missing"
+    if not (folder / _CHECKSUMS).exists():
+        return None
+    try:
+        for name, checksum in parse_json((folder / _CHECKSUMS).read_bytes()).items():
+            if _checksum(folder / name) != checksum:
+                return f"{name} has another checksum"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, TypeError, AttributeError):
+        return f"{_CHECKSUMS} is unreadable"
+    return None
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return sha256_of(file)
+
+
+def sha256_of(file: BinaryIO) -> str:
+    """The checksum of what is left of a file, in hex digits; says how far it is."""
+    digest = hashlib.sha256()
+    size = os.fstat(file.fileno()).st_size
+    blocks = iter(lambda: file.read(_BLOCK), b"")
+    for block in Progress("checked", total=size, unit="MB of tokens").over(blocks, len):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def make_cache(path: Path) -> None:
+    """Make the folder of a cache.
+
+    Raises:
+        ConfigError: it is a file, or below one.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(
+            f"data.cache_dir={path}: is a file or below a file; choose a folder"
+        ) from None
+
+
+def remove_leftovers(base: Path, *, mine: str) -> None:
+    """Delete what killed processes have not finished; whoever still works holds the lock of its entry.
+
+    Args:
+        base: folder of the entries.
+        mine: name of the entry whose lock this process holds.
+    """
+    for path in base.iterdir():
+        found = _PARTIAL.fullmatch(path.name)
+        if found is None:
+            continue
+        with suppress(BlockingIOError), ExitStack() as stack:
+            if found[1] != mine:
+                stack.enter_context(exclusive(base / f"{found[1]}.lock", wait=False))
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def exclusive(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold a lock file; the system releases it when the process dies.
+
+    Args:
+        path: the file; made if it does not exist.
+        wait: for a process that holds it.
+
+    Raises:
+        BlockingIOError: another process, or another file of this one, holds it, and `wait` is false.
+    """
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import re
 import struct
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,12 @@ def _idx_folder(
 ) -> LabelledFolder:
     names = None
     if (path / _CLASSES).is_file():
-        names = (path / _CLASSES).read_text().split("\n")
+        try:
+            names = (path / _CLASSES).read_text(encoding="utf-8").split("\n")
+        except UnicodeDecodeError:
+            raise ConfigError(
+                f"{path / _CLASSES}: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
+            ) from None
         names = [name.strip() for name in names if name.strip()]
     sides = []
     for wanted in (_TRAIN, _VALIDATION):
@@ -216,7 +222,7 @@ def _class_folders(
         files += inside
         labels += [label] * len(inside)
         for file in inside:
-            digest.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
+            digest.update(_encoded(f"{file.relative_to(path)} {file.stat().st_size}\n"))
     images = Images(
         np.array(labels),
         lambda i: read_image(files[i]),
@@ -238,10 +244,16 @@ def _held_out(labels_N: np.ndarray, path: Path, classes: Sequence[str], fraction
             raise ConfigError(
                 f"{path / name}: has {len(places)} image, and one is needed on each side of the split; add some"
             )
-        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        digest = hashlib.blake2b(_encoded(name), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
         order = np.argsort(np.random.Philox(key=seed).random_raw(len(places)), kind="stable")
         taken[places[order[:count]]] = True
     return taken
+
+
+def _encoded(name: str) -> bytes:
+    """A file's name as it is on disk, UTF-8 or not."""
+    return name.encode("utf-8", "surrogateescape")
 
 
 def read_image_or_idx(name: str) -> np.ndarray:
@@ -253,9 +265,10 @@ def read_image_or_idx(name: str) -> np.ndarray:
     path, at, number = name.rpartition("@")
     if not at or not number.isdecimal() or Path(name).exists():
         return read_image(name)
-    if not Path(path).is_file():
+    file = expanded(path)
+    if not file.is_file():
         raise ConfigError(f"{path}: is not there; check the path")
-    images = _read_idx(Path(path), 3)
+    images = _read_idx(file, 3)
     if int(number) >= len(images):
         raise ConfigError(
             f"{name}: the file has {len(images):,} images, counted from 0; use a smaller number"
@@ -274,30 +287,44 @@ def read_image(path: str | Path) -> np.ndarray:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise ConfigError(
-            f"{path}: reading image files needs Pillow; install it: pip install 'expertmesh[vision]'"
+            f"{path}: reading image files needs Pillow; install it with: pip install pillow"
         ) from None
+    file = expanded(path)
+    if not file.exists():
+        raise ConfigError(f"{path}: is not there; check the path")
+    if not file.is_file():
+        raise ConfigError(f"{path}: is no regular file; name an image")
     try:
-        with Image.open(path) as image:
-            if image.mode in ("1", "L"):
-                return np.array(image.convert("L"))
-            if image.mode in ("I", "F", "I;16", "I;16B", "I;16L"):
-                raise ConfigError(
-                    f"{path}: has pixels of mode {image.mode}; convert it to 8 bits per channel"
-                )
-            if image.mode in ("P", "LA", "PA", "RGBA", "La", "RGBa"):
-                layer = image.convert("RGBA")
-                below = Image.new("RGBA", layer.size, (0, 0, 0, 255))
-                below.alpha_composite(layer)
-                image_rgb = below.convert("RGB")
-            else:
-                image_rgb = image.convert("RGB")
-            return np.array(image_rgb)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(file) as image:
+                return _pixels(image, path)
     except ConfigError:
         raise
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: is not there; check the path") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise ConfigError(
+            f"{path}: has more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
+        ) from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError) as error:
-        words = str(error).replace(str(path), "it")
+        words = str(error).replace(str(file), "it")
         raise ConfigError(
             f"{path}: is no image that can be read ({words}); replace or remove it"
         ) from None
+
+
+def _pixels(image: Any, path: str | Path) -> np.ndarray:
+    """What `read_image` returns of an open image of Pillow's."""
+    from PIL import Image
+
+    if image.mode in ("1", "L"):
+        return np.array(image.convert("L"))
+    if image.mode in ("I", "F", "I;16", "I;16B", "I;16L"):
+        raise ConfigError(
+            f"{path}: has pixels of mode {image.mode}; convert it to 8 bits per channel"
+        )
+    if image.mode in ("P", "LA", "PA", "RGBA", "La", "RGBa"):
+        layer = image.convert("RGBA")
+        below = Image.new("RGBA", layer.size, (0, 0, 0, 255))
+        below.alpha_composite(layer)
+        return np.array(below.convert("RGB"))
+    return np.array(image.convert("RGB"))

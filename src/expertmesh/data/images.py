@@ -88,7 +88,7 @@ class ImageData:
         entry = cache_root(config.cache_dir) / "images" / self.key[:32]
 
         def fill(folder: Path) -> None:
-            (folder / INDEX).write_text(json.dumps(self.classes, ensure_ascii=False) + "\n")
+            (folder / INDEX).write_text(json.dumps(self.classes) + "\n")
 
         fill_once(entry, fill)
         self.files: Mapping[str, Path] = {CLASSES_FILE: entry / INDEX}
@@ -111,6 +111,11 @@ class ImageData:
         partners = changed(partners, [-1 - sample for sample in samples], config, seed=seed)
         images, weights_B = mixed(images, partners, mixes)
         return _normal(images), labels_B, partner_labels_B, weights_B
+
+    @property
+    def num_validation(self) -> int:
+        """Validation samples."""
+        return len(self._sides[1])
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Batch]:
         """Batches of at most so many validation images (None: all), evenly spread, as they are."""

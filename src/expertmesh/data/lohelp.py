@@ -6,6 +6,7 @@ In every language a page has the same name and its paragraphs have the same ids,
 import gzip
 import hashlib
 import io
+import lzma
 import re
 import tarfile
 import zlib
@@ -244,7 +245,12 @@ def _read(source: Path) -> dict[str, dict[str, Page]]:
 def _files(folder: Path) -> Iterator[tuple[str, str, str]]:
     for path in sorted(folder.glob("*/text/**/*.html")):
         code, *rest = path.relative_to(folder).parts
-        yield code, "/".join(rest), path.read_text()
+        try:
+            yield code, "/".join(rest), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ConfigError(
+                f"{path}: is not UTF-8 text, as LibreOffice's help is; install it again"
+            ) from None
 
 
 def _members(package: Path) -> Iterator[tuple[str, str, str]]:
@@ -264,7 +270,7 @@ def _members(package: Path) -> Iterator[tuple[str, str, str]]:
                 return
             start += size + size % 2
         raise ValueError("no data")
-    except (ValueError, EOFError, tarfile.TarError, zlib.error) as error:
+    except (ValueError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
         raise ConfigError(
             f"{package}: is no readable Debian package ({error}); download it again"
         ) from None

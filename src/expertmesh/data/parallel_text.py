@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ MASK_ID = 1
 """Stands for a span of tokens that was left out, in every tokenizer trained here."""
 _MASK = "<|mask|>"
 _SPLIT_NAMES = ("training", "validation")
+_LANGUAGE = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z]+)*")
+"""What a file's ending must look like: train.en, and not the editor's train.en~."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,8 @@ def _files(folder: Path, split: str, languages: Sequence[str]) -> dict[str, Path
     found: dict[str, Path] = {}
     for path in sorted(folder.glob(f"{split}.*")):
         code = path.name.removeprefix(f"{split}.").removesuffix(".gz")
-        if "." not in code and (not languages or code in languages):
+        is_language = _LANGUAGE.fullmatch(code) is not None and path.is_file()
+        if is_language and (not languages or code in languages):
             found.setdefault(code, path)
     return found
 

@@ -68,6 +68,11 @@ class SampleData:
         which = shuffled(first_sample, num_samples, total=total, seed=self._seed)
         return default_collate([self._training[i] for i in which])
 
+    @property
+    def num_validation(self) -> int:
+        """Validation samples."""
+        return len(self._validation)
+
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Any]:
         """Batches of at most so many validation samples (None: all), evenly spread."""
         chosen = spread(len(self._validation), max_samples)

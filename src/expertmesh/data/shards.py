@@ -1,17 +1,13 @@
 """Token shards: all documents of a split as one memory-mapped array, prepared once and cached."""
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import tokenizers
@@ -19,6 +15,7 @@ from tokenizers import Tokenizer
 
 from expertmesh.config.base import cache_root, expanded, parse_json
 from expertmesh.config.text import TextConfig
+from expertmesh.data.cache_entry import exclusive, make_cache, remove_leftovers, sha256_of
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
 from expertmesh.data.news import Progress, say
 from expertmesh.data.tokenizer import (
@@ -31,9 +28,7 @@ from expertmesh.errors import ConfigError
 
 FORMAT_VERSION = 1
 _BATCH_DOCUMENTS = 32
-_BLOCK = 1 << 22
 _FILES = ("tokenizer.json", "training.bin", "validation.bin")
-_PARTIAL = re.compile(r"(tokens-[0-9a-f]+)\.partial-\d+")
 
 _log = logging.getLogger("expertmesh.data")
 
@@ -107,13 +102,13 @@ def prepare_tokens(
     base = cache_root(config.cache_dir)
     folder = base / f"tokens-{key}"
     if damage_of_cache(folder) is not None:
-        _make_folder(base)
+        make_cache(base)
         with exclusive(base / f"tokens-{key}.lock"):
             damage = damage_of_cache(folder)
             if damage is not None:
                 if folder.exists():
                     _log.warning("token cache %s: %s; it is made anew", folder, damage)
-                _remove_leftovers(base, mine=folder.name)
+                remove_leftovers(base, mine=folder.name)
                 _build(corpus, folder, given, vocab_size=vocab_size)
     training, validation = (open_shard(folder, name) for name in ("training", "validation"))
     for name, shard in (("training", training), ("validation", validation)):
@@ -127,15 +122,6 @@ def prepare_tokens(
     return TokenData(
         folder, key, corpus.source, training, validation, folder / "tokenizer.json", corpus
     )
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ConfigError(
-            f"data.cache_dir={path}: is a file or below a file; choose a folder"
-        ) from None
 
 
 def damage_of_cache(folder: Path) -> str | None:
@@ -152,34 +138,13 @@ def damage_of_cache(folder: Path) -> str | None:
                 size = os.fstat(file.fileno()).st_size
                 if size != sizes.get(name, size):
                     return f"{name} has {size} bytes, not {sizes[name]}"
-                if name in checksums and _sha256(file) != checksums[name]:
+                if name in checksums and sha256_of(file) != checksums[name]:
                     return f"{name} has another checksum"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "index.json is unreadable"
     return None
-
-
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    size = os.fstat(file.fileno()).st_size
-    blocks = iter(lambda: file.read(_BLOCK), b"")
-    for block in Progress("checked", total=size, unit="MB of tokens").over(blocks, len):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _remove_leftovers(base: Path, *, mine: str) -> None:
-    """Delete what killed processes have not finished; whoever still works holds the lock of its entry."""
-    for path in base.iterdir():
-        found = _PARTIAL.fullmatch(path.name)
-        if found is None:
-            continue
-        with suppress(BlockingIOError), ExitStack() as stack:
-            if found[1] != mine:  # this process holds the lock of that one
-                stack.enter_context(exclusive(base / f"{found[1]}.lock", wait=False))
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def open_shard(folder: Path, name: str) -> Shard:
@@ -225,7 +190,7 @@ def _build(corpus: Corpus, folder: Path, given: Tokenizer | None, *, vocab_size:
         checksums = {}
         for name in _FILES:
             with (partial / name).open("rb") as file:
-                checksums[name] = _sha256(file)
+                checksums[name] = sha256_of(file)
         index["sha256"] = checksums
         (partial / "index.json").write_text(json.dumps(index, indent=1))
         if folder.exists():
@@ -254,19 +219,3 @@ def _write_tokens(
         os.fsync(file.fileno())
     progress.finish()
     return num_tokens
-
-
-@contextmanager
-def exclusive(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a lock file; the system releases it when the process dies.
-
-    Args:
-        path: the file; made if it does not exist.
-        wait: for a process that holds it.
-
-    Raises:
-        BlockingIOError: another process, or another file of this one, holds it, and `wait` is false.
-    """
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield

@@ -55,6 +55,11 @@ class TensorData:
         which = shuffled(first_sample, num_samples, total=total, seed=self._seed)
         return tuple(tensor[which] for tensor in self._training)
 
+    @property
+    def num_validation(self) -> int:
+        """Validation samples."""
+        return len(self._validation[0])
+
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Tensor, ...]]:
         """Batches of at most so many validation samples (None: all), evenly spread."""
         chosen = spread(len(self._validation[0]), max_samples)

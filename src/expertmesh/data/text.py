@@ -92,6 +92,11 @@ class TextData:
         found = [str(place.path) for place in find_paths(config.path)]
         return tuple(found) if 1 < len(found) <= _MOST_LABELS else ()
 
+    @property
+    def num_validation(self) -> int:
+        """Validation samples."""
+        return self._validation.num_windows
+
     def batch(self, first_sample: int, num_samples: int) -> tuple[Any, ...]:
         """Inputs and targets, each (num_samples, S) int64.
 

@@ -222,7 +222,7 @@ class TranslationData:
         self.description = (
             f"{', '.join(config.path)}: {len(tokens.texts)} languages, "
             f"{sum(len(task.where) for task in translation):,} training and "
-            f"{sum(len(task.where) for task in self._validation):,} validation examples in {len(translation)} directions"
+            f"{self.num_validation:,} validation examples in {len(translation)} directions"
             + (f", {config.denoising:.0%} of the samples denoise" if denoising else "")
         )
 
@@ -243,6 +243,11 @@ class TranslationData:
                 )
             rows.append((source, target, task.target, index))
         return self._batch(rows)
+
+    @property
+    def num_validation(self) -> int:
+        """Validation samples."""
+        return sum(len(task.where) for task in self._validation)
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[TranslationBatch]:
         """At most so many validation translations, evenly spread over all directions, the shortest first."""

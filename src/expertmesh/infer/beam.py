@@ -11,6 +11,9 @@ from expertmesh.infer.engine import check_room, check_sources, evaluating, pad_r
 from expertmesh.models.decoder import BeamCache, EncoderDecoder
 from expertmesh.ops.dtypes import accumulate_dtype
 
+MOST_BEAMS = 1000
+_MOST_PENALTY = 10  # beyond it, powers of lengths leave the numbers
+
 
 @dataclass(frozen=True)
 class Hypothesis:
@@ -70,7 +73,7 @@ def beam_search(
         start: ids that every output begins with.
         end_id: ends an output.
         num_beams: unfinished outputs that are kept for each source; 1: greedy.
-        length_penalty: alpha of `length_penalty_of`, at least 0; 0: plain probabilities, which favour short outputs.
+        length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain probabilities, which favour short outputs.
         max_new_tokens: most tokens of an output, the end included; None: as many as the model has room for.
 
     Returns:
@@ -80,10 +83,12 @@ def beam_search(
         ConfigError: a value breaks a rule, or a source is too long or outside the vocabulary.
         CheckpointError: the model's logits are not finite.
     """
-    if num_beams < 1:
-        raise ConfigError(f"num_beams={num_beams}: must be at least 1; 5 is usual")
-    if length_penalty < 0:
-        raise ConfigError(f"length_penalty={length_penalty}: must be at least 0; 1 is usual")
+    if not 1 <= num_beams <= MOST_BEAMS:
+        raise ConfigError(f"num_beams={num_beams}: must be from 1 to {MOST_BEAMS}; 5 is usual")
+    if not 0 <= length_penalty <= _MOST_PENALTY:
+        raise ConfigError(
+            f"length_penalty={length_penalty}: must be from 0 to {_MOST_PENALTY}; 1 is usual"
+        )
     check_sources(model, sources, num_prompts=len(sources))
     steps = check_room(model, [start], max_new_tokens=max_new_tokens)
     with evaluating(model):

@@ -11,6 +11,7 @@ from expertmesh.config.base import parse_json
 from expertmesh.config.swin import Fit
 from expertmesh.data.image_files import read_image_or_idx
 from expertmesh.data.images import model_input
+from expertmesh.data.news import Progress
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.classifier import Classifier
 
@@ -48,7 +49,7 @@ def read_images(names: Sequence[str], *, size: tuple[int, int, int], fit: Fit) -
         ConfigError: an image cannot be read or does not fit.
     """
     found = []
-    for name in names:
+    for name in Progress("read", total=len(names), unit="images").over(names):
         pixels = read_image_or_idx(name)
         try:
             found.append(model_input(pixels, size=size, fit=fit))
@@ -76,7 +77,9 @@ def classify(
         batch_size: images at a time.
     """
     found: list[Classified] = []
+    told = Progress("classified", total=len(images), unit="images")
     for start in range(0, len(images), batch_size):
+        told.at(start)
         pixels_BCHW = torch.stack(list(images[start : start + batch_size]))
         scores = model.scores(pixels_BCHW)
         logits_BC = scores.logits_BC[:, : len(classes)].float()
@@ -92,6 +95,7 @@ def classify(
                     model.num_experts,
                 )
             )
+    told.finish()
     return found
 
 
@@ -102,7 +106,7 @@ def class_names(path: Path) -> tuple[str, ...]:
         CheckpointError: the file is damaged.
     """
     try:
-        names = parse_json(path.read_text())
+        names = parse_json(path.read_bytes())
         if not names or not all(isinstance(name, str) for name in names):
             raise ValueError("no list of names")
     except (ValueError, TypeError, OSError) as error:

@@ -1,12 +1,14 @@
 """A picture of which expert took which patch of an image."""
 
 import colorsys
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from expertmesh.config.output_file import complete
 from expertmesh.errors import ConfigError
 from expertmesh.infer.classify import Classified
 
@@ -26,12 +28,9 @@ def save_picture(results: Sequence[Classified], path: str | Path) -> None:
     Raises:
         ConfigError: Pillow is not installed, knows no such format, or the model has no experts.
     """
-    try:
-        from PIL import Image, ImageDraw
-    except ImportError:
-        raise ConfigError(
-            f"--picture {path}: needs Pillow; install it: pip install 'expertmesh[vision]'"
-        ) from None
+    check_pillow(path)
+    from PIL import Image, ImageDraw
+
     blocks = list(results[0].experts)
     if not blocks:
         raise ConfigError(f"--picture {path}: the model has no experts; leave it out")
@@ -56,9 +55,26 @@ def save_picture(results: Sequence[Classified], path: str | Path) -> None:
             place = (_GAP + column * (_SIDE + _GAP), top + _TEXT)
             canvas.paste(Image.fromarray(pixels.contiguous().numpy()), place)
     try:
-        canvas.save(path)
-    except ValueError as error:
+        with complete(Path(path)) as partial:
+            canvas.save(partial)
+    except (ValueError, KeyError) as error:  # a format that Pillow reads only
         raise ConfigError(f"--picture {path}: {error}; use a name that ends in .png") from None
+
+
+def check_pillow(path: str | Path) -> None:
+    """Whether a picture can be written, and in a format that the name of the file asks for.
+
+    Raises:
+        ConfigError: Pillow is not installed, or knows no such format.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        raise ConfigError(f"--picture {path}: needs Pillow; install it with: pip install pillow")
+    from PIL import Image
+
+    if Path(path).suffix.lower() not in Image.registered_extensions():
+        raise ConfigError(
+            f"--picture {path}: its ending is that of no picture; use a name that ends in .png"
+        )
 
 
 def expert_colours(num_experts: int) -> Tensor:

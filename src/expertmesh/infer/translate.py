@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from expertmesh.data.news import Progress
 from expertmesh.errors import ConfigError
 from expertmesh.infer.beam import beam_search
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
@@ -53,7 +54,9 @@ def translate(
     )
     room = model.max_seq_len - len(translation.start)
     found = [""] * len(texts)
+    told = Progress("translated", total=len(order), unit="texts")
     for first in range(0, len(order), batch_size):
+        told.at(first)
         batch = order[first : first + batch_size]
         longest = max(len(sources[i]) for i in batch)
         outputs = beam_search(
@@ -69,4 +72,5 @@ def translate(
         )
         for i, output in zip(batch, outputs, strict=True):
             found[i] = tokenizer.decode(output.ids, skip_special_tokens=True).strip()
+    told.finish()
     return found

@@ -94,6 +94,9 @@ def compare(
         for side, result in zip(sides, results_of, strict=True):
             signature = signatures[name].format(short=True)
             side.append(Score(name, result.score, signature, result.ci, result.p_value))
+    for place, (theirs, ours) in enumerate(zip(*sides, strict=True)):
+        if theirs.value == ours.value:  # which sacreBLEU calls as significant as it can be
+            sides[1][place] = ours._replace(p_value=1.0)
     return sides
 
 
@@ -134,10 +137,7 @@ def rouge(
     Raises:
         ConfigError: rouge-score is not installed, or there are not equally many lines.
     """
-    if importlib.util.find_spec("rouge_score") is None:
-        raise ConfigError(
-            "ROUGE needs the package 'rouge-score'; install it with: pip install 'expertmesh[rouge]'"
-        )
+    check_rouge()
     for lines in (hypotheses, others):
         if lines is not None and len(lines) != len(references):
             raise ConfigError(
@@ -180,11 +180,32 @@ def rouge(
     return found
 
 
-def _metrics(hypotheses: Sequence[str], references: Sequence[str], language: str) -> list[Any]:
+def check_rouge() -> None:
+    """Whether there can be ROUGE.
+
+    Raises:
+        ConfigError: rouge-score is not installed.
+    """
+    if importlib.util.find_spec("rouge_score") is None:
+        raise ConfigError(
+            "ROUGE needs the package rouge-score; install it with: pip install rouge-score"
+        )
+
+
+def check_sacrebleu() -> None:
+    """Whether there can be scores.
+
+    Raises:
+        ConfigError: sacrebleu is not installed.
+    """
     if importlib.util.find_spec("sacrebleu") is None:
         raise ConfigError(
-            "scores need the package 'sacrebleu'; install it with: pip install 'expertmesh[train]'"
+            "scores need the package sacrebleu; install it with: pip install sacrebleu"
         )
+
+
+def _metrics(hypotheses: Sequence[str], references: Sequence[str], language: str) -> list[Any]:
+    check_sacrebleu()
     if len(hypotheses) != len(references):
         raise ConfigError(
             f"{len(hypotheses):,} translations and {len(references):,} references: must be equally many; give one line for each"

@@ -29,7 +29,10 @@ Batch = Any
 
 
 class Data(Protocol):
-    """What a run learns from. Sample i is the same for any batch size and any number of ranks."""
+    """What a run learns from. Sample i is the same for any batch size and any number of ranks.
+
+    It may have `num_validation`, too, the number of validation samples, of which progress then has a total.
+    """
 
     @property
     def key(self) -> str:

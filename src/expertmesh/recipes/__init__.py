@@ -1,12 +1,13 @@
-"""Recipes: functions that return a complete GPTRunConfig. Importing them does not import torch."""
+"""Recipes: functions that return a complete RunConfig. Importing them does not import torch."""
 
 import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from expertmesh.config.base import shown
+from expertmesh.config.family import FAMILIES
 from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.config.run import with_fitting_warmup
+from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.gpt_demo import gpt_dense_demo, gpt_moe_demo, gpt_moe_test
 from expertmesh.recipes.gpt_published import PUBLISHED, gpt_moe_1b
@@ -23,7 +24,7 @@ RECIPES: dict[str, Callable[[], GPTRunConfig]] = {
 }
 
 
-def recipe(name: str, changes: Mapping[str, Any] | None = None) -> GPTRunConfig:
+def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Any:
     """The complete configuration of a recipe, with some values changed.
 
     Args:
@@ -32,7 +33,8 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> GPTRunConfig:
             shortened with them.
 
     Returns:
-        A frozen configuration, to train with `expertmesh.train`, or whose `model` builds an `expertmesh.GPT`.
+        A frozen `expertmesh.RunConfig` of the recipe's family, to train with `expertmesh.train`; the `model` of one for text
+        builds an `expertmesh.GPT`.
 
     Raises:
         ConfigError: there is no such recipe or option, or a value breaks a rule.
@@ -42,9 +44,10 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> GPTRunConfig:
         >>> config.model.moe.num_experts, config.optim.warmup_steps
         ((32,), 1)
     """
-    if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(RECIPES)}"
+    recipes = {n: f for family in FAMILIES.values() for n, f in family.find_recipes().items()}
+    if name not in recipes:
+        near = difflib.get_close_matches(str(name), recipes, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(recipes)}"
         raise ConfigError(f"recipe={shown(name)}: unknown recipe; {hint}")
-    default = RECIPES[name]()
+    default: RunConfig = recipes[name]()
     return default.updated(with_fitting_warmup(default, changes or {}))

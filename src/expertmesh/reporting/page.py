@@ -3,17 +3,24 @@
 import html
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from expertmesh.config.base import expanded
+from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.reporting.read import read_run
 from expertmesh.reporting.sample import sample_of_run
+from expertmesh.training.run_dir import load_run
+from expertmesh.training.trained import open_trained
 
 PAGE_NAME = "report.html"
+
+
+Tokens = list[dict[str, Any]]
+"""A sample: of each token its text and its experts."""
 
 
 def report(*runs: str | Path, page: str | Path | None = None) -> Path:
@@ -37,31 +44,32 @@ def report(*runs: str | Path, page: str | Path | None = None) -> Path:
         >>> page.name
         'report.html'
     """
+    return write_page(runs, page, sample=_sample_of)
+
+
+def write_page(
+    runs: Sequence[str | Path],
+    page: str | Path | None,
+    *,
+    sample: Callable[[str | Path], Tokens],
+) -> Path:
+    """Write the page of `report`, with samples of the caller's models.
+
+    Args:
+        runs: see `report`.
+        page: see `report`.
+        sample: returns that of a run, or raises why there is none.
+    """
     if not runs:
         raise ConfigError("report(): needs a run directory; name at least one")
     find_plotly()
     from plotly.offline import get_plotlyjs
 
-    given = None if page is None else _target(expanded(page))
-    found = [{**read_run(run), **_sample(run)} for run in runs]
-    target = _target(expanded(runs[0]) / PAGE_NAME) if given is None else given
-    partial = target.with_name(f"{target.name}.partial")
-    partial.write_text(_filled(found, get_plotlyjs()), encoding="utf-8")
-    partial.rename(target)
+    given = None if page is None else output_file("page=", page)
+    found = [{**read_run(run), **_sampled(run, sample)} for run in runs]
+    target = output_file("page=", expanded(runs[0]) / PAGE_NAME) if given is None else given
+    write_whole(target, _filled(found, get_plotlyjs()))
     return target
-
-
-def _target(page: Path) -> Path:
-    """A place where a page can be written.
-
-    Raises:
-        ConfigError: it is something else than a file, or in no folder.
-    """
-    if page.is_dir() or (page.exists() and not page.is_file()):
-        raise ConfigError(f"page={page}: is no regular file; name a file that may be replaced")
-    if not page.parent.is_dir():
-        raise ConfigError(f"page={page}: there is no folder {page.parent}; make it first")
-    return page
 
 
 def find_plotly() -> None:
@@ -74,10 +82,15 @@ def find_plotly() -> None:
         raise ConfigError("the page needs the package plotly; install it with: pip install plotly")
 
 
-def _sample(run: str | Path) -> dict[str, Any]:
+def _sample_of(run: str | Path) -> Tokens:
+    found = load_run(run)
+    return sample_of_run(found, open_trained(found)) if found.family.generates_text else []
+
+
+def _sampled(run: str | Path, sample: Callable[[str | Path], Tokens]) -> dict[str, Any]:
     """A sample, or why there is none."""
     try:
-        return {"sample": sample_of_run(str(run)), "no_sample": ""}
+        return {"sample": sample(run), "no_sample": ""}
     except (ConfigError, CheckpointError) as error:
         return {"sample": [], "no_sample": str(error)}
 

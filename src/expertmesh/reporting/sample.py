@@ -15,8 +15,8 @@ from expertmesh.infer.text import TextStream
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.trained import open_trained
+from expertmesh.training.run_dir import Run
+from expertmesh.training.trained import Trained
 
 _TOKENS = 120
 
@@ -65,11 +65,12 @@ def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[i
     return found
 
 
-def sample_of_run(path: str, *, seed: int = 0) -> list[dict[str, Any]]:
+def sample_of_run(run: Run, trained: Trained, *, seed: int = 0) -> list[dict[str, Any]]:
     """A text that the run's newest model writes from nothing, token by token.
 
     Args:
-        path: of the run.
+        run: the run.
+        trained: its model.
         seed: of the draws.
 
     Returns:
@@ -77,13 +78,11 @@ def sample_of_run(path: str, *, seed: int = 0) -> list[dict[str, Any]]:
         text.
 
     Raises:
-        ConfigError: this is no run directory, or of a family that is not of this package.
-        CheckpointError: it has no usable checkpoint.
+        CheckpointError: its tokenizer is missing or damaged, or its weights are.
     """
-    run = load_run(path)
     if not run.family.generates_text:
         return []
-    task, module, precision = open_trained(run)
+    task, module, precision = trained
     model = task.decoder(module)
     if isinstance(model, EncoderDecoder):
         return []  # it writes about what it reads

@@ -1,5 +1,6 @@
 """A model with weights from elsewhere as a run of no steps, which every verb reads and `train.init_from` begins with."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +35,22 @@ def save_as_run(
     if run_dir.path.exists():
         raise ConfigError(f"{run_dir.path}: exists already; choose another folder")
     run_dir.path.mkdir(parents=True)
+    try:
+        _write(run_dir, model, config, recipe=recipe, files=files)
+    except BaseException:  # half a run is none
+        shutil.rmtree(run_dir.path, ignore_errors=True)
+        raise
+    return run_dir.path
+
+
+def _write(
+    run_dir: RunDir,
+    model: nn.Module,
+    config: RunConfig,
+    *,
+    recipe: str,
+    files: Mapping[str, Path],
+) -> None:
     run_dir.write_description(config, recipe=recipe, files=files)
     store = CheckpointStore(run_dir.checkpoints, keep_last=1)
     try:
@@ -52,4 +69,3 @@ def save_as_run(
         store.wait()
     finally:
         store.close()
-    return run_dir.path

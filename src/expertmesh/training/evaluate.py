@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
 
+from expertmesh.data.news import Progress
 from expertmesh.models.family import Batch, Data, Part, Task, each_tensor, num_samples
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.precision import Precision
@@ -25,6 +27,13 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+
+
+def watched(data: Data) -> Callable[[Iterator[Batch]], Iterator[Batch]]:
+    """What `evaluate` takes to say how far it is, of all validation samples where the data tell how many these are."""
+    total: int | None = getattr(data, "num_validation", None)
+    told = Progress("evaluated", total=total, unit="validation samples")
+    return partial(told.over, size=num_samples)
 
 
 def evaluate(

@@ -20,6 +20,8 @@ from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.training.checkpoint import list_checkpoints, newest_good
 
+TOKENIZER = "tokenizer.json"
+"""The file of a run with its tokenizer."""
 _PACKAGES = ("expertmesh", "torch", "numpy", "pydantic", "tokenizers", "safetensors")
 
 
@@ -179,7 +181,7 @@ class Run(NamedTuple):
         Raises:
             CheckpointError: the file is missing or damaged, or of another run's model.
         """
-        return load_tokenizer(self.path / "tokenizer.json", vocab_size=self.vocab_size)
+        return load_tokenizer(self.path / TOKENIZER, vocab_size=self.vocab_size)
 
     @property
     def arithmetic(self) -> Path:

@@ -188,7 +188,7 @@ def hub_family(values: Values) -> HubFamily:
     Raises:
         ConfigError: it is none that our GPT can be.
     """
-    name = values.get("model_type")
+    name = str(values.get("model_type"))
     if name not in FAMILIES:
         raise ConfigError(
             f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join(FAMILIES)}); run its experts through "
@@ -210,16 +210,21 @@ def model_config(values: Values) -> ModelConfig:
                 f"{name}={values[name]!r}: a {family.model_type} with it does not run as a GPT of expertmesh, only with "
                 f"{allowed[0]!r}; run its experts through expertmesh.integrations.transformers.apply(model)"
             )
+    if not isinstance(_rope(values), Mapping):
+        raise ConfigError(
+            f"rope_parameters={_rope(values)!r}: is no JSON object; restore config.json from the hub"
+        )
     rope_type = _rope(values).get("rope_type", _rope(values).get("type", "default"))
     if rope_type != "default":
         raise ConfigError(
             f"rope_type={rope_type!r}: positions are scaled, which a GPT of expertmesh does not do; use a model without"
         )
-    activation = values.get("hidden_act", "silu")
+    activation = str(values.get("hidden_act", "silu"))
     if activation not in _ACTIVATIONS:
         raise ConfigError(
             f"hidden_act={activation!r}: is none of {', '.join(_ACTIVATIONS)}; use another model"
         )
+    name = f"config.json of a {family.model_type}"
     try:
         common = {
             "vocab_size": values["vocab_size"],
@@ -231,15 +236,17 @@ def model_config(values: Values) -> ModelConfig:
             "head_dim": values.get("head_dim"),
             "norm_eps": values["rms_norm_eps"],
             "tie_embeddings": values.get("tie_word_embeddings", False),
-            "rope_base": float(_rope(values).get("rope_theta", values.get("rope_theta", 10000.0))),
+            "rope_base": _rope(values).get("rope_theta", values.get("rope_theta", 10000.0)),
             "init_std": values.get("initializer_range", 0.02),
             "activation": _ACTIVATIONS[activation],
             "end_ids": end_ids(values),
         }
         return ModelConfig.model_validate(common | family.options(values))
     except KeyError as missing:
+        raise ConfigError(f"{name} has no {missing.args[0]}; restore it from the hub") from None
+    except (TypeError, AttributeError) as error:
         raise ConfigError(
-            f"config.json of a {family.model_type} has no {missing.args[0]}; restore it from the hub"
+            f"{name} has a value of a wrong type ({error}); restore it from the hub"
         ) from None
 
 

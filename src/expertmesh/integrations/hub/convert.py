@@ -7,14 +7,17 @@ from typing import NamedTuple
 import torch
 
 from expertmesh.config.base import expanded, saved_run
+from expertmesh.config.family import GPT
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.data.chat import EXTRAS
+from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.hub.configs import hub_family
+from expertmesh.integrations.hub.configs import hub_family, model_config
 from expertmesh.integrations.hub.load import load_pretrained, read_config
 from expertmesh.integrations.hub.save import save_pretrained
 from expertmesh.training.begin import save_as_run
 from expertmesh.training.export import find_checkpoint
+from expertmesh.training.run_dir import TOKENIZER
 from expertmesh.training.state import read_run_state
 
 _BESIDE = ("config.json", "generation_config.json", "chat_template.jinja")
@@ -65,8 +68,14 @@ def convert(
         return _from_hub(source, target, dtype)
     checkpoint = find_checkpoint(source)
     run_dir = checkpoint.parent.parent
+    values = read_run_state(checkpoint, "config")["config"]
+    if (name := values.get("family", GPT.name)) != GPT.name:
+        raise ConfigError(
+            f"from={source}: is of family {name}, and models of the hub are like those of family {GPT.name}; keep it here, or use "
+            "expertmesh export"
+        )
     with saved_run():
-        config = GPTRunConfig.model_validate(read_run_state(checkpoint, "config")["config"])
+        config = GPTRunConfig.model_validate(values)
     family = save_pretrained(checkpoint, run_dir, config, target, dtype=dtype)
     return Converted(target, f"a {family.architecture} of {checkpoint}")
 
@@ -75,24 +84,25 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
     if target.exists():
         raise ConfigError(f"to={target}: exists already; choose another folder")
     family = hub_family(read_config(source))
-    if not (source / "tokenizer.json").is_file():
+    if not (source / TOKENIZER).is_file():
         raise ConfigError(
             f"from={source}: has no tokenizer.json; save the tokenizer there with transformers' save_pretrained"
         )
+    load_tokenizer(source / TOKENIZER, vocab_size=model_config(read_config(source)).vocab_size)
     model = load_pretrained(source, dtype=dtype)
     seq_len = min(model.config.max_seq_len, 1024)
     config = GPTRunConfig.model_validate(
         {"model": model.config, "data": {"seq_len": seq_len}, "train": {"run_dir": str(target)}}
     )
     recipe = f"from {family.model_type}"
-    save_as_run(model, config, recipe=recipe, files={"tokenizer.json": source / "tokenizer.json"})
+    save_as_run(model, config, recipe=recipe, files={TOKENIZER: source / TOKENIZER})
     (target / EXTRAS).mkdir()
     for path in sorted(source.iterdir()):
-        if (
+        if path.is_file() and (
             path.name in _BESIDE
             or "token" in path.name
             or path.name in ("vocab.json", "merges.txt")
         ):
             shutil.copyfile(path, target / EXTRAS / path.name)
     parameters = sum(p.numel() for p in model.parameters())
-    return Converted(target, f"a run of {recipe}, {parameters:,} parameters")
+    return Converted(target, f"a run {recipe}, {parameters:,} parameters")

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ class HubFiles:
         self.entries: dict[str, Entry] = {}
         index = folder / INDEX
         if index.is_file():
-            names = sorted(set(read_json(index)["weight_map"].values()))
+            names = _names_of_files(index)
         elif (folder / SINGLE).is_file():
             names = [SINGLE]
         else:
@@ -74,6 +74,18 @@ class HubFiles:
         if begin % dtype.itemsize:  # a header of an odd length
             part = part.clone()
         return part.view(dtype).view(shape)
+
+
+def _names_of_files(index: Path) -> list[str]:
+    """The files that an index names, which lie beside it."""
+    found = read_json(index).get("weight_map")
+    names: list[Any] = list(found.values()) if isinstance(found, dict) else [None]
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(
+                f"{index}: names {name!r} where a file beside it should stand; restore it from the hub"
+            )
+    return sorted(set(names))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -138,33 +150,42 @@ def _header(path: Path) -> dict[str, Entry]:
             if length > size:
                 raise ValueError
             values = parse_json(file.read(length))
+        return dict(_entries(values, path, start=8 + length, size=size))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: is missing, and the index names it; restore it from the hub"
         ) from None
-    except (ValueError, struct.error, OSError):
+    except (ValueError, AttributeError, struct.error, OSError):
         raise CheckpointError(
             f"{path}: is no safetensors file, or cut short; restore it from the hub"
         ) from None
-    found = {}
+
+
+def _entries(values: Any, path: Path, *, start: int, size: int) -> Iterator[tuple[str, Entry]]:
+    """What a header says of its tensors, whose bytes begin at `start`.
+
+    Raises:
+        CheckpointError: the file ends before one of them does, or the numbers of one do not fit together.
+    """
     for name, entry in values.items():
         if name == "__metadata__":
             continue
         try:
-            begin, end = entry["data_offsets"]
-            dtype, shape = _DTYPES.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"])
-            num_bytes = math.prod(shape) * getattr(dtype, "itemsize", 0)
+            begin, end = map(int, entry["data_offsets"])
+            dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+            shape = tuple(map(int, entry["shape"]))
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{path}: says nothing usable of {name}; restore it from the hub"
             ) from None
-        if 8 + length + end > size:
+        num_bytes = math.prod(shape) * getattr(dtype, "itemsize", 0)
+        if start + end > size:
             raise CheckpointError(
-                f"{path}: is cut short within {name}: {size:,} bytes of at least {8 + length + end:,}; restore it from the hub"
+                f"{path}: is cut short within {name}: {size:,} bytes of at least {start + end:,}; restore it from the hub"
             )
-        if isinstance(dtype, torch.dtype) and (begin < 0 or end - begin != num_bytes):
+        is_wrong = isinstance(dtype, torch.dtype) and end - begin != num_bytes
+        if is_wrong or min(begin, end - begin, *shape) < 0:
             raise CheckpointError(
                 f"{path}: {name} has {end - begin:,} bytes and its shape {num_bytes:,}; restore it from the hub"
             )
-        found[name] = Entry(path, dtype, shape, 8 + length + begin)
-    return found
+        yield name, Entry(path, dtype, shape, start + begin)

@@ -11,7 +11,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.mesh import ExpertDegrees, expert_mesh
@@ -33,6 +35,12 @@ from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.offload import HostMemory, host_mesh
 
 Keep = Literal["until_step", "until_backward", "regather"]
+
+
+def _placements(mesh: DeviceMesh, *, e: Placement, f: Placement) -> list[Placement]:
+    """Of a parameter on the axes that the mesh has; copies are equal."""
+    found: dict[str, Placement] = {"replica": Replicate(), "e": e, "f": f}
+    return [found[name] for name in mesh.mesh_dim_names or ()]
 
 
 def _to_local(factor: Tensor) -> Tensor:
@@ -170,7 +178,7 @@ class ExpertStorage(ExpertHolder):
             shard = DTensor.from_local(
                 self._at_rest(part),
                 mesh,
-                [Replicate(), Shard(0), Shard(axis)],
+                _placements(mesh, e=Shard(0), f=Shard(axis)),
                 run_check=False,
             )
             setattr(self.experts, name, nn.Parameter(shard, requires_grad=full.requires_grad))
@@ -200,8 +208,9 @@ class ExpertStorage(ExpertHolder):
                 full = getattr(adapter, name)
                 rows = full.shape[0] // self.degrees.e
                 part = full.detach().narrow(0, first * rows, rows).clone()
-                whole = [Replicate(), Shard(0), Replicate()]
-                shard = DTensor.from_local(part, mesh, whole, run_check=False)
+                shard = DTensor.from_local(
+                    part, mesh, _placements(mesh, e=Shard(0), f=Replicate()), run_check=False
+                )
                 setattr(adapter, name, nn.Parameter(shard, requires_grad=full.requires_grad))
 
     def _at_rest(self, part: Tensor) -> Tensor:

@@ -1,0 +1,58 @@
+"""Files that somebody names to get an answer in: looked at before the work begins, and there when they are complete."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from expertmesh.config.base import expanded
+from expertmesh.errors import ConfigError
+
+
+def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | None] = ()) -> Path:
+    """A place where a file can be written: no file yet, or a regular one, which is replaced.
+
+    Args:
+        option: what messages call it, as "--output" or "page=".
+        name: of the file.
+        read: files that the same call reads, which must stay as they are.
+
+    Raises:
+        ConfigError: it is something else than a file, is read, or lies in no folder that can be written.
+    """
+    path = expanded(name)
+    what = f"{option}{'' if option.endswith('=') else ' '}{name}"
+    if str(name) in ("", "-") or path.is_dir() or (path.exists() and not path.is_file()):
+        raise ConfigError(f"{what}: is no regular file; name a file that may be replaced")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{what}: there is no folder {path.parent}; make it first")
+    for other in read:
+        if other is None:
+            continue
+        if path.exists() and expanded(other).exists() and path.samefile(expanded(other)):
+            raise ConfigError(f"{what}: is the file {other}, which is read; name another one")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{what}: {path.parent} cannot be written; choose another folder")
+    return path
+
+
+@contextmanager
+def complete(path: Path) -> Iterator[Path]:
+    """A name to write under inside; what is there becomes the file afterwards, and is gone where something failed."""
+    target = path.resolve()  # a link stays one
+    partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
+    try:
+        yield partial
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text as UTF-8, all of it or nothing.
+
+    Raises:
+        OSError: it cannot be written; what was there before is as it was.
+    """
+    with complete(path) as partial:
+        partial.write_text(text, encoding="utf-8")
