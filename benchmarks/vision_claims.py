@@ -277,6 +277,8 @@ def claims(runs: Mapping[str, Any], neighbours_of: Mapping[str, float]) -> dict[
     for room in ("0.5", "0.25"):
         first, priority = ("union_moe", f"{room} first"), ("union_moe", f"{room} priority")
         compare(f"room {room}, batch-prioritised - no limit", priority, ("union_moe", free))
+        trained = ("union_moe", "1.25 priority")
+        compare(f"room {room}, batch-prioritised - that of training", priority, trained)
         compare(f"room {room}, batch-prioritised - first come", priority, first)
     compare("47 glyphs: mixture - dense twin", ("glyphs_moe", free), ("glyphs_dense", free))
     compare("few labels: frozen - tuned experts", ("few_frozen", free), ("few_tuned", free))
