@@ -177,6 +177,10 @@ TRANSLATED = {
     "translations on a device": Mistake(
         translating("--to", "de", "x", "--output", "/dev/null"), ["no regular file", "name a file"]
     ),
+    "a text in no encoding": Mistake(
+        translating("--to", "de", os.fsdecode(b"caf\xe9")),
+        ["caf\\udce9", "not UTF-8", "convert it"],
+    ),
     "texts in no encoding, typed": Mistake(said(b"caf\xe9\n"), ["not UTF-8", "convert it"]),
     "no beam": Mistake(translating("--to", "de", "--beams", "0", "x"), ["--beams 0", "at least 1"]),
     "no texts at a time": Mistake(
