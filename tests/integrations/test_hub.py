@@ -232,7 +232,7 @@ def test_a_configuration_survives_the_way_out_and_in():
 
 
 def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
-    from expertmesh.cli.train import begun_from_another
+    from expertmesh.cli.begin import begun_from_another
     from expertmesh.config.family import GPT
     from expertmesh.config.gpt import GPTRunConfig
     from expertmesh.training.checkpoint_tensors import whole_tensors
