@@ -489,6 +489,16 @@ def test_files_of_a_template_are_kept_together(hub_tokenizer, tmp_path):
         find_format(hub_tokenizer, tmp_path / "tokenizer.json")
 
 
+def test_a_report_has_no_baseline_and_judges_no_sample(straight, capsys):
+    from expertmesh.cli.main import main
+
+    words = ["report", str(straight[0] / "run"), "--samples", "1", "--tokens", "2"]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "on all validation data, after step 6" in said and "the data are no text" in said
+    assert "trigram" not in said
+
+
 def test_text_stays_text(tmp_path):
     (tmp_path / "a.txt").write_text("words " * 900)
     config = config_of(tmp_path / "a.txt", tmp_path, seq_len=8)

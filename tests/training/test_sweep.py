@@ -75,6 +75,7 @@ def test_what_is_no_sweep(tiny, rates, text):
         (["gpt-moe-test", "--rates", "1e-3,fast"], "--rates 1e-3,fast: must be numbers"),
         (["gpt-moe-test", "--rates", "-1"], "optim.lr"),
         (["gpt-moe-test", "--rates", "1e-3", "--dry-run"], "--dry-run: is for one run"),
+        (["gpt-moe-test", "--rates", "1e-3", "--optim.lr", "1"], "--optim.lr: has no effect in a"),
         (["nothing", "--rates", "1e-3"], "nothing"),
     ],
 )

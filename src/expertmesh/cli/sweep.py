@@ -39,6 +39,10 @@ def run(argv: list[str]) -> int:
         return 0
     given, words = taken("rates", argv)
     rates = _rates(given)
+    if any(word.partition("=")[0] == "--optim.lr" for word in words):
+        raise ConfigError(
+            "--optim.lr: has no effect in a sweep, whose rates --rates gives; leave it out"
+        )
     parsed = parse_run_config(words)
     if launched_rank()[1] > 1:
         raise ConfigError(
