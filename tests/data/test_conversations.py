@@ -434,10 +434,9 @@ def test_generate_answers_what_a_user_says(straight, capsys):
     assert f"--- 1\nWhat is 3 + 1?\n{alone}" in capsys.readouterr().out
 
 
-def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, monkeypatch, capsys):
+def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
     """A plain folder of the hub, whose tokenizer has an end of text of its own."""
     from expertmesh.cli.main import main
-    from expertmesh.infer import engine
     from expertmesh.integrations.hub import convert
 
     source = tmp_path / "source"
@@ -454,14 +453,15 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, monkeypatch, ca
     changes = {"data.encode_with": str(source / "tokenizer.json"), "train.steps": 1}
     config = run_config(tmp_path / "a.jsonl", tmp_path, "run", **changes)
     quietly(config.updated({"data.seq_len": 200, "model.max_seq_len": 256}).model_dump_json())
-    asked = []
-    monkeypatch.setattr(
-        engine, "generate_text", lambda *args, **_: iter(asked.append(args[2]) or [])
-    )
-    assert main(["generate", "--run", str(tmp_path / "run"), "--chat", "What?"]) == 0
-    assert capsys.readouterr().err == ""
+    found = find_format(tokenizer, tmp_path / "run" / "tokenizer.json")
     expected = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(asked[0], skip_special_tokens=False) == expected
+    asked = found.prompt([{"role": "user", "content": "What?"}])
+    assert tokenizer.decode(asked, skip_special_tokens=False) == expected
+    words = ["generate", "--run", str(tmp_path / "run"), "--max-tokens", "1", "--chat"]
+    assert main([*words, "What?"]) == 0
+    assert "note" not in capsys.readouterr().err
+    assert main([*words, "<|im_end|>"]) != 0
+    assert "prompt: quotes <|im_end|>" in capsys.readouterr().err
     convert(tmp_path / "run", tmp_path / "out")
     out = {path.name: path.read_text() for path in (tmp_path / "out").glob("*.j*")}
     assert out["chat_template.jinja"] == CHATML
@@ -470,7 +470,7 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, monkeypatch, ca
     assert json.loads(out["generation_config.json"])["eos_token_id"] == [end]
     assert json.loads(out["tokenizer_config.json"])["eos_token"] == "</s>"
     (tmp_path / "run" / "hub" / "chat_template.jinja").unlink()
-    assert main(["generate", "--run", str(tmp_path / "run"), "--chat", "What?"]) == 0
+    assert main([*words, "What?"]) == 0
     assert "has no chat template and no tokens for roles" in capsys.readouterr().err
 
 
