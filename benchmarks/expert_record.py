@@ -22,7 +22,7 @@ from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
 from expertmesh.training.expert_use import use_of_experts
 from expertmesh.training.metrics import MetricsFile
-from expertmesh.training.routing import LoadCounter
+from expertmesh.training.routing import LoadCounter, Watched
 
 
 def main(
@@ -54,11 +54,11 @@ def main(
         stats = task.loss(model, batch, Part(0, slice(0, shape[0]), Ranks())).stats
 
     def record(file: MetricsFile | None) -> LoadCounter:
-        counter = LoadCounter(watches=file is not None)
-        counter.add(stats)
+        counter = LoadCounter()
+        counter.add(stats, None if file is None else Watched(shape[0]))
         counts = [c.tolist() for c in counter.counts]
         if file is not None:
-            sums = torch.cat(counter.weights).tolist()
+            sums = torch.cat(counter.watched).tolist()
             dropped = counter.num_dropped.tolist()
             file.append({"step": 1, **use_of_experts(counts, dropped, sums).named()})
         return counter

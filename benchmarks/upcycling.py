@@ -442,11 +442,12 @@ def page(record: dict[str, Any]) -> list[str]:
     lines += [row(r) for r in record["runs"]]
     lines += [
         "",
-        "| arm | gain over the dense arm | 95% interval (bootstrap over seeds and windows) |",
+        "| arm | seeds | gain over the dense arm | 95% interval (bootstrap over seeds and windows) |",
     ]
-    lines += ["| --- | --- | --- |"]
+    lines += ["| --- | --- | --- | --- |"]
     for arm, (mean, low, high) in record.get("interval", {}).items():
-        lines.append(f"| {ARMS[arm]} | {mean:+.4f} | {low:+.4f} to {high:+.4f} |")
+        seeds = sum(run["arm"] == arm for run in record["runs"])
+        lines.append(f"| {ARMS[arm]} | {seeds} | {mean:+.4f} | {low:+.4f} to {high:+.4f} |")
     lines += ["", *record["problems"], "", "![validation loss](upcycling.svg)", ""]
     lines += ["| rate, of the trunk's | arm | loss at the end |", "| --- | --- | --- |"]
     for r in record["sweep"]:

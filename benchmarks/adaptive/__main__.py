@@ -8,18 +8,18 @@ python -m benchmarks.adaptive end-to-end               a GPT with K = 8, flags b
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import itertools
 import json
-import platform
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from benchmarks.adaptive.figures import plot, table, totals
 from benchmarks.adaptive.hosts import hosts, run_ranks
+from benchmarks.harness import circumstances
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 SHAPE = {"experts": 32, "dim": 512, "hidden": 512}
@@ -43,11 +43,9 @@ STATIC = {
 
 
 def save(name: str, found: Any) -> None:
-    about = {
-        "torch": torch.__version__,
-        "processor": platform.processor(),
-        "machine": platform.machine(),
-    }
+    has_peer = importlib.util.find_spec("deepspeed") is not None
+    peers = {"deepspeed": importlib.metadata.version("deepspeed")} if has_peer else {}
+    about = circumstances(clock="wall", peers=peers) | {"threads": "1 per rank"}
     path = RESULTS / f"adaptive_{name}.json"
     path.write_text(json.dumps({"about": about, "found": found}, indent=1))
     print(f"kept in {path}")
@@ -144,6 +142,8 @@ def tuner(numbers: list[int]) -> None:
         seconds = {n: t["seconds"] for n, t in (result["times"] | result["finals"]).items()}
         finals = [seconds[n] for n in result["finals"] if n != "adaptive"]
         found.append({"number": number, **point, "seconds": seconds, "settled": result["settled"]})
+        found[-1]["hopeless"] = [n for n, t in result["times"].items() if t["is_first_round"]]
+        found[-1]["about"] = circumstances(clock="wall")
         found[-1]["adaptive / best"] = seconds["adaptive"] / min(finals)
         print(json.dumps(found[-1]), flush=True)
         found.sort(key=lambda point: point["number"])
@@ -157,6 +157,9 @@ END_TO_END: dict[str, dict[str, Any]] = {
     "overlap 4": {"overlap_degree": 4},
     "hierarchical": {"all_to_all": "hierarchical"},
     "hierarchical, overlap 4": {"all_to_all": "hierarchical", "overlap_degree": 4},
+    "route 2": {"route_degree": 2},
+    "route 2, overlap 2": {"route_degree": 2, "overlap_degree": 2},
+    "route 1": {"route_degree": 1},
     "adaptive": {"adaptive": True},
 }
 """What `--parallel.*` say of how tokens travel."""
@@ -170,6 +173,7 @@ def end_to_end() -> None:
         found = run_ranks(names, 2, job | {"settle": 60, "rounds": 7}, limit_s=1500)
     seconds = {name: t["seconds"] for name, t in found["times"].items()}
     best = min(s for name, s in seconds.items() if name in END_TO_END and name != "adaptive")
+    found["job"] = job
     found["adaptive / best by hand"] = seconds["adaptive"] / best
     found["times as fast as"] = {
         name: s / seconds["adaptive"] for name, s in seconds.items() if name != "adaptive"

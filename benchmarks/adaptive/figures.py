@@ -11,8 +11,9 @@ WORST = 16.0
 
 
 def totals(points: list[Point]) -> dict[str, float]:
-    """Seconds of each static plan over all points, of adaptive's."""
-    names = [name for name in points[0]["seconds"] if name != ALL]
+    """Seconds of each static plan over all points, of adaptive's; not of plans that were given up at one."""
+    given_up = {name for p in points for name in p["hopeless"]} | {ALL}
+    names = [name for name in points[0]["seconds"] if name not in given_up]
     adaptive = sum(p["seconds"][ALL] for p in points)
     return {name: sum(p["seconds"][name] for p in points) / adaptive for name in names}
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh import GPT
+from expertmesh import GPT, MoELayer
 from expertmesh.comm.world import World
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
@@ -79,12 +79,20 @@ def step(
     optimizer.zero_grad()
 
 
-def ours(config: ModelConfig, world: World, way: dict[str, Any]) -> Callable[[Tensor], None]:
-    """A step of our GPT, spread over all ranks."""
+def ours(
+    config: ModelConfig, world: World, way: dict[str, Any]
+) -> tuple[GPT, Callable[[Tensor], None]]:
+    """Our GPT, spread over all ranks, and a step of it."""
     model = GPT(config, seed=0)
     parallelize_gpt(model, ParallelConfig(**way), world=world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return partial(step, model, optimizer, lambda: None)
+    return model, partial(step, model, optimizer, lambda: None)
+
+
+def settled(model: GPT) -> dict[str, Any]:
+    """What the tuner has chosen for the layers of a model."""
+    dispatcher: Any = next(m for m in model.modules() if isinstance(m, MoELayer)).dispatcher
+    return {bucket: vars(way) for bucket, way in dispatcher.chooser.tuner.settled.items()}
 
 
 def deepspeed(config: ModelConfig, *, drop_tokens: bool) -> Callable[[Tensor], None]:
@@ -110,8 +118,10 @@ def deepspeed(config: ModelConfig, *, drop_tokens: bool) -> Callable[[Tensor], N
     return partial(step, model, optimizer, sum_gradients)
 
 
-def steps(job: dict[str, Any], world: World) -> dict[str, Callable[[], object]]:
-    """What is timed, by name; the adaptive one has settled.
+def steps(
+    job: dict[str, Any], world: World
+) -> tuple[dict[str, Callable[[], object]], Callable[[], dict[str, Any]]]:
+    """What is timed, by name, the adaptive one settled; and what tells the plan that it settled on.
 
     Args:
         job: "tokens" per rank, "ways" by name, "deepspeed" whether it takes part, "settle" steps before anything is timed.
@@ -123,8 +133,9 @@ def steps(job: dict[str, Any], world: World) -> dict[str, Callable[[], object]]:
     ids_BS = torch.randint(
         config.vocab_size, (job["tokens"] // length, length), generator=generator
     )
+    models = {name: ours(config, world, way) for name, way in job["ways"].items()}
     found: dict[str, Callable[[], object]] = {
-        name: partial(ours(config, world, way), ids_BS) for name, way in job["ways"].items()
+        name: partial(run, ids_BS) for name, (_, run) in models.items()
     }
     if job["deepspeed"]:
         for name, drops in (("DeepSpeed, dropless", False), ("DeepSpeed, capacity 1.0", True)):
@@ -132,4 +143,4 @@ def steps(job: dict[str, Any], world: World) -> dict[str, Callable[[], object]]:
     for name, run in found.items():
         for _ in range(job["settle"] if "adaptive" in name else 0):
             run()
-    return found
+    return found, lambda: settled(models["adaptive"][0])

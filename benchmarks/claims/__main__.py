@@ -41,6 +41,8 @@ def main() -> None:
         "machine": platform.machine(),
         "threads": options.threads,
         "dtype": options.dtype,
+        "text": options.data or "Python's standard library, split by file",
+        "steps": options.steps,
     }
     ledger = Ledger(options.out / f"{claim.name}.json", about)
     changes = {"train.dtype": options.dtype, "parallel.num_threads": options.threads}

@@ -114,7 +114,7 @@ CLAIMS = {
     for claim in (
         Claim(
             name="moe",
-            title="Mixture of experts against dense: how many tokens a loss costs",
+            title="Mixture of experts against dense: tokens and width for one loss",
             question="At how many times fewer tokens does a mixture of experts reach the loss of a dense model of the same "
             "operations per token, and how wide a dense model is as good after the same tokens?",
             arms=(
@@ -132,7 +132,7 @@ CLAIMS = {
         ),
         Claim(
             name="prmoe",
-            title="Pyramid-residual MoE: the same loss with a third of the experts",
+            title="Pyramid-residual MoE against more experts everywhere",
             question="Is a pyramid of 16, 16, 16 and 32 experts beside a dense MLP at most 0.02 nats worse than 64 "
             "experts in all four layers, and how does it compare with two experts per token?",
             arms=(
@@ -154,7 +154,7 @@ CLAIMS = {
         ),
         Claim(
             name="mos",
-            title="Mixture-of-Students: seven layers taught by eight",
+            title="Mixture-of-Students: seven layers with and without a teacher of eight",
             question="Is a student of 7 layers that its teacher of 8 teaches for 70 % of the steps within 0.02 nats of it, "
             "and 0.02 nats better than the same model without a teacher?",
             arms=(

@@ -72,10 +72,10 @@ def _protocol(claim: Claim, ledger: Ledger) -> list[str]:
     return [
         (
             "**Protocol.** One small GPT with other feed-forward layers in each arm: same data in the same order, same tokenizer, "
-            f"same operations per token where the table shows so. Python's standard library, split by file, {about['dtype']}, "
+            f"same operations per token where the table shows so. {about['text']}; {about['dtype']}, "
             f"{about['threads']} thread(s), torch {about['torch']}. Only finished schedules count (warm-up, stable, linear decay to 0 "
             "in the last fifth); losses in nats per token on the whole validation split. Peak rates: see below. 95 % intervals: "
-            "bootstrap over seeds."
+            "bootstrap over seeds (of three seeds little more than the least and the most)."
         ),
         "",
         f"    python -m benchmarks.claims {claim.name}",

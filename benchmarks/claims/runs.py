@@ -64,15 +64,20 @@ class Ledger:
 
     Args:
         path: of the file.
-        about: what holds for all runs; kept with them.
+        about: what holds for all runs; kept with them, and equal to what is kept already.
     """
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
+        self.about = about
         self.runs: dict[str, dict[str, Any]] = {}
         if path.exists():
-            self.runs = json.loads(path.read_text())["runs"]
-        self.about = about
+            kept = json.loads(path.read_text())
+            self.runs = kept["runs"]
+            if kept["about"] != about:
+                raise SystemExit(
+                    f"{path}: holds runs of {kept['about']}, and these would be of {about}; give another --out"
+                )
 
     def add(self, key: str, found: dict[str, Any]) -> None:
         """Keep a run's results, at once."""

@@ -78,7 +78,7 @@ def kernels(s: Setting) -> list[Part]:
     if s.sanitize:
         found += [
             Part(f"sanitizer {tool}", "benchmarks.race.kernels:sanitize", 150, {"tool": tool, "device": s.device})
-            for tool in ("memcheck", "racecheck")
+            for tool in (("racecheck",) if s.dry else ("memcheck", "racecheck"))
         ]  # fmt: skip
     return found
 

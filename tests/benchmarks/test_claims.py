@@ -71,7 +71,8 @@ def text(tmp_path):
 
 def finish(claim, text, tmp_path, steps=100):
     ledger = Ledger(
-        tmp_path / "out" / f"{claim.name}.json", {"dtype": "float32", "threads": 1, "torch": "2"}
+        tmp_path / "out" / f"{claim.name}.json",
+        {"dtype": "float32", "threads": 1, "torch": "2", "text": "numbers"},
     )
     changes = TINY | {"data.path": str(text), "data.cache_dir": str(tmp_path / "cache")}
     runs = Runs(claim, tmp_path / "runs", ledger, changes=changes, steps=steps)

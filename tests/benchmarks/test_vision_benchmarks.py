@@ -64,7 +64,7 @@ def test_every_claim_has_its_runs(claims, folder, results):
     record = json.loads(results.read_text())
     names = {trial.name for trial in claims.trials(plan_of(claims, folder))}
     assert set(record["runs"]) == names and len(names) == 8
-    assert len(record["claims"]) == 11
+    assert len(record["claims"]) == 13
     assert set(record["neighbours"]) == {"glyphs", "animals"}
     assert len(record["runs"]["union_moe_0"]["right"]) == 6
     dense, mixture = (record["runs"][f"union_{kind}_0"] for kind in ("dense", "moe"))

@@ -467,7 +467,7 @@ def test_statistics_are_a_pytree_and_detached():
     layer = make(z_loss_weight=0.1)
     stats = layer(tokens())[1]
     leaves, spec = pytree.tree_flatten(stats)
-    assert len(leaves) == 6 and all(isinstance(v, torch.Tensor) for v in leaves)
+    assert len(leaves) == 7 and all(isinstance(v, torch.Tensor) for v in leaves)
     assert isinstance(pytree.tree_unflatten(leaves, spec), RoutingStats)
     doubled = pytree.tree_map(lambda v: 2 * v, stats)
     assert torch.equal(doubled.aux_loss, 2 * stats.aux_loss)

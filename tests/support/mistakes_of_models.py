@@ -177,6 +177,10 @@ TRANSLATED = {
     "translations on a device": Mistake(
         translating("--to", "de", "x", "--output", "/dev/null"), ["no regular file", "name a file"]
     ),
+    "a text in no encoding": Mistake(
+        translating("--to", "de", os.fsdecode(b"caf\xe9")),
+        ["caf\\udce9", "not UTF-8", "convert it"],
+    ),
     "texts in no encoding, typed": Mistake(said(b"caf\xe9\n"), ["not UTF-8", "convert it"]),
     "no beam": Mistake(translating("--to", "de", "--beams", "0", "x"), ["--beams 0", "at least 1"]),
     "no texts at a time": Mistake(
@@ -397,6 +401,35 @@ BEGIN = {
 }
 
 NEWEST_VERBS = {
+    "fewer experts below a file": Mistake(
+        with_run(lambda p: experts(p, "prune", "run", "--keep", "2", to="corpus.txt/x")),
+        ["--to", "below the file", "choose another folder"],
+    ),
+    "fewer experts over a run": Mistake(
+        with_run(lambda p: experts(p, "prune", "run", "--keep", "2", to="run")),
+        ["--to", "exists already", "choose another folder"],
+    ),
+    "as many experts as there are": Mistake(
+        with_run(lambda p: experts(p, "prune", "run", "--keep", "4", to="new")),
+        ["--keep 4", "below the 4", "lower it"],
+    ),
+    "experts of nobody's": Mistake(
+        with_run(lambda p: experts(p, "join", "run", "none", to="new")), ["none", "does not exist"]
+    ),
+    "a sweep of rates that are no numbers": Mistake(
+        lambda p: ["sweep", *p.train("--rates", "1e-3,nan")[1:]], ["--optim.lr nan", "finite"]
+    ),
+    "a sweep with a rate of its own": Mistake(
+        lambda p: ["sweep", *p.train("--rates", "1e-3", "--optim.lr", "1")[1:]],
+        ["--optim.lr", "no effect in a sweep", "leave it out"],
+    ),
+    "a sweep of one rate twice": Mistake(
+        lambda p: ["sweep", *p.train("--rates", "1e-3,1e-3")[1:]], ["--rates", "each once"]
+    ),
+    "a sweep below a file": Mistake(
+        lambda p: ["sweep", *p.train("--rates", "1e-3", run="corpus.txt")[1:]],
+        ["--train.run-dir", "below a file", "choose a folder"],
+    ),
     "a plot in no folder": Mistake(
         plain("bench", "comm", "--plot", "no/plot.svg"), ["--plot no/plot.svg", "make it first"]
     ),
@@ -422,6 +455,12 @@ NEWEST_VERBS = {
         lambda p: lohelp(p, "libreoffice-help-de.deb", b"!<arch>\n"), ["no readable", "again"]
     ),
 }
+
+
+def experts(place: Place, action: str, run: str, *words: str, to: str) -> list[str]:
+    """A call of `experts`; the second run of `join` is a word without a dash."""
+    named = [w if w.startswith("-") or w.isdecimal() else place.path(w) for w in words]
+    return ["experts", action, place.path(run), *named, "--to", place.path(to)]
 
 
 def lohelp(place: Place, name: str, content: bytes) -> list[str]:

@@ -209,7 +209,9 @@ def spell_options(text: str) -> str:
     degrees = "|".join(name for name in ParallelConfig.model_fields if name.endswith("_degree"))
     text = re.sub(rf"(?<![\w./-])({degrees})(?==\S)", r"parallel.\1", text)
     text = re.sub(r"(?<![\w./-])family=(?=\S)", "--family ", text)
-    text = re.sub(r"^(to|from|output|page|tasks)=(?=\S)", r"--\1 ", text)  # of other verbs
+    text = re.sub(
+        r"^(to|from|output|page|tasks|keep|rates)=(?=\S)", r"--\1 ", text
+    )  # of other verbs
     known = {name for family in FAMILIES.values() for name in option_names(family.config)}
     names = sorted(map(re.escape, known - {"family"}), key=len, reverse=True)
     pattern = rf"(?<![\w./-])({'|'.join(names)})(=(?=\S)|(?![\w./-]))"

@@ -128,6 +128,13 @@ def _texts(options: Any) -> tuple[list[str], list[str] | None, list[str] | None]
         texts = _lines(options.input, "--input")
     elif texts == ["-"]:
         texts = read_standard_input().splitlines()
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeError:
+            raise ConfigError(
+                f"text {ascii(text)}: is not UTF-8; convert it, for example with iconv -t UTF-8"
+            ) from None
     others = []
     for flag, name in (("--reference", options.reference), ("--compare", options.compare)):
         lines = None if name is None else _lines(name, flag)

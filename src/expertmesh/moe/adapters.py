@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import activate
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.ops.experts.adapted_linear import adapted_linear
 from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata
@@ -62,14 +63,18 @@ class Adapter(nn.Module):
             return self.a, self.b
         return self.local(self.a), self.local(self.b)
 
-    def forward(self, x_RK: Tensor, offsets_E: Tensor, backend: str) -> Tensor:
-        """(R, K) rows in the order of their experts -> (R, N), the addition to their products."""
+    def forward(
+        self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor, b_EN: Tensor | None, backend: str
+    ) -> Tensor:
+        """(R, K) rows in the order of their experts -> (R, N), their products with the adapted matrices."""
         a, b = (factor.to(x_RK.dtype) for factor in self.factors())
-        if self.shared:
-            low_Rr = nn.functional.linear(x_RK, a[0])
-            return nn.functional.linear(low_Rr, b[0] * self.scaling)
-        low_Rr = grouped_linear(x_RK, a, offsets_E, backend=backend)
-        return grouped_linear(low_Rr, b * self.scaling, offsets_E, backend=backend)
+        if not self.shared:
+            return adapted_linear(
+                x_RK, w_ENK, offsets_E, a, b, self.scaling, bias_EN=b_EN, backend=backend
+            )
+        y_RN = grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
+        low_Rr = nn.functional.linear(x_RK, a[0])
+        return y_RN + nn.functional.linear(low_Rr, b[0] * self.scaling)
 
     @torch.no_grad()
     def add_to(self, w: Tensor) -> None:
@@ -125,19 +130,17 @@ class ExpertAdapters(nn.Module):
             x_TD = x_TD.to(cast)
         offsets_E, (G, F) = metadata.offsets_E, w_in_EGFD.shape[1:3]
         x_RD = permute(x_TD, metadata, backend=backend)
-        h_RN = grouped_linear(
-            x_RD,
-            w_in_EGFD.flatten(1, 2),
-            offsets_E,
-            b_EN=None if b_in_EGF is None else b_in_EGF.flatten(1),
-            backend=backend,
-        )
-        if self.w_in is not None:
-            h_RN = h_RN + self.w_in(x_RD, offsets_E, backend)
+
+        def times(adapter: Adapter | None, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+            if adapter is None:
+                return grouped_linear(x, w, offsets_E, b_EN=bias, backend=backend)
+            y: Tensor = adapter(x, w, offsets_E, bias, backend)
+            return y
+
+        bias = None if b_in_EGF is None else b_in_EGF.flatten(1)
+        h_RN = times(self.w_in, x_RD, w_in_EGFD.flatten(1, 2), bias)
         a_RF = activate(h_RN.unflatten(1, (G, F)), activation)
-        y_RD = grouped_linear(a_RF, w_out_EDF, offsets_E, b_EN=b_out_ED, backend=backend)
-        if self.w_out is not None:
-            y_RD = y_RD + self.w_out(a_RF, offsets_E, backend)
+        y_RD = times(self.w_out, a_RF, w_out_EDF, b_out_ED)
         s_R = weights_TK.reshape(-1).index_select(0, metadata.slot_of_row_N)
         y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
         return combine(y_RD, metadata, weights_TK.shape[1], backend=backend)

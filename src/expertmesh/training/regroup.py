@@ -179,10 +179,13 @@ def _check_new(target: Path) -> None:
     """Whether a run can be made there; before all that takes long.
 
     Raises:
-        ConfigError: something is there.
+        ConfigError: something is there, or it is below a file.
     """
     if target.exists():
         raise ConfigError(f"to={target}: exists already; choose another folder")
+    above = next(folder for folder in target.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ConfigError(f"to={target}: is below the file {above}; choose another folder")
 
 
 def _checked_layers(run: Run, trained: Trained) -> dict[str, MoELayer]:

@@ -65,6 +65,21 @@ def test_against_a_loop(backend, dtype, transposed, bias):
     assert not ours["y"][sum(SIZES) :].any() and not ours["x"][sum(SIZES) :].any()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_infinity_stays_with_its_expert(dtype, transposed):
+    """Whatever rows a product is padded with: 130 and 140 are no multiples of anything."""
+    x, w = torch.randn(400, 48), torch.randn(3, 48, 16) if transposed else torch.randn(3, 16, 48)
+    x[131, 3] = float("inf")
+    x, w = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
+    ends = torch.tensor([0, 130, 270, 400], dtype=torch.int32)
+    grouped_linear(x, w, ends, transposed=transposed, backend="torch").backward(
+        torch.ones(400, 16, dtype=dtype)
+    )
+    finite = w.grad.flatten(1).isfinite().all(1)
+    assert finite.tolist() == [True, False, True]
+
+
 def test_without_autograd_the_bits_are_the_same():
     for dtype in (torch.float32, torch.bfloat16):
         x, w, _, _ = draw(dtype, 16, 8, transposed=False, bias=False)

@@ -13,6 +13,7 @@ from transformers.integrations.moe import _default_apply_gate
 from expertmesh.functional import combine, grouped_linear, moe_mlp, permute, route_metadata
 from expertmesh.integrations.transformers.lora import Adapter, weight_and_adapters
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.ops.experts.adapted_linear import adapted_linear
 
 _INNER: dict[Any, str] = {
     nn.SiLU: "silu",
@@ -33,11 +34,19 @@ class Stack(NamedTuple):
 
     def times(self, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
         """Every row times its expert's matrix; no sum of a matrix and its adapters is ever made."""
-        y_RN = grouped_linear(x_RK, self.w, offsets_E, b_EN=self.b_EN, transposed=self.transposed)
-        for lhs, rhs, scaling in self.adapters:
-            first, second = (lhs, rhs) if self.transposed else (rhs, lhs)
-            narrow_Rr = grouped_linear(x_RK, first, offsets_E, transposed=self.transposed) * scaling
-            y_RN = y_RN + grouped_linear(narrow_Rr, second, offsets_E, transposed=self.transposed)
+        given: dict[str, Any] = {"transposed": self.transposed}
+        if not self.adapters:
+            return grouped_linear(x_RK, self.w, offsets_E, b_EN=self.b_EN, **given)
+        (a_ErK, b_ENr, scaling), *others = (
+            (lhs.mT, rhs.mT, scaling) if self.transposed else (rhs, lhs, scaling)
+            for lhs, rhs, scaling in self.adapters
+        )
+        y_RN = adapted_linear(
+            x_RK, self.w, offsets_E, a_ErK, b_ENr, scaling, bias_EN=self.b_EN, **given
+        )
+        for a_ErK, b_ENr, scaling in others:
+            narrow_Rr = grouped_linear(x_RK, a_ErK, offsets_E) * scaling
+            y_RN = y_RN + grouped_linear(narrow_Rr, b_ENr, offsets_E)
         return y_RN
 
 

@@ -58,14 +58,8 @@ def weight_grad(
     left, right = (t.to(dtype) for t in rows)
     found = x_RK.new_empty(w.shape, dtype=dtype)
     for e, start, stop, size in _experts(bounds, w, dtype):
-        # zeros behind the rows of one factor leave what is behind those of the other out
-        if start + size <= bounds[-1] and left.shape[1] < right.shape[1]:
-            factors = _padded(left[start:stop], size), right[start : start + size]
-        elif start + size <= bounds[-1]:
-            factors = left[start : start + size], _padded(right[start:stop], size)
-        else:
-            factors = _padded(left[start:stop], size), _padded(right[start:stop], size)
-        product_into(factors[0].T, factors[1], found[e])
+        # both, because what is behind them is another expert's, and may be infinite
+        product_into(_padded(left[start:stop], size).T, _padded(right[start:stop], size), found[e])
     _zero_empty(found, bounds)
     return found.to(x_RK.dtype)
 

@@ -1,0 +1,150 @@
+"""Rows in expert order times the matrices of their experts with a low-rank adapter on each, as one autograd operator.
+
+The matrices rest: they get no gradient here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.cpu import adapted_linear as loop
+from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype, without_autocast
+from expertmesh.ops.experts.grouped_linear import grouped_linear
+
+
+def adapted_linear(
+    x_RK: Tensor,
+    w: Tensor,
+    offsets_E: Tensor,
+    a_ErK: Tensor,
+    b_ENr: Tensor,
+    scaling: float,
+    *,
+    bias_EN: Tensor | None = None,
+    transposed: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Multiply every row by its expert's matrix and adapter: y = x W^T + s (x A^T) B^T + bias (Hu et al. 2021, section 4.1).
+
+    Neither W + s B A nor a gradient of its size is made, unless w asks for a gradient. On a CPU that multiplies matrices of this
+    type, and with weights at rest, it is one operator; elsewhere, and with biases, three `grouped_linear`.
+
+    Args:
+        x_RK: (R, K) rows sorted by expert.
+        w: (E, N, K), or (E, K, N) with `transposed`.
+        offsets_E: (E + 1,) int32, `RouteMetadata.offsets_E`.
+        a_ErK: (E, r, K), may be a view.
+        b_ENr: (E, N, r), likewise.
+        scaling: s.
+        bias_EN: (E, N), or None.
+        transposed: whether the matrices are stored as (K, N).
+        backend: see `grouped_linear`.
+
+    Returns:
+        (R, N) in the type of x, or autocast's.
+
+    Raises:
+        ConfigError: shapes or types do not fit one another.
+    """
+    dtype = x_RK.dtype
+    serves = (
+        x_RK.device.type == "cpu"
+        and resolve_backend(backend, x_RK.device, dtype) != "triton"
+        and dtype == w.dtype == a_ErK.dtype == b_ENr.dtype == gemm_dtype(x_RK.device, dtype)
+        and autocast_dtype(x_RK.device) is None
+        and bias_EN is None
+        and not w.requires_grad
+    )
+    if serves:
+        y: Tensor = _adapted_linear(
+            x_RK, w.mT if transposed else w, offsets_E, a_ErK, b_ENr, scaling
+        )[0]
+        return y
+    y = grouped_linear(x_RK, w, offsets_E, b_EN=bias_EN, transposed=transposed, backend=backend)
+    low_Rr = grouped_linear(x_RK, a_ErK, offsets_E, backend=backend) * scaling
+    return y + grouped_linear(low_Rr, b_ENr, offsets_E, backend=backend)
+
+
+@torch.library.custom_op("expertmesh::adapted_linear", mutates_args=())
+def _adapted_linear(
+    x_RK: Tensor,
+    w_ENK: Tensor,
+    offsets_E: Tensor,
+    a_ErK: Tensor,
+    b_ENr: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    with without_autocast(x_RK.device):
+        return loop.forward(x_RK.contiguous(), w_ENK, offsets_E, a_ErK, b_ENr, scaling)
+
+
+@_adapted_linear.register_fake
+def _(
+    x_RK: Tensor,
+    w_ENK: Tensor,
+    offsets_E: Tensor,
+    a_ErK: Tensor,
+    b_ENr: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    rows = x_RK.shape[0]
+    return x_RK.new_empty(rows, w_ENK.shape[1]), x_RK.new_empty(rows, a_ErK.shape[1])
+
+
+@torch.library.custom_op("expertmesh::adapted_linear_backward", mutates_args=())
+def _gradients(
+    grad_RN: Tensor,
+    x_RK: Tensor,
+    low_Rr: Tensor,
+    w_ENK: Tensor,
+    offsets_E: Tensor,
+    a_ErK: Tensor,
+    b_ENr: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with without_autocast(x_RK.device):
+        return loop.backward(
+            grad_RN.contiguous(), x_RK.contiguous(), low_Rr, w_ENK, offsets_E, a_ErK, b_ENr, scaling
+        )
+
+
+@_gradients.register_fake
+def _(
+    grad_RN: Tensor,
+    x_RK: Tensor,
+    low_Rr: Tensor,
+    w_ENK: Tensor,
+    offsets_E: Tensor,
+    a_ErK: Tensor,
+    b_ENr: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x_RK.new_empty(x_RK.shape), a_ErK.new_empty(a_ErK.shape), b_ENr.new_empty(b_ENr.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x_RK, w_ENK, offsets_E, a_ErK, b_ENr, ctx.scaling = inputs
+    ctx.save_for_backward(x_RK, output[1], w_ENK, offsets_E, a_ErK, b_ENr)
+
+
+def _backward(ctx: Any, grad_RN: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x_RK, low_Rr, w_ENK, offsets_E, a_ErK, b_ENr = ctx.saved_tensors
+    d_x, d_a, d_b = _gradients(grad_RN, x_RK, low_Rr, w_ENK, offsets_E, a_ErK, b_ENr, ctx.scaling)
+    return d_x, None, None, d_a, d_b, None
+
+
+_adapted_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _no_second_derivative(ctx: Any, *grads: Any) -> None:
+    """Refuse the second derivative.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError("adapted_linear has no second derivative; use a loop over the experts")
+
+
+_gradients.register_autograd(_no_second_derivative)
