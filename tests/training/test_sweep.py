@@ -118,7 +118,7 @@ def test_a_sweep_always_goes_on(tiny):
         (["gpt-moe-test", "--rates", "1e-3,fast"], "--rates 1e-3,fast: must be numbers"),
         (["gpt-moe-test", "--rates", "-1"], "optim.lr"),
         (["gpt-moe-test", "--rates", "1e-3", "--dry-run"], "--dry-run: is for one run"),
-        (["gpt-moe-test", "--rates", "1", "--optim.lr=2"], "--optim.lr: a sweep sets it"),
+        (["gpt-moe-test", "--rates", "1", "--optim.lr=2"], "--optim.lr: has no effect in a"),
         (
             ["gpt-moe-test", "--rates", "1", "--train.resume", "required"],
             "--train.resume: a sweep always goes on",

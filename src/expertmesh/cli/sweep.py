@@ -73,7 +73,7 @@ def _check_its_own(words: Sequence[str]) -> None:
     for word in words:
         option = word.partition("=")[0].replace("_", "-")
         for name, fix in (
-            ("optim.lr", "a sweep sets it; name the rates with --rates"),
+            ("optim.lr", "has no effect in a sweep, whose rates --rates gives; leave it out"),
             ("train.resume", "a sweep always goes on where it stopped; leave it out"),
         ):
             if option == flag_name(name):
