@@ -15,6 +15,7 @@ from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise
 from expertmesh.recipes.translation import RECIPES
 from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
+from expertmesh.training.muon import matrix_parameters
 
 SOURCES = [[2, 30, 14, 50, 9, 0], [3, 7, 0], [2, 8, 8, 61, 0]]
 TARGETS = [[0, 5, 260, 17], [0, 9, 12, 4, 44, 7], [0, 20]]
@@ -204,8 +205,15 @@ def test_every_parameter_is_counted(moe):
     run = Seq2SeqRunConfig(model=cfg)
     alone = seq2seq_costs(run, num_ranks=1, dtype="float32")
     assert alone.each is None and alone.parameters == sum(p.numel() for p in model.parameters())
-    each = seq2seq_costs(run, num_ranks=2, dtype="float32").each
-    assert each.parameters_bytes == alone.alone.weights_bytes // 2
+    of_muon = run.updated({"optim.name": "muon"})
+    matrices = matrix_parameters(model)
+    saved = 4 * sum(p.numel() for n, p in model.named_parameters() if n in matrices)
+    for one, parts in ((run, 1), (run, 2), (of_muon, 1), (of_muon, 2)):
+        costs = seq2seq_costs(one, num_ranks=parts, dtype="float32")
+        memory = costs.each or costs.alone
+        whole = 2 * alone.alone.weights_bytes - (saved if one is of_muon else 0)
+        assert memory.gradients_bytes == alone.alone.weights_bytes // parts
+        assert memory.optimizer_bytes == whole // parts
 
 
 @pytest.mark.parametrize("moe", OF_A_LAYER[:3], ids=str)

@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
+from expertmesh.cli.begin import begun_from_another
 from expertmesh.cli.main import main
-from expertmesh.cli.train import begun_from_another
 from expertmesh.config.family import SEQ2SEQ
 from expertmesh.config.seq2seq import ParallelTextConfig
 from expertmesh.data.parallel_text import languages_of, tag_id

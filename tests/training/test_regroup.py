@@ -6,8 +6,8 @@ from rich.console import Console
 from tests.support.pictures import stripes, write_folder
 from torch import nn
 
+from expertmesh.cli.begin import begun_from_another
 from expertmesh.cli.main import main
-from expertmesh.cli.train import begun_from_another
 from expertmesh.config.family import SEQ2SEQ, SWIN
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.translation import translate_test

@@ -109,10 +109,12 @@ def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> Ru
     """
     model, train = config.model, config.train
     S, T = model.max_source_len, model.max_seq_len
-    total = active = outside = 0
+    total = active = outside = of_muon = 0
     dense: dict[int, int] = {}
     for parameter in parameter_shapes(model):
         total += parameter.num_elements
+        if config.optim.name == "muon" and parameter.is_matrix:
+            of_muon += parameter.num_elements
         share = 1.0
         if parameter.is_expert:
             share = min(model.moe.top_k / parameter.shape[0], 1.0)
@@ -127,6 +129,7 @@ def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> Ru
         total,
         outside=outside,
         layers=list(dense.values()),
+        muon_parameters=of_muon,
         activation_elements=samples * _activation_elements(model),
         parallel=config.parallel,
         num_ranks=num_ranks,
