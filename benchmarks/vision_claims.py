@@ -4,7 +4,8 @@
 
 All models have the shape of `swin-mnist`, 16 experts or none, and train for some minutes with one thread. What a finished run
 measured is written to docs/results/vision.json at once, and the script begins where it was stopped, in a run too. `--only glyphs`
-trains the runs whose names begin so; `--page` writes what the numbers of now say into docs/results/vision.md.
+trains the runs whose names begin so; `--page` writes what the numbers of now say into docs/results/vision.md. Runs of other lengths or
+of other numbers of few images belong into another file (`--out`) and another folder (`--runs`).
 
 * union: digits, silhouettes and glyphs, 67 classes; each mixture is measured again with less room for its experts' rows
 * glyphs, animals: beside the nearest neighbours by pixels
@@ -12,6 +13,7 @@ trains the runs whose names begin so; `--page` writes what the numbers of now sa
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from expertmesh.config.model import MoEConfig
 from expertmesh.config.swin import SwinRunConfig
 from expertmesh.costs.swin import count_multiply_adds, swin_costs
 from expertmesh.data.image_files import read_folder
+from expertmesh.errors import ConfigError
 from expertmesh.recipes.vision import swin_mnist
 from expertmesh.training.loop import train
 from expertmesh.training.run_dir import load_run
@@ -200,6 +203,8 @@ def run(plan: Plan, trial: Trial) -> dict[str, Any] | None:
                 "model.moe.drop_policy": policy,
             }
             found["right"][f"{capacity} {policy}"] = right(config, changes)
+    if trial.data == "few":
+        found["per_class"] = plan.per_class
     return found
 
 
@@ -229,12 +234,12 @@ def unpacked(found: Mapping[str, Any]) -> np.ndarray:
     return np.unpackbits(raw, count=found["count"]).astype(bool)
 
 
-def neighbours(plan: Plan, data: str) -> float:
-    """Accuracy of the nearest training image by pixels, or of the five nearest, whichever is better."""
+def neighbours(plan: Plan, data: str) -> dict[str, Any]:
+    """What the nearest training image by pixels has right, or the five nearest, whichever is better on these very images."""
     config = configuration(plan, Trial(data, "moe", 0))
     images: Any = SWIN.open_task(config).prepare()
     found = [images.neighbours(count, most_distances=1 << 40) for count in (1, 5)]
-    return round(max(found), 4)
+    return max((packed(bits.numpy()) for bits in found), key=lambda one: one["accuracy"])
 
 
 def difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
@@ -258,7 +263,7 @@ def difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]
     }
 
 
-def claims(runs: Mapping[str, Any], neighbours_of: Mapping[str, float]) -> dict[str, Any]:
+def claims(runs: Mapping[str, Any], neighbours_of: Mapping[str, Any]) -> dict[str, Any]:
     """What the finished runs say; an arm counts for the seeds of which its pair is finished, too."""
     found: dict[str, Any] = {}
 
@@ -287,7 +292,7 @@ def claims(runs: Mapping[str, Any], neighbours_of: Mapping[str, float]) -> dict[
     for data, known in neighbours_of.items():
         mine = [r["right"][free] for name, r in runs.items() if name.startswith(f"{data}_moe_")]
         if mine:
-            pairs = [(unpacked(m), np.full(m["count"], known)) for m in mine]
+            pairs = [(unpacked(m), unpacked(known)) for m in mine]
             found[f"{data}: mixture - nearest neighbours"] = difference(pairs)
     return found
 
@@ -322,15 +327,59 @@ def table_of_claims(found: Mapping[str, Any]) -> str:
     return markdown_table(rows)
 
 
+def machines(runs: Mapping[str, Any]) -> list[str]:
+    """A sentence for each machine, with the runs that it did where there are several.
+
+    Raises:
+        ConfigError: a run has no circumstances.
+    """
+    names: dict[str, list[str]] = {}
+    for name, found in runs.items():
+        around = found.get("circumstances")
+        if around is None:
+            raise ConfigError(
+                f"run {name}: has no circumstances in the record, and a page needs those of every run; measure it again"
+            )
+        machine = (
+            f"{around['cpu']}; {around['threads']} thread(s); torch {around['versions']['torch']}"
+        )
+        names.setdefault(machine, []).append(name)
+    if len(names) == 1:
+        return [f"{machine}." for machine in names]
+    return [f"{', '.join(of)}: {machine}." for machine, of in names.items()]
+
+
+def check_record(plan: Plan, runs: Mapping[str, Any]) -> None:
+    """Whether the runs of a record are runs of this plan.
+
+    Raises:
+        ConfigError: one has other steps or another number of few images.
+    """
+    for name, found in runs.items():
+        data = name.split("_")[0]
+        wanted = {"steps": plan.steps[data]} | (
+            {"per_class": plan.per_class} if data == "few" else {}
+        )
+        for what, value in wanted.items():
+            if found.get(what) != value:
+                raise ConfigError(
+                    f"run {name} of the record: {what} {found.get(what)}, but the plan has {value}; "
+                    "choose the record's --scale, or other --out and --runs"
+                )
+
+
 def write_page(results: Path) -> None:
-    """Put the tables of the results so far between the marks of the page beside them."""
+    """Put the tables of the results so far between the marks of the page beside them.
+
+    Raises:
+        ConfigError: see `machines`.
+    """
     record = json.loads(results.read_text())
     page = results.with_suffix(".md")
     before, _, rest = page.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    around = record["circumstances"]
     text = (
-        f"{around['cpu']}; {around['threads']} thread(s); torch {around['versions']['torch']}. Accuracy in %, by seed.",
+        " ".join(machines(record["runs"])) + " Accuracy in %, by seed.",
         table_of_runs(record["runs"]),
         table_of_claims(record["claims"]),
     )
@@ -351,11 +400,14 @@ def learn(
         results: JSON file, to which every finished run is added.
         only: beginning of the names of the runs to train.
         train_one: `run`, or what stands for it.
+
+    Raises:
+        ConfigError: see `check_record`.
     """
     record = json.loads(results.read_text()) if results.exists() else {}
     runs = record.setdefault("runs", {})
     known = record.setdefault("neighbours", {})
-    record["circumstances"] = circumstances(clock="wall")
+    check_record(plan, runs)
     for trial in trials(plan):
         if trial.name in runs or not trial.name.startswith(only):
             continue
@@ -363,7 +415,7 @@ def learn(
         found = train_one(plan, trial)
         if found is None:
             return False
-        runs[trial.name] = found
+        runs[trial.name] = found | {"circumstances": circumstances(clock="wall")}
         if trial.data in ("glyphs", "animals") and trial.data not in known:
             known[trial.data] = neighbours(plan, trial.data)
         record["claims"] = claims(runs, known)
@@ -391,16 +443,20 @@ def main(
         out: file of the results.
         seeds: of the runs.
         only: beginning of the names of the runs to train.
-        scale: the steps of all runs as a ratio of the plan's; results of another scale belong into another file.
+        scale: the steps of all runs as a ratio of the plan's; a record of another scale is refused.
         page: only write the tables into the page beside the results.
     """
     torch.set_num_threads(1)
-    if page:
-        write_page(out)
-        return 0
     plan = Plan(images, runs, seeds)
     plan = replace(plan, steps={name: round(scale * steps) for name, steps in plan.steps.items()})
-    return 0 if learn(plan, out, only=only) else 143
+    try:
+        if page:
+            write_page(out)
+            return 0
+        return 0 if learn(plan, out, only=only) else 143
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

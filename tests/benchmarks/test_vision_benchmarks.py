@@ -65,7 +65,10 @@ def test_every_claim_has_its_runs(claims, folder, results):
     names = {trial.name for trial in claims.trials(plan_of(claims, folder))}
     assert set(record["runs"]) == names and len(names) == 8
     assert len(record["claims"]) == 13
-    assert set(record["neighbours"]) == {"glyphs", "animals"}
+    assert {name: found["count"] for name, found in record["neighbours"].items()} == {
+        data: record["runs"][f"{data}_moe_0"]["right"]["no limit"]["count"]
+        for data in ("glyphs", "animals")
+    }
     assert len(record["runs"]["union_moe_0"]["right"]) == 6
     dense, mixture = (record["runs"][f"union_{kind}_0"] for kind in ("dense", "moe"))
     assert mixture["parameters"] > dense["parameters"] == dense["active_parameters"]
@@ -100,6 +103,40 @@ def test_the_page_has_the_tables(claims, results):
     assert text.startswith("# Vision") and text.endswith("The end.\n") and "old" not in text
     assert text.count("| few, frozen |") == 1
     assert text.count("67 classes: mixture - dense twin") == 1
+
+
+def test_a_page_names_every_machine(claims, results, tmp_path, capsys):
+    record = json.loads(results.read_text())
+    names = list(record["runs"])
+    copy = tmp_path / "vision.json"
+    copy.with_suffix(".md").write_text(f"{claims.BEGIN}{claims.END}")
+    record["runs"][names[0]]["circumstances"]["cpu"] = "abacus"
+    copy.write_text(json.dumps(record))
+    assert claims.main(tmp_path, out=copy, page=True) == 0
+    assert f"{names[0]}: abacus;" in copy.with_suffix(".md").read_text()
+    del record["runs"][names[0]]["circumstances"]
+    copy.write_text(json.dumps(record))
+    assert claims.main(tmp_path, out=copy, page=True) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: run {names[0]}: has no circumstances") and said.count("\n") == 1
+
+
+def test_runs_of_another_plan_are_refused(claims, folder, results):
+    steps = dict(plan_of(claims, folder).steps, animals=3)
+    for changes, words in (
+        ({"steps": steps}, "steps 2, but"),
+        ({"per_class": 3}, "per_class 2, but"),
+    ):
+        with pytest.raises(claims.ConfigError, match=words):
+            claims.learn(plan_of(claims, folder, **changes), results)
+
+
+def test_neighbours_are_compared_image_by_image(claims):
+    """Who has the very same images right is never better, whichever images the bootstrap draws."""
+    bits = claims.packed(np.arange(40) % 3 == 0)
+    runs = {"glyphs_moe_0": {"right": {"no limit": bits}}}
+    (found,) = claims.claims(runs, {"glyphs": bits}).values()
+    assert found["interval"] == [0.0, 0.0]
 
 
 def test_bits_survive(claims):

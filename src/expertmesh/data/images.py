@@ -125,8 +125,8 @@ class ImageData:
             images, labels_B = side.take(chosen[start : start + batch_size])
             yield _normal(images), labels_B, labels_B, torch.ones(len(labels_B))
 
-    def neighbours(self, count: int, *, most_distances: int) -> float | None:
-        """Share of the validation images whose class most of their nearest training images have, by Euclidean distance of pixels.
+    def neighbours(self, count: int, *, most_distances: int) -> Tensor | None:
+        """(images,) bool: the validation images whose class most of their nearest training images have, by Euclidean distance of pixels.
 
         Args:
             count: neighbours that vote; of classes with equally many votes the lowest counts.
@@ -138,14 +138,14 @@ class ImageData:
         known_ND, labels_N = training.take(range(len(training)))
         known_ND = known_ND.flatten(1)
         squares_N = known_ND.square().sum(1)
-        right = 0
+        right = []
         for start in range(0, len(validation), 256):
             images, labels_B = validation.take(range(start, min(start + 256, len(validation))))
             distances_BN = squares_N - 2 * images.flatten(1) @ known_ND.T
             near = distances_BN.topk(min(count, len(training)), largest=False).indices
             votes_BC = F.one_hot(labels_N[near], len(self.classes)).sum(1)
-            right += int((votes_BC.argmax(1) == labels_B).sum())
-        return right / len(validation)
+            right.append(votes_BC.argmax(1) == labels_B)
+        return torch.cat(right)
 
 
 class _Side:

@@ -95,4 +95,5 @@ class SwinTask(Task):
         found = data.neighbours(_NEIGHBOURS, most_distances=_MOST_DISTANCES)
         if found is None:
             return None
-        return Baseline(f"{_NEIGHBOURS} nearest neighbours by pixels", "nearest neighbours", found)
+        share = float(found.double().mean())
+        return Baseline(f"{_NEIGHBOURS} nearest neighbours by pixels", "nearest neighbours", share)
