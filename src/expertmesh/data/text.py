@@ -12,13 +12,12 @@ from expertmesh.config.text import TextConfig
 from expertmesh.data.chat import extras_of
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import Corpus, load_corpus
+from expertmesh.data.labels import told_apart
 from expertmesh.data.order import shuffled
 from expertmesh.data.paths import find_paths
 from expertmesh.data.shards import prepare_tokens
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, token_num_bytes
 from expertmesh.data.windows import Windows
-
-_MOST_LABELS = 64
 
 
 def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | ConversationData":
@@ -90,7 +89,7 @@ class TextData:
         if config.path is None or config.dataset is not None:
             return ()
         found = [str(place.path) for place in find_paths(config.path)]
-        return tuple(found) if 1 < len(found) <= _MOST_LABELS else ()
+        return told_apart(found)
 
     @property
     def num_validation(self) -> int:
