@@ -23,7 +23,7 @@ import tyro
 from benchmarks.harness import circumstances
 from benchmarks.markdown import markdown_table
 
-from expertmesh.cli.train import begun_from_another
+from expertmesh.cli.begin import begun_from_another
 from expertmesh.config.family import SWIN
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.swin import SwinRunConfig

@@ -15,7 +15,7 @@ from expertmesh.costs.parameters import count_parameters
 from expertmesh.data.tokenizer import end_of_text_id, train_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
-from expertmesh.integrations.hub.configs import export_family, hub_config, model_config
+from expertmesh.integrations.hub.configs import end_ids, export_family, hub_config, model_config
 from expertmesh.testing import numerics
 
 VOCAB = 300
@@ -232,7 +232,7 @@ def test_a_configuration_survives_the_way_out_and_in():
 
 
 def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
-    from expertmesh.cli.train import begun_from_another
+    from expertmesh.cli.begin import begun_from_another
     from expertmesh.config.family import GPT
     from expertmesh.config.gpt import GPTRunConfig
     from expertmesh.training.checkpoint_tensors import whole_tensors
@@ -357,6 +357,14 @@ def test_each_of_several_ends_ends_a_text(talker, which):
         model.output.weight[9] = seen[0] / 2
     assert em.generate(model, tokenizer, "a", max_tokens=3, temperature=0) == ""
     assert list(generate(model, prompt, max_new_tokens=1)) == [ends[which]]  # no end was asked for
+
+
+@pytest.mark.parametrize("given", [True, [0, True], ["</s>"]])
+def test_ends_that_are_no_ids_are_refused(given):
+    with pytest.raises(ConfigError, match="eos_token_id=.*: is neither a token id"):
+        end_ids({"eos_token_id": given, "vocab_size": 9})
+    assert end_ids({"eos_token_id": [0, 9], "vocab_size": 9}) == (0,)
+    assert end_ids({"vocab_size": 9}) == ()
 
 
 def test_one_file_of_our_names_is_for_export(talker, tmp_path):

@@ -16,6 +16,7 @@ from expertmesh.models.swin.model import Swin
 from expertmesh.moe.random import key_noise
 from expertmesh.recipes.vision import RECIPES
 from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
+from expertmesh.training.muon import matrix_parameters
 
 MILLIONS = {
     "swin-t": 28.35, "swin-s": 49.73, "swin-b": 87.92,
@@ -293,6 +294,13 @@ def test_every_kind_of_block_computes_and_is_counted(options):
     total = sum(p.numel() for p in model.parameters())
     run = SwinRunConfig(model=cfg)
     assert swin_costs(run, num_ranks=2, dtype="bfloat16").parameters == total
+    matrices = matrix_parameters(model)
+    saved = 4 * sum(p.numel() for n, p in model.named_parameters() if n in matrices)
+    for name, less in (("adamw", 0), ("muon", saved)):
+        one = run.updated({"optim.name": name})
+        for parts in (1, 2):
+            costs = swin_costs(one, num_ranks=parts, dtype="float32")
+            assert (costs.each or costs.alone).optimizer_bytes == (8 * total - less) // parts
 
 
 def test_published_multiply_adds():

@@ -121,7 +121,8 @@ def test_a_gpt_stays_a_gpt_and_its_first_step_is_exact(granularity):
     assert torch.equal(twin(ids).logits_BSV, output.logits_BSV)
     with pytest.raises(ConfigError, match="has 2 layers with experts already"):
         upcycle(model)
-    for change in ({"top_k": 9}, {"granularity": 5}, {"hidden_dim": 3}):
+    cut = {"granularity": 2, "router": "hash"}
+    for change in ({"top_k": 9}, {"granularity": 5}, {"hidden_dim": 3}, cut):
         with pytest.raises(ConfigError, match=next(iter(change))):
             upcycle(before, **change)
     assert before.config == small
@@ -179,6 +180,9 @@ def test_moeify_by_name_keeps_mode_and_type():
         ({"granularity": 0}, "granularity=0"),
         ({"noise_std": -1.0}, "noise_std=-1.0"),
         ({"redraw": 1.5}, "redraw=1.5"),
+        ({"redraw": 0.04}, "redraw=0.04: is none of the 12 hidden units.*0.0833"),
+        ({"granularity": 2, "router": "cosine"}, "granularity=2: needs the linear router"),
+        ({"granularity": 2, "router": "hash"}, "granularity=2: needs the linear router"),
         ({"hidden_dim": 8}, "hidden_dim=8"),
         ({"activation": "relu"}, "activation"),
         ({"top_k": 9}, "top_k"),

@@ -105,11 +105,9 @@ def cases(draw, *, variant, dtype):
         "aux_loss_weight": 0.5,
         "z_loss_weight": draw(st.sampled_from([0.0, 0.1])),
         "layer_index": draw(st.sampled_from([0, 5])),
-        "expert_output_masking": 0.0,
+        "expert_output_masking": draw(st.sampled_from([0.0, 0.0, 0.4])),
         "dtype": dtype,
     }
-    if router != "expert_choice":  # of whose slots the oracle has others
-        options["expert_output_masking"] = draw(st.sampled_from([0.0, 0.0, 0.4]))
     if router == "cosine":
         options["cosine_dim"] = 5
     if router != "hash" and options["dim"] >= 8:
@@ -193,6 +191,7 @@ def count(seen, drawn, oracle):
     options = drawn[0].oracle_options()
     seen["compared"] += 1
     seen["masked"] += "token_mask" in drawn[0].call
+    seen["masked outputs"] += drawn[0].training and bool(drawn[0].option("expert_output_masking"))
     seen["replayed"] += "routing" in drawn[0].call
     seen["limited groups"] += options.num_limited_groups < options.num_expert_groups
     if oracle.num_dropped:
@@ -208,7 +207,7 @@ COVERED = {
     "topk_random": ("dropped by random", "dropped by first"),
     "topk_grouped": ("limited groups",),
     "cosine": ("masked",),
-    "expert_choice": ("masked",),
+    "expert_choice": ("masked", "masked outputs"),
     "hash": ("replayed", "masked"),
 }
 """What the comparisons in FP64 must have met at least five times."""

@@ -1,15 +1,20 @@
 """Tokens that travel in 8 bits: how far they are off, what is exact in spite of it, and how many bytes move."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.support.spread_case import D, E, SpreadCase, build, world_of
 
+from expertmesh.comm.all_to_all.flat import Counts, in_flight_all_to_all
 from expertmesh.comm.all_to_all.payload import BLOCK, packed, row_bytes, unpacked
+from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Tokens
+from expertmesh.parallel.apply import degrees_of, parallelize
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import assert_close_fp64, relative_error
 
@@ -133,6 +138,54 @@ def whole_bytes():
     with world.traffic.logged() as log:
         outbound.finish()
     return sum(t.num_bytes for t in log.transfers if "dispatch" in t.where)
+
+
+def kept_until_the_backward(kind):
+    """Whether the rows as they were live on behind their dispatch."""
+    counts = Counts([1, 1], [1, 1])
+    x_RD = torch.randn(2, D, requires_grad=True) * 1.0
+    alive = weakref.ref(x_RD)
+    moved = in_flight_all_to_all(
+        x_RD, counts, world_of(False).everyone(), where="a test", payload=kind
+    )
+    del x_RD
+    y_RD = moved.finish()
+    del moved
+    gc.collect()
+    return y_RD.requires_grad, alive() is not None
+
+
+@pytest.mark.parametrize("kind", ["same", "int8"])
+def test_rows_are_not_kept_for_the_backward(two_ranks, kind):
+    assert two_ranks.run(kept_until_the_backward, kind) == [(True, False)] * 2
+
+
+def through_the_configuration():
+    """The option reaches the exchange of every layer of a model."""
+    model = build(SpreadCase(), torch.float32)
+    parallelize(model, ParallelConfig(dispatch_dtype="int8"), world=world_of(False))
+    return model.dispatcher.exchange().route.payload
+
+
+def test_the_option_of_a_run_reaches_the_layers(two_ranks):
+    assert two_ranks.run(through_the_configuration) == ["int8"] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"adaptive": True}, "with adaptive=True it is measured whether they do; leave one out"),
+        ({"route_degree": 1}, "with route_degree=1 none does; leave one out"),
+    ],
+)
+def test_where_tokens_may_stay_it_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        ParallelConfig(dispatch_dtype="int8", **options)
+
+
+def test_one_rank_is_told_that_nothing_travels():
+    with pytest.raises(ConfigError, match="start several with torchrun, or leave it out"):
+        degrees_of(ParallelConfig(dispatch_dtype="int8"), num_ranks=1)
 
 
 def refused():

@@ -138,7 +138,10 @@ class LayerCase:
         p = self.option("expert_output_masking")
         if not self.training or p == 0:
             return 1.0
-        u = oracle_random.uniform(self._words(num_tokens, self.top_k, STREAM_OUTPUT_MASK))
+        # a token may have an output of each expert where these choose
+        chosen_by_experts = self.option("router") == "expert_choice"
+        num_slots = self.num_experts if chosen_by_experts else self.top_k
+        u = oracle_random.uniform(self._words(num_tokens, num_slots, STREAM_OUTPUT_MASK))
         return (u >= p) / (1.0 - p)
 
     def oracle_inputs(self, layer: MoELayer, x_TD: Tensor) -> OracleInputs:

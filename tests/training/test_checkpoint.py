@@ -5,7 +5,9 @@ import json
 import logging
 import pathlib
 import pickle
+import re
 import threading
+import zlib
 
 import pytest
 import torch
@@ -369,15 +371,32 @@ def test_a_record_between_ranks_runs_nothing(store, tmp_path):
     assert not mark.exists()
 
 
+def with_checksum(data, old, new):
+    """An archive with another content of a file, whose checksum is right."""
+    sums = [zlib.crc32(content).to_bytes(4, "little") for content in (old, new)]
+    return data.replace(old, new).replace(*sums)
+
+
+def in_directory(data, offset, value):
+    """An archive with two bytes of each entry of its directory changed."""
+    data = bytearray(data)
+    for found in re.finditer(b"PK\x01\x02", bytes(data)):
+        at = found.start() + offset
+        data[at : at + 2] = value.to_bytes(2, "little")
+    return bytes(data)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda data: data[:40], "hold no tensors of this checkpoint"),
         (lambda data: data.replace(b"/data/0", b"/data/1"), "no single tensor"),
         (lambda data: b"\0" * len(data), "hold no tensors of this checkpoint"),
-        (lambda data: data.replace(b"little", b"biggest"[:6]), "in another order|no tensors"),
+        (lambda data: with_checksum(data, b"little", b"bigger"), "in another order"),
+        (lambda data: in_directory(data, 6, 99), "zip file version 9.9"),
+        (lambda data: in_directory(data, 8, 1), "encrypted"),
     ],
-    ids=["cut", "none", "zeros", "order"],
+    ids=["cut", "none", "zeros", "order", "version", "encrypted"],
 )
 def test_files_of_tensors_that_are_none_are_refused(store, change, words):
     save(store, 1)

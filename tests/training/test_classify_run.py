@@ -11,8 +11,8 @@ from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 from tests.support.pictures import stripes, write_folder
 
+from expertmesh.cli.begin import begun_from_another
 from expertmesh.cli.main import main
-from expertmesh.cli.train import begun_from_another
 from expertmesh.config.family import SWIN, Family
 from expertmesh.errors import ConfigError
 from expertmesh.models.swin.task import SwinTask

@@ -1,5 +1,7 @@
 """Documents in one window do not see one another: packed, each has the losses and gradients that it has alone."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,9 @@ from rich.console import Console
 
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.text import TextConfig
+from expertmesh.data.shards import prepare_tokens
 from expertmesh.data.text import TextData
-from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
+from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
@@ -120,3 +123,58 @@ def test_a_window_is_of_the_place_that_it_begins_in(tmp_path):
     letters = [tokenizer.decode([first]) for first in ids_BS[:, 0].tolist()]
     pairs = [(a, "ab"[i]) for a, i in zip(letters, more["label"].tolist(), strict=True) if a]
     assert {a for a, _ in pairs} == {"a", "b"} and all(a == b for a, b in pairs)
+
+
+def windows_by_label(config):
+    """Labels, and the letters of the windows of each (the first token's, which may end a text)."""
+    data = TextData(config, vocab_size=257, seed=0)
+    ids_BS, _, more = data.batch(0, data.windows.num_windows)
+    tokenizer = load_tokenizer(data.files["tokenizer.json"])
+    found = {label: set() for label in data.labels}
+    for ids_S, label in zip(ids_BS.tolist(), more["label"].tolist(), strict=True):
+        found[data.labels[label]] |= set(tokenizer.decode(ids_S[:1]))
+    return found
+
+
+def test_a_label_is_an_entry_of_the_path(tmp_path, caplog):
+    """A pattern is one entry, the same folder twice are two, and more than 64 are said to be too many."""
+    for name in ("a0", "a1", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(12):
+            (tmp_path / name / f"{i}.txt").write_text(name[0] * (30 + i))
+    pattern, b = str(tmp_path / "a*"), str(tmp_path / "b")
+    common = {"cache_dir": str(tmp_path / "cache"), "seq_len": 4}
+    found = windows_by_label(TextConfig(path=(pattern, f"{b}:2", b), **common))
+    assert found == {pattern: {"a"}, b: {"b"}, f"{b} (2)": {"b"}}
+    alone = TextData(TextConfig(path=pattern, **common), vocab_size=257, seed=0)
+    assert alone.labels == () and "entries" not in caplog.text
+    many = TextData(TextConfig(path=(b,) * 65, **common), vocab_size=257, seed=0)
+    assert many.labels == () and "data.path: has 65 entries" in caplog.text
+
+
+def test_texts_that_quote_an_end_that_is_no_special_token_keep_their_labels(tmp_path):
+    """Their tokens have more ends than there are documents."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for i in range(12):
+            (tmp_path / name / f"{i}.txt").write_text(name * 9 + "</s>" * 9 + name * (9 + i))
+    given = train_tokenizer(["ab"], vocab_size=257)
+    model = json.loads(given.to_str())
+    end = {"id": 0, "content": "</s>", "special": False, "single_word": False}
+    model["added_tokens"] = [end | {"lstrip": False, "rstrip": False, "normalized": False}]
+    model["model"]["vocab"] = {
+        ("</s>" if token == "<|endoftext|>" else token): n
+        for token, n in model["model"]["vocab"].items()
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(model))
+    config = TextConfig(
+        path=(str(tmp_path / "a"), str(tmp_path / "b")),
+        cache_dir=str(tmp_path / "cache"),
+        seq_len=4,
+        encode_with=str(tmp_path / "tokenizer.json"),
+    )
+    tokens = prepare_tokens(config, vocab_size=257).training
+    assert (tokens.tokens_N == 0).sum() == 10 * tokens.num_documents
+    assert (tokens.tokens_N[tokens.ends - 1] == 0).all() and tokens.ends[-1] == len(tokens.tokens_N)
+    found = windows_by_label(config)
+    assert [letters & set("ab") for letters in found.values()] == [{"a"}, {"b"}]

@@ -45,6 +45,8 @@ def test_the_record_is_what_a_loop_over_tokens_finds():
         [0.0] * (POSITIONS // 2) + [1.0] + [0.0] * (POSITIONS // 2 - 1)
     ]
     assert use.counts_by_label == {"en": [[1, 0, 1]], "de": [[1, 0, 2]]}
+    twice = use_of_experts(counts, counter.num_dropped.tolist(), sums, ("en", "en"))
+    assert twice.counts_by_label == {"en": [[1, 0, 1]], "en (2)": [[1, 0, 2]]}
     weights = [[], [], [], []]
     entropies = []
     for ids, chosen in CHOICES:

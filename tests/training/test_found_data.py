@@ -293,6 +293,15 @@ def shorten(entry, name):
     (entry / name).write_bytes((entry / name).read_bytes()[:-7])
 
 
+def without_ends(entry):
+    """An entry of before they were kept."""
+    for name in ("training.ends", "validation.ends"):
+        (entry / name).unlink()
+    index = json.loads((entry / "index.json").read_bytes())
+    del index["sha256"]["training.ends"], index["sha256"]["validation.ends"]
+    (entry / "index.json").write_text(json.dumps(index))
+
+
 def empty_index(entry):
     (entry / "index.json").write_text("[]")
 
@@ -307,6 +316,7 @@ def empty_index(entry):
         (lambda e: shorten(e, "index.json"), "index.json is unreadable"),
         (lambda e: (e / "validation.bin").unlink(), "validation.bin is missing"),
         (lambda e: (e / "index.json").unlink(), "index.json is missing"),
+        (without_ends, "training.ends is missing"),
         (empty_index, "index.json is unreadable"),
     ],
 )

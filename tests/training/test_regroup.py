@@ -9,8 +9,8 @@ from rich.console import Console
 from tests.support.pictures import stripes, write_folder
 from torch import nn
 
+from expertmesh.cli.begin import begun_from_another
 from expertmesh.cli.main import main
-from expertmesh.cli.train import begun_from_another
 from expertmesh.config.family import SEQ2SEQ
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.translation import translate_test
@@ -154,7 +154,7 @@ def test_images_of_several_folders_are_told_apart(trained, tmp_path):
             assert counts == [sum(pair) for pair in pairs]
 
 
-def test_directions_are_told_apart_unless_there_are_too_many(folder, tmp_path):
+def test_directions_are_told_apart_unless_there_are_too_many(folder, tmp_path, caplog):
     assert set(labels_of(translation(folder, "none"))) == {"de-en", "en-de"}
     (tmp_path / "lines").mkdir()
     for code in ("aa", "bb", "cc", "dd", "ee", "ff", "gg", "hh", "ii"):
@@ -162,6 +162,7 @@ def test_directions_are_told_apart_unless_there_are_too_many(folder, tmp_path):
             (tmp_path / "lines" / f"{split}.{code}").write_text("one\ntwo\n")
     path = {"data.path": (str(tmp_path / "lines"),)}
     assert labels_of(translation(folder, "none", **path)) == ()
+    assert "has 72 directions" in caplog.text
 
 
 def labels_of(config):

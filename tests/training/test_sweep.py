@@ -9,46 +9,84 @@ from rich.console import Console
 from tests.support.calls import calls_of
 
 from expertmesh.cli.main import main
+from expertmesh.cli.sweep import table
 from expertmesh.config.family import GPT, Metric
 from expertmesh.errors import ConfigError
 from expertmesh.training import sweep as sweeping
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.run_dir import RunDir
 from expertmesh.training.step import training_step
 
 
 def test_each_rate_is_trained_once_and_the_best_is_named(
     corpus_folder, cache_folder, tmp_path, capsys
 ):
-    table = tmp_path / "sweep" / sweeping.TABLE_NAME
+    file = tmp_path / "sweep" / sweeping.TABLE_NAME
     places = ["--data.path", str(corpus_folder), "--data.cache-dir", str(cache_folder)]
     lengths = ["--train.steps", "4", "--train.eval-batches", "1", "--train.dtype", "float32"]
-    words = [*places, *lengths, "--train.no-tensorboard", "--train.run-dir", str(table.parent)]
+    words = [*places, *lengths, "--train.no-tensorboard", "--train.run-dir", str(file.parent)]
     with calls_of(training_step) as calls:
         assert main(["sweep", "gpt-moe-test", "--rates", "1e-6,1e-2", *words]) == 0
     assert len(calls) == 8
-    said, rows = capsys.readouterr().out, json.loads(table.read_text())
+    said, rows = capsys.readouterr().out, json.loads(file.read_text())
     assert [row["lr"] for row in rows] == [1e-6, 1e-2] and rows[1]["loss"] < rows[0]["loss"]
     assert all(row["steps"] == 4 and f"{row['loss']:.4f}" in said for row in rows)
     assert said.rstrip().endswith("best: --optim.lr 0.01")
     with calls_of(training_step) as calls:  # one more rate
-        assert main(["sweep", "gpt-moe-test", "--rates", "1e-6,1e-2,1e-3", *words]) == 0
+        assert main(["sweep", "gpt-moe-test", "--rates", "1e-6,1e-2,0.010000001", *words]) == 0
     assert len(calls) == 4
-    again = json.loads(table.read_text())
-    assert again[:2] == rows and [row["lr"] for row in again] == [1e-6, 1e-2, 1e-3]
+    again = json.loads(file.read_text())
+    assert again[:2] == rows and [row["lr"] for row in again] == [1e-6, 1e-2, 0.010000001]
+    assert len({row["run_dir"] for row in again}) == 3
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-4:-1]] == [
+        *("1e-06", "0.01", "0.010000001")
+    ]
+    config = file.parent / "lr-0.01" / "config.json"
+    before = config.read_bytes()
+    capsys.readouterr()
+    assert (
+        main(["sweep", "gpt-moe-test", "--rates", "1e-2", *words, "--optim.weight-decay", "9"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "--optim.weight-decay 9.0: the run in" in said and "lr-0.01 has 0.1, and" in said
+    assert config.read_bytes() == before and json.loads(file.read_text()) == again
+    with calls_of(training_step) as calls:  # what moves no weight may change
+        assert (
+            main(["sweep", "gpt-moe-test", "--rates", "1e-2", *words, "--train.eval-every", "3"])
+            == 0
+        )
+    assert not calls
+
+
+def test_a_sweep_begins_with_the_weights_of_another_run(tiny, run_quietly, tmp_path, capsys):
+    config = tiny(**{"train.steps": 1, "optim.warmup_steps": 1, "model.dim": 24})
+    run_quietly(config)
+    words = ["--data.cache-dir", config.data.cache_dir, "--data.path", config.data.path]
+    words += ["--data.seq-len", "16", "--train.steps", "1", "--train.eval-batches", "1"]
+    words += ["--train.dtype", "float32", "--train.no-tensorboard"]
+    words += ["--train.init-from", config.train.run_dir, "--train.run-dir", str(tmp_path / "sweep")]
+    assert main(["sweep", "gpt-moe-test", "--rates", "1e-3", *words]) == 0
+    tuned = RunDir(tmp_path / "sweep" / "lr-0.001").read_config()[0]
+    assert tuned.model == config.model and "best: --optim.lr 0.001" in capsys.readouterr().out
 
 
 def test_a_rate_that_diverges_or_is_stopped(tiny, before_steps):
     def act(model, step):
-        if rates[0] == 1.0:
+        if rates[0] == 1.0 and step == 1:
             next(model.parameters()).data.fill_(math.nan)
-        elif step == 1:
+        elif rates[0] != 1.0 and step == 1:
             signal.raise_signal(signal.SIGTERM)
 
     before_steps(act)
     config = tiny(**{"train.steps": 3, "train.max_bad_steps": 1})
-    for rates, stopped_by, steps in (([1.0], None, 0), ([0.5, 0.25], "SIGTERM", 2)):
+    for rates, stopped_by, said in (([1.0], None, "diverged"), ([0.5, 0.25], "SIGTERM", "-")):
         found = sweeping.sweep(config, rates, console=Console(quiet=True))
-        assert [(one.stopped_by, one.steps) for one in found] == [(stopped_by, steps)]
+        assert [(one.stopped_by, one.steps) for one in found] == [(stopped_by, 2)]
+        lines = read_metrics(RunDir(found[0].run_dir).metrics)
+        took = sum(64 / line["tokens_per_second"] for line in lines)
+        assert math.isclose(found[0].seconds, took, abs_tol=2**-10)
         assert sweeping.best_rate(found, GPT.metric) is None
+        assert table(found, GPT).splitlines()[1].split()[1:3] == [said, said]
 
 
 def test_the_best_is_the_largest_of_a_metric_that_should_be_large():
@@ -68,6 +106,11 @@ def test_what_is_no_sweep(tiny, rates, text):
         sweeping.sweep(tiny(), rates)
 
 
+def test_a_sweep_always_goes_on(tiny):
+    with pytest.raises(ConfigError, match="train.resume=required: a sweep resumes what is there"):
+        sweeping.sweep(tiny(**{"train.resume": "required"}), [0.5])
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -75,7 +118,11 @@ def test_what_is_no_sweep(tiny, rates, text):
         (["gpt-moe-test", "--rates", "1e-3,fast"], "--rates 1e-3,fast: must be numbers"),
         (["gpt-moe-test", "--rates", "-1"], "optim.lr"),
         (["gpt-moe-test", "--rates", "1e-3", "--dry-run"], "--dry-run: is for one run"),
-        (["gpt-moe-test", "--rates", "1e-3", "--optim.lr", "1"], "--optim.lr: has no effect in a"),
+        (["gpt-moe-test", "--rates", "1", "--optim.lr=2"], "--optim.lr: has no effect in a"),
+        (
+            ["gpt-moe-test", "--rates", "1", "--train.resume", "required"],
+            "--train.resume: a sweep always goes on",
+        ),
         (["nothing", "--rates", "1e-3"], "nothing"),
     ],
 )

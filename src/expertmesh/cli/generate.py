@@ -22,6 +22,10 @@ examples:
 
 _TEMPERATURE = 0.8
 _NO_UTF_8 = "standard input: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
+_NO_TALK = (
+    "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own choice, it does "
+    "not know how to answer"
+)
 _NO_PROMPT = (
     "no prompt; write it last, and -- before one that begins with -: generate --run DIR -- '-x'"
 )
@@ -43,7 +47,7 @@ def run(argv: list[str]) -> int:
         _, model, tokenizer, precision = load_decoder(options.run, options.device)
     import torch
 
-    from expertmesh.data.chat import find_format
+    from expertmesh.data.chat import MARKS, OwnFormat, find_format
     from expertmesh.data.tokenizer import end_of_text_id
     from expertmesh.infer.engine import generate_text, generate_texts
     from expertmesh.infer.sampling import Sampling
@@ -55,6 +59,8 @@ def run(argv: list[str]) -> int:
         )
 
     form = find_format(tokenizer, expanded(options.run) / "tokenizer.json")
+    if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
+        print(f"note: --run {options.run}: {_NO_TALK}", file=sys.stderr)
     settings = {
         "max_new_tokens": options.max_tokens,
         "sampling": Sampling(

@@ -4,9 +4,10 @@ import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from expertmesh.cli.flags import parse_run_config, taken
+from expertmesh.cli.begin import parse_and_begin, ready_to_train
+from expertmesh.cli.flags import flag_name, taken
 from expertmesh.cli.layout import fitted
-from expertmesh.cli.news import loading, told_of_data
+from expertmesh.cli.news import silence_output
 from expertmesh.config.base import launched_rank
 from expertmesh.config.family import Family
 from expertmesh.errors import ConfigError
@@ -18,7 +19,7 @@ _HELP = """\
 usage: expertmesh sweep RECIPE --rates RATE,RATE,... [options of train]
 
 Trains the recipe once for each learning rate, in folders lr-RATE of --train.run-dir, and says which ends best. Started again it
-goes on where it stopped. All other options are those of `expertmesh train RECIPE --help`.
+goes on where it stopped. All other options are those of `expertmesh train RECIPE --help`, but for --optim.lr and --train.resume.
 """
 
 
@@ -39,31 +40,44 @@ def run(argv: list[str]) -> int:
         return 0
     given, words = taken("rates", argv)
     rates = _rates(given)
-    if any(word.partition("=")[0] == "--optim.lr" for word in words):
-        raise ConfigError(
-            "--optim.lr: has no effect in a sweep, whose rates --rates gives; leave it out"
-        )
-    parsed = parse_run_config(words)
+    _check_its_own(words)
+    parsed = parse_and_begin(words)
     if launched_rank()[1] > 1:
         raise ConfigError(
             "sweep under torchrun: it starts one run after the other; use one process"
         )
     if parsed.dry_run:
         raise ConfigError("--dry-run: is for one run; use expertmesh train with it")
-    with told_of_data():
-        with loading():
-            from expertmesh.training.sweep import best_rate, sweep
+    with ready_to_train(parsed.config):
+        from expertmesh.training.stop import NOBODY_READS
+        from expertmesh.training.sweep import best_rate, sweep
+
         found = sweep(parsed.config, rates, recipe=parsed.recipe, family=parsed.family)
-    print(table(found, parsed.family))
-    stopped = found[-1].stopped_by
+    stopped = None if found[-1].stopped_by is None else signal.Signals[found[-1].stopped_by]
+    if stopped in NOBODY_READS:
+        silence_output()
+    else:
+        print(table(found, parsed.family))
     if stopped is not None:
-        return 128 + signal.Signals[stopped]
+        return 128 + stopped
     best = best_rate(found, parsed.family.metric)
     if best is None:
         print("no rate ended with a finite loss; try lower ones")
         return 1
-    print(f"best: --optim.lr {best.lr:g}")
+    print(f"best: --optim.lr {best.lr!r}")
     return 0
+
+
+def _check_its_own(words: Sequence[str]) -> None:
+    """Refuse options that a sweep sets itself."""
+    for word in words:
+        option = word.partition("=")[0].replace("_", "-")
+        for name, fix in (
+            ("optim.lr", "has no effect in a sweep, whose rates --rates gives; leave it out"),
+            ("train.resume", "a sweep always goes on where it stopped; leave it out"),
+        ):
+            if option == flag_name(name):
+                raise ConfigError(f"{option}: {fix}")
 
 
 def _rates(given: str | None) -> list[float]:
@@ -81,11 +95,12 @@ def table(runs: Sequence["SweptRate"], family: Family) -> str:
     """The runs, a line each."""
     lines = [f"{'rate':>10} {'loss':>10} {family.metric.short:>12} {'steps':>8} {'seconds':>9}"]
     for one in runs:
+        missing = "diverged" if one.stopped_by is None else "-"
         loss, metric = (
-            "diverged" if value is None else f"{value:.4f}" for value in (one.loss, one.metric)
+            missing if value is None else f"{value:.4f}" for value in (one.loss, one.metric)
         )
         ended = "" if one.stopped_by is None else f"  stopped by {one.stopped_by}"
         lines.append(
-            f"{one.lr:>10g} {loss:>10} {metric:>12} {one.steps:>8,} {one.seconds:>9,.1f}{ended}"
+            f"{one.lr!r:>10} {loss:>10} {metric:>12} {one.steps:>8,} {one.seconds:>9,.1f}{ended}"
         )
     return "\n".join(lines)

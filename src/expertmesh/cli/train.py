@@ -3,13 +3,11 @@
 import json
 from typing import TYPE_CHECKING
 
-from expertmesh.cli.flags import parse_run_config
-from expertmesh.cli.heap import keep_freed_memory
-from expertmesh.cli.launched import said_once
-from expertmesh.cli.news import loading, silence_output, told_of_data
+from expertmesh.cli.begin import parse_and_begin, ready_to_train
+from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import program
 from expertmesh.config.base import launched_rank
-from expertmesh.config.family import FAMILIES, Family
+from expertmesh.config.family import Family
 from expertmesh.config.run import ParallelConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -30,9 +28,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: the words, or what they ask for, break a rule.
     """
-    with said_once():
-        parsed = parse_run_config(argv)
-        parsed = parsed._replace(config=begun_from_another(parsed.config, parsed.family))
+    parsed = parse_and_begin(argv)
     if parsed.dry_run:
         rank, num_ranks = launched_rank()
         num_ranks = max(num_ranks, fewest_ranks(parsed.config.parallel) if num_ranks == 1 else 1)
@@ -40,36 +36,16 @@ def run(argv: list[str]) -> int:
             family = parsed.family
             print(describe(parsed.config, family, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
-    with told_of_data():
-        with loading():
-            from expertmesh.training.loop import train
-            from expertmesh.training.precision import resolve_device
-            from expertmesh.training.stop import NOBODY_READS
-        with said_once():
-            device = resolve_device(parsed.config.train.device)
-        if device.type == "cpu":
-            keep_freed_memory()
+    with ready_to_train(parsed.config):
+        from expertmesh.training.loop import train
+        from expertmesh.training.stop import NOBODY_READS
+
         result = train(parsed.config, recipe=parsed.recipe, family=parsed.family)
     if result.stopped_by in NOBODY_READS:
         silence_output()
     elif result.is_leader:
         print(summary(result, parsed.family))
     return 0 if result.stopped_by is None else 128 + int(result.stopped_by)
-
-
-def begun_from_another(config: RunConfig, family: Family) -> RunConfig:
-    """The configuration with what the weights of the run that it begins with fix, if there is one.
-
-    Raises:
-        ConfigError: that is no run, or of a family that is not this one's.
-    """
-    if config.train.init_from is None:
-        return config
-    from expertmesh.training.run_dir import load_run
-
-    known = family.name in FAMILIES
-    begin = load_run(config.train.init_from, None if known else family)
-    return family.begun_with(config, begin.config, where=config.train.init_from)
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:

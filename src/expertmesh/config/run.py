@@ -231,6 +231,18 @@ class ParallelConfig(Config):
                 "says where nodes end, which all_to_all=flat does not ask",
                 "leave it out, or use all_to_all=hierarchical",
             )
+        if self.dispatch_dtype != "same" and (self.adaptive or self.route_degree == 1):
+            raise FieldError(
+                "dispatch_dtype",
+                self.dispatch_dtype,
+                "rounds tokens that travel, and with "
+                + (
+                    "adaptive=True it is measured whether they do"
+                    if self.adaptive
+                    else "route_degree=1 none does"
+                ),
+                "leave one out",
+            )
         if self.offload and self.zero_stage == 1:
             raise FieldError(
                 "offload",

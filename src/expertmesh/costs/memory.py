@@ -264,6 +264,7 @@ def memory_by_size(
     *,
     outside: int,
     layers: Sequence[int],
+    muon_parameters: int = 0,
     activation_elements: int,
     parallel: ParallelConfig,
     num_ranks: int,
@@ -275,6 +276,7 @@ def memory_by_size(
         num_parameters: of the whole model.
         outside: those outside the layers.
         layers: those of each layer without its routed experts, in their order.
+        muon_parameters: those that Muon updates, which have one moment; 0 with AdamW.
         activation_elements: that one micro-batch keeps for the backward pass.
         parallel: degrees that fit the ranks.
         num_ranks: the number of ranks of the world.
@@ -290,17 +292,18 @@ def memory_by_size(
         weights_bytes=weights,
         compute_copy_bytes=num_parameters * compute if compute < master else 0,
         gradients_bytes=weights,
-        optimizer_bytes=2 * weights,
+        optimizer_bytes=2 * weights - muon_parameters * master,
         activations_bytes=activation_elements * compute,
     )
     if num_ranks == 1:
         return alone, None
-    part = weights // (parallel.dp_shard_degree or num_ranks // parallel.dp_replicate_degree)
+    parts = parallel.dp_shard_degree or num_ranks // parallel.dp_replicate_degree
+    part = weights // parts
     most = _most_at_once(layers, 2) if parallel.zero_stage == 3 else sum(layers)
     each = RankMemory(
         parameters_bytes=part,
         gradients_bytes=part,
-        optimizer_bytes=2 * part,
+        optimizer_bytes=2 * part - muon_parameters * master // parts,
         gathered_dense_bytes=(outside + most) * master,
         gathered_experts_bytes=0,
     )

@@ -75,6 +75,14 @@ _PART_OF = {
 """What the parameters of a module count as."""
 
 
+_MATRICES = (
+    *(f"attention.{name}.weight" for name in ("q", "kv", "qkv", "out")),
+    *(f"places.{name}.weight" for name in ("q", "k")),
+    *("w_in", "w_out"),
+)
+"""What the names of matrices that Muon takes end in, of a GPT and an encoder-decoder."""
+
+
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Counts the parameters of a GPT exactly, without building it.
 
@@ -127,7 +135,7 @@ class ParameterShape:
     @property
     def is_matrix(self) -> bool:
         """Whether Muon is for it: the matrices of attention, dense layers and experts."""
-        return self.name.endswith(("attention.qkv.weight", "attention.out.weight", "w_in", "w_out"))
+        return self.name.endswith(_MATRICES)
 
 
 def parameter_shapes(config: ModelConfig) -> Iterator[ParameterShape]:

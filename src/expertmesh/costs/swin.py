@@ -54,6 +54,20 @@ def _shared_parameters(config: SwinConfig, dim: int, hidden: int) -> int:
     return count + (2 * dim * hidden + hidden + dim + 2 * dim + 2 if moe.residual else 0)
 
 
+def muon_parameters(config: SwinConfig) -> int:
+    """Parameters that Muon updates: the matrices of attention, feed-forward layers, experts and merges."""
+    moe, found = config.moe, sum(8 * dim * dim for dim in config.stage_dims[:-1])
+    for stage, counts in enumerate(config.experts_per_block()):
+        dim = config.stage_dims[stage]
+        hidden = round(config.mlp_ratio * dim)
+        beside = moe.shared_hidden_dim or moe.num_shared_experts * hidden
+        beside += hidden if moe.residual else 0
+        for num_experts in counts:
+            width = num_experts * hidden + beside if num_experts else hidden
+            found += 4 * dim * dim + 2 * dim * width
+    return found
+
+
 def outside_parameters(config: SwinConfig) -> int:
     """Parameters outside the blocks: patches, merges, last norm and head."""
     first, last = config.stage_dims[0], config.stage_dims[-1]
@@ -114,6 +128,7 @@ def swin_costs(config: SwinRunConfig, *, num_ranks: int, dtype: str) -> RunCosts
         total,
         outside=outside,
         layers=[b.dense for b in blocks],
+        muon_parameters=muon_parameters(model) if config.optim.name == "muon" else 0,
         activation_elements=images * _activation_elements(model),
         parallel=config.parallel,
         num_ranks=num_ranks,

@@ -10,7 +10,7 @@ as tokens; one that has not writes them as text. docs/decisions/009-conversation
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +22,8 @@ from expertmesh.data.conversation_lines import MESSAGES, ROLES, Conversation
 from expertmesh.data.tokenizer import end_of_text_id
 from expertmesh.errors import ConfigError
 
+_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_QUOTED = "quote a special token of the model"
 EXTRAS = "hub"
 """Folder of a run directory that came from the hub, with the files that are no weights."""
 MARKS = tuple(f"<|{role}|>" for role in ROLES)
@@ -151,10 +153,8 @@ class TemplateFormat:
         return compiled(self._source)
 
     def problem(self, conversation: Conversation) -> str | None:
-        """Whether a message quotes a special token, which the template would write as that token."""
-        texts = [m["content"] for m in conversation[MESSAGES]]
-        quoted = any(token in text for token in self._special for text in texts)
-        return "quote a special token of the model" if quoted else None
+        """Whether anything in it quotes a special token, which the template would write as that token."""
+        return None if self._quoted(conversation) is None else _QUOTED
 
     def samples(self, conversation: Conversation) -> list[list[Piece]]:
         """One sequence, or one for each turn."""
@@ -178,8 +178,21 @@ class TemplateFormat:
         return [self._pieces(after, [(len(before), len(after))]) for before, after in bounds]
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The template's prompt."""
+        """The template's prompt.
+
+        Raises:
+            ConfigError: a message quotes a special token, so that it would end what is said, or the template refuses it.
+        """
+        if (token := self._quoted(messages)) is not None:
+            raise ConfigError(
+                f"prompt: quotes {token}, a special token of the model, which is no text to it; leave it out"
+            )
         return self._encode(self._render(messages, None, asks=True))
+
+    def _quoted(self, values: Any) -> str | None:
+        """A special token that a string in JSON values quotes."""
+        texts = list(_strings(values))
+        return next((t for t in self._special if any(t in text for text in texts)), None)
 
     def _pieces(self, text: str, answers: list[tuple[int, int]]) -> list[Piece]:
         """The text, cut at the answers; what is only blank behind the token that ends one is not learned."""
@@ -200,14 +213,26 @@ class TemplateFormat:
             text: str = self._template.render(
                 messages=messages, tools=tools, add_generation_prompt=asks, **self._variables
             )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
-            reason = " ".join(str(error).split())[:160]
+        except (TemplateError, *_FAILURES) as error:
+            reason = " ".join(str(error).split())[:160] or type(error).__name__
             raise ConfigError(f"the model's chat template refuses it ({reason})") from None
         return text
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+
+_FAILURES = (
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,  # and RecursionError
+    MemoryError,
+)
+"""What the program of a template may raise beside jinja2's own."""
 
 
 def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
@@ -220,30 +245,71 @@ def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
     Raises:
         ConfigError: the files beside it are damaged.
     """
-    for folder in () if path is None else (path.parent / EXTRAS, path.parent):
-        values = _json(folder / "tokenizer_config.json")
-        template = values.get("chat_template")
-        if (folder / "chat_template.jinja").is_file():
-            template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        if isinstance(template, list):
-            named = {one.get("name"): one.get("template") for one in template}
-            template = named.get("default")
-        if isinstance(template, str):
-            return TemplateFormat(tokenizer, template, _special_tokens(values))
-    return OwnFormat(tokenizer)
+    found = None if path is None else _find_template(path)
+    return OwnFormat(tokenizer) if found is None else TemplateFormat(tokenizer, *found[1:])
 
 
 def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
-    """Files of a converted model that a run which begins with it keeps, by their names there.
+    """Files that a run keeps of the place where its tokenizer came from, by their names there.
+
+    Those of a converted model, and those that `find_format` read, so that it finds the same format beside the run's copy.
 
     Args:
-        tokenizer_path: tokenizer.json of the run that it begins with; None: with none.
+        tokenizer_path: tokenizer.json of a run, or of a folder of the hub; None: there is none.
+
+    Raises:
+        ConfigError: the files beside it are damaged.
     """
     if tokenizer_path is None:
         return {}
     folder = Path(tokenizer_path).parent / EXTRAS
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {f"{EXTRAS}/{path.name}": path for path in found if path.is_file()}
+    found = {path.name: path for path in (sorted(folder.iterdir()) if folder.is_dir() else [])}
+    if (template := _find_template(Path(tokenizer_path))) is not None:
+        for name in (_CONFIG, _TEMPLATE):  # these two belong together
+            found.pop(name, None)
+            found[name] = template.folder / name
+    return {f"{EXTRAS}/{name}": path for name, path in found.items() if path.is_file()}
+
+
+class _Template(NamedTuple):
+    folder: Path
+    source: str
+    variables: dict[str, str]
+
+
+def _find_template(path: Path) -> _Template | None:
+    """The chat template of a tokenizer's file."""
+    for folder in (path.parent / EXTRAS, path.parent):
+        values = _json(folder / _CONFIG)
+        source = values.get("chat_template")
+        if (folder / _TEMPLATE).is_file():
+            try:
+                source = (folder / _TEMPLATE).read_text(encoding="utf-8")
+            except UnicodeError:
+                raise ConfigError(
+                    f"{folder / _TEMPLATE}: is no UTF-8 text; restore it from the hub"
+                ) from None
+        if isinstance(source, list):
+            named = {
+                one.get("name"): one.get("template") for one in source if isinstance(one, dict)
+            }
+            source = named.get("default")
+        if isinstance(source, str):
+            return _Template(folder, source, _special_tokens(values))
+    return None
+
+
+def _strings(values: Any) -> Iterator[str]:
+    """All strings in JSON values, keys included."""
+    left = [values]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
 
 
 def _special_tokens(values: Mapping[str, Any]) -> dict[str, str]:

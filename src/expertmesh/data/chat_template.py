@@ -45,6 +45,10 @@ def compiled(source: str) -> Any:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
         raise ConfigError(f"the chat template is no Jinja ({error}); use the model's own") from None
+    except (RecursionError, MemoryError, SyntaxError):
+        raise ConfigError(
+            "the chat template is nested deeper than Python allows; use the model's own"
+        ) from None
 
 
 class _Generation(Extension):

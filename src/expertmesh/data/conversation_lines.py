@@ -41,12 +41,15 @@ class ConversationLine:
             ConfigError: the line is none; names file and line.
         """
         try:
-            found = checked(self.read())
+            return json.dumps(checked(self.read()), sort_keys=True, ensure_ascii=False)
+        except RecursionError:
+            raise ConfigError(
+                f"{self.where}, line {self.line}: is nested too deep; correct the line, or take it out"
+            ) from None
         except ValueError as error:
             raise ConfigError(
                 f"{self.where}, line {self.line}: {error}; correct the line, or take it out"
             ) from None
-        return json.dumps(found, sort_keys=True, ensure_ascii=False)
 
 
 def holds_conversation(line: bytes) -> bool | None:
@@ -75,6 +78,7 @@ def checked(line: bytes) -> Conversation:
         raise ValueError(f"has no list {MESSAGES!r} with messages in it")
     found: Conversation = {MESSAGES: [_message(m, n) for n, m in enumerate(messages, 1)]}
     if values.get("tools"):
+        _check_characters(values["tools"], "'tools'")
         found["tools"] = values["tools"]
     return found
 
@@ -91,11 +95,17 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         content = "".join(_part(part, number) for part in content)
     if not isinstance(content, str):
         raise ValueError(f"message {number} has no text as its content")
+    found = {**message, "content": content}
+    _check_characters(found, f"message {number}")
+    return found
+
+
+def _check_characters(values: Any, what: str) -> None:
+    """Raises a ValueError where any text in them cannot be written."""
     try:
-        content.encode()
+        json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"message {number} has half a character (a lone surrogate)") from None
-    return {**message, "content": content}
+        raise ValueError(f"{what} has half a character (a lone surrogate)") from None
 
 
 def _part(part: Any, number: int) -> str:

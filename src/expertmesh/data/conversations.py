@@ -31,7 +31,7 @@ from expertmesh.data.tokenizer import (
 )
 from expertmesh.errors import ConfigError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _SIDES = ("training", "validation")
 _NO_ANSWER = "have no turn of the assistant"
 _CUT_AWAY = "have no turn of the assistant in their first tokens"
@@ -198,7 +198,8 @@ def _notes(
             _CUT: f"after {seq_len + 1} tokens; for all of them raise data.seq_len and model.max_seq_len",
             _CUT_AWAY: "; raise data.seq_len and model.max_seq_len",
         }.get(reason, "")
-        line = f"{corpus.source}: {count:,} conversations {what} {reason} {fix}"
+        rows = "sequences" if reason in (_CUT, _CUT_AWAY) else "conversations"
+        line = f"{corpus.source}: {count:,} {rows} {what} {reason} {fix}"
         line = f"{line} (for example {examples[reason]})"
         notes.append(" ".join(line.split()).replace(" ;", ";"))
     return notes

@@ -239,8 +239,8 @@ def _candidates(config: TextConfig) -> tuple[str, list[Candidate], LeftOut]:
     if len(places) == 1:
         return str(places[0].path), *_of_path(places[0].path, config)
     candidates, left_out = [], LeftOut()
-    for number, (path, _) in enumerate(places):
-        found, without = _of_path(path, config)
+    for number, place in enumerate(places):
+        found, without = _of_path(place.path, config)
         left_out.add_all(without)
         candidates += [Candidate(f"{number}:{name}", read) for name, read in found]
     return f"{len(places)} places from {places[0].path}", candidates, left_out

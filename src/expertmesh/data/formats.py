@@ -101,6 +101,7 @@ def _json_lines(path: Path, _: str | None) -> list[Reader]:
     readers: list[Reader] = []
     start, packed = 0, is_packed(path)
     talks: bool | None = None
+    where = f"data.path={printable(str(path))}"
     try:
         with opened(path) as file:
             for number, line in enumerate(Progress("looked through").over(file, len), 1):
@@ -108,7 +109,6 @@ def _json_lines(path: Path, _: str | None) -> list[Reader]:
                     read = _Kept(line) if packed else _Line(path, start, len(line))
                     if talks is None:
                         talks = holds_conversation(line)
-                    where = f"data.path={printable(str(path))}"
                     readers.append(ConversationLine(number, where, read) if talks else _Field(read))
                 start += len(line)
     except (EOFError, zlib.error) as error:

@@ -2,6 +2,8 @@
 
 import glob
 import re
+from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +18,14 @@ class WeightedPath(NamedTuple):
     Attributes:
         path: a file or a folder that exists.
         weight: how often each of its documents is trained on per epoch.
+        entry: number of the entry of `data.path` that names it, from 0.
+        name: that entry without its weight.
     """
 
     path: Path
     weight: float
+    entry: int
+    name: str
 
 
 def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
@@ -35,20 +41,31 @@ def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
         ConfigError: nothing is there, or a weight is none.
     """
     found: list[WeightedPath] = []
-    for text in (given,) if isinstance(given, str) else given:
-        paths, weight = _matching(text), 1.0
+    for entry, text in enumerate((given,) if isinstance(given, str) else given):
+        paths, weight, name = _matching(text), 1.0, text
         named = re.fullmatch(r"(.+):([0-9.]+)", text)
         if not paths and named is not None:
-            paths, weight = _matching(named[1]), _weight(named[2], text)
+            name = named[1]
+            paths, weight = _matching(name), _weight(named[2], text)
         if not paths:
             what = "matches nothing" if glob.has_magic(text) else "does not exist"
             raise ConfigError(f"data.path={printable(text)}: {what}; give a text file or a folder")
-        found += [WeightedPath(path, weight) for path in paths]
+        name = str(expanded(name))
+        found += [WeightedPath(path, weight, entry, name) for path in paths]
     if len(found) == 1 and found[0].weight != 1:
         raise ConfigError(
             f"data.path={printable(str(given))}: a weight says how often beside other paths; leave it out, or name another path"
         )
     return found
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """The names in their order; one that was there before gets a number: a, b, a (2)."""
+    found: dict[str, None] = {}
+    for name in names:
+        own = (name if n == 1 else f"{name} ({n})" for n in count(1))
+        found[next(candidate for candidate in own if candidate not in found)] = None
+    return list(found)
 
 
 def _weight(digits: str, text: str) -> float:

@@ -28,7 +28,9 @@ from expertmesh.errors import ConfigError
 
 FORMAT_VERSION = 1
 _BATCH_DOCUMENTS = 32
-_FILES = ("tokenizer.json", "training.bin", "validation.bin")
+_SPLITS = ("training", "validation")
+_FILES = ("tokenizer.json", "training.bin", "validation.bin", "training.ends", "validation.ends")
+_END_BYTES = 8
 
 _log = logging.getLogger("expertmesh.data")
 
@@ -39,11 +41,14 @@ class Shard:
 
     Attributes:
         tokens_N: (N,) uint16 or uint32, memory-mapped, read only; every document ends with the end-of-text token.
+        ends: (num_documents,) int64, memory-mapped, read only; tokens up to the end of each document. An end-of-text token may stand
+            within one, too, where a given tokenizer finds it in a text.
         num_documents: documents in it.
         num_bytes: bytes of their texts.
     """
 
     tokens_N: np.ndarray
+    ends: np.ndarray
     num_documents: int
     num_bytes: int
 
@@ -110,7 +115,7 @@ def prepare_tokens(
                     _log.warning("token cache %s: %s; it is made anew", folder, damage)
                 remove_leftovers(base, mine=folder.name)
                 _build(corpus, folder, given, vocab_size=vocab_size)
-    training, validation = (open_shard(folder, name) for name in ("training", "validation"))
+    training, validation = (open_shard(folder, name) for name in _SPLITS)
     for name, shard in (("training", training), ("validation", validation)):
         if len(shard.tokens_N) <= config.seq_len:
             raise ConfigError(
@@ -125,13 +130,12 @@ def prepare_tokens(
 
 
 def damage_of_cache(folder: Path) -> str | None:
-    """What is wrong with a cache entry, or None; reads all of it. Entries of old have no checksums, only sizes."""
+    """What is wrong with a cache entry, or None; reads all of it. Those of old have no checksums, only sizes, or no ends of documents."""
     try:
         index = parse_json((folder / "index.json").read_bytes())
         width = np.dtype(index["dtype"]).itemsize
-        sizes = {
-            f"{name}.bin": index[name]["num_tokens"] * width for name in ("training", "validation")
-        }
+        sizes = {f"{name}.bin": index[name]["num_tokens"] * width for name in _SPLITS}
+        sizes |= {f"{name}.ends": index[name]["num_documents"] * _END_BYTES for name in _SPLITS}
         checksums = index.get("sha256", {})
         for name in _FILES:
             with (folder / name).open("rb") as file:
@@ -159,7 +163,10 @@ def open_shard(folder: Path, name: str) -> Shard:
     tokens = np.memmap(
         folder / f"{name}.bin", dtype=index["dtype"], mode="r", shape=(entry["num_tokens"],)
     )
-    return Shard(tokens, entry["num_documents"], entry["num_bytes"])
+    ends = np.memmap(
+        folder / f"{name}.ends", dtype="<i8", mode="r", shape=(entry["num_documents"],)
+    )
+    return Shard(tokens, ends, entry["num_documents"], entry["num_bytes"])
 
 
 def _build(corpus: Corpus, folder: Path, given: Tokenizer | None, *, vocab_size: int) -> None:
@@ -181,9 +188,10 @@ def _build(corpus: Corpus, folder: Path, given: Tokenizer | None, *, vocab_size:
         dtype = "<u2" if vocab_size <= 2**16 else "<u4"
         index: dict[str, object] = {"format_version": FORMAT_VERSION, "dtype": dtype}
         for name, documents in (("training", corpus.training), ("validation", corpus.validation)):
-            num_tokens = _write_tokens(partial / f"{name}.bin", documents, tokenizer, dtype)
+            ends = _write_tokens(partial / f"{name}.bin", documents, tokenizer, dtype)
+            (partial / f"{name}.ends").write_bytes(np.array(ends, dtype="<i8").tobytes())
             index[name] = {
-                "num_tokens": num_tokens,
+                "num_tokens": ends[-1],
                 "num_documents": len(documents),
                 "num_bytes": sum(document.num_bytes for document in documents),
             }
@@ -202,7 +210,9 @@ def _build(corpus: Corpus, folder: Path, given: Tokenizer | None, *, vocab_size:
 
 def _write_tokens(
     path: Path, documents: Sequence[Document], tokenizer: Tokenizer, dtype: str
-) -> int:
+) -> list[int]:
+    """Write the tokens; returns how many there are up to the end of each document."""
+    ends: list[int] = []
     num_tokens = num_bytes = 0
     end_id = end_of_text_id(tokenizer)
     progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
@@ -213,9 +223,10 @@ def _write_tokens(
                 ids = np.array([*encoding.ids, end_id], dtype=dtype)
                 file.write(ids.tobytes())
                 num_tokens += len(ids)
+                ends.append(num_tokens)
             num_bytes += sum(d.num_bytes for d in documents[start : start + _BATCH_DOCUMENTS])
             progress.at(num_bytes)
         file.flush()
         os.fsync(file.fileno())
     progress.finish()
-    return num_tokens
+    return ends

@@ -1,5 +1,6 @@
 """Text as the data of a language model's run: windows of tokens, and the bytes that validation tokens stand for."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +13,14 @@ from expertmesh.config.text import TextConfig
 from expertmesh.data.chat import extras_of
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import Corpus, load_corpus
-from expertmesh.data.labels import told_apart
+from expertmesh.data.labels import MOST_LABELS
 from expertmesh.data.order import shuffled
-from expertmesh.data.paths import find_paths
+from expertmesh.data.paths import distinct, find_paths
 from expertmesh.data.shards import prepare_tokens
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, token_num_bytes
 from expertmesh.data.windows import Windows
+
+_log = logging.getLogger("expertmesh.data")
 
 
 def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | ConversationData":
@@ -54,7 +57,7 @@ class TextData:
     Attributes:
         corpus: the documents themselves.
         windows: of the training split.
-        labels: the places of the text, where there are several.
+        labels: the entries of `data.path`, where there are 2 to 64; each is another.
     """
 
     def __init__(
@@ -71,25 +74,18 @@ class TextData:
         self._num_bytes_V = torch.from_numpy(sizes)
         self._end_id = end_of_text_id(tokenizer)
         self._has_documents = config.document_mask
-        self.labels = self._places(config)
+        self.labels, entry_of_place = _entries(config)
+        self._ends = tokens.training.ends
         self._label_of_document = np.array(
-            [int(d.name.partition(":")[0]) for d in self.corpus.training if self.labels],
+            [entry_of_place[int(d.name.partition(":")[0])] for d in self.corpus.training]
+            if self.labels
+            else [],
             dtype=np.int64,
         )
-        ends_N = tokens.training.tokens_N == self._end_id if self.labels else np.zeros(0)
-        self._ends = np.flatnonzero(ends_N)
         self.description = (
             f"{tokens.corpus.source}: {len(tokens.training.tokens_N):,} training and "
             f"{len(tokens.validation.tokens_N):,} validation tokens"
         )
-
-    @staticmethod
-    def _places(config: TextConfig) -> tuple[str, ...]:
-        """The places of the text, where there are several and not too many to tell apart."""
-        if config.path is None or config.dataset is not None:
-            return ()
-        found = [str(place.path) for place in find_paths(config.path)]
-        return told_apart(found)
 
     @property
     def num_validation(self) -> int:
@@ -100,7 +96,7 @@ class TextData:
         """Inputs and targets, each (num_samples, S) int64.
 
         With a document mask or several places, a third entry: {"document": (num_samples, S), number of each input's document;
-        "label": (num_samples,), place of the text that a window begins in}, both int64.
+        "label": (num_samples,), number of the place of the text that a window begins in}, both int64.
         """
         total, seed = self.windows.num_windows, self.windows.seed
         which = shuffled(first_sample, num_samples, total=total, seed=seed)
@@ -108,9 +104,8 @@ class TextData:
         more = self._documents(ids_BS)
         if self.labels:
             starts = np.array(which) * self.windows.seq_len
-            more["label"] = torch.from_numpy(
-                self._label_of_document[np.searchsorted(self._ends, starts)]
-            )
+            document = np.searchsorted(self._ends, starts, side="right")
+            more["label"] = torch.from_numpy(self._label_of_document[document])
         return (ids_BS, targets_BS, more) if more else (ids_BS, targets_BS)
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Any, ...]]:
@@ -126,3 +121,21 @@ class TextData:
     def _documents(self, ids_BS: Tensor) -> dict[str, Tensor]:
         """Counts of ends of text so far: that of the document before is the first token which a document sees."""
         return {"document": (ids_BS == self._end_id).cumsum(1)} if self._has_documents else {}
+
+
+def _entries(config: TextConfig) -> tuple[tuple[str, ...], list[int]]:
+    """Labels of the entries of `data.path`, where there are several to tell apart, and the entry of each place."""
+    if config.path is None or config.dataset is not None:
+        return (), []
+    places = find_paths(config.path)
+    names = {place.entry: place.name for place in places}
+    if len(names) > MOST_LABELS:
+        _log.warning(
+            "data.path: has %d entries, and use of the experts is recorded by entry for at most %d; give folders or patterns in"
+            " their place to see it",
+            len(names),
+            MOST_LABELS,
+        )
+    if not 1 < len(names) <= MOST_LABELS:
+        return (), []
+    return tuple(distinct(names.values())), [place.entry for place in places]

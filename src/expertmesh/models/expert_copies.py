@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
+from expertmesh.moe.router import LinearRouter
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,15 @@ class ExpertCopies:
             b_in_GF: (G, F) or None.
             b_out_D: (D,) or None.
             layer_index: of the layer; with the seed it gives the noise.
+
+        Raises:
+            ConfigError: the layer's router cannot choose copies that are cut, or no hidden unit would be redrawn.
         """
+        if self.granularity > 1 and not isinstance(layer.router, LinearRouter):
+            raise ConfigError(
+                f"granularity={self.granularity}: needs the linear router, whose rows are one expert's each; use router=topk, "
+                "or granularity=1"
+            )
         generator = torch.Generator().manual_seed(self.seed + layer_index)
         n, g = self.num_copies, self.granularity
         of = dict(layer.named_parameters())
@@ -89,6 +98,11 @@ class ExpertCopies:
         if self.redraw > 0:
             hidden = w_out.shape[2]
             count = round(self.redraw * hidden)
+            if not count:
+                raise ConfigError(
+                    f"redraw={self.redraw}: is none of the {hidden} hidden units of an expert; use at least {1 / hidden:.3g}, "
+                    "or 0 for none"
+                )
             for e in range(n * g):
                 units = torch.randperm(hidden, generator=generator)[:count].to(w_in.device)
                 for branch in range(w_in.shape[1]):

@@ -124,7 +124,7 @@ def upcycle(
         every: blocks number every - 1, 2 every - 1, ... are replaced; 1: all.
         num_experts: copies of the block (E / granularity).
         top_k: copies that a token uses (K / granularity).
-        granularity: experts that a copy is cut into (g); it must divide the hidden size.
+        granularity: experts that a copy is cut into (g); it must divide the hidden size, and more than 1 needs the linear router.
         noise_std: standard deviation of Gaussian noise on the copied weights, relative to that of each weight; 0: none.
         redraw: share of the hidden units of each expert that are drawn anew, so that experts differ from the start (0.5 in
             Drop-Upcycling); the first step is then not that of the dense model. 0: none.

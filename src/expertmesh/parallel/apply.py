@@ -129,6 +129,10 @@ def _spread_layers(
     nodes = None if per_node is None else [rank // per_node for rank in range(world.size)]
     models_cost = bool(moe_layers) and (adaptive or config.all_to_all == "auto")
     topology, network = _network(world, nodes) if models_cost else (None, USUAL_NETWORK)
+    if config.dispatch_dtype != "same" and not moe_layers:
+        raise ConfigError(
+            f"parallel.dispatch_dtype={config.dispatch_dtype}: has no effect in a model without experts; leave it out"
+        )
     for index, layer in enumerate(moe_layers):
         ep_degree = config.ep_degree_of(index, num_moe_layers=len(moe_layers))
         es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
@@ -264,8 +268,13 @@ def degrees_of(config: ParallelConfig, *, num_ranks: int) -> DenseDegrees:
     """How the ranks are factored for the dense layers.
 
     Raises:
-        ConfigError: the degrees do not make the number of ranks.
+        ConfigError: the degrees do not make the number of ranks, or tokens are to travel in 8 bits and there is one rank.
     """
+    if config.dispatch_dtype != "same" and num_ranks == 1:
+        raise ConfigError(
+            f"parallel.dispatch_dtype={config.dispatch_dtype}: is for tokens that travel between ranks, and there is one; "
+            "start several with torchrun, or leave it out"
+        )
     return dense_degrees(
         num_ranks,
         dp_replicate=config.dp_replicate_degree,

@@ -62,7 +62,7 @@ class MappedFiles:
                 self._maps[name] = np.memmap(self._folder / name, dtype=np.uint8, mode="r")
             archive = self._maps[name][offset : offset + length]
             start = _start_of_data(archive, num_bytes)
-        except (zipfile.BadZipFile, ValueError, struct.error) as error:
+        except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, struct.error) as error:
             raise CheckpointError(
                 f"{self._folder}: its .distcp files hold no tensors of this checkpoint ({error}); choose another checkpoint"
             ) from None
@@ -87,11 +87,14 @@ def _start_of_data(archive: np.ndarray, num_bytes: int) -> int:
 
     Raises:
         ValueError: it has none of that length.
-        zipfile.BadZipFile: it is no archive.
+        zipfile.BadZipFile: it is no archive; RuntimeError (NotImplementedError with it): of a kind that is not read here;
+            EOFError: it ends too early.
     """
     with zipfile.ZipFile(io.BufferedReader(_View(archive))) as entries:
         found = [e for e in entries.infolist() if e.filename.endswith("/data/0")]
         order = [e for e in entries.infolist() if e.filename.endswith("/byteorder")]
+        if any(e.compress_type != zipfile.ZIP_STORED for e in order):
+            raise ValueError("an archive is packed")
         if any(entries.read(e) != b"little" for e in order):
             raise ValueError("their bytes are in another order")
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:

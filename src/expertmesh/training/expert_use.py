@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from expertmesh.data.paths import distinct
 from expertmesh.training.metrics import read_lines
 from expertmesh.training.routing import POSITIONS
 
@@ -64,8 +65,9 @@ def use_of_experts(
         counts: rows chosen per expert, per layer.
         dropped: rows dropped, per layer.
         sums: `LoadCounter.watched` of all layers and ranks, one after the other.
-        labels: names of the kinds of samples.
+        labels: names of the kinds of samples; one that is there twice gets a number.
     """
+    labels = distinct(labels)
     left = iter([value if math.isfinite(value) else 0.0 for value in sums])  # of one that diverged
 
     def take(count: int) -> list[float]:

@@ -25,7 +25,7 @@ from expertmesh.training.begin import save_as_run
 from expertmesh.training.evaluate import evaluate
 from expertmesh.training.precision import Precision
 from expertmesh.training.run_dir import Run, load_run
-from expertmesh.training.state import check_same_data, flat_options, read_run_state
+from expertmesh.training.state import check_same_data, dotted, read_run_state
 from expertmesh.training.trained import Trained, open_trained
 
 _OF_TRAINING = (
@@ -261,9 +261,7 @@ def _check_alike(run: Run, other: Run) -> None:
             f"run {other.path}: is of family {other.family.name} and {run.path} of {run.family.name}; name two of one"
         )
     may_differ = {*run.family.free, *(f"model.{name}" for name in _OF_TRAINING)}
-    ours, theirs = (
-        flat_options(found.config.model.model_dump(), "model") for found in (run, other)
-    )
+    ours, theirs = (dotted(found.config.model.model_dump(), "model") for found in (run, other))
     for name in sorted({*ours, *theirs} - may_differ):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(

@@ -210,7 +210,7 @@ def check_same_run(
             before = family.config.model_validate(dict(saved))
     except ConfigError as error:
         raise ConfigError(f"the run in {where} cannot go on: {error}") from None
-    old_fields, new_fields = (flat_options(run.model_dump(mode="json")) for run in (before, config))
+    old_fields, new_fields = (dotted(run.model_dump(mode="json")) for run in (before, config))
     for name, value in new_fields.items():
         is_fixed = name.startswith(("model.", "distill.")) or name in (
             "train.seed",
@@ -243,13 +243,13 @@ def check_same_data(saved_key: str, data: Data, *, where: Path) -> None:
         )
 
 
-def flat_options(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested options as plain values by their dotted names, below a prefix."""
+def dotted(values: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings by dotted name, such as "train.steps"."""
     if not isinstance(values, Mapping):
         return {prefix: values}
     found: dict[str, Any] = {}
     for name, value in values.items():
-        found |= flat_options(value, f"{prefix}.{name}" if prefix else name)
+        found |= dotted(value, f"{prefix}.{name}" if prefix else name)
     return found
 
 

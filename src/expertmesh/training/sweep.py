@@ -3,9 +3,10 @@
 import json
 import math
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -14,8 +15,18 @@ from expertmesh.config.family import Family, Metric, find_family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, TrainingDivergedError
 from expertmesh.training.loop import train
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.run_dir import RunDir
+from expertmesh.training.state import dotted
 
 TABLE_NAME = "sweep.json"
+_FREE = frozenset(
+    {"family", "data.path", "data.dataset", "data.cache_dir", "data.tokenizer", "data.encode_with"}
+    | {"train.run_dir", "train.resume", "train.device", "train.tensorboard", "train.eval_every"}
+    | {"train.checkpoint_every", "train.keep_last", "train.keep_every"}
+    | {"parallel.num_threads", "parallel.bind", "parallel.timeout_s"}
+)
+"""Options in which a run and its sweep may differ: places, and what moves no weight."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +36,9 @@ class SweptRate:
     Attributes:
         lr: its peak learning rate.
         run_dir: its folder.
-        loss: of its last evaluation; None: it diverged.
-        metric: the family's metric then; None: it diverged.
-        steps: optimiser steps done.
+        loss: of its last evaluation; None: it diverged, or was stopped before its first evaluation.
+        metric: the family's metric then; None: the same.
+        steps: optimiser steps done, those of a run that diverged included.
         seconds: wall time of its steps.
         stopped_by: the name of the signal that ended it early; None: it is finished.
     """
@@ -51,7 +62,7 @@ def sweep(
 ) -> list[SweptRate]:
     """Train at each of several rates, in folders lr-RATE of `config.train.run_dir`, and write sweep.json there.
 
-    Started again it goes on: finished runs are read, a broken-off one is resumed. Choose a seed that is not reported:
+    Started again it goes on: finished runs are read, a broken-off one is resumed, if they are of the same options. Choose a seed that is not reported:
     the best of several rates is a choice, and chance is part of it.
 
     Args:
@@ -65,12 +76,17 @@ def sweep(
         The runs, in the order of the rates. After a signal the last of them is the one that it ended.
 
     Raises:
-        ConfigError: there are no rates, a rate twice, or a run that `train` refuses.
+        ConfigError: there are no rates, a rate twice, train.resume=required, a run of other options in a rate's folder, or a run
+            that `train` refuses.
     """
-    names = [f"lr-{rate:g}" for rate in rates]
+    names = [f"lr-{float(rate)!r}" for rate in rates]
     if not names or len(set(names)) < len(names):
         raise ConfigError(
-            f"rates={','.join(f'{rate:g}' for rate in rates)}: must be at least one, each once; write for example 1e-3,2e-3"
+            f"rates={','.join(repr(float(rate)) for rate in rates)}: must be at least one, each once; write for example 1e-3,2e-3"
+        )
+    if config.train.resume == "required":
+        raise ConfigError(
+            "train.resume=required: a sweep resumes what is there and begins the rest; leave it out"
         )
     family = find_family(config.family) if family is None else family
     folder = expanded(config.train.run_dir)
@@ -80,6 +96,8 @@ def sweep(
         )
         for rate, name in zip(rates, names, strict=True)
     ]
+    for run in runs:
+        _check_same_options(run, family)
     found: list[SweptRate] = []
     for one in _each(runs, recipe, family, console):
         found.append(one)
@@ -92,6 +110,24 @@ def sweep(
     return found
 
 
+def _check_same_options(config: RunConfig, family: Family) -> None:
+    """Refuse a folder whose run is of other options: its end would be told as the end of these.
+
+    The data may lie elsewhere: `train` compares what is in them.
+    """
+    run_dir = RunDir(config.train.run_dir)
+    if not run_dir.config.exists():
+        return
+    before = run_dir.read_config(family)[0]
+    old, new = (dotted(run.model_dump(mode="json")) for run in (before, config))
+    for name, value in new.items():
+        if name not in (*_FREE, *family.free) and old.get(name) != value:
+            raise ConfigError(
+                f"{name}={value}: the run in {run_dir.path} has {old.get(name)}, and rates are compared with all else equal; use that"
+                " value, or another train.run_dir"
+            )
+
+
 def _each(
     runs: Sequence[RunConfig], recipe: str, family: Family, console: Console | None
 ) -> Iterator[SweptRate]:
@@ -101,7 +137,9 @@ def _each(
             result = train(config, recipe=recipe, family=family, console=console)
         except TrainingDivergedError:
             Path(run_dir).mkdir(parents=True, exist_ok=True)
-            yield SweptRate(lr, run_dir, None, None)
+            lines = read_metrics(RunDir(run_dir).metrics)
+            seconds = _seconds(lines, family.items)
+            yield SweptRate(lr, run_dir, None, None, lines[-1]["step"] if lines else 0, seconds)
             continue
         evaluation = result.evaluation or {}
         yield SweptRate(
@@ -113,6 +151,17 @@ def _each(
             round(result.seconds, 3),
             None if result.stopped_by is None else signal.Signals(result.stopped_by).name,
         )
+
+
+def _seconds(lines: Sequence[Mapping[str, Any]], items: str) -> float:
+    """Wall time of the steps in a metrics file, from their items and rates."""
+    total, before = 0.0, 0
+    for line in lines:
+        done, rate = line[items], line[f"{items}_per_second"]
+        # A branch has the items of its trunk in its first line.
+        total += (done - before if before else done / line["step"]) / rate
+        before = done
+    return round(total, 3)
 
 
 def _finite(value: float | None) -> float | None:

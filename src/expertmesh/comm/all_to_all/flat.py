@@ -166,11 +166,15 @@ def in_flight_all_to_all(
     """
     send, receive = (None, None) if counts is None else (counts.send, counts.receive)
     if payload != "same" and group.size > 1:
+        dim, dtype = (
+            x_RD.shape[1],
+            x_RD.dtype,
+        )  # not the rows themselves, which the backward does not need
         return InFlight(
             x_RD,
             lambda rows: start_all_to_all(packed(rows, payload), send, receive, group, where=where),
             lambda grad: start_all_to_all(grad, receive, send, group, where=f"{where}, backward"),
-            lambda arrived: unpacked(arrived, x_RD.shape[1], x_RD.dtype, payload),
+            lambda arrived: unpacked(arrived, dim, dtype, payload),
         )
     return InFlight(
         x_RD,

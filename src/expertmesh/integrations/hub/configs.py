@@ -251,10 +251,18 @@ def model_config(values: Values) -> ModelConfig:
 
 
 def end_ids(values: Values) -> tuple[int, ...]:
-    """The tokens that end a text: one id or a list of them; those outside the vocabulary never come."""
+    """The tokens that end a text: one id or a list of them; those outside the vocabulary never come.
+
+    Raises:
+        ConfigError: an entry is no id.
+    """
     given = values.get("eos_token_id")
-    ids = given if isinstance(given, list) else [given]
-    return tuple(i for i in ids if isinstance(i, int) and 0 <= i < values["vocab_size"])
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if any(type(i) is not int for i in ids):  # true is an int to Python
+        raise ConfigError(
+            f"eos_token_id={given!r}: is neither a token id nor a list of them; restore it from the hub"
+        )
+    return tuple(i for i in ids if 0 <= i < values["vocab_size"])
 
 
 def export_family(config: ModelConfig) -> HubFamily:

@@ -16,7 +16,7 @@ from expertmesh.config.base import parse_json
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig
 from expertmesh.data.chat import EXTRAS, MARKS, OWN_TEMPLATE
-from expertmesh.data.tokenizer import END_OF_TEXT, load_tokenizer
+from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import HubFamily, export_family, hub_config
 from expertmesh.integrations.hub.files import INDEX, SINGLE
@@ -153,28 +153,29 @@ def _write_rest(
         for path in sorted(extras.iterdir()):
             if path.name != "config.json":
                 shutil.copyfile(path, folder / path.name)
+    if (extras / "config.json").is_file():  # the model came from the hub
         saved = parse_json((extras / "config.json").read_bytes())
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         values |= {name: saved[name] for name in ids if name in saved}
     elif (run_dir / "tokenizer.json").is_file():
         shutil.copyfile(run_dir / "tokenizer.json", folder / "tokenizer.json")
         tokenizer = load_tokenizer(run_dir / "tokenizer.json")
-        end = tokenizer.token_to_id(END_OF_TEXT)
-        if all(tokenizer.token_to_id(mark) is not None for mark in MARKS):  # it learned to talk
+        end = end_of_text_id(tokenizer)
+        talks = all(tokenizer.token_to_id(mark) is not None for mark in MARKS)
+        if talks and not extras.is_dir():  # it learned to, in our own format
             (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
         ends = list(dict.fromkeys([end, *config.end_ids]))
         values |= {"bos_token_id": end, "eos_token_id": end}
         _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": ends})
-        _write_json(
-            folder / "tokenizer_config.json",
-            {
+        if not (folder / "tokenizer_config.json").is_file():
+            written = {
                 "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": END_OF_TEXT,
-                "eos_token": END_OF_TEXT,
+                "bos_token": tokenizer.id_to_token(end),
+                "eos_token": tokenizer.id_to_token(end),
                 "model_max_length": config.max_seq_len,
                 "clean_up_tokenization_spaces": False,
-            },
-        )
+            }
+            _write_json(folder / "tokenizer_config.json", written)
     _write_json(folder / "config.json", values)
 
 

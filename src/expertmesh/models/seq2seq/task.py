@@ -35,7 +35,7 @@ class Seq2SeqTask(Task):
             seed=self.config.train.seed,
         )
         self._directions = data.directions
-        self.labels = told_apart(data.tasks)
+        self.labels = told_apart(data.tasks, "directions")
         return data
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Seq2Seq:

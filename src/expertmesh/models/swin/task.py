@@ -36,7 +36,7 @@ class SwinTask(Task):
             seed=self.config.train.seed,
         )
         folders = tuple(dict.fromkeys(data.folder_of_class))
-        self.labels = told_apart(folders)
+        self.labels = told_apart(folders, "folders")
         self._folder_of_class = torch.tensor([folders.index(n) for n in data.folder_of_class])
         return data
 
