@@ -3,7 +3,7 @@
 import pytest
 
 from expertmesh.errors import ConfigError
-from expertmesh.infer.translation_scores import rouge
+from expertmesh.infer.translation_scores import rouge, score
 
 
 def values(found):
@@ -18,6 +18,33 @@ def test_it_is_counted_by_hand():
     assert values(rouge(["Über größe"], ["über die größe"], language="de"))[0] == 80.0
     assert values(rouge(["дом большой"], ["большой дом"], language="ru")) == [100.0, 0.0, 50.0]
     assert values(rouge(["长城"], ["长江"], language="zh")) == [50.0, 0.0, 50.0]
+
+
+def test_words_of_any_script_are_whole():
+    """Vowel signs belong to their words, two ways to write one letter are one, and marks of format are not seen."""
+    assert values(rouge(["कि"], ["के"], language="hi")) == [0.0] * 3
+    assert values(rouge(["हिन्दी भाषा"], ["हिन्दी"], language="hi"))[0] == 66.6667
+    assert values(rouge(["cafe\u0301"], ["caf\u00e9"], language="fr"))[0] == 100.0
+    assert values(rouge(["می\u200cخواهم"], ["می خواهم"], language="fa"))[0] == 0.0
+    assert values(rouge(["ក\u200bខ"], ["ក ខ"], language="xx"))[0] == 100.0
+
+
+@pytest.mark.parametrize("language", ["zh_CN", "zh-TW", "zh", "ja", "th", "lo", "km", "my"])
+def test_without_blanks_characters_are_compared(language):
+    (one, _), *_ = rouge(["长城高大"], ["长江高大"], language=language)
+    assert one.value == 75.0 and "tok:char" in one.signature
+    assert values(rouge(["กิน"], ["กาน"], language="th"))[0] == 40.0, "a sign above is no character"
+
+
+def test_a_region_does_not_change_bleu():
+    one, other = (score(["长城 高"], ["长城 高"], language=code) for code in ("zh", "zh_CN"))
+    assert one == other and "tok:zh" in one[0].signature
+
+
+def test_nothing_has_no_score():
+    for measure in (rouge, score):
+        with pytest.raises(ConfigError, match="^0 "):
+            measure([], [], language="en")
 
 
 def test_a_difference_has_its_p_value():

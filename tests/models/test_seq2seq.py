@@ -216,32 +216,70 @@ def test_every_parameter_is_counted(moe):
         assert memory.optimizer_bytes == whole // parts
 
 
+@pytest.mark.parametrize("positions", ["rotary", "untied"])
 @pytest.mark.parametrize("moe", OF_A_LAYER[:3], ids=str)
-def test_operations_are_those_of_the_matrices(moe):
-    """Two for each element of a matrix that a token passes, four D for each token that attention looks at."""
-    cfg = config(moe=MoEConfig(**moe))
-    D, S, T = cfg.dim, 9, 6
+def test_operations_are_those_of_the_matrices(moe, positions):
+    """Two for each element of a matrix that a token passes, four for each of a head's and each token that attention looks at.
+
+    Heads of self-attention are twice as wide with untied positions, whose matrices serve all samples of a batch at once.
+    """
+    cfg = config(moe=MoEConfig(**moe), positions=positions)
+    D, S, T, B = cfg.dim, 9, 6, 4
+    width = 2 * D if positions == "untied" else D
     of_source = of_target = 0
     for parameter in parameter_shapes(cfg):
         size = parameter.num_elements
         if parameter.is_expert:
             size //= parameter.shape[0]
-        if parameter.layer is None or len(parameter.shape) < 2:
+        if parameter.name.endswith(("_places.q.weight", "_places.k.weight")):
+            size //= B
+        elif parameter.layer is None or len(parameter.shape) < 2:
             continue
-        if parameter.name.startswith("encoder") or "cross_attention.kv" in parameter.name:
+        if (
+            parameter.name.startswith(("encoder", "source"))
+            or "cross_attention.kv" in parameter.name
+        ):
             of_source += 2 * size
         else:
             of_target += 2 * size
-    of_source += 4 * D * S * cfg.num_encoder_layers
+    of_source += 4 * width * S * cfg.num_encoder_layers
     # a target token sees 1, 2, ... T tokens before it, and the whole source
-    of_target += sum(4 * D * (n + S) for n in range(1, T + 1)) // T * cfg.num_decoder_layers
+    of_target += (
+        sum(4 * width * n + 4 * D * S for n in range(1, T + 1)) // T * cfg.num_decoder_layers
+    )
     of_target += 2 * D * cfg.vocab_size
-    flops = forward_flops(cfg, source_len=S, target_len=T)
+    flops = forward_flops(cfg, source_len=S, target_len=T, batch_size=B)
     assert (flops.source_flops, flops.target_flops) == (of_source, of_target)
     run = Seq2SeqRunConfig(model=cfg)
-    assert seq2seq_costs(run, num_ranks=1, dtype="float32").flops_per_item == 3 * sum(
-        vars(forward_flops(cfg, source_len=16, target_len=16)).values()
-    )
+    whole = forward_flops(cfg, source_len=16, target_len=16, batch_size=run.train.batch_size)
+    costs = seq2seq_costs(run, num_ranks=1, dtype="float32")
+    assert costs.flops_per_item == 3 * sum(vars(whole).values())
+
+
+def test_untied_positions_keep_three_widths_more_for_the_backward_pass():
+    """What autograd saves of the places themselves, once for all samples, is less than one width more."""
+    S, B, dim = 16, 8, 16
+    ids = torch.full((B, S), 5)
+    measured, estimated = [], []
+    for positions in ("rotary", "untied"):
+        cfg = config(positions=positions, moe=MoEConfig(num_experts=()))
+        kept: dict[int, torch.Tensor] = {}  # held, so that no other tensor gets the same address
+        model = Seq2Seq(cfg, seed=0)
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def pack(t, kept=kept):
+            kept[t.untyped_storage().data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(ids, ids)
+        measured.append(sum(t.untyped_storage().nbytes() for p, t in kept.items() if p not in own))
+        run = Seq2SeqRunConfig(model=cfg).updated({"train.batch_size": B})
+        alone = seq2seq_costs(run, num_ranks=1, dtype="float32").alone
+        estimated.append(alone.activations_bytes)
+    width = 4 * B * S * dim * (cfg.num_encoder_layers + cfg.num_decoder_layers)
+    for rotary, untied in (measured, estimated):
+        assert (untied - rotary) // width == 3
 
 
 @pytest.mark.parametrize("name", RECIPES)

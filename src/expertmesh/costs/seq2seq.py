@@ -69,19 +69,26 @@ class TranslationFlops:
     target_flops: int
 
 
-def forward_flops(config: Seq2SeqConfig, *, source_len: int, target_len: int) -> TranslationFlops:
+def forward_flops(
+    config: Seq2SeqConfig, *, source_len: int, target_len: int, batch_size: int = 1
+) -> TranslationFlops:
     """Operations of a forward pass over sources and targets of these lengths.
 
     Args:
         config: the model.
         source_len: tokens of a source.
         target_len: tokens of a target; of these, one sees (target_len + 1) / 2 on average.
+        batch_size: samples that share the queries and keys of untied positions, which are made once for all of them.
     """
     D = config.dim
     square = 2 * D * D
     encoder, decoder = config.experts_per_layer()
-    read = len(encoder) * (4 * square + 4 * D * source_len) + len(decoder) * 2 * square
-    written = len(decoder) * ((4 + 2) * square + 2 * D * (target_len + 1) + 4 * D * source_len)
+    is_untied = config.positions == "untied"
+    looks = 8 * D if is_untied else 4 * D  # at one token: heads have a second half for the places
+    read = len(encoder) * (4 * square + looks * source_len) + len(decoder) * 2 * square
+    written = len(decoder) * ((4 + 2) * square + looks * (target_len + 1) // 2 + 4 * D * source_len)
+    if is_untied:
+        read, written = (flops + 2 * square // batch_size for flops in (read, written))
     read += sum(_feed_forward_flops(config, experts) for experts in encoder)
     written += sum(_feed_forward_flops(config, experts) for experts in decoder)
     return TranslationFlops(read, written + 2 * D * config.vocab_size)
@@ -123,8 +130,8 @@ def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> Ru
         else:
             dense[parameter.layer] = dense.get(parameter.layer, 0) + parameter.num_elements
         active += round(parameter.num_elements * share)
-    flops = forward_flops(model, source_len=S, target_len=T)
     samples = train.micro_batch_size or train.batch_size
+    flops = forward_flops(model, source_len=S, target_len=T, batch_size=samples)
     alone, each = memory_by_size(
         total,
         outside=outside,
@@ -146,13 +153,18 @@ def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> Ru
 
 
 def _activation_elements(config: Seq2SeqConfig) -> int:
-    """Elements that one sample keeps for the backward pass: those of attention, dropout, norms and feed-forwards, and the logits."""
+    """Elements that one sample keeps for the backward pass: those of attention, dropout, norms and feed-forwards, and the logits.
+
+    With untied positions queries, keys, values and what attention gives are twice as wide, 8 D in the place of 6 with the
+    projection behind them, and the half of the latter is a copy. The places' own, which a batch has once, are left out.
+    """
     D, S, T = config.dim, config.max_source_len, config.max_seq_len
     total = 2 * T * config.vocab_size
+    wider = 3 if config.positions == "untied" else 0
     for tokens, counts, parts in zip((S, T), config.experts_per_layer(), (9, 15), strict=True):
         for num_experts in counts:
             hidden = (
                 config.moe.top_k * config.moe.hidden_dim if num_experts else config.ffn_hidden_dim
             )
-            total += tokens * (parts * D + 2 * hidden)
+            total += tokens * ((parts + wider) * D + 2 * hidden)
     return total

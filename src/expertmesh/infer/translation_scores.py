@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,9 @@ import numpy as np
 from expertmesh.errors import ConfigError
 
 TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char"}
-"""sacreBLEU's tokenizer for languages without blanks between words; all others have 13a."""
+"""sacreBLEU's tokenizer for Chinese, Japanese and Korean; all other languages have 13a."""
+BY_CHARACTER = (*TOKENIZERS, "th", "lo", "km", "my")
+"""Languages that ROUGE compares by character: those above, and Thai, Lao, Khmer and Burmese, which have no blanks between words."""
 
 
 class Score(NamedTuple):
@@ -41,7 +44,7 @@ def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str
         language: its code, which decides on BLEU's tokenizer.
 
     Raises:
-        ConfigError: sacreBLEU is not installed, or there are not as many references.
+        ConfigError: sacreBLEU is not installed, or there are no translations or not as many references.
     """
     found = []
     for metric in _metrics(hypotheses, references, language):
@@ -104,14 +107,29 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 class _Words:
-    """Words in lower case, of any script; of languages without blanks between them single characters."""
+    """Words in lower case, of any script; single characters with their marks where a language has no blanks between words."""
 
-    def __init__(self, language: str) -> None:
-        self._pattern = re.compile(r"\w" if language in TOKENIZERS else r"\w+")
+    def __init__(self, *, by_character: bool) -> None:
+        self._by_character = by_character
 
     def tokenize(self, text: str) -> list[str]:
-        """What ROUGE compares."""
-        return self._pattern.findall(text.lower())
+        """What ROUGE compares, in Unicode's composed form (NFC), so that one way to write a letter equals another."""
+        found: list[str] = []
+        inside = False
+        for letter in unicodedata.normalize("NFC", text.lower()):
+            kind = unicodedata.category(letter)
+            is_letter = letter.isalnum() or letter == "_"
+            if is_letter and (self._by_character or not inside):
+                found.append(letter)
+                inside = True
+            elif inside and (is_letter or kind.startswith("M")):
+                found[-1] += letter
+            elif kind != "Cf" or letter == _BLANK_WITHOUT_WIDTH:
+                inside = False  # joiners and other marks of format neither show nor end a word
+        return found
+
+
+_BLANK_WITHOUT_WIDTH = "\u200b"
 
 
 def rouge(
@@ -127,7 +145,7 @@ def rouge(
     Args:
         hypotheses: one line each.
         references: as many lines of the language.
-        language: its code; Chinese, Japanese and Korean are compared by characters.
+        language: its code; those of `BY_CHARACTER` are compared by characters. What follows "_" or "-" is of no account.
         others: of another system, to compare with.
         num_samples: of the paired bootstrap (Koehn 2004), with which intervals and p-values come where there are others.
 
@@ -135,20 +153,19 @@ def rouge(
         For each measure this system's, with the p-value of the difference, and the other's.
 
     Raises:
-        ConfigError: rouge-score is not installed, or there are not equally many lines.
+        ConfigError: rouge-score is not installed, or there are no lines or not equally many.
     """
     check_rouge()
     for lines in (hypotheses, others):
-        if lines is not None and len(lines) != len(references):
-            raise ConfigError(
-                f"{len(lines):,} lines and {len(references):,} references: must be equally many; give one line for each"
-            )
+        if lines is not None:
+            _check_lines(lines, references, "lines")
     from importlib.metadata import version
 
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(list(ROUGE), tokenizer=_Words(language))
-    words = "char" if language in TOKENIZERS else "word"
+    by_character = _plain(language) in BY_CHARACTER
+    scorer = RougeScorer(list(ROUGE), tokenizer=_Words(by_character=by_character))
+    words = "char" if by_character else "word"
     signature = f"stem:no|case:lc|tok:{words}|v:{version('rouge-score')}"
 
     def measured(lines: Sequence[str]) -> np.ndarray:
@@ -206,10 +223,21 @@ def check_sacrebleu() -> None:
 
 def _metrics(hypotheses: Sequence[str], references: Sequence[str], language: str) -> list[Any]:
     check_sacrebleu()
-    if len(hypotheses) != len(references):
-        raise ConfigError(
-            f"{len(hypotheses):,} translations and {len(references):,} references: must be equally many; give one line for each"
-        )
+    _check_lines(hypotheses, references, "translations")
     from sacrebleu.metrics import BLEU, CHRF
 
-    return [BLEU(tokenize=TOKENIZERS.get(language, "13a")), CHRF()]
+    return [BLEU(tokenize=TOKENIZERS.get(_plain(language), "13a")), CHRF()]
+
+
+def _plain(language: str) -> str:
+    """The code without region or use: "zh" of "zh_CN"."""
+    return re.split("[_-]", language)[0]
+
+
+def _check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> None:
+    if len(lines) != len(references):
+        raise ConfigError(
+            f"{len(lines):,} {what} and {len(references):,} references: must be equally many; give one line for each"
+        )
+    if not lines:
+        raise ConfigError(f"0 {what}: no score has a meaning; give at least one")
