@@ -198,6 +198,23 @@ def test_the_cache_is_filled_once(corpus, monkeypatch):
     assert prepare_parallel(config, vocab_size=330).key == first.key
 
 
+def test_a_language_is_the_same_in_names_of_files_and_in_options(tmp_path, caplog):
+    codes = ("EN", "es_419", "zh_Hans_CN")
+    path = write(tmp_path / "corpus", languages=codes, lines=20)
+    options = {"path": (path,), "cache_dir": str(tmp_path / "cache")}
+    pairs = ("EN-zh_Hans_CN", "es_419-EN")
+    given = ParallelTextConfig(languages=codes, pairs=pairs, **options)
+    data = TranslationData(given, vocab_size=330, max_source_len=64, max_target_len=64, seed=0)
+    assert data.languages == codes and data.tasks == pairs and not caplog.messages
+    for name in ("train.pt-br", "train.EN~"):
+        (tmp_path / "corpus" / name).write_text("a line\n")
+    assert prepare_parallel(ParallelTextConfig(**options), vocab_size=330).languages == codes
+    assert "2 files are left out: 2 have endings" in caplog.text and "train.EN~" in caplog.text
+    caplog.clear()
+    prepare_parallel(given, vocab_size=330)
+    assert not caplog.messages, "who names the languages wants no others"
+
+
 def test_a_damaged_cache_is_made_anew(tmp_path):
     path = write(tmp_path / "corpus", lines=20)
     (tmp_path / "corpus" / "train.en~").write_text("what an editor keeps\n")
@@ -227,6 +244,7 @@ def spoil(folder, name, text):
         (lambda f: [p.unlink() for p in f.glob("val.*")], {}, "data.validation_split=val: no folder"),
         (None, {"pairs": ("en-xx",)}, "data.pairs=en-xx: the language xx is not there; known here: de, en, fr"),
         (None, {"pairs": ("ende",)}, "pairs=ende: must be two different languages with a dash"),
+        (None, {"pairs": ("pt-br-en",)}, "pairs=pt-br-en: must be two different languages with a dash"),
         (None, {"languages": ("german",)}, "languages=german: must be codes"),
         (None, {"path": ()}, "data.path=none: translation needs parallel text"),
         (None, {"path": ("nowhere",)}, "data.path=nowhere: there is no such folder .*expertmesh data lohelp"),

@@ -3,7 +3,6 @@
 import pytest
 from rich.console import Console
 
-from expertmesh.cli.begin import begun_from_another
 from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ
 from expertmesh.config.seq2seq import ParallelTextConfig
@@ -13,6 +12,7 @@ from expertmesh.data.translation import TranslationData
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.translation import translate_test
 from expertmesh.training.loop import train
+from expertmesh.training.run_dir import load_run
 
 
 def write(folder, **texts):
@@ -81,10 +81,12 @@ def test_a_language_without_a_tag_is_read_and_never_written(place):
 def test_from_a_body_to_a_heading(place, capsys):
     changes = {"train.init_from": str(place / "run"), "model.max_source_len": 48}
     path = str(place / "pages")
-    config = begun_from_another(config_of(place, path, "tuned", **changes), SEQ2SEQ)
-    assert config.model.max_source_len == 48
-    result = train(config, console=Console(quiet=True))
+    result = train(config_of(place, path, "tuned", **changes), console=Console(quiet=True))
     assert result.step == 3
+    begin, tuned = load_run(place / "run"), load_run(place / "tuned")
+    assert tuned.config.model == begin.config.model.updated({"max_source_len": 48})
+    for name in SEQ2SEQ.files:
+        assert (tuned.path / name).read_bytes() == (begin.path / name).read_bytes()
     words = ["--input", f"{path}/val.en_body", "--reference", f"{path}/val.de", "--rouge"]
     assert main(["translate", "--run", str(place / "tuned"), "--to", "de", *words]) == 0
     assert "rougeL" in capsys.readouterr().out

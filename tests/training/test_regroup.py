@@ -1,5 +1,8 @@
 """Experts of trained models are left out by use, and united; what is made translates, classifies, and is trained further."""
 
+import json
+import shutil
+
 import pytest
 import torch
 from rich.console import Console
@@ -8,7 +11,7 @@ from torch import nn
 
 from expertmesh.cli.begin import begun_from_another
 from expertmesh.cli.main import main
-from expertmesh.config.family import SEQ2SEQ, SWIN
+from expertmesh.config.family import SEQ2SEQ
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.translation import translate_test
 from expertmesh.recipes.vision import swin_test
@@ -16,7 +19,7 @@ from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.expert_use import read_use
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
-from expertmesh.training.regroup import count_choices, join, moe_layers, prune
+from expertmesh.training.regroup import checked_layers, count_choices, join, moe_layers, prune
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
 
@@ -114,22 +117,21 @@ def test_a_pruned_model_is_the_model_that_may_choose_no_others(trained, tmp_path
     source, target = trained / name, tmp_path / "pruned"
     config = load_run(source).config
     made = prune(source, target, keep=2)
-    assert made.num_experts == (2, 2) == tuple(c for c in made.num_experts)
+    assert made.num_experts == (2, 2)
     assert load_run(target).config.model.moe.num_experts == (2,)
     whole, pruned = opened(source), opened(target)
     counts = choices(whole, config)
     for (layer_name, layer), share in zip(moe_layers(whole.model).items(), made.kept, strict=True):
         count_E = counts[layer_name]
         kept = sorted(sorted(range(len(count_E)), key=lambda e, c=count_E: (-int(c[e]), e))[:2])
-        assert share == float(count_E[kept].sum() / count_E.sum()) and share >= 0.5
+        assert share == float(count_E[kept].sum() / count_E.sum())
         assert int(count_E.sum()) > 0 and len(count_E) > 2
         layer.router = Without(layer.router, kept)
     batch = next(iter(whole.task.prepare().validation(8, 8)))
     inputs = (batch[0], batch[2]) if name == "first" else (batch[0],)
     ours, theirs = (found.model(*inputs) for found in (pruned, whole))
-    for field in ("logits_NV", "logits_BC"):
-        if hasattr(ours, field):
-            assert_close_fp64(getattr(ours, field), getattr(theirs, field), what=field)
+    field = "logits_NV" if name == "first" else "logits_BC"
+    assert_close_fp64(getattr(ours, field), getattr(theirs, field), what=field)
 
 
 def test_use_is_counted_on_the_samples_asked_for(trained):
@@ -150,6 +152,23 @@ def test_images_of_several_folders_are_told_apart(trained, tmp_path):
         for layer, counts in enumerate(line["counts"]):
             pairs = zip(found["images"][layer], found["others"][layer], strict=True)
             assert counts == [sum(pair) for pair in pairs]
+
+
+def test_directions_are_told_apart_unless_there_are_too_many(folder, tmp_path, caplog):
+    assert set(labels_of(translation(folder, "none"))) == {"de-en", "en-de"}
+    (tmp_path / "lines").mkdir()
+    for code in ("aa", "bb", "cc", "dd", "ee", "ff", "gg", "hh", "ii"):
+        for split in ("train", "val"):
+            (tmp_path / "lines" / f"{split}.{code}").write_text("one\ntwo\n")
+    path = {"data.path": (str(tmp_path / "lines"),)}
+    assert labels_of(translation(folder, "none", **path)) == ()
+    assert "has 72 directions" in caplog.text
+
+
+def labels_of(config):
+    task = SEQ2SEQ.open_task(config)
+    task.prepare()
+    return task.labels
 
 
 def test_a_joined_model_has_the_experts_of_both(trained, tmp_path, capsys):
@@ -226,6 +245,66 @@ def test_models_without_such_experts_are_refused(trained, tmp_path):
         prune(trained / "first", tmp_path / "dense", keep=2)
     other = {"train.seed": 3, "model.ffn_hidden_dim": 32}
     run(translation(trained, tmp_path / "other", **other))
-    with pytest.raises(ConfigError, match="its model.ffn_hidden_dim is not that of"):
+    with pytest.raises(ConfigError, match="its model.ffn_hidden_dim is 32 and that of .* 64;"):
         join(trained / "first", tmp_path / "other", tmp_path / "made")
-    assert SWIN.name == "swin"
+
+
+@pytest.mark.parametrize(
+    "target, changes, text",
+    [
+        ("made", {"keep": 2.0}, "keep=2.0: must be a whole number"),
+        ("made", {"max_samples": 0}, "max_samples=0: must be a whole number, 1 or more"),
+        ("/proc/none/made", {}, "to=/proc/none/made: cannot be made: "),
+    ],
+)
+def test_mistakes_are_found_before_the_data_are_read(trained, tmp_path, target, changes, text):
+    run_dir = copied(trained / "first", tmp_path / "run", **{"data.path": ["nowhere"]})
+    with pytest.raises(ConfigError, match=text):
+        prune(run_dir, tmp_path / "deep" / target, **{"keep": 2} | changes)
+    assert list(tmp_path.iterdir()) == [run_dir], "what was made to see whether it can be is gone"
+
+
+def copied(source, target, **changes):
+    """A run with other options in its config.json, by their dotted names."""
+    shutil.copytree(source, target)
+    values = json.loads((target / "config.json").read_text())
+    for name, value in changes.items():
+        *sections, last = name.split(".")
+        place = values
+        for section in sections:
+            place = place[section]
+        assert place[last] != value
+        place[last] = value
+    (target / "config.json").write_text(json.dumps(values))
+    return target
+
+
+def test_use_is_counted_on_the_data_of_the_run_only(trained, tmp_path):
+    shutil.copytree(trained / "lines", tmp_path / "lines")
+    (tmp_path / "lines" / "val.de").write_text("Katzen\n" * 20)
+    path = {"data.path": [str(tmp_path / "lines")]}
+    run_dir = copied(trained / "first", tmp_path / "run", **path)
+    with pytest.raises(ConfigError, match="are not what the run in .* was trained on"):
+        prune(run_dir, tmp_path / "made", keep=2)
+    join(trained / "first", trained / "second", tmp_path / "both")
+    with pytest.raises(ConfigError, match="both: came from elsewhere, without data"):
+        prune(tmp_path / "both", tmp_path / "made", keep=2)
+
+
+def test_runs_join_whatever_differs_in_speed_and_training(trained, tmp_path):
+    other = {"model.dropout": 0.3, "model.moe.backend": "reference", "model.moe.z_loss_weight": 0.5}
+    second = copied(trained / "second", tmp_path / "second", **other)
+    assert join(trained / "first", second, tmp_path / "made").num_experts == (8, 6)
+    other = copied(trained / "second", tmp_path / "other", **{"model.moe.weight_scale": 2.0})
+    with pytest.raises(
+        ConfigError, match=r"its model\.moe\.weight_scale is 2\.0 and that of .* 1\.0;"
+    ):
+        join(trained / "first", other, tmp_path / "again")
+
+
+def test_experts_that_are_modules_of_their_own_are_refused(trained):
+    found = opened(trained / "first")
+    for layer in moe_layers(found.model).values():
+        layer.experts = nn.Identity()
+    with pytest.raises(ConfigError, match=r"modules of their own \(Identity\)"):
+        checked_layers(load_run(trained / "first"), found)

@@ -11,8 +11,8 @@ from expertmesh.config.moe_rules import Activation
 from expertmesh.config.run import RunConfig, check_not_empty
 
 _BYTES_AND_MARKS = 258
-_LANGUAGE = re.compile(r"[a-z]{2,3}(_[A-Za-z]+)?")
-
+LANGUAGE = re.compile(r"[A-Za-z]{2,3}(_[A-Za-z0-9]+)*")
+"""A language, and so the ending of a file: en, zh_Hans_CN, and not the editor's en~; without a dash, which stands in pairs."""
 
 _OF_TRAINING = ("dropout", "label_smoothing")
 _OF_LENGTH = ("max_source_len", "max_seq_len")
@@ -186,14 +186,21 @@ class ParallelTextConfig(Config):
             if len(set(values)) < len(values):
                 raise FieldError(name, values, "names something twice", "name it once")
         for code in self.languages:
-            if _LANGUAGE.fullmatch(code) is None:
+            if LANGUAGE.fullmatch(code) is None:
                 raise FieldError(
-                    "languages", code, "must be codes as en, de, zh", "use the endings of the files"
+                    "languages",
+                    code,
+                    "must be codes as en, de, zh_Hans",
+                    "use the endings of the files, renamed if need be",
                 )
         for name in ("pairs", "without_pairs"):
             for pair in getattr(self, name):
-                source, dash, target = pair.partition("-")
-                if not dash or not source or not target or source == target:
+                codes = pair.split("-")
+                if (
+                    len(codes) != 2
+                    or codes[0] == codes[1]
+                    or not all(map(LANGUAGE.fullmatch, codes))
+                ):
                     raise FieldError(
                         name,
                         pair,

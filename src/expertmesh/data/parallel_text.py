@@ -3,7 +3,7 @@
 import gzip
 import hashlib
 import json
-import re
+import logging
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,9 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from expertmesh.config.base import cache_root, expanded, nearest_name, parse_json, user_cache_dir
-from expertmesh.config.seq2seq import ParallelTextConfig
+from expertmesh.config.seq2seq import LANGUAGE, ParallelTextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
+from expertmesh.data.files import LeftOut
 from expertmesh.data.order import permutation
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
@@ -27,8 +28,8 @@ MASK_ID = 1
 """Stands for a span of tokens that was left out, in every tokenizer trained here."""
 _MASK = "<|mask|>"
 _SPLIT_NAMES = ("training", "validation")
-_LANGUAGE = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z]+)*")
-"""What a file's ending must look like: train.en, and not the editor's train.en~."""
+_NO_LANGUAGE = "have endings that are no languages as en, zh_Hans"
+_log = logging.getLogger("expertmesh.data")
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,11 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
             "one with: expertmesh data lohelp"
         )
     folders = [find_folder(name) for name in config.path]
-    files = [_files(folder, config.train_split, config.languages) for folder in folders]
+    left_out = LeftOut()
+    files = [_files(folder, config.train_split, config.languages, left_out) for folder in folders]
+    if left_out.total:
+        given_paths = " ".join(config.path)
+        _log.warning(f"data.path={given_paths}: {left_out.total} files are left out: {left_out}")
     languages = config.languages or tuple(sorted({code for found in files for code in found}))
     for code in languages:
         if not any(code in found for found in files):
@@ -152,7 +157,7 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
             f"data.path={' '.join(config.path)}: has {config.train_split} files of {len(languages)} languages; translation "
             "needs two or more"
         )
-    others = [_files(folder, config.validation_split, languages) for folder in folders]
+    others = [_files(folder, config.validation_split, languages, left_out) for folder in folders]
     splits = {"training": files, "validation": [found for found in others if len(found) > 1]}
     if not splits["validation"]:
         raise ConfigError(
@@ -225,14 +230,22 @@ def _bytes(path: Path) -> bytes:
         ) from None
 
 
-def _files(folder: Path, split: str, languages: Sequence[str]) -> dict[str, Path]:
-    """The files of a split by language; of the given languages only, if any."""
+def _files(
+    folder: Path, split: str, languages: Sequence[str], left_out: LeftOut
+) -> dict[str, Path]:
+    """The files of a split by language; of the given languages only, if any: no others are then worth a word."""
     found: dict[str, Path] = {}
     for path in sorted(folder.glob(f"{split}.*")):
         code = path.name.removeprefix(f"{split}.").removesuffix(".gz")
-        is_language = _LANGUAGE.fullmatch(code) is not None and path.is_file()
-        if is_language and (not languages or code in languages):
+        if not path.is_file():
+            continue
+        if languages:
+            if code in languages:
+                found.setdefault(code, path)
+        elif LANGUAGE.fullmatch(code) is not None:
             found.setdefault(code, path)
+        else:
+            left_out.add(_NO_LANGUAGE, path.name)
     return found
 
 

@@ -13,13 +13,13 @@ from expertmesh.config.text import TextConfig
 from expertmesh.data.chat import extras_of
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import Corpus, load_corpus
+from expertmesh.data.labels import MOST_LABELS
 from expertmesh.data.order import shuffled
 from expertmesh.data.paths import distinct, find_paths
 from expertmesh.data.shards import prepare_tokens
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, token_num_bytes
 from expertmesh.data.windows import Windows
 
-_MOST_LABELS = 64
 _log = logging.getLogger("expertmesh.data")
 
 
@@ -129,13 +129,13 @@ def _entries(config: TextConfig) -> tuple[tuple[str, ...], list[int]]:
         return (), []
     places = find_paths(config.path)
     names = {place.entry: place.name for place in places}
-    if len(names) > _MOST_LABELS:
+    if len(names) > MOST_LABELS:
         _log.warning(
             "data.path: has %d entries, and use of the experts is recorded by entry for at most %d; give folders or patterns in"
             " their place to see it",
             len(names),
-            _MOST_LABELS,
+            MOST_LABELS,
         )
-    if not 1 < len(names) <= _MOST_LABELS:
+    if not 1 < len(names) <= MOST_LABELS:
         return (), []
     return tuple(distinct(names.values())), [place.entry for place in places]

@@ -7,11 +7,29 @@ from pathlib import Path
 
 from torch import nn
 
+from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.training.checkpoint import CheckpointStore
 from expertmesh.training.run_dir import RunDir
 from expertmesh.training.state import RunProgress
+
+
+def begun(config: RunConfig, family: Family) -> RunConfig:
+    """The configuration with what the weights of the run that it begins with (`train.init_from`) fix, if there is one.
+
+    Args:
+        config: of the run.
+        family: of the run.
+
+    Raises:
+        ConfigError: that is no run, or of another family.
+    """
+    begin = config.train.init_from
+    if begin is None or family.begin is None:
+        return config
+    other, _ = RunDir(begin).read_config(None if family.name in FAMILIES else family)
+    return family.begun_with(config, other, where=begin)
 
 
 def save_as_run(

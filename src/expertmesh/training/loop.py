@@ -19,6 +19,7 @@ from expertmesh.errors import ConfigError, TrainingDivergedError
 from expertmesh.models.family import Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
+from expertmesh.training.begin import begun
 from expertmesh.training.branch import branch_point
 from expertmesh.training.checkpoint import (
     CheckpointStore,
@@ -94,7 +95,7 @@ def train(
     configuration only: stopping and resuming changes no bit.
 
     Args:
-        config: the run.
+        config: the run; the model and the tokenizer of the run that it begins with (train.init_from) take the place of its own.
         recipe: name of the recipe, kept with the run.
         family: what is trained; None: the family that the configuration names.
         console: where progress goes; None: standard output.
@@ -110,7 +111,7 @@ def train(
         OSError: the disk is full, or cannot be written. Earlier checkpoints stay as they are.
     """
     family = find_family(config.family) if family is None else family
-    config = config.model_copy(update={"family": family.name})
+    config = begun(config.model_copy(update={"family": family.name}), family)
     task: Task = family.open_task(config)
     device = resolve_device(config.train.device)
     run_dir = RunDir(config.train.run_dir)

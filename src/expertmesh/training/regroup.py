@@ -5,6 +5,7 @@ which can be used as it is and is best trained a little further (`train.init_fro
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,14 @@ from expertmesh.training.begin import save_as_run
 from expertmesh.training.evaluate import evaluate
 from expertmesh.training.precision import Precision
 from expertmesh.training.run_dir import Run, load_run
+from expertmesh.training.state import check_same_data, dotted, read_run_state
 from expertmesh.training.trained import Trained, open_trained
+
+_OF_TRAINING = (
+    "dropout", "drop_path", "label_smoothing", "init_std", "moe.input_jitter", "moe.input_dropout", "moe.expert_output_masking",
+    "moe.balance_loss", "moe.balance_loss_scope", "moe.aux_loss_weight", "moe.z_loss_weight", "moe.recompute_h",
+)  # fmt: skip
+"""Options of models that do nothing once they are trained."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +110,24 @@ def prune(
         max_samples: validation samples that are counted, evenly spread; None: all.
 
     Raises:
-        ConfigError: there are no experts, too few would be left, or their router cannot do without the others.
+        ConfigError: there are no experts, too few would be left, their router cannot do without the others, or the data are not
+            those of the run.
         CheckpointError: the run has no usable checkpoint.
     """
+    for option, value in (("keep", keep), ("max_samples", max_samples)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"{option}={value}: must be a whole number, 1 or more; give one")
     target = expanded(target)
     _check_new(target)
     run = load_run(source)
+    data_key = read_run_state(run.checkpoint)["data_key"]
+    if not data_key:
+        raise ConfigError(
+            f"run {run.path}: came from elsewhere, without data on which the use of its experts could be counted; train a"
+            " run that begins with it (train.init_from) on yours, and name that one"
+        )
     trained = open_trained(run)
-    layers = _checked_layers(run, trained)
+    layers = checked_layers(run, trained)
     top_k = max(layer.top_k for layer in layers.values())
     if keep < top_k:
         raise ConfigError(f"keep={keep}: must be at least the {top_k} of a token; use {top_k}")
@@ -117,10 +135,12 @@ def prune(
     if keep >= most:
         raise ConfigError(f"keep={keep}: must be below the {most} that there are; lower it")
     train = run.config.train
+    data = trained.task.prepare()
+    check_same_data(data_key, data, where=run.checkpoint)
     counts = count_choices(
         trained.task,
         trained.model,
-        trained.task.prepare(),
+        data,
         batch_size=train.micro_batch_size or train.batch_size,
         max_samples=max_samples,
         precision=trained.precision,
@@ -160,11 +180,14 @@ def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped
     run, other = load_run(first), load_run(second)
     _check_alike(run, other)
     trained, added = open_trained(run), open_trained(other)
-    layers = _checked_layers(run, trained)
+    layers = checked_layers(run, trained)
     of_expert = _tensors_of_experts(trained.model)
-    theirs = added.model.state_dict()
+    ours, theirs = (
+        {name: tensor.cpu() for name, tensor in found.model.state_dict().items()}
+        for found in (trained, added)
+    )
     tensors = {}
-    for name, tensor in trained.model.state_dict().items():
+    for name, tensor in ours.items():
         if name in of_expert:
             tensors[name] = torch.cat((tensor, theirs[name]))
         else:
@@ -179,17 +202,32 @@ def _check_new(target: Path) -> None:
     """Whether a run can be made there; before all that takes long.
 
     Raises:
-        ConfigError: something is there, or it is below a file.
+        ConfigError: something is there, or it cannot be made.
     """
     if target.exists():
         raise ConfigError(f"to={target}: exists already; choose another folder")
     above = next(folder for folder in target.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigError(f"to={target}: is below the file {above}; choose another folder")
+    made = [folder for folder in (target, *target.parents) if not folder.exists()]
+    try:
+        target.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"to={target}: cannot be made: {error.strerror}; choose another folder"
+        ) from None
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
 
 
-def _checked_layers(run: Run, trained: Trained) -> dict[str, MoELayer]:
-    """The MoE layers, if experts can leave and join them.
+def checked_layers(run: Run, trained: Trained) -> dict[str, MoELayer]:
+    """The MoE layers of a run's model, by their names, if experts can leave and join them.
+
+    Args:
+        run: for its configuration and messages.
+        trained: its model.
 
     Raises:
         ConfigError: they cannot.
@@ -204,7 +242,11 @@ def _checked_layers(run: Run, trained: Trained) -> dict[str, MoELayer]:
             raise ConfigError(
                 f"run {run.path}: has model.moe.{what}, which fixes who its experts are; use a model without it"
             )
-        assert isinstance(layer.experts, GroupedExperts), "families of the package have no others"
+        if not isinstance(layer.experts, GroupedExperts):
+            raise ConfigError(
+                f"run {run.path}: its experts are modules of their own ({type(layer.experts).__name__}), not rows of one tensor;"
+                " name a run whose MoE layers have num_experts and hidden_dim only"
+            )
     return layers
 
 
@@ -218,11 +260,13 @@ def _check_alike(run: Run, other: Run) -> None:
         raise ConfigError(
             f"run {other.path}: is of family {other.family.name} and {run.path} of {run.family.name}; name two of one"
         )
-    ours, theirs = run.config.model.model_dump(), other.config.model.model_dump()
-    for name, value in ours.items():
-        if theirs[name] != value:
+    may_differ = {*run.family.free, *(f"model.{name}" for name in _OF_TRAINING)}
+    ours, theirs = (dotted(found.config.model.model_dump(), "model") for found in (run, other))
+    for name in sorted({*ours, *theirs} - may_differ):
+        if ours.get(name) != theirs.get(name):
             raise ConfigError(
-                f"run {other.path}: its model.{name} is not that of {run.path}; name two runs of one model"
+                f"run {other.path}: its {name} is {theirs.get(name)} and that of {run.path} {ours.get(name)}; name two runs of"
+                " one model"
             )
     for name in run.family.files:
         if (run.path / name).read_bytes() != (other.path / name).read_bytes():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config.seq2seq import Seq2SeqRunConfig
+from expertmesh.data.labels import told_apart
 from expertmesh.data.parallel_text import languages_of, tag_id
 from expertmesh.data.tokenizer import END_OF_TEXT_ID
 from expertmesh.data.translation import TranslationData
@@ -34,7 +35,7 @@ class Seq2SeqTask(Task):
             seed=self.config.train.seed,
         )
         self._directions = data.directions
-        self.labels = data.tasks if len(data.tasks) > 1 else ()
+        self.labels = told_apart(data.tasks, "directions")
         return data
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Seq2Seq:

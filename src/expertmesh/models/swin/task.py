@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from expertmesh.config.run import RunConfig
 from expertmesh.config.swin import SwinRunConfig
 from expertmesh.data.images import ImageData
+from expertmesh.data.labels import told_apart
 from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.swin.classifier import SwinClassifier
 from expertmesh.models.swin.model import Swin, SwinOutput
@@ -35,9 +36,8 @@ class SwinTask(Task):
             seed=self.config.train.seed,
         )
         folders = tuple(dict.fromkeys(data.folder_of_class))
-        if len(folders) > 1:
-            self.labels = folders
-            self._folder_of_class = torch.tensor([folders.index(n) for n in data.folder_of_class])
+        self.labels = told_apart(folders, "folders")
+        self._folder_of_class = torch.tensor([folders.index(n) for n in data.folder_of_class])
         return data
 
     def build(self, *, device: torch.device | str, dtype: torch.dtype) -> Swin:
