@@ -156,6 +156,8 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
         raise
     family, metrics = found.family, read_metrics(folder.metrics)
     task, model = trained.task, trained.model
+    if family.generates_text:
+        found.load_tokenizer()  # refuses that of another run before anything takes long
     print(curve_table(metrics, family))
     saved = read_run_state(found.checkpoint)
     step = saved["step"]
