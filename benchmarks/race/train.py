@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 import tyro
-from benchmarks.equal_learning import plot
+from benchmarks.curves import plot
 from benchmarks.markdown import markdown_table
 from benchmarks.race.budget import Budget
 from benchmarks.race.corpus import gather
@@ -319,7 +319,11 @@ def write(path: Path, record: dict[str, Any], *, command: str) -> None:
     path.with_suffix(".md").write_text("\n\n".join(text) + "\n")
     path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     if runs and all(len(run["curve"]) > 1 for run in runs):
-        path.with_suffix(".svg").write_text(plot(runs))
+        curves: dict[str, list[Any]] = {}
+        for run in runs:
+            curves.setdefault(run["kind"], []).append(run["curve"][1:])
+        labels = {"x_label": "tokens", "y_label": "validation loss (nats per token)"}
+        path.with_suffix(".svg").write_text(plot(curves, **labels))
 
 
 def configuration(

@@ -78,9 +78,7 @@ class GPTTask(Task):
             losses = losses * part.positions(more["counts"]).flatten()
         return Loss(losses.sum(), output.stats)
 
-    def _lesson(
-        self, ids_BS: Tensor, masks: Mapping[str, Tensor | None], step: int
-    ) -> Lesson | None:
+    def _lesson(self, ids_BS: Tensor, masks: Mapping[str, Tensor], step: int) -> Lesson | None:
         """What the teacher says; no token is dropped in it."""
         weight = self.lesson_weight(step)
         if self.teacher is None or weight == 0.0:
@@ -140,9 +138,10 @@ def _more(rest: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
     return rest[0] if rest else {}
 
 
-def _masks(more: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """What the model is told of tokens: (B, S) numbers of their documents, and whether they are no padding."""
-    return {"document_BS": more.get("document"), "token_mask_BS": more.get("is_token")}
+def _masks(more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the model is told of tokens where it is known: (B, S) numbers of their documents, and which are no padding."""
+    names = {"document": "document_BS", "is_token": "token_mask_BS"}
+    return {name: more[key] for key, name in names.items() if key in more}
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
