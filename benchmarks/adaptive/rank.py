@@ -155,7 +155,7 @@ def layer_steps(job: dict[str, Any], world: World) -> Any:
         chosen = build(job, world, network=network_of(job))
         adapt([chosen], Way(), network_of(job), num_gathers=1)
         dispatcher: Any = chosen.dispatcher
-        for _ in range(60):
+        for _ in range(150):
             step(chosen, x, routing, call)
             if dispatcher.chooser.tuner.settled:
                 break

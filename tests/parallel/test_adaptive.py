@@ -14,6 +14,7 @@ from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts import adaptive
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.planner import cache
+from expertmesh.planner.tuner import Effort
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 NODES = (0, 0, 1, 1)
@@ -96,7 +97,7 @@ def tuned(cache_dir):
     """Losses with and without, the ways of each step, and collectives of a step before and after all is settled."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "user_cache_dir", lambda: cache_dir)
-        patch.setattr(adaptive, "NUM_FINALISTS", 3)
+        patch.setattr(adaptive, "EFFORT", Effort(num_starts=3, num_ways=3))
         world = world_of()
         config = ParallelConfig(ranks_per_node=2, adaptive=True)
         models = [Layers(), Layers(), Layers()]
@@ -113,7 +114,7 @@ def tuned(cache_dir):
 
             first._choose = noted
             losses = []
-            for _ in range(20):
+            for _ in range(30):
                 x = inputs(0, world.position).requires_grad_()
                 with world.traffic.logged() as log:
                     y, aux_loss = model(x)

@@ -13,7 +13,7 @@ from expertmesh.moe.types import Routing
 from expertmesh.parallel.experts import adaptive
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.planner.tuner import TOO_SLOW
+from expertmesh.planner.tuner import TOO_SLOW, Effort
 
 E, D, T, K = 8, 8, 16, 2
 POINTS = {
@@ -35,7 +35,7 @@ def tuned(fullest, capacity_factor, nodes):
     layer = MoELayer(dim=D, hidden_dim=6, num_experts=E, top_k=K, aux_loss_weight=0.0, seed=0)
     dispatcher = spread_experts(layer, world, nodes=nodes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adaptive, "NUM_FINALISTS", 3)
+        patch.setattr(adaptive, "EFFORT", Effort(num_starts=3, num_ways=3))
         adapt([layer], Way(), USUAL_NETWORK, num_gathers=1)
         tuner, reported, ways = dispatcher.chooser.tuner, [], []
         report, choose = tuner.report, tuner.choose
@@ -52,7 +52,7 @@ def tuned(fullest, capacity_factor, nodes):
         tuner.report, tuner.choose = noting, noting_ways
         generator = torch.Generator().manual_seed(world.position)
         choices = routing(fullest, generator)
-        for _ in range(18):
+        for _ in range(30):
             x = torch.randn(T, D, generator=generator).requires_grad_()
             y, _ = layer(x, routing=choices, capacity_factor=capacity_factor)
             y.sum().backward()

@@ -17,7 +17,7 @@ from expertmesh.costs.communication import (
     hierarchical_copies,
     travel_seconds,
 )
-from expertmesh.costs.layer_time import LayerShape, Machine, extra_bytes, step_time
+from expertmesh.costs.layer_time import ROWS_OF_A_PART, LayerShape, Machine, extra_bytes, step_time
 from expertmesh.parallel.experts.load import LoadRecord
 from expertmesh.planner.cache import (
     Topology,
@@ -26,7 +26,7 @@ from expertmesh.planner.cache import (
     save_network,
     save_plans,
 )
-from expertmesh.planner.tuner import NUM_TRIALS, TOO_SLOW, Bucket, Choices, Tuner, finalists
+from expertmesh.planner.tuner import CLOSE, TOO_SLOW, Bucket, Choices, Effort, ModelSearch, Tuner
 
 SLOW = Network(Link(1e-5, 1e10), Link(1e-4, 2.5e7))
 SHAPE = LayerShape(8, 64, 128, 3, 4, 4, num_ranks=4)
@@ -84,38 +84,90 @@ def test_parts_hide_travel_and_shadows_take_rows_from_the_fullest_rank():
     assert two.total_s < one.total_s == one.products_s + one.travel_s + one.weights_s
     shadowed = step_time(Way(4, 1, "flat", 1), route(4), SHAPE, HOT, machine)
     # of 0.65 + 0.05 on one rank of four, the hot expert's part is shared by all
-    assert shadowed.products_s / one.products_s == pytest.approx((0.1 * 4 + 0.65) / (0.7 * 4))
+    rows, of_part = HOT.num_tokens * HOT.top_k, 2 * ROWS_OF_A_PART
+    ratio = ((0.1 * 4 + 0.65) * rows + of_part) / (0.7 * 4 * rows + of_part)
+    assert shadowed.products_s / one.products_s == pytest.approx(ratio)
     assert shadowed.weights_s > one.weights_s == 0
 
 
-def rank(load, trains):
-    return finalists(choices(), SHAPE, load, Machine(SLOW, 1e10), number=6)
+def search(**changes):
+    return ModelSearch(choices(**changes), SHAPE, Machine(SLOW, 1e10))
 
 
-def test_the_fastest_measured_way_is_settled_in_bounded_trials():
-    ways = rank(HOT, True)
-    assert Way(4, 1, "flat", 0) in ways and {w.route_degree for w in ways} == {1, 2, 4}
-    truth = {way: 1.0 + i for i, way in enumerate(reversed(ways))}
-    told = []
-    tuners = [Tuner(rank, on_settled=told.append) for _ in range(2)]
-    bucket, trials = Bucket.of(HOT, num_ranks=4, trains=True), 0
+def play(truth, effort, *, first=100.0):
+    """Two tuners that hear the same; the way they settle on, what they tell, and the times of each way in order.
+
+    A way's first time is `first`; its others are its true ones, or the true one.
+    """
+    told, times = [], {}
+    tuners = [Tuner(search(), on_settled=told.append, effort=effort) for _ in range(2)]
+    bucket = Bucket.of(HOT, num_ranks=4, trains=True)
     while True:
         found = [tuner.choose(HOT, bucket) for tuner in tuners]
         assert found[0] == found[1]
         way, trial = found[0]
         if trial is None:
-            break
-        first = trials < len(ways)
+            return way, told[0], times
+        seen = times.setdefault(way, [])
+        seconds = truth(way) if isinstance(truth(way), float) else truth(way)[len(seen) - 1]
+        seen.append(seconds if seen else first)
         for tuner in tuners:
-            tuner.report(trial, 100.0 if first else truth[way])
-        trials += 1
-    fast = sum(seconds <= TOO_SLOW * min(truth.values()) for seconds in truth.values())
-    assert fast < len(ways), "some are slow, and measured once after the first"
-    assert trials == fast * (NUM_TRIALS + 1) + (len(ways) - fast) * 2
-    assert way == ways[-1] == told[0][bucket.key]
+            tuner.report(trial, seen[-1])
+
+
+def test_the_starts_are_of_all_sorts():
+    ways = search().starts(HOT, True, 6)
+    assert Way(4, 1, "flat", 0) in ways and {w.route_degree for w in ways} == {1, 2, 4}
+    wide = search(overlap_degrees=(1, 2, 4, 8), shadows=(0,)).starts(
+        TokenLoad.even(512, 2, 8), True, 6
+    )
+    assert {w.all_to_all for w in wide if w.route_degree == 4} == {"flat", "hierarchical"}
+
+
+def test_the_fastest_start_is_settled_in_bounded_trials():
+    effort = Effort(num_ways=6)
+    ways = search().starts(HOT, True, effort.num_starts)
+    order = {way: 1.0 + i for i, way in enumerate(reversed(ways))}
+    way, told, times = play(order.__getitem__, effort)
+    least = min(order.values())
+    for each, seen in times.items():
+        slow, close = order[each] > TOO_SLOW * least, order[each] <= CLOSE * least
+        assert len(seen) == (2 if slow else 1 + effort.num_trials), "only the fastest is close"
+        assert not close or each == way
+    bucket = Bucket.of(HOT, num_ranks=4, trains=True)
+    assert way == ways[-1] == told[bucket.key] and set(times) == set(ways)
     other = TokenLoad.even(512, 2, 8)
     assert Bucket.of(other, num_ranks=4, trains=True) != bucket
-    assert Tuner(rank, known=told[0]).choose(HOT, bucket) == (way, None)
+    assert Tuner(search(), known=told).choose(HOT, bucket) == (way, None)
+
+
+@pytest.mark.parametrize("best", [Way(4, 1, "hierarchical", 0), Way(4, 2, "flat", 0)])
+def test_what_the_model_does_not_name_is_found_from_its_neighbours(best):
+    """Times rise with the number of choices that differ, and the search begins with ways of another kind."""
+
+    def truth(way):
+        parts = abs((way.overlap_degree or 1) - best.overlap_degree)
+        shadows = abs((way.shadow_experts or 0) - best.shadow_experts)
+        far = parts + shadows + (way.all_to_all != best.all_to_all)
+        return 1.0 + 0.2 * far + (way.route_degree != 4)
+
+    effort = Effort(num_starts=4)
+    assert best not in search().starts(HOT, True, 4)
+    way, _, times = play(truth, effort)
+    assert way == best and len(times) <= effort.num_ways
+    assert all(len(seen) <= 1 + 2 * effort.num_trials for seen in times.values())
+
+
+def test_close_ways_are_measured_again():
+    """After three trials each the second looks faster; after six it does not."""
+    effort = Effort(num_starts=4, num_ways=4)
+    first, second, *others = search().starts(HOT, True, 4)
+    truth = {
+        first: [1.06, 1.06, 1.06, 1.0, 1.0, 1.0],
+        second: [1.03, 1.03, 1.03, 1.1, 1.1, 1.1],
+    } | dict.fromkeys(others, 9.0)
+    way, _, times = play(truth.__getitem__, effort)
+    assert way == first and [len(times[w]) for w in (first, second)] == [7, 7]
 
 
 def test_a_capacity_factor_is_part_of_a_bucket():
@@ -133,17 +185,16 @@ def test_a_capacity_factor_is_part_of_a_bucket():
 
 
 def test_what_does_not_fit_is_never_tried():
-    machine = Machine(SLOW, 1e10)
-    bytes_of = {
-        way: extra_bytes(way, route(way.route_degree), SHAPE, HOT) for way in rank(HOT, True)
-    }
-    budget = sorted(bytes_of.values())[1]
-    fitting = finalists(choices(budget_bytes=budget), SHAPE, HOT, machine, number=99)
-    assert fitting and all(
-        extra_bytes(way, route(way.route_degree), SHAPE, HOT) <= budget for way in fitting
-    )
-    nothing = choices(budget_bytes=0)
-    assert finalists(nothing, SHAPE, HOT, machine, number=6) == [nothing.usual]
+    def needed(way):
+        return extra_bytes(way, route(way.route_degree), SHAPE, HOT)
+
+    budget = sorted(map(needed, search().starts(HOT, True, 6)))[1]
+    small = search(budget_bytes=budget)
+    fitting = small.starts(HOT, True, 99)
+    assert fitting and all(needed(way) <= budget for way in fitting)
+    assert all(needed(other) <= budget for way in fitting for other in small.near(way, HOT, True))
+    nothing = search(budget_bytes=0)
+    assert nothing.starts(HOT, True, 6) == [nothing.choices.usual]
 
 
 BAD = [

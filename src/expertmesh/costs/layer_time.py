@@ -11,8 +11,9 @@ from expertmesh.costs.communication import (
     travel_seconds,
 )
 
-PART_COST = 0.07
-"""Products of n parts take 1 + 0.07 (n - 1) of the time of one: docs/log.md, parts of tokens (1.09, 1.14, 1.57 for 2, 4, 8)."""
+ROWS_OF_A_PART = 40
+"""Each part of the tokens costs an expert as much as so many rows more, whose weights are read and whose gradient is added:
+docs/log.md, what a part costs."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class StepTime:
     """Seconds of one step of a layer: forward and, in training, backward.
 
     Attributes:
-        products_s: of the rank with most rows.
+        products_s: of the rank with most rows, in all parts.
         travel_s: of tokens.
         weights_s: of weights and their gradients.
         num_parts: in which tokens travel.
@@ -80,9 +81,8 @@ class StepTime:
     def total_s(self) -> float:
         """With n parts the longer of products and travel hides (n - 1) / n of the other."""
         n = self.num_parts
-        products = self.products_s * (1 + PART_COST * (n - 1))
-        hidden = (n - 1) / n * min(products, self.travel_s)
-        return products + self.travel_s - hidden + self.weights_s
+        hidden = (n - 1) / n * min(self.products_s, self.travel_s)
+        return self.products_s + self.travel_s - hidden + self.weights_s
 
 
 def hottest(shares: tuple[float, ...], number: int) -> tuple[int, ...]:
@@ -109,7 +109,8 @@ def step_time(
     r, slices = route.route_degree, len(route.blocks) // route.num_blocks
     stay = sum(load.shares[e] for e in hot)
     fullest = max(moving.block_shares(route.num_blocks)) * r / slices if r > 1 else 1.0
-    rows = load.num_tokens * load.top_k * (fullest + stay)
+    parts, here = way.overlap_degree or 1, layer.num_experts // route.num_blocks / slices
+    rows = load.num_tokens * load.top_k * (fullest + stay) + ROWS_OF_A_PART * parts * here
     passes = 3 if layer.trains else 1
     products_s = passes * rows * 2 * layer.expert_elements / machine.flops_per_s
     travel_s = (2 if layer.trains else 1) * travel_seconds(
@@ -120,7 +121,7 @@ def step_time(
         dim=layer.dim,
         element_bytes=layer.element_bytes,
     )
-    elements = layer.num_experts // route.num_blocks * layer.expert_elements / slices
+    elements = here * layer.expert_elements
     link = network.across if route.gathers_across else network.inside
     weights_s = layer.num_gathers * ring_seconds(
         elements * layer.element_bytes, route.num_gathering, link
@@ -133,7 +134,7 @@ def step_time(
     if layer.trains:
         weights_s += ring_seconds(elements * layer.gradient_bytes, route.num_gathering, link)
         weights_s += 2 * ring_seconds(shadow * layer.gradient_bytes, W, shadow_link)
-    return StepTime(products_s, travel_s, weights_s, way.overlap_degree or 1)
+    return StepTime(products_s, travel_s, weights_s, parts)
 
 
 def extra_bytes(way: Way, route: RouteShape, layer: LayerShape, load: TokenLoad) -> float:

@@ -6,18 +6,20 @@ are sorted into buckets, and each bucket is tried out once, with a bounded numbe
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
+from typing import Protocol
 
 from expertmesh.config.way import AllToAll, Way
 from expertmesh.costs.communication import RouteShape, TokenLoad
 from expertmesh.costs.layer_time import LayerShape, Machine, extra_bytes, step_time
 
 OVERLAP_DEGREES = (1, 2, 4, 8)
-NUM_FINALISTS = 6
-NUM_TRIALS = 3
-TOO_SLOW = 2.0
+TOO_SLOW = 1.5
 """A way that took so many times the fastest's time is not measured again."""
+CLOSE = 1.15
+"""Ways within so many times the fastest's time are measured as often again before one is settled on."""
 HOPELESS = 5.0
 """A way for which the model says so many times the fastest's time is not measured at all."""
 HOT = 1.5
@@ -109,61 +111,155 @@ class Choices:
         return found
 
 
-def finalists(
-    choices: Choices, layer: LayerShape, load: TokenLoad, machine: Machine, *, number: int
-) -> list[Way]:
-    """The ways to measure, the best of the model first: the best of each route_degree, the usual one, and the next best.
+@dataclass(frozen=True)
+class Effort:
+    """How much a bucket may be measured.
 
-    None that does not fit memory, unless nothing does: then the usual one. None that is hopeless, but for the usual one.
+    Attributes:
+        num_starts: ways that the cost model names.
+        num_ways: these, and those found from them.
+        num_trials: of each way, after a first that does not count, because groups connect in it; of close ones twice as many.
     """
 
-    def seconds(way: Way) -> float:
-        route = choices.routes[way.route_degree or 1]
-        return step_time(way, route, layer, load, machine).total_s
+    num_starts: int = 6
+    num_ways: int = 14
+    num_trials: int = 3
 
-    def fits(way: Way) -> bool:
-        route = choices.routes[way.route_degree or 1]
-        return extra_bytes(way, route, layer, load) <= choices.budget_bytes
 
-    ranked = sorted((way for way in choices.ways(load) if fits(way)), key=seconds)
-    if not ranked:
-        return [choices.usual]
-    usual, limit = [way for way in ranked if way == choices.usual], HOPELESS * seconds(ranked[0])
-    ranked = [way for way in ranked if seconds(way) <= limit]
-    best_of_each = {way.route_degree: way for way in reversed(ranked)}
-    wanted = list(dict.fromkeys([ranked[0], *best_of_each.values(), *usual, *ranked]))[:number]
-    return sorted(wanted, key=seconds)
+class Search(Protocol):
+    """Which ways are worth measuring."""
+
+    def starts(self, load: TokenLoad, trains: bool, number: int) -> list[Way]:
+        """So many to begin with, the best first; at least one."""
+        ...
+
+    def near(self, way: Way, load: TokenLoad, trains: bool) -> list[Way]:
+        """Those that differ from one in one step of one choice, the best first."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelSearch:
+    """By the cost model. A `Search`.
+
+    None that does not fit memory, unless nothing does: then the usual one. None that is hopeless, but for the usual one.
+
+    Attributes:
+        choices: what there is.
+        layer: a layer in training.
+        machine: that it runs on.
+    """
+
+    choices: Choices
+    layer: LayerShape
+    machine: Machine
+
+    def starts(self, load: TokenLoad, trains: bool, number: int) -> list[Way]:
+        """The best of each route_degree, the usual one, the best of each all-to-all and number of shadows, and the next."""
+        ranked = self._ranked(load, trains)
+        if not ranked:
+            return [self.choices.usual]
+        routes: dict[int | None, Way] = {}
+        kinds: dict[tuple[object, ...], Way] = {}
+        for way in ranked:
+            routes.setdefault(way.route_degree, way)
+            kinds.setdefault((way.route_degree, way.all_to_all, way.shadow_experts), way)
+        usual = [way for way in self._fitting(load, trains) if way == self.choices.usual]
+        wanted = dict.fromkeys([ranked[0], *routes.values(), *usual, *kinds.values(), *ranked])
+        return sorted(list(wanted)[:number], key=lambda way: self._seconds(way, load, trains))
+
+    def near(self, way: Way, load: TokenLoad, trains: bool) -> list[Way]:
+        """Another number of parts, another all-to-all, or one shadow more or less."""
+        return [other for other in self._ranked(load, trains) if self._is_near(way, other)]
+
+    def _is_near(self, one: Way, other: Way) -> bool:
+        degrees = self.choices.overlap_degrees
+        steps = (
+            abs(degrees.index(one.overlap_degree or 1) - degrees.index(other.overlap_degree or 1)),
+            int(one.all_to_all != other.all_to_all),
+            abs((one.shadow_experts or 0) - (other.shadow_experts or 0)),
+        )
+        return one.route_degree == other.route_degree and sum(steps) == 1
+
+    def _ranked(self, load: TokenLoad, trains: bool) -> list[Way]:
+        seconds = {w: self._seconds(w, load, trains) for w in self._fitting(load, trains)}
+        limit = HOPELESS * min(seconds.values(), default=0.0)
+        return sorted((w for w in seconds if seconds[w] <= limit), key=seconds.__getitem__)
+
+    def _fitting(self, load: TokenLoad, trains: bool) -> list[Way]:
+        return [way for way in self.choices.ways(load) if self._fits(way, load, trains)]
+
+    def _seconds(self, way: Way, load: TokenLoad, trains: bool) -> float:
+        return step_time(way, self._route(way), self._layer(trains), load, self.machine).total_s
+
+    def _fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
+        needed = extra_bytes(way, self._route(way), self._layer(trains), load)
+        return needed <= self.choices.budget_bytes
+
+    def _route(self, way: Way) -> RouteShape:
+        return self.choices.routes[way.route_degree or 1]
+
+    def _layer(self, trains: bool) -> LayerShape:
+        return self.layer if trains else replace(self.layer, trains=False, num_gathers=1)
 
 
 class _Bucket:
-    """The trials of one bucket."""
+    """The trials of one bucket: those to start with, then those near the fastest, then the close ones again."""
 
-    def __init__(self, ways: list[Way], num_trials: int) -> None:
-        self.ways, self._num_trials = ways, num_trials
-        self.times: dict[Way, list[float]] = {way: [] for way in ways}
-        self._issued = dict.fromkeys(ways, 0)
+    def __init__(self, starts: list[Way], near: Callable[[Way], list[Way]], effort: Effort) -> None:
+        self._near, self._effort = near, effort
+        self.times: dict[Way, list[float]] = {}
+        self._wanted: dict[Way, int] = {}
+        self._issued: dict[Way, int] = {}
+        self.settled: Way | None = None
+        self._add(starts)
+        if len(starts) == 1:
+            self.settled = starts[0]
 
     @property
-    def settled(self) -> Way | None:
-        """The fastest, when all trials are in; a way's first does not count, because it makes connections."""
-        if len(self.ways) == 1:
-            return self.ways[0]
+    def best(self) -> Way:
+        """The fastest that is known; the first by the model as long as nothing is."""
+        return min(self._left(), key=self._median)
+
+    def report(self, way: Way, seconds: float) -> None:
+        """A trial is over."""
+        self.times[way].append(seconds)
         left = self._left()
-        if any(len(self.times[way]) <= self._num_trials for way in left):
-            return None
-        return min(left, key=lambda way: median(self.times[way][1:]))
+        if all(len(self.times[way]) >= self._wanted[way] for way in left):
+            self._go_on(left)
+
+    def _go_on(self, left: list[Way]) -> None:
+        best, most = self.best, 1 + 2 * self._effort.num_trials
+        room = self._effort.num_ways - len(self.times)
+        new = [way for way in self._near(best) if way not in self.times][:room]
+        close = [way for way in left if self._median(way) <= CLOSE * self._median(best)]
+        if new:
+            self._add(new)
+        elif len(close) > 1 and any(self._wanted[way] < most for way in close):
+            self._wanted |= dict.fromkeys(close, most)
+        else:
+            self.settled = best
+
+    def _add(self, ways: list[Way]) -> None:
+        self.times |= {way: [] for way in ways}
+        self._issued |= dict.fromkeys(ways, 0)
+        self._wanted |= dict.fromkeys(ways, 1 + self._effort.num_trials)
+
+    def _median(self, way: Way) -> float:
+        return median(self.times[way][1:] or [float("inf")])
 
     def _left(self) -> list[Way]:
         """Ways that have not been seen to be slow."""
         seen = {way: min(times[1:]) for way, times in self.times.items() if len(times) > 1}
         limit = TOO_SLOW * min(seen.values(), default=0.0)
-        return [way for way in self.ways if seen.get(way, 0.0) <= limit]
+        return [way for way in self.times if seen.get(way, 0.0) <= limit]
 
     def next_trial(self) -> Way | None:
         """A way to measure, all in turn; None: all trials are under way."""
-        way = min(self._left(), key=self._issued.__getitem__)
-        if self._issued[way] > self._num_trials:
+        open_ = [way for way in self._left() if self._issued[way] < self._wanted[way]]
+        if not open_:
             return None
+        way = min(open_, key=self._issued.__getitem__)
         self._issued[way] += 1
         return way
 
@@ -185,48 +281,47 @@ class Tuner:
     """Chooses for all layers of one shape.
 
     Args:
-        rank: gives the ways to measure under a load, the best by the model first.
+        search: names ways to measure.
         known: settled buckets.
         on_settled: told when a bucket is settled.
-        num_trials: measurements of each way, after a first that does not count.
+        effort: of a bucket.
     """
 
     def __init__(
         self,
-        rank: Callable[[TokenLoad, bool], list[Way]],
+        search: Search,
         *,
         known: Mapping[str, Way] | None = None,
         on_settled: Callable[[Mapping[str, Way]], None] | None = None,
-        num_trials: int = NUM_TRIALS,
+        effort: Effort | None = None,
     ) -> None:
-        self._rank, self._on_settled, self._num_trials = rank, on_settled, num_trials
+        self._search, self._on_settled, self._effort = search, on_settled, effort or Effort()
         self.settled: dict[str, Way] = dict(known or {})
         self._buckets: dict[str, _Bucket] = {}
 
     def choose(self, load: TokenLoad, bucket: Bucket) -> tuple[Way, Trial | None]:
         """The way of a call, and the trial that it is; None: nobody asks for its time."""
         key = bucket.key
+        if key not in self.settled and key not in self._buckets:
+            starts = self._search.starts(load, bucket.trains, self._effort.num_starts)
+            near = partial(self._search.near, load=load, trains=bucket.trains)
+            self._buckets[key] = _Bucket(starts, near, self._effort)
+            self._settle(key)
         if key in self.settled:
             return self.settled[key], None
-        if key not in self._buckets:
-            self._buckets[key] = _Bucket(self._rank(load, bucket.trains), self._num_trials)
         trials = self._buckets[key]
-        if trials.settled is not None:
-            self._settle(key, trials.settled)
-            return self.settled[key], None
         way = trials.next_trial()
-        return (trials.ways[0], None) if way is None else (way, Trial(key, way))
+        return (trials.best, None) if way is None else (way, Trial(key, way))
 
     def report(self, trial: Trial, seconds: float) -> None:
         """The time that a trial took, over all ranks."""
-        trials = self._buckets.get(trial.bucket)
-        if trials is None or trial.bucket in self.settled:
-            return
-        trials.times[trial.way].append(seconds)
-        if trials.settled is not None:
-            self._settle(trial.bucket, trials.settled)
+        if trial.bucket in self._buckets and trial.bucket not in self.settled:
+            self._buckets[trial.bucket].report(trial.way, seconds)
+            self._settle(trial.bucket)
 
-    def _settle(self, key: str, way: Way) -> None:
-        self.settled[key] = way
-        if self._on_settled is not None:
-            self._on_settled(self.settled)
+    def _settle(self, key: str) -> None:
+        way = self._buckets[key].settled
+        if way is not None:
+            self.settled[key] = way
+            if self._on_settled is not None:
+                self._on_settled(self.settled)

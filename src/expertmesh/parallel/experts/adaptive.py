@@ -17,7 +17,7 @@ from expertmesh.comm.collectives import start_all_gather
 from expertmesh.comm.group import wait_for
 from expertmesh.comm.mesh import divisors
 from expertmesh.config.way import AllToAll, Way
-from expertmesh.costs.communication import Network, RouteShape, TokenLoad
+from expertmesh.costs.communication import Network, RouteShape
 from expertmesh.costs.layer_time import LayerShape, Machine
 from expertmesh.moe.dispatch import Tokens
 from expertmesh.moe.experts import GroupedExperts
@@ -26,16 +26,17 @@ from expertmesh.ops.activation import num_branches
 from expertmesh.parallel.experts.load import route_shape
 from expertmesh.parallel.experts.plan import make_plan
 from expertmesh.planner.tuner import (
-    NUM_FINALISTS,
     OVERLAP_DEGREES,
     Bucket,
     Choices,
+    Effort,
+    ModelSearch,
     Trial,
     Tuner,
-    finalists,
 )
 
 SHADOWS = (0, 1, 2)
+EFFORT = Effort()
 PROBE_ROWS = 256
 MEMORY_SHARE = 0.25
 """Of the memory that is free at the start, what one layer may take beside its shards."""
@@ -221,10 +222,6 @@ def _new_tuner(
 ) -> Tuner:
     name = f"E{shape.num_experts}-D{shape.dim}-F{shape.hidden_dim}-W{shape.num_ranks}:"
 
-    def rank(load: TokenLoad, trains: bool) -> list[Way]:
-        layer = shape if trains else _inferring(shape)
-        return finalists(choices, layer, load, machine, number=NUM_FINALISTS)
-
     def note(found: Mapping[str, Way]) -> None:
         settled.update({name + key: way for key, way in found.items()})
         if on_settled is not None:
@@ -232,15 +229,12 @@ def _new_tuner(
 
     mine = {k.removeprefix(name): way for k, way in settled.items() if k.startswith(name)}
     fitting = {k: way for k, way in mine.items() if way.route_degree in choices.routes}
-    return Tuner(rank, known=fitting, on_settled=note)
+    search = ModelSearch(choices, shape, machine)
+    return Tuner(search, known=fitting, on_settled=note, effort=EFFORT)
 
 
 def _most_on_a_node(nodes: Sequence[int]) -> int:
     return max(map(nodes.count, set(nodes)))
-
-
-def _inferring(shape: LayerShape) -> LayerShape:
-    return LayerShape(**{**vars(shape), "trains": False, "num_gathers": 1})
 
 
 def _agreed_least(world: Any, mine: list[float]) -> tuple[float, float]:
