@@ -132,12 +132,12 @@ class Copies:
     inside_messages: int
     across_messages: int
 
-    def seconds(self, network: Network, row_bytes: float) -> float:
-        """Time of one way."""
+    def seconds(self, network: Network, row_bytes: float, *, parts: int = 1) -> float:
+        """Time of one way, in so many parts."""
         inside, across = network.inside, network.across
         return (
-            self.inside_messages * inside.latency_s
-            + self.across_messages * across.latency_s
+            parts * self.inside_messages * inside.latency_s
+            + parts * self.across_messages * across.latency_s
             + self.inside * row_bytes / inside.bytes_per_s
             + self.across * row_bytes / across.bytes_per_s
         )
@@ -191,6 +191,7 @@ def travel_seconds(
     dim: int,
     element_bytes: int,
     out_bytes: int | None = None,
+    parts: int = 1,
 ) -> float:
     """Dispatch and combine of one forward; the gradients of a backward take as long again.
 
@@ -202,6 +203,7 @@ def travel_seconds(
         dim: D.
         element_bytes: of a travelling token.
         out_bytes: of a token on its way out, where it travels in another form; None: dim x element_bytes.
+        parts: that they travel in, each with messages of its own.
     """
     if len(route.nodes) == 1:
         return 0.0
@@ -209,7 +211,7 @@ def travel_seconds(
     copies = (hierarchical_copies if two_levels else flat_copies)(route, load)
     home_bytes = dim * element_bytes
     there_bytes = (home_bytes if out_bytes is None else out_bytes) + 2 * load.top_k * 4
-    return copies.seconds(network, there_bytes) + copies.seconds(network, home_bytes)
+    return sum(copies.seconds(network, size, parts=parts) for size in (there_bytes, home_bytes))
 
 
 def faster_all_to_all(

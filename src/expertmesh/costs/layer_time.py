@@ -120,6 +120,7 @@ def step_time(
         network,
         dim=layer.dim,
         element_bytes=layer.element_bytes,
+        parts=parts,
     )
     elements = here * layer.expert_elements
     link = network.across if route.gathers_across else network.inside

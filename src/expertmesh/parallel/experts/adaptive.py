@@ -37,7 +37,7 @@ from expertmesh.planner.tuner import (
 
 SHADOWS = (0, 1, 2)
 EFFORT = Effort()
-PROBE_ROWS = 256
+PROBE_ROWS, PROBE_S = 256, 0.03
 MEMORY_SHARE = 0.25
 """Of the memory that is free at the start, what one layer may take beside its shards."""
 
@@ -192,7 +192,8 @@ def adapt(
         storage = dispatcher.storage
         W, world = storage.degrees.num_ranks, storage.world
         if probe is None:
-            probe = _agreed_least(world, [_flops_per_s(layer), _free_bytes(world.device_type)])
+            free = _agreed_least(world, _free_bytes(world.device_type))
+            probe = _agreed_least(world, _flops_per_s(layer)), free
         shape = layer_shape(layer, num_ranks=W, num_gathers=num_gathers)
         key = shape, pinned.route_degree and dispatcher.usual.route_degree
         if key not in tuners:
@@ -237,17 +238,16 @@ def _most_on_a_node(nodes: Sequence[int]) -> int:
     return max(map(nodes.count, set(nodes)))
 
 
-def _agreed_least(world: Any, mine: list[float]) -> tuple[float, float]:
-    """The least of each number over all ranks."""
-    numbers = torch.tensor(mine, dtype=torch.float64, device=world.device_type)
-    all_PN, pending = start_all_gather(numbers, world.everyone(), where="speed and memory of ranks")
+def _agreed_least(world: Any, mine: float) -> float:
+    """The least over all ranks, which leave together."""
+    number = torch.tensor([mine], dtype=torch.float64, device=world.device_type)
+    all_P1, pending = start_all_gather(number, world.everyone(), where="speed and memory of ranks")
     wait_for(pending)
-    flops, free = all_PN.amin(0).tolist()
-    return flops, free
+    return float(all_P1.min())
 
 
 def _flops_per_s(layer: MoELayer) -> float:
-    """Of products as large as the experts', measured for some milliseconds; the best of three."""
+    """Of products as large as the experts', while the ranks of this machine all measure it; their cores may be fewer."""
     experts = layer.experts
     assert isinstance(experts, GroupedExperts)
     _, branches, F, D = experts.w_in.shape
@@ -256,13 +256,14 @@ def _flops_per_s(layer: MoELayer) -> float:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     x = torch.ones(PROBE_ROWS, D, device=device, dtype=experts.w_in.dtype)
     w = torch.ones(D, branches * F, device=device, dtype=experts.w_in.dtype)
-    best = float("inf")
-    for _ in range(3):
+    x @ w
+    count, seconds = 0, 0.0
+    while seconds < PROBE_S:
         watch = Stopwatch(device)
         x @ w
         watch.mark()
-        best = min(best, watch.seconds())
-    return 2 * PROBE_ROWS * D * branches * F / max(best, 1e-9)
+        count, seconds = count + 1, seconds + max(watch.seconds(), 1e-9)
+    return count * 2 * PROBE_ROWS * D * branches * F / seconds
 
 
 def _free_bytes(device_type: str) -> float:
