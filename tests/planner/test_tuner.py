@@ -26,7 +26,16 @@ from expertmesh.planner.cache import (
     save_network,
     save_plans,
 )
-from expertmesh.planner.tuner import CLOSE, TOO_SLOW, Bucket, Choices, Effort, ModelSearch, Tuner
+from expertmesh.planner.tuner import (
+    CLOSE,
+    PATIENCE,
+    TOO_SLOW,
+    Bucket,
+    Choices,
+    Effort,
+    ModelSearch,
+    Tuner,
+)
 
 SLOW = Network(Link(1e-5, 1e10), Link(1e-4, 2.5e7))
 SHAPE = LayerShape(8, 64, 128, 3, 4, 4, num_ranks=4)
@@ -168,6 +177,18 @@ def test_close_ways_are_measured_again():
     } | dict.fromkeys(others, 9.0)
     way, _, times = play(truth.__getitem__, effort)
     assert way == first and [len(times[w]) for w in (first, second)] == [7, 7]
+
+
+def test_trials_that_never_end_are_made_again():
+    """Every other forward has no backward."""
+    tuner, bucket = Tuner(search()), Bucket.of(HOT, num_ranks=4, trains=True)
+    for call in itertools.count():
+        _, trial = tuner.choose(HOT, bucket)
+        if bucket.key in tuner.settled:
+            break
+        if trial is not None and call % 2:
+            tuner.report(trial, 1.0)
+    assert call <= 20 * PATIENCE
 
 
 def test_a_capacity_factor_is_part_of_a_bucket():

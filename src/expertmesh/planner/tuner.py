@@ -20,6 +20,8 @@ TOO_SLOW = 1.5
 """A way that took so many times the fastest's time is not measured again."""
 CLOSE = 1.15
 """Ways within so many times the fastest's time are measured as often again before one is settled on."""
+PATIENCE = 64
+"""Calls without news after which trials count as lost: forwards whose backward never came."""
 HOPELESS = 5.0
 """A way for which the model says so many times the fastest's time is not measured at all."""
 HOT = 1.5
@@ -211,6 +213,7 @@ class _Bucket:
         self.times: dict[Way, list[float]] = {}
         self._wanted: dict[Way, int] = {}
         self._issued: dict[Way, int] = {}
+        self._calls_without_news = 0
         self.settled: Way | None = None
         self._add(starts)
         if len(starts) == 1:
@@ -224,6 +227,7 @@ class _Bucket:
     def report(self, way: Way, seconds: float) -> None:
         """A trial is over."""
         self.times[way].append(seconds)
+        self._calls_without_news = 0
         left = self._left()
         if all(len(self.times[way]) >= self._wanted[way] for way in left):
             self._go_on(left)
@@ -256,6 +260,10 @@ class _Bucket:
 
     def next_trial(self) -> Way | None:
         """A way to measure, all in turn; None: all trials are under way."""
+        self._calls_without_news += 1
+        if self._calls_without_news > PATIENCE:
+            self._calls_without_news = 0
+            self._issued = {way: len(times) for way, times in self.times.items()}
         open_ = [way for way in self._left() if self._issued[way] < self._wanted[way]]
         if not open_:
             return None
