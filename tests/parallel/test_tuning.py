@@ -13,7 +13,7 @@ from expertmesh.moe.types import Routing
 from expertmesh.parallel.experts import adaptive
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.planner.tuner import TOO_SLOW, Effort
+from expertmesh.planner.tuner import TIE, TOO_SLOW, Effort
 
 E, D, T, K = 8, 8, 16, 2
 POINTS = {
@@ -75,5 +75,6 @@ def test_the_tuner_takes_the_way_with_the_least_measured_time(four_ranks, point)
     left = [way for way in counted if min(counted[way]) <= TOO_SLOW * least]
     (key, way), *others = settled.items()
     assert not others and len(counted) == 3
-    assert way == min(left, key=lambda w: median(counted[w])) == ways[-1]
+    fastest = min(median(counted[w]) for w in left)
+    assert way == ways[-1] and median(counted[way]) <= TIE * fastest
     assert key.endswith("-C1") == (point[1] is not None)

@@ -179,6 +179,15 @@ def test_close_ways_are_measured_again():
     assert way == first and [len(times[w]) for w in (first, second)] == [7, 7]
 
 
+def test_of_equal_ways_the_simplest_is_settled_on():
+    effort = Effort(num_starts=4, num_ways=4)
+    ways, simplest = search().starts(HOT, True, 4), Way(4, 1, "flat", 0)
+    truth = {way: 1.0 if way.route_degree == 4 else 2.0 for way in ways} | {simplest: 1.02}
+    assert len({way for way in ways if way.route_degree == 4}) > 1
+    assert play(truth.__getitem__, effort)[0] == simplest
+    assert play((truth | {simplest: 1.05}).__getitem__, effort)[0] != simplest
+
+
 def test_trials_that_never_end_are_made_again():
     """Every other forward has no backward."""
     tuner, bucket = Tuner(search()), Bucket.of(HOT, num_ranks=4, trains=True)

@@ -20,6 +20,8 @@ TOO_SLOW = 1.5
 """A way that took so many times the fastest's time is not measured again."""
 CLOSE = 1.15
 """Ways within so many times the fastest's time are measured as often again before one is settled on."""
+TIE = 1.03
+"""Of ways within so many times the fastest's time the simplest is settled on."""
 PATIENCE = 64
 """Calls without news after which trials count as lost: forwards whose backward never came."""
 HOPELESS = 5.0
@@ -242,7 +244,8 @@ class _Bucket:
         elif len(close) > 1 and any(self._wanted[way] < most for way in close):
             self._wanted |= dict.fromkeys(close, most)
         else:
-            self.settled = best
+            ties = [way for way in close if self._median(way) <= TIE * self._median(best)]
+            self.settled = min(ties, key=lambda way: (*_simplicity(way), self._median(way)))
 
     def _add(self, ways: list[Way]) -> None:
         self.times |= {way: [] for way in ways}
@@ -270,6 +273,11 @@ class _Bucket:
         way = min(open_, key=self._issued.__getitem__)
         self._issued[way] += 1
         return way
+
+
+def _simplicity(way: Way) -> tuple[object, ...]:
+    """Less to send, to start and to keep comes first."""
+    return way.overlap_degree, way.shadow_experts, way.all_to_all != "flat"
 
 
 @dataclass(frozen=True)
