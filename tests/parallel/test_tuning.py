@@ -41,7 +41,8 @@ def tuned(fullest, capacity_factor, nodes):
         report, choose = tuner.report, tuner.choose
 
         def noting(trial, seconds):
-            reported.append((trial, seconds))
+            if not tuner.settled:
+                reported.append((trial, seconds))
             report(trial, seconds)
 
         def noting_ways(load, bucket):
