@@ -25,7 +25,6 @@ import tyro
 from benchmarks.harness import circumstances
 from benchmarks.markdown import markdown_table
 
-from expertmesh.cli.begin import begun_from_another
 from expertmesh.config.family import SWIN
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.swin import SwinRunConfig
@@ -33,6 +32,7 @@ from expertmesh.costs.swin import count_multiply_adds, swin_costs
 from expertmesh.data.image_files import read_folder
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.vision import swin_mnist
+from expertmesh.training.begin import begun
 from expertmesh.training.loop import train
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
@@ -145,7 +145,7 @@ def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
         "train.freeze": ("experts", "router") if trial.kind == "frozen" else (),
     }
     config = swin_mnist().updated({**changes, **plan.changes})
-    found = begun_from_another(config, SWIN)
+    found = begun(config, SWIN)
     assert isinstance(found, SwinRunConfig)
     return found
 
