@@ -35,7 +35,7 @@ TINY = {
 
 def train_tiny(folder, name):
     places = {"train.run_dir": str(folder / name), "data.cache_dir": str(folder / "cache")}
-    train_quietly(RECIPES["gpt-moe-test"]().updated(TINY | places))
+    train_quietly(RECIPES["gpt-moe-test"]().updated(TINY | places), recipe="gpt-moe-test")
 
 
 @pytest.fixture(scope="module")
