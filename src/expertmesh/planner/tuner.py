@@ -22,6 +22,8 @@ CLOSE = 1.15
 """Ways within so many times the fastest's time are measured as often again before one is settled on."""
 HOPELESS = 5.0
 """A way for which the model says so many times the fastest's time is not measured at all."""
+PATIENCE = 256
+"""Calls of a bucket after which trials whose times are missing are made again: a forward without a backward has none."""
 HOT = 1.5
 """Experts with this times the mean rows are worth a shadow."""
 
@@ -101,14 +103,27 @@ class Choices:
             if r == 1:
                 found.append(Way(1, 1, "flat", 0))
                 continue
-            kinds = [k for k in self.kinds if k == "flat" or route.has_two_levels]
             found += [
                 Way(r, n, kind, h)
                 for n in self.overlap_degrees
-                for kind in kinds or ["flat"]
+                for kind in self._kinds(route)
                 for h in shadows or [self.shadows[0]]
             ]
         return found
+
+    def allow(self, way: Way) -> bool:
+        """Whether a way, found elsewhere, is one of these under some load."""
+        route = self.routes.get(way.route_degree or 1)
+        if route is None or route.route_degree == 1:
+            return route is not None and way == Way(1, 1, "flat", 0)
+        return (
+            way.overlap_degree in self.overlap_degrees
+            and way.all_to_all in self._kinds(route)
+            and way.shadow_experts in self.shadows
+        )
+
+    def _kinds(self, route: RouteShape) -> Sequence[AllToAll]:
+        return [k for k in self.kinds if k == "flat" or route.has_two_levels] or ["flat"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +150,10 @@ class Search(Protocol):
 
     def near(self, way: Way, load: TokenLoad, trains: bool) -> list[Way]:
         """Those that differ from one in one step of one choice, the best first."""
+        ...
+
+    def fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
+        """Whether there is memory for one."""
         ...
 
 
@@ -173,13 +192,15 @@ class ModelSearch:
         return [other for other in self._ranked(load, trains) if self._is_near(way, other)]
 
     def _is_near(self, one: Way, other: Way) -> bool:
+        if one == other or one.route_degree != other.route_degree:
+            return False  # where tokens stay there are no parts, whatever number was given
         degrees = self.choices.overlap_degrees
         steps = (
             abs(degrees.index(one.overlap_degree or 1) - degrees.index(other.overlap_degree or 1)),
             int(one.all_to_all != other.all_to_all),
             abs((one.shadow_experts or 0) - (other.shadow_experts or 0)),
         )
-        return one.route_degree == other.route_degree and sum(steps) == 1
+        return sum(steps) == 1
 
     def _ranked(self, load: TokenLoad, trains: bool) -> list[Way]:
         seconds = {w: self._seconds(w, load, trains) for w in self._fitting(load, trains)}
@@ -187,12 +208,13 @@ class ModelSearch:
         return sorted((w for w in seconds if seconds[w] <= limit), key=seconds.__getitem__)
 
     def _fitting(self, load: TokenLoad, trains: bool) -> list[Way]:
-        return [way for way in self.choices.ways(load) if self._fits(way, load, trains)]
+        return [way for way in self.choices.ways(load) if self.fits(way, load, trains)]
 
     def _seconds(self, way: Way, load: TokenLoad, trains: bool) -> float:
         return step_time(way, self._route(way), self._layer(trains), load, self.machine).total_s
 
-    def _fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
+    def fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
+        """Whether the budget is enough for one."""
         needed = extra_bytes(way, self._route(way), self._layer(trains), load)
         return needed <= self.choices.budget_bytes
 
@@ -211,6 +233,7 @@ class _Bucket:
         self.times: dict[Way, list[float]] = {}
         self._wanted: dict[Way, int] = {}
         self._issued: dict[Way, int] = {}
+        self._num_waits, self._is_told = 0, False
         self.settled: Way | None = None
         self._add(starts)
         if len(starts) == 1:
@@ -224,6 +247,7 @@ class _Bucket:
     def report(self, way: Way, seconds: float) -> None:
         """A trial is over."""
         self.times[way].append(seconds)
+        self._num_waits, self._is_told = 0, True
         left = self._left()
         if all(len(self.times[way]) >= self._wanted[way] for way in left):
             self._go_on(left)
@@ -258,10 +282,22 @@ class _Bucket:
         """A way to measure, all in turn; None: all trials are under way."""
         open_ = [way for way in self._left() if self._issued[way] < self._wanted[way]]
         if not open_:
+            self._wait()
             return None
         way = min(open_, key=self._issued.__getitem__)
         self._issued[way] += 1
         return way
+
+    def _wait(self) -> None:
+        """Nothing is left to begin. Trials whose times do not come are begun again; where none came, all is as good as measured."""
+        self._num_waits += 1
+        if self._num_waits < PATIENCE:
+            return
+        if self._is_told:
+            self._issued = {way: len(times) for way, times in self.times.items()}
+        else:
+            self.settled = self.best
+        self._num_waits, self._is_told = 0, False
 
 
 @dataclass(frozen=True)
@@ -297,11 +333,16 @@ class Tuner:
     ) -> None:
         self._search, self._on_settled, self._effort = search, on_settled, effort or Effort()
         self.settled: dict[str, Way] = dict(known or {})
+        self._unchecked = set(self.settled)
         self._buckets: dict[str, _Bucket] = {}
 
     def choose(self, load: TokenLoad, bucket: Bucket) -> tuple[Way, Trial | None]:
         """The way of a call, and the trial that it is; None: nobody asks for its time."""
         key = bucket.key
+        if key in self._unchecked:
+            self._unchecked.remove(key)
+            if not self._search.fits(self.settled[key], load, bucket.trains):
+                del self.settled[key]  # there was more memory when it was found
         if key not in self.settled and key not in self._buckets:
             starts = self._search.starts(load, bucket.trains, self._effort.num_starts)
             near = partial(self._search.near, load=load, trains=bucket.trains)
@@ -311,7 +352,10 @@ class Tuner:
             return self.settled[key], None
         trials = self._buckets[key]
         way = trials.next_trial()
-        return (trials.best, None) if way is None else (way, Trial(key, way))
+        if way is not None:
+            return way, Trial(key, way)
+        self._settle(key)
+        return trials.best, None
 
     def report(self, trial: Trial, seconds: float) -> None:
         """The time that a trial took, over all ranks."""
