@@ -120,7 +120,7 @@ def test_a_state_that_is_loaded_is_that_of_all_parameters():
     for number in (0, 0, 1):
         step(number)
     models[1].load_state_dict(models[0].state_dict())
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     models[2], optimizers[2] = copy.deepcopy((models[0], optimizers[0]))
     for number in range(3):
         for group in optimizers[number].param_groups:

@@ -162,7 +162,17 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     values = {name: _value(option, texts) for name, (option, texts) in flags.items()}
     in_file: dict[str, Any] = {}
     if file is not None:
-        in_file = flat_values(from_file, list(_options(type(default))), file)
+        options = _options(type(default))
+        in_file = {
+            # a list of one may be written without brackets, and of several as on the command line
+            name: _value(options[name], [value])
+            if options[name].is_tuple and isinstance(value, str)
+            else value
+            for name, value in flat_values(from_file, list(options), file).items()
+        }
+        for name, value in in_file.items():
+            if options[name].is_tuple and type(value) in (int, float):
+                in_file[name] = (value,)
         values = in_file | values
     values = with_fitting_warmup(default, values)
     try:

@@ -86,7 +86,10 @@ def _note_of_file(parsed: ParsedRun) -> None:
     """Say that a rate of the file is not used: a run's config.json has all options, so it is no mistake."""
     if "optim.lr" in parsed.from_file:
         lr = parsed.config.optim.lr
-        print(f"note: optim.lr={lr!r} of --config is left aside: --rates gives the rates", file=sys.stderr)
+        print(
+            f"note: optim.lr={lr!r} of --config is left aside: --rates gives the rates",
+            file=sys.stderr,
+        )
 
 
 def _rates(given: str | None) -> list[float]:

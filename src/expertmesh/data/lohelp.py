@@ -184,9 +184,7 @@ def _write(output: Path, files: Mapping[str, list[str]]) -> None:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ConfigError(
-            f"output={output}: is a file or below a file; choose a folder"
-        ) from None
+        raise ConfigError(f"output={output}: is a file or below a file; choose a folder") from None
     for name in missing:
         partial = output / f".{name}.partial"
         partial.write_bytes(gzip.compress(texts[name], mtime=0))

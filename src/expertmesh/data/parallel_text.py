@@ -215,7 +215,9 @@ def read_lines(path: Path) -> list[str]:
         ConfigError: it is not UTF-8 text, or damaged.
     """
     try:
-        text = _bytes(path).decode("utf-8-sig")  # without the mark that editors on Windows begin a file with
+        text = _bytes(path).decode(
+            "utf-8-sig"
+        )  # without the mark that editors on Windows begin a file with
     except UnicodeDecodeError:
         raise ConfigError(
             f"{path}: is not UTF-8 text; convert it, for example with iconv -t UTF-8"

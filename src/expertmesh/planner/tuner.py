@@ -23,7 +23,8 @@ CLOSE = 1.15
 HOPELESS = 5.0
 """A way for which the model says so many times the fastest's time is not measured at all."""
 PATIENCE = 256
-"""Calls of a bucket after which trials whose times are missing are made again: a forward without a backward has none."""
+"""Calls of a bucket after which trials whose times are missing are made again (a forward without a backward has none); where
+none came, twice as many the next time."""
 HOT = 1.5
 """Experts with this times the mean rows are worth a shadow."""
 
@@ -233,7 +234,7 @@ class _Bucket:
         self.times: dict[Way, list[float]] = {}
         self._wanted: dict[Way, int] = {}
         self._issued: dict[Way, int] = {}
-        self._num_waits, self._is_told = 0, False
+        self._num_waits, self._patience = 0, PATIENCE
         self.settled: Way | None = None
         self._add(starts)
         if len(starts) == 1:
@@ -247,7 +248,7 @@ class _Bucket:
     def report(self, way: Way, seconds: float) -> None:
         """A trial is over."""
         self.times[way].append(seconds)
-        self._num_waits, self._is_told = 0, True
+        self._num_waits, self._patience = 0, PATIENCE
         left = self._left()
         if all(len(self.times[way]) >= self._wanted[way] for way in left):
             self._go_on(left)
@@ -289,15 +290,11 @@ class _Bucket:
         return way
 
     def _wait(self) -> None:
-        """Nothing is left to begin. Trials whose times do not come are begun again; where none came, all is as good as measured."""
+        """Nothing is left to begin. Trials whose times do not come are begun again, where none came ever more seldom."""
         self._num_waits += 1
-        if self._num_waits < PATIENCE:
-            return
-        if self._is_told:
+        if self._num_waits >= self._patience:
             self._issued = {way: len(times) for way, times in self.times.items()}
-        else:
-            self.settled = self.best
-        self._num_waits, self._is_told = 0, False
+            self._num_waits, self._patience = 0, 2 * self._patience
 
 
 @dataclass(frozen=True)
@@ -352,10 +349,7 @@ class Tuner:
             return self.settled[key], None
         trials = self._buckets[key]
         way = trials.next_trial()
-        if way is not None:
-            return way, Trial(key, way)
-        self._settle(key)
-        return trials.best, None
+        return (trials.best, None) if way is None else (way, Trial(key, way))
 
     def report(self, trial: Trial, seconds: float) -> None:
         """The time that a trial took, over all ranks."""
