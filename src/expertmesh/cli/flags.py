@@ -163,16 +163,8 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     in_file: dict[str, Any] = {}
     if file is not None:
         options = _options(type(default))
-        in_file = {
-            # a list of one may be written without brackets, and of several as on the command line
-            name: _value(options[name], [value])
-            if options[name].is_tuple and isinstance(value, str)
-            else value
-            for name, value in flat_values(from_file, list(options), file).items()
-        }
-        for name, value in in_file.items():
-            if options[name].is_tuple and type(value) in (int, float):
-                in_file[name] = (value,)
+        read = flat_values(from_file, list(options), file)
+        in_file = {name: _one_or_more(options[name], value) for name, value in read.items()}
         values = in_file | values
     values = with_fitting_warmup(default, values)
     try:
@@ -383,6 +375,13 @@ def _texts_after(
     if not following and not option.is_bool and not option.is_tuple:
         raise ConfigError(f"{flag_name(option.name)} needs a value; write it after the option")
     return following
+
+
+def _one_or_more(option: _Option, value: Any) -> Any:
+    """The value of a file: a list of one needs no brackets, and of several may be written as on the command line."""
+    if option.is_tuple and isinstance(value, str):
+        return _value(option, [value])
+    return (value,) if option.is_tuple and type(value) in (int, float) else value
 
 
 def _value(option: _Option, texts: list[str]) -> Any:
