@@ -20,11 +20,12 @@ TOO_SLOW = 1.5
 """A way that took so many times the fastest's time is not measured again."""
 CLOSE = 1.15
 """Ways within so many times the fastest's time are measured as often again before one is settled on."""
+TIE = 1.03
+"""Of ways within so many times the fastest's time the simplest is settled on."""
+PATIENCE = 64
+"""Calls without news after which trials count as lost: forwards whose backward never came. The next time it is twice as many."""
 HOPELESS = 5.0
 """A way for which the model says so many times the fastest's time is not measured at all."""
-PATIENCE = 256
-"""Calls of a bucket after which trials whose times are missing are made again (a forward without a backward has none); where
-none came, twice as many the next time."""
 HOT = 1.5
 """Experts with this times the mean rows are worth a shadow."""
 
@@ -234,7 +235,7 @@ class _Bucket:
         self.times: dict[Way, list[float]] = {}
         self._wanted: dict[Way, int] = {}
         self._issued: dict[Way, int] = {}
-        self._num_waits, self._patience = 0, PATIENCE
+        self._calls_without_news, self._patience = 0, PATIENCE
         self.settled: Way | None = None
         self._add(starts)
         if len(starts) == 1:
@@ -248,7 +249,7 @@ class _Bucket:
     def report(self, way: Way, seconds: float) -> None:
         """A trial is over."""
         self.times[way].append(seconds)
-        self._num_waits, self._patience = 0, PATIENCE
+        self._calls_without_news, self._patience = 0, PATIENCE
         left = self._left()
         if all(len(self.times[way]) >= self._wanted[way] for way in left):
             self._go_on(left)
@@ -263,7 +264,8 @@ class _Bucket:
         elif len(close) > 1 and any(self._wanted[way] < most for way in close):
             self._wanted |= dict.fromkeys(close, most)
         else:
-            self.settled = best
+            ties = [way for way in close if self._median(way) <= TIE * self._median(best)]
+            self.settled = min(ties, key=lambda way: (*_simplicity(way), self._median(way)))
 
     def _add(self, ways: list[Way]) -> None:
         self.times |= {way: [] for way in ways}
@@ -281,20 +283,21 @@ class _Bucket:
 
     def next_trial(self) -> Way | None:
         """A way to measure, all in turn; None: all trials are under way."""
+        self._calls_without_news += 1
+        if self._calls_without_news > self._patience:
+            self._calls_without_news, self._patience = 0, 2 * self._patience
+            self._issued = {way: len(times) for way, times in self.times.items()}
         open_ = [way for way in self._left() if self._issued[way] < self._wanted[way]]
         if not open_:
-            self._wait()
             return None
         way = min(open_, key=self._issued.__getitem__)
         self._issued[way] += 1
         return way
 
-    def _wait(self) -> None:
-        """Nothing is left to begin. Trials whose times do not come are begun again, where none came ever more seldom."""
-        self._num_waits += 1
-        if self._num_waits >= self._patience:
-            self._issued = {way: len(times) for way, times in self.times.items()}
-            self._num_waits, self._patience = 0, 2 * self._patience
+
+def _simplicity(way: Way) -> tuple[object, ...]:
+    """Less to send, to start and to keep comes first."""
+    return way.overlap_degree, way.shadow_experts, way.all_to_all != "flat"
 
 
 @dataclass(frozen=True)
