@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class ExpertCopies:
         check_whole(**whole, granularity=self.granularity, seed=self.seed)
         for name, most in (("noise_std", math.inf), ("redraw", 1.0)):
             value = getattr(self, name)
-            if not isinstance(value, Real) or not 0 <= value <= most or value == math.inf:
+            if not isinstance(value, int | float) or not 0 <= value <= most or value == math.inf:
                 rule = "from 0 to 1" if name == "redraw" else "a finite number that is not negative"
                 raise ConfigError(f"{name}={value!r}: must be {rule}; use 0 for none")
 
