@@ -61,6 +61,15 @@ def tuned(fullest, capacity_factor, nodes):
     return reported, tuner.settled, ways
 
 
+def test_ranks_share_the_memory_of_a_node_and_not_that_of_a_gpu():
+    kinds = ("cpu", "cuda")
+    assert [adaptive._sharing_memory(kind, (0, 0, 0, 1)) for kind in kinds] == [3, 1]
+
+
+def test_a_way_that_leaves_the_all_to_all_open_keeps_the_rest():
+    assert adaptive._plain(Way(4, 2, "auto", 1)) == Way(4, 2, "flat", 1)
+
+
 @pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)
 def test_the_tuner_takes_the_way_with_the_least_measured_time(four_ranks, point):
     found = four_ranks.run(tuned, *point)
