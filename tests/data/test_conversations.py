@@ -153,6 +153,15 @@ def test_a_chat_template_is_rendered_as_transformers_does(hub_tokenizer):
                 assert mask == found["assistant_masks"] and 0 < sum(mask) < len(mask)
 
 
+def test_an_answer_ends_where_its_template_ends_it(hub_tokenizer):
+    end = hub_tokenizer.token_to_id("<|im_end|>")
+    found = [TemplateFormat(hub_tokenizer, t, {}).end_ids for t in (CHATML, THINKING, OWN_TEMPLATE)]
+    assert found == [(end,), (end,), (0,)] and OwnFormat(hub_tokenizer).end_ids == (0,)
+    plain = "{{ bos }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    for template in (plain, "{{ bos }}", "{{ raise_exception('no') }}"):
+        assert TemplateFormat(hub_tokenizer, template, {"bos": "<|im_start|>"}).end_ids == ()
+
+
 def test_turns_that_a_template_writes_otherwise_later_are_sequences_of_their_own(hub_tokenizer):
     form = TemplateFormat(hub_tokenizer, THINKING, {})
     samples = form.samples({"messages": talk(1)})

@@ -61,6 +61,7 @@ def run(argv: list[str]) -> int:
     form = find_format(tokenizer, expanded(options.run) / "tokenizer.json")
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
         print(f"note: --run {options.run}: {_NO_TALK}", file=sys.stderr)
+    end = end_of_text_id(tokenizer)
     settings = {
         "max_new_tokens": options.max_tokens,
         "sampling": Sampling(
@@ -70,8 +71,8 @@ def run(argv: list[str]) -> int:
             top_p=options.top_p,
             seed=options.seed,
         ),
-        "eos_id": end_of_text_id(tokenizer),
-        "start_id": end_of_text_id(tokenizer),
+        "eos_id": (end, *(form.end_ids if options.chat else ())),
+        "start_id": end,
     }
 
     def asked(prompt: str) -> str | list[int]:

@@ -57,6 +57,11 @@ class ChatFormat(Protocol):
         """Digest of all that the tokens depend on beside the tokenizer."""
         ...
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The token that ends an answer; none where no token does."""
+        ...
+
     def problem(self, conversation: Conversation) -> str | None:
         """Why a conversation cannot be written without a lie, in the plural; None: it can."""
         ...
@@ -89,6 +94,11 @@ class OwnFormat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The end of text."""
+        return (self._end,)
 
     def problem(self, conversation: Conversation) -> str | None:
         """None: whatever a message says is text."""
@@ -151,6 +161,21 @@ class TemplateFormat:
         from expertmesh.data.chat_template import compiled
 
         return compiled(self._source)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """The special token that the template puts behind an answer; none where it puts something else, or refuses to be asked."""
+        question, answer = "A question.", "An answer."
+        messages = [
+            {"role": role, "content": content}
+            for role, content in (("user", question), ("assistant", answer))
+        ]
+        try:
+            _, answered, behind = self._render(messages, None).rpartition(answer)
+        except ConfigError:
+            return ()
+        ends = [t for t in self._special if answered and behind.lstrip().startswith(t)]
+        return tuple(self._encode(max(ends, key=len))) if ends else ()
 
     def problem(self, conversation: Conversation) -> str | None:
         """Whether anything in it quotes a special token, which the template would write as that token."""
