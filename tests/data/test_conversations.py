@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from rich.console import Console
+from tests.support.calls import calls_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from expertmesh.config.gpt import GPTRunConfig
@@ -24,6 +25,7 @@ from expertmesh.data.corpus import load_corpus
 from expertmesh.data.text import text_data
 from expertmesh.data.tokenizer import load_tokenizer, train_tokenizer
 from expertmesh.errors import ConfigError
+from expertmesh.infer import engine
 from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.ranks import Ranks
@@ -151,15 +153,6 @@ def test_a_chat_template_is_rendered_as_transformers_does(hub_tokenizer):
             if "generation %}" in template:
                 mask = [int(piece.is_learned) for piece in pieces for _ in piece.ids]
                 assert mask == found["assistant_masks"] and 0 < sum(mask) < len(mask)
-
-
-def test_an_answer_ends_where_its_template_ends_it(hub_tokenizer):
-    end = hub_tokenizer.token_to_id("<|im_end|>")
-    found = [TemplateFormat(hub_tokenizer, t, {}).end_ids for t in (CHATML, THINKING, OWN_TEMPLATE)]
-    assert found == [(end,), (end,), (0,)] and OwnFormat(hub_tokenizer).end_ids == (0,)
-    plain = "{{ bos }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    for template in (plain, "{{ bos }}", "{{ raise_exception('no') }}"):
-        assert TemplateFormat(hub_tokenizer, template, {"bos": "<|im_start|>"}).end_ids == ()
 
 
 def test_turns_that_a_template_writes_otherwise_later_are_sequences_of_their_own(hub_tokenizer):
@@ -467,7 +460,10 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
     asked = found.prompt([{"role": "user", "content": "What?"}])
     assert tokenizer.decode(asked, skip_special_tokens=False) == expected
     words = ["generate", "--run", str(tmp_path / "run"), "--max-tokens", "1", "--chat"]
-    assert main([*words, "What?"]) == 0
+    with calls_of(engine._steps) as calls:
+        assert main([*words, "What?"]) == 0
+    ends = {tokenizer.token_to_id(token) for token in ("</s>", "<|im_end|>")}
+    assert set(calls[0][0]["ends"]) == ends, "an answer ends where the template ends it"
     assert "note" not in capsys.readouterr().err
     assert main([*words, "<|im_end|>"]) != 0
     assert "prompt: quotes <|im_end|>" in capsys.readouterr().err
@@ -476,7 +472,8 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
     assert out["chat_template.jinja"] == CHATML
     end = tokenizer.token_to_id("</s>")
     assert json.loads(out["config.json"])["bos_token_id"] == end
-    assert json.loads(out["generation_config.json"])["eos_token_id"] == [end]
+    ends = [end, tokenizer.token_to_id("<|im_end|>")]
+    assert json.loads(out["generation_config.json"])["eos_token_id"] == ends
     assert json.loads(out["tokenizer_config.json"])["eos_token"] == "</s>"
     (tmp_path / "run" / "hub" / "chat_template.jinja").unlink()
     assert main([*words, "What?"]) == 0

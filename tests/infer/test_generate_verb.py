@@ -1,12 +1,11 @@
 """`expertmesh generate` on a run directory with a random model."""
 
 import io
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.main import main
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
-from expertmesh.infer import engine
 from expertmesh.infer.engine import generate_text
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.model import GPT
@@ -74,32 +72,6 @@ def test_seed_and_greedy(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert texts[0] == texts[1] != texts[2]
     greedy = [printed(run_dir, "--greedy", "--seed", seed, capsys=capsys) for seed in ("0", "1")]
     assert greedy[0] == greedy[1] != texts[0]
-
-
-def test_an_answer_ends_where_the_chat_template_ends_it(
-    run_dir: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shutil.copytree(run_dir, tmp_path / "run")
-    tokenizer = load_tokenizer(tmp_path / "run" / "tokenizer.json")
-    tokenizer.add_special_tokens(["<|im_end|>"])
-    tokenizer.save(str(tmp_path / "run" / "tokenizer.json"))
-    (tmp_path / "run" / "hub").mkdir()
-    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    (tmp_path / "run" / "hub" / "chat_template.jinja").write_text(template)
-    asked: list[set[int]] = []
-    plain = engine.generate_text
-
-    def noted(*args: Any, **settings: Any) -> Any:
-        asked.append(set(settings["eos_id"]))
-        return plain(*args, **settings)
-
-    monkeypatch.setattr(engine, "generate_text", noted)
-    for words in (("--chat", "--max-tokens", "2"), ("--max-tokens", "2")):
-        printed(tmp_path / "run", *words, capsys=capsys)
-    assert asked == [{END_OF_TEXT_ID, tokenizer.token_to_id("<|im_end|>")}, {END_OF_TEXT_ID}]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.base import FieldError, expanded
+from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
 
 _EXAMPLES = """\
@@ -61,7 +62,6 @@ def run(argv: list[str]) -> int:
     form = find_format(tokenizer, expanded(options.run) / "tokenizer.json")
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
         print(f"note: --run {options.run}: {_NO_TALK}", file=sys.stderr)
-    end = end_of_text_id(tokenizer)
     settings = {
         "max_new_tokens": options.max_tokens,
         "sampling": Sampling(
@@ -71,8 +71,8 @@ def run(argv: list[str]) -> int:
             top_p=options.top_p,
             seed=options.seed,
         ),
-        "eos_id": (end, *(form.end_ids if options.chat else ())),
-        "start_id": end,
+        "eos_id": {end_of_text_id(tokenizer), *(form.ends if options.chat else ())},
+        "start_id": end_of_text_id(tokenizer),
     }
 
     def asked(prompt: str) -> str | list[int]:
@@ -189,7 +189,7 @@ def _prompts(options: Any) -> list[str]:
     try:
         if options.prompt_file is not None:
             path = expanded(options.prompt_file)
-            prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+            prompts = list(filter(None, lines_of(path.read_text(encoding="utf-8"))))
             if not prompts:
                 raise ConfigError(f"--prompt-file {path}: has no line; write a prompt on each")
         else:

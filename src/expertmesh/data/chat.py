@@ -58,8 +58,8 @@ class ChatFormat(Protocol):
         ...
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
-        """The token that ends an answer; none where no token does."""
+    def ends(self) -> tuple[int, ...]:
+        """Tokens with which an answer ends; none where it ends in plain text."""
         ...
 
     def problem(self, conversation: Conversation) -> str | None:
@@ -96,7 +96,7 @@ class OwnFormat:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
 
     @property
-    def end_ids(self) -> tuple[int, ...]:
+    def ends(self) -> tuple[int, ...]:
         """The end of text."""
         return (self._end,)
 
@@ -162,20 +162,17 @@ class TemplateFormat:
 
         return compiled(self._source)
 
-    @cached_property
-    def end_ids(self) -> tuple[int, ...]:
-        """The special token that the template puts behind an answer; none where it puts something else, or refuses to be asked."""
-        question, answer = "A question.", "An answer."
-        messages = [
-            {"role": role, "content": content}
-            for role, content in (("user", question), ("assistant", answer))
-        ]
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The special token behind an answer, which need not be the end of a text."""
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
-            _, answered, behind = self._render(messages, None).rpartition(answer)
+            pieces = self.samples({MESSAGES: talk})[-1]
         except ConfigError:
             return ()
-        ends = [t for t in self._special if answered and behind.lstrip().startswith(t)]
-        return tuple(self._encode(max(ends, key=len))) if ends else ()
+        last = next((piece.ids[-1] for piece in reversed(pieces) if piece.is_learned), None)
+        is_special = last is not None and self._tokenizer.id_to_token(last) in self._special
+        return (last,) if last is not None and is_special else ()
 
     def problem(self, conversation: Conversation) -> str | None:
         """Whether anything in it quotes a special token, which the template would write as that token."""

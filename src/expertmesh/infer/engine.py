@@ -51,7 +51,7 @@ def generate_text(
         prompt: not empty; or its token ids, before which nothing is put.
         max_new_tokens: the most tokens to append, as for `generate_batch`.
         sampling: the rule of sampling, as for `generate_batch`.
-        eos_id: the token (or tokens) that ends a text, as for `generate_batch`.
+        eos_id: the token, or tokens, that end a text, as for `generate_batch`.
         start_id: put before the prompt, to say that a document begins; None: nothing.
 
     Returns:
@@ -154,8 +154,8 @@ def generate_batch(
         sources: token ids that an encoder-decoder reads first, one list per prompt.
         max_new_tokens: most tokens to generate for each; None: as many as the longest prompt leaves room for.
         sampling: how to choose tokens; None: greedy.
-        eos_id: a sequence ends before this token (or any of these), and before those that the model names (`end_ids`);
-            None: only at max_new_tokens.
+        eos_id: a sequence ends before this token, or any of these, and before those that the model names (`end_ids`); None: only at
+            max_new_tokens.
 
     Returns:
         Iterator over steps: the next token of every sequence, None for those that have ended.

@@ -171,7 +171,7 @@ def _write_rest(
         if talks and not extras.is_dir():  # it learned to, in our own format
             (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
         form = find_format(tokenizer, run_dir / "tokenizer.json")
-        ends = list(dict.fromkeys([end, *config.end_ids, *form.end_ids]))
+        ends = list(dict.fromkeys([end, *config.end_ids, *form.ends]))
         values |= {"bos_token_id": end, "eos_token_id": end}
         _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": ends})
         if not (folder / "tokenizer_config.json").is_file():
