@@ -1,6 +1,7 @@
 """What one rank does: variants of a layer, or of its exchange alone, timed in turn; rank 0 prints medians as JSON."""
 
 import json
+import random
 import resource
 import sys
 import time
@@ -26,6 +27,8 @@ SLOW = 1.3
 """Static plans that took so many times the best one's time are not among the finalists."""
 HOPELESS = 8.0
 """Nor are those timed again that did in the first round, in which groups connect."""
+FINAL_S = 6.0
+"""Of each finalist's rounds; but no more than 25 rounds, and no fewer than a job's."""
 Timed = tuple[float, float, int]
 """Seconds, processor seconds, and bytes that all ranks hand to others."""
 
@@ -55,13 +58,16 @@ def in_turn(
     rounds: int,
     hopeless: float | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Medians after one round that does not count, but for variants that take `hopeless` times the best one's time in it."""
+    """Medians after one round that does not count, but for variants that take `hopeless` times the best one's time in it.
+
+    Each round has an order of its own: what ran before leaves memory and connections behind.
+    """
     found: dict[str, list[Timed]] = {name: [timed(world, run)] for name, run in variants.items()}
     limit = None if hopeless is None else hopeless * min(t[0][0] for t in found.values())
-    for _ in range(rounds):
-        for name, run in variants.items():
-            if limit is None or found[name][0][0] <= limit:
-                found[name].append(timed(world, run))
+    left = [name for name in variants if limit is None or found[name][0][0] <= limit]
+    for each in range(rounds):
+        for name in random.Random(each).sample(left, len(left)):
+            found[name].append(timed(world, variants[name]))
     return {
         name: {
             "seconds": median(t[0] for t in times[1:] or times),
@@ -140,8 +146,8 @@ def step(layer: MoELayer, x: Tensor, routing: Routing, way: dict[str, Any]) -> N
 
 
 def layer_steps(job: dict[str, Any], world: World) -> Any:
-    """Forward and backward of a layer for several ways, and of its parts alone."""
-    layer = build(job, world)
+    """Forward and backward of one layer for several ways, and for the one that the tuner settles on."""
+    layer = build(job, world, network=network_of(job))
     routing = Routing(choices(job, world.position))
     x = torch.randn(job["tokens"], job["dim"])
     ways: dict[str, dict[str, Any]] = job["ways"]
@@ -152,16 +158,16 @@ def layer_steps(job: dict[str, Any], world: World) -> Any:
     if job.get("adaptive"):
         times = {name: t["seconds"] for name, t in found["times"].items()}
         finals = {n: variants[n] for n, s in times.items() if s <= SLOW * min(times.values())}
-        chosen = build(job, world, network=network_of(job))
-        adapt([chosen], Way(), network_of(job), num_gathers=1)
-        dispatcher: Any = chosen.dispatcher
+        adapt([layer], Way(), network_of(job), num_gathers=1)
+        dispatcher: Any = layer.dispatcher
         for _ in range(150):
-            step(chosen, x, routing, call)
+            step(layer, x, routing, call)
             if dispatcher.chooser.tuner.settled:
                 break
         found["settled"] = {k: vars(w) for k, w in dispatcher.chooser.tuner.settled.items()}
-        finals["adaptive"] = partial(step, chosen, x, routing, call)
-        found["finals"] = in_turn(world, finals, job["rounds"])
+        finals["adaptive"] = partial(step, layer, x, routing, call)
+        rounds = max(job["rounds"], min(25, round(FINAL_S / min(times.values()))))
+        found["finals"] = in_turn(world, finals, rounds)
     found["peak_kib"] = {"peak": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
     return found
 

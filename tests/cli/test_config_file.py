@@ -21,6 +21,15 @@ def test_flags_win_over_the_file_and_the_file_over_the_recipe(tmp_path):
     assert found.train.eval_every == 10
 
 
+def test_a_list_of_one_needs_no_brackets(tmp_path):
+    text = (
+        "train: {freeze: 'experts,router'}\nmodel.moe: {num_experts: 8}\nparallel: {ep_degree: 2}\n"
+    )
+    found = parsed(tmp_path, text, "gpt-moe-test").config
+    assert found.train.freeze == ("experts", "router") and found.model.moe.num_experts == (8,)
+    assert found.parallel.ep_degree == (2,)
+
+
 def test_a_run_s_own_config_is_such_a_file(tmp_path):
     first = parse_run_config(["gpt-moe-test", "--model.moe.top-k", "1"])
     text = json.dumps({"recipe": first.recipe, **first.config.model_dump(mode="json")})
@@ -33,7 +42,8 @@ def test_a_run_s_own_config_is_such_a_file(tmp_path):
     [
         ("train: {stepz: 3}", "unknown option train.stepz; did you mean train.steps?"),
         ("trian: {steps: 3}", "unknown option trian; "),
-        ("train: 3", "unknown option train; "),
+        ("train: 3", "train holds 3, and is a section; name a field of it, for example train."),
+        ("model: {moe: [4]}", "model.moe holds [4], and is a section; "),
         ("train: {steps: zero}", "--train.steps zero: must be a whole number"),
         ("- 1", "not sections"),
         ("a: [", "is no YAML"),

@@ -10,6 +10,8 @@ from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.main import main
 
+RANKS_BEGAN = 1_000_000
+
 
 @pytest.fixture
 def as_rank(monkeypatch, tmp_path):
@@ -35,14 +37,16 @@ def as_rank(monkeypatch, tmp_path):
 def test_a_mistake_is_said_once_per_host(as_rank, capsys, words):
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):
         file = as_rank(rank, local_rank)
+        os.utime(file.parent, (RANKS_BEGAN, RANKS_BEGAN))
         code = main(words)
         said = capsys.readouterr().err
         assert code == (1 if local_rank else 2)
         assert said.count("error:") == (not local_rank)
         assert file.exists() == (not local_rank)
         if not local_rank:
-            shown = json.loads(file.read_text())["message"]["extraInfo"]["py_callstack"]
-            assert shown == said.strip()
+            told = json.loads(file.read_text())["message"]["extraInfo"]
+            assert told["py_callstack"] == said.strip()
+            assert int(told["timestamp"]) == RANKS_BEGAN, "older than any rank's end"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["report", "--help"], []])

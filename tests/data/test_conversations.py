@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from rich.console import Console
+from tests.support.calls import calls_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from expertmesh.config.gpt import GPTRunConfig
@@ -24,6 +25,7 @@ from expertmesh.data.corpus import load_corpus
 from expertmesh.data.text import text_data
 from expertmesh.data.tokenizer import load_tokenizer, train_tokenizer
 from expertmesh.errors import ConfigError
+from expertmesh.infer import engine
 from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.ranks import Ranks
@@ -458,7 +460,10 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
     asked = found.prompt([{"role": "user", "content": "What?"}])
     assert tokenizer.decode(asked, skip_special_tokens=False) == expected
     words = ["generate", "--run", str(tmp_path / "run"), "--max-tokens", "1", "--chat"]
-    assert main([*words, "What?"]) == 0
+    with calls_of(engine._steps) as calls:
+        assert main([*words, "What?"]) == 0
+    ends = {tokenizer.token_to_id(token) for token in ("</s>", "<|im_end|>")}
+    assert set(calls[0][0]["ends"]) == ends, "an answer ends where the template ends it"
     assert "note" not in capsys.readouterr().err
     assert main([*words, "<|im_end|>"]) != 0
     assert "prompt: quotes <|im_end|>" in capsys.readouterr().err
@@ -467,7 +472,8 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
     assert out["chat_template.jinja"] == CHATML
     end = tokenizer.token_to_id("</s>")
     assert json.loads(out["config.json"])["bos_token_id"] == end
-    assert json.loads(out["generation_config.json"])["eos_token_id"] == [end]
+    ends = [end, tokenizer.token_to_id("<|im_end|>")]
+    assert json.loads(out["generation_config.json"])["eos_token_id"] == ends
     assert json.loads(out["tokenizer_config.json"])["eos_token"] == "</s>"
     (tmp_path / "run" / "hub" / "chat_template.jinja").unlink()
     assert main([*words, "What?"]) == 0

@@ -12,7 +12,8 @@ from expertmesh.data.augment import mix_of
 from expertmesh.data.image_files import read_folder, read_image, read_image_or_idx
 from expertmesh.data.images import CLASSES_FILE, ImageData, fitted
 from expertmesh.errors import ConfigError
-from expertmesh.infer.classify import class_names
+from expertmesh.infer.classify import Classified, class_names
+from expertmesh.infer.expert_picture import save_picture
 
 Image = pytest.importorskip("PIL.Image")
 CHANGES = {
@@ -64,6 +65,24 @@ def test_a_split_of_its_own_is_used_and_classes_are_numbered_on(idx, tmp_path):
     (batch,) = data.validation(None, 100)
     assert batch[1].tolist()[-6:] == [4, 5, 4, 5, 4, 5] and len(batch[1]) == 10 + 6
     assert sorted(set(data.batch(0, 42)[1].tolist())) == list(range(7))
+
+
+def test_folders_of_one_name_are_told_apart(idx, tmp_path):
+    other = write_folder(tmp_path / "more" / "idx", *stripes(8, classes=2, seed=1))
+    data = data_of(idx, other, tmp=tmp_path)
+    assert data.classes == (*(f"idx/{i}" for i in range(4)), "idx (2)/0", "idx (2)/1")
+    assert data.folder_of_class == (*["idx"] * 4, *["idx (2)"] * 2)
+
+
+def test_a_patch_that_no_expert_took_is_no_mistake(tmp_path):
+    """Experts that choose leave some patches to none, whose number is that behind the last."""
+    ids = torch.tensor([[0, 2], [1, 1]])
+    seen = []
+    for experts in (ids, ids.clamp(max=1)):
+        one = Classified("a.png", ("a",), (1.0,), torch.zeros(1, 4, 4), {"b": experts}, {"b": 2})
+        save_picture([one], tmp_path / "seen.png")
+        seen.append(read_image(tmp_path / "seen.png"))
+    assert (seen[0] != seen[1]).any()
 
 
 def test_a_folder_per_class(tmp_path):

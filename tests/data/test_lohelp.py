@@ -7,6 +7,7 @@ import tarfile
 import pytest
 
 from expertmesh.cli.main import main
+from expertmesh.config.seq2seq import LANGUAGE
 from expertmesh.data.lohelp import _heading_and_body, extract, segments
 from expertmesh.data.parallel_text import read_lines
 
@@ -136,3 +137,32 @@ def test_what_is_not_there_is_one_line(packages, tmp_path, capsys):
         error = capsys.readouterr().err
         assert text in error and error.count("\n") == 1
     assert not (tmp_path / "o").exists()
+
+
+def test_each_language_has_files_that_can_be_read(tmp_path):
+    """Two kinds of Portuguese are two languages, and no name has a dash, which stands in pairs."""
+    codes = ("en-US", "en-GB", "pt", "pt-BR", "zh-TW")
+    for code in codes:
+        package_of(tmp_path / f"libreoffice-help-{code}.deb", code, {"a": PAGE.format(code, "a")})
+    found = extract(tmp_path, tmp_path / "out")
+    assert found.languages == ("en", "en_GB", "pt", "pt_BR", "zh_TW")
+    assert all(LANGUAGE.fullmatch(code) for code in found.languages)
+    lines = [read_lines(tmp_path / "out" / f"train.{code}.gz") for code in ("pt", "pt_BR")]
+    lines += [read_lines(tmp_path / "out" / f"{split}.pt.gz") for split in ("val", "test")]
+    assert all("pt-BR" not in line for line in lines[0] + lines[2] + lines[3])
+
+
+def test_files_of_ones_own_are_not_replaced(packages, tmp_path, capsys):
+    words = ["data", "lohelp", "--packages", str(packages), "--output", str(tmp_path)]
+    mine = tmp_path / "val.de.gz"
+    for content in (b"mine", gzip.compress(b"mine")):
+        mine.write_bytes(content)
+        assert main(words) == 2
+        assert f"--output {mine}: is there with other lines" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == [mine] and mine.read_bytes() == content
+    assert main([*words[:-1], str(mine)]) == 2
+    assert "is a file or below a file" in capsys.readouterr().err
+    mine.unlink()
+    for _ in range(2):
+        assert main(words) == 0
+    assert len(list(tmp_path.iterdir())) == 9

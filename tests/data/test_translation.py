@@ -1,6 +1,7 @@
 """Parallel files become samples: drawn by a temperature, in epochs, resumable at any sample; mistakes are one line."""
 
 import gzip
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -9,7 +10,13 @@ import torch
 
 from expertmesh.config.seq2seq import ParallelTextConfig
 from expertmesh.data.noise import Draws, add_noise, poisson
-from expertmesh.data.parallel_text import MASK_ID, languages_of, prepare_parallel, tag_id
+from expertmesh.data.parallel_text import (
+    MASK_ID,
+    languages_of,
+    prepare_parallel,
+    read_lines,
+    tag_id,
+)
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.data.translation import CHUNK, Examples, Mixture, TranslationData, probabilities
 from expertmesh.errors import ConfigError
@@ -227,6 +234,28 @@ def test_a_damaged_cache_is_made_anew(tmp_path):
         file.write_bytes(file.read_bytes()[:-20])
     again = prepare_parallel(config, vocab_size=330)
     assert all(np.array_equal(again.training[0][code].tokens_N, whole[code]) for code in whole)
+
+
+def test_a_folder_without_training_text_is_refused(tmp_path):
+    first, second = write(tmp_path / "first"), write(tmp_path / "second", splits=("val",))
+    config = ParallelTextConfig(path=(first, second), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match="second: has no train file of de, en, fr; leave"):
+        prepare_parallel(config, vocab_size=330)
+
+
+def test_the_mark_at_the_beginning_of_a_file_is_no_text(tmp_path):
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfone\r\n\xe2\x80\xa8two\x0c\n")
+    assert read_lines(tmp_path / "a") == ["one", "\u2028two\x0c"]
+
+
+def test_a_given_tokenizer_is_the_same_wherever_it_lies(corpus, tmp_path):
+    known = data_of(corpus)
+    (tmp_path / "moved").mkdir()
+    keys = set()
+    for folder in (tmp_path, tmp_path / "moved"):
+        shutil.copy(known.files["tokenizer.json"], folder)
+        keys.add(data_of(corpus, encode_with=str(folder / "tokenizer.json")).key)
+    assert len(keys) == 1 and keys != {known.key}
 
 
 def spoil(folder, name, text):

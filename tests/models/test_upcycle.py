@@ -126,6 +126,8 @@ def test_a_gpt_stays_a_gpt_and_its_first_step_is_exact(granularity):
         with pytest.raises(ConfigError, match=next(iter(change))):
             upcycle(before, **change)
     assert before.config == small
+    with pytest.raises(ConfigError, match="has no memory yet; upcycle a model that is whole"):
+        upcycle(GPT(small, device="meta"))
 
 
 def test_redrawn_units_are_others_in_each_expert_and_alike_in_size():
@@ -180,6 +182,13 @@ def test_moeify_by_name_keeps_mode_and_type():
         ({"granularity": 0}, "granularity=0"),
         ({"noise_std": -1.0}, "noise_std=-1.0"),
         ({"redraw": 1.5}, "redraw=1.5"),
+        ({"redraw": "half"}, "redraw='half': must be from 0 to 1"),
+        ({"noise_std": float("nan")}, "noise_std=nan: must be a finite number"),
+        ({"noise_std": float("inf")}, "noise_std=inf: must be a finite number"),
+        ({"granularity": 1.5}, "granularity=1.5: must be a whole number"),
+        ({"every": 2.0}, "every=2.0: must be a whole number"),
+        ({"num_experts": 4.5}, "num_experts=4.5: must be a whole number"),
+        ({"seed": "0"}, "seed='0': must be a whole number"),
         ({"redraw": 0.04}, "redraw=0.04: is none of the 12 hidden units.*0.0833"),
         ({"granularity": 2, "router": "cosine"}, "granularity=2: needs the linear router"),
         ({"granularity": 2, "router": "hash"}, "granularity=2: needs the linear router"),

@@ -1,5 +1,7 @@
 """Layers that choose how their tokens travel, by hand at random or by the tuner: the same losses as ones that do not."""
 
+import gc
+
 import pytest
 import torch
 from tests.support.replicas import world_of
@@ -13,6 +15,7 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts import adaptive
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.load import Chosen, Repetitions
 from expertmesh.planner import cache
 from expertmesh.planner.tuner import Effort
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
@@ -137,6 +140,29 @@ def test_the_tuner_chooses_alike_on_all_ranks_and_then_costs_nothing(four_ranks,
         assert len(set(ways)) > 2 and len(set(ways[-5:])) == 1
         assert set(again[1:]) == {ways[-1]}, "another model of the same shapes finds it on disk"
     assert len(list(tmp_path.glob("plans/cpu-2+2-*.json"))) == 1
+    for known, ways in four_ranks.run(with_given_parts, tmp_path):
+        assert not known, "a plan of all choices is none of those that are left"
+        assert {chosen.num_parts for chosen in ways if chosen.route_degree > 1} == {2}
+        assert len(set(ways)) > 1
+    assert len(list(tmp_path.glob("plans/cpu-2+2-*.json"))) == 2
+
+
+def with_given_parts(cache_dir):
+    """What a tuner knows at first, and the ways of each step, where the number of parts is given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "user_cache_dir", lambda: cache_dir)
+        patch.setattr(adaptive, "EFFORT", Effort(num_starts=3, num_ways=3, num_trials=1))
+        world, model = world_of(), Layers()
+        config = ParallelConfig(ranks_per_node=2, overlap_degree=2, adaptive=True)
+        parallelize(model, config, world=world)
+        dispatcher = model.first.dispatcher
+        known, ways = dict(dispatcher.chooser.tuner.settled), []
+        while not dispatcher.chooser.tuner.settled:
+            x = inputs(0, world.position).requires_grad_()
+            y, aux_loss = model(x)
+            ((y.square().sum() / T + aux_loss) / world.size).backward()
+            ways.append(dispatcher._repetitions._last)
+        return known, ways
 
 
 def bandwidths():
@@ -184,6 +210,24 @@ def test_a_forward_is_repeated_the_way_it_went(four_ranks):
     ):
         assert relative_error(one, other) <= FP64_RELATIVE
     four_ranks.run(ambiguous)
+
+
+def test_forwards_without_a_backward_are_forgotten():
+    """They were kept for ever, each call slower than the one before, and made a later repetition ambiguous."""
+    record, x = Repetitions("layer"), torch.ones(1, requires_grad=True)
+
+    def forward(parts):
+        told, y = record.note(Chosen(4, parts, True, ())), 2 * x
+        told(y)
+        return y.sum()
+
+    for parts in (1, 2, 3):
+        forward(parts)
+    gc.collect()
+    loss = forward(4)
+    assert record.chosen().num_parts == 4 and len(record._waiting) == 1
+    loss.backward()
+    assert record.chosen().num_parts == 4, "what is repeated in its own backward"
 
 
 def refused():

@@ -73,6 +73,14 @@ def test_zeros_stay_and_what_is_not_finite_is_seen(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_numbers_near_the_smallest_of_all_become_zeros(kind):
+    """The scale of a block of them would be rounded, to half of what it should be, and the quotient beyond the type."""
+    step = 2.0**-149
+    x_RD = torch.tensor([[190.0], [600.0], [1.0]]) * step * torch.ones(1, 130)
+    assert x_RD.count_nonzero() == x_RD.numel() and (rounded(x_RD, kind) == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_rounding_twice_is_rounding_once(kind):
     """So that a second hop costs nothing."""
     once_RD = rounded(torch.randn(40, 300), kind)
@@ -186,6 +194,8 @@ def test_where_tokens_may_stay_it_is_refused(options, said):
 def test_one_rank_is_told_that_nothing_travels():
     with pytest.raises(ConfigError, match="start several with torchrun, or leave it out"):
         degrees_of(ParallelConfig(dispatch_dtype="int8"), num_ranks=1)
+    with pytest.raises(ConfigError, match="with adaptive=True it is measured"):
+        parallelize(torch.nn.Linear(2, 2), ParallelConfig(dispatch_dtype="int8"), adaptive=True)
 
 
 def refused():

@@ -11,12 +11,17 @@ import torch.distributed as dist
 from rich.console import Console
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
+from tests.support.replicas import world_of
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from expertmesh.cli.main import main
+from expertmesh.parallel.matrices import on_whole_matrices, own_part
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import relative_error
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
+from expertmesh.training.muon import orthogonalized
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
 
@@ -182,6 +187,22 @@ def test_frozen_parts_learn_nothing(two_ranks, folder, part):
 def test_muon(four_ranks, folder, one_process, layout):
     lines = four_ranks.run(run_training, folder, f"muon-{'-'.join(layout)}", MUON | layout)[0]
     assert_same(lines, one_process["muon"])
+
+
+def on_strided_parts():
+    """A matrix whose rows tensor parallelism has cut, and FSDP2 again: where no other axis can be cut evenly."""
+    mesh = world_of(False).mesh((2, 2), ("dp", "tp"), [0, 1, 2, 3])
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(8, 3, dtype=torch.float64, generator=generator)
+    cut = [_StridedShard(0, split_factor=2), Shard(0)]
+    parameter = distribute_tensor(matrix, mesh, cut)
+    found = on_whole_matrices(orthogonalized, own_part(parameter), parameter=parameter)
+    return found, own_part(distribute_tensor(orthogonalized(matrix), mesh, cut))
+
+
+def test_matrices_that_are_cut_twice_are_whole_for_muon(four_ranks):
+    for found, expected in four_ranks.run(on_strided_parts):
+        assert torch.equal(found, expected)
 
 
 def torchrun(num_ranks, *words):

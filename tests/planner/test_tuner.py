@@ -23,10 +23,20 @@ from expertmesh.planner.cache import (
     Topology,
     load_network,
     load_plans,
+    plan_keeper,
     save_network,
     save_plans,
 )
-from expertmesh.planner.tuner import CLOSE, TOO_SLOW, Bucket, Choices, Effort, ModelSearch, Tuner
+from expertmesh.planner.tuner import (
+    CLOSE,
+    PATIENCE,
+    TOO_SLOW,
+    Bucket,
+    Choices,
+    Effort,
+    ModelSearch,
+    Tuner,
+)
 
 SLOW = Network(Link(1e-5, 1e10), Link(1e-4, 2.5e7))
 SHAPE = LayerShape(8, 64, 128, 3, 4, 4, num_ranks=4)
@@ -170,6 +180,27 @@ def test_close_ways_are_measured_again():
     assert way == first and [len(times[w]) for w in (first, second)] == [7, 7]
 
 
+def test_of_equal_ways_the_simplest_is_settled_on():
+    effort = Effort(num_starts=4, num_ways=4)
+    ways, simplest = search().starts(HOT, True, 4), Way(4, 1, "flat", 0)
+    truth = {way: 1.0 if way.route_degree == 4 else 2.0 for way in ways} | {simplest: 1.02}
+    assert len({way for way in ways if way.route_degree == 4}) > 1
+    assert play(truth.__getitem__, effort)[0] == simplest
+    assert play((truth | {simplest: 1.05}).__getitem__, effort)[0] != simplest
+
+
+def test_trials_that_never_end_are_made_again():
+    """Every other forward has no backward."""
+    tuner, bucket = Tuner(search()), Bucket.of(HOT, num_ranks=4, trains=True)
+    for call in itertools.count():
+        _, trial = tuner.choose(HOT, bucket)
+        if bucket.key in tuner.settled:
+            break
+        if trial is not None and call % 2:
+            tuner.report(trial, 1.0)
+    assert call <= 20 * PATIENCE
+
+
 def test_a_capacity_factor_is_part_of_a_bucket():
     """What it drops is no load."""
     found = [
@@ -231,3 +262,55 @@ def test_files_keep_what_was_found(tmp_path, caplog):
     assert load_network(tmp_path / "comm") == SLOW
     assert load_plans(tmp_path / "plans", "another") == {} and len(caplog.records) == 1
     assert Topology.of("cpu", (0, 0, 7)).name == "cpu-2+1"
+
+
+def test_parts_that_are_given_leave_ways_whose_tokens_stay():
+    """Of these there is one only, in one part."""
+    given = search(overlap_degrees=(2,), usual=Way(4, 2, "flat", 0))
+    ways = given.starts(HOT, True, 99)
+    assert Way(1, 1, "flat", 0) in ways and given.near(Way(1, 1, "flat", 0), HOT, True) == []
+    assert all(other.overlap_degree == 2 for other in given.near(Way(4, 2, "flat", 0), HOT, True))
+    tuner, bucket = Tuner(given), Bucket.of(HOT, num_ranks=4, trains=True)
+    while (found := tuner.choose(HOT, bucket))[1] is not None:
+        tuner.report(found[1], 1.0)
+    assert tuner.settled == {bucket.key: found[0]}
+
+
+def test_trials_whose_times_do_not_come_are_made_again():
+    """Forwards without a backward: the first 20,000 calls, and then every second one."""
+    tuner, bucket = Tuner(search()), Bucket.of(HOT, num_ranks=4, trains=True)
+    begun = []
+    for call in range(50_000):
+        way, trial = tuner.choose(HOT, bucket)
+        begun.append(trial is not None)
+        if tuner.settled:
+            break
+        if trial is not None and call > 20_000 and call % 2:
+            tuner.report(trial, 1.0 + (trial.way.shadow_experts or 0))
+    assert sum(begun[:20_000]) < 10 * sum(begun[:50]), "ever more seldom"
+    assert call > 20_000 and tuner.settled[bucket.key].shadow_experts == 0
+
+
+def test_plans_of_another_time_are_checked():
+    way, bucket = Way(4, 2, "flat", 1), Bucket.of(HOT, num_ranks=4, trains=True)
+    for changes, fits in (({}, True), ({"budget_bytes": 0}, False)):
+        tuner = Tuner(search(**changes), known={bucket.key: way})
+        assert (tuner.choose(HOT, bucket) == (way, None)) is fits
+    for changes in ({"overlap_degrees": (1,)}, {"kinds": ("hierarchical",)}, {"shadows": (0,)}):
+        assert choices().allow(way) and not choices(**changes).allow(way)
+    assert choices(overlap_degrees=(4,)).allow(Way(1, 1, "flat", 0))
+    assert not choices().allow(Way(8, 1, "flat", 0)) and not choices().allow(Way(1, 2, "flat", 0))
+
+
+def test_plans_that_cannot_be_kept_stop_nothing(tmp_path, caplog):
+    (tmp_path / "plans").write_text("a file")
+    keep = plan_keeper(tmp_path / "plans" / "cpu.json", "model")
+    for _ in range(2):
+        keep({"train-K2-T18-F5": Way(2, 4, "flat", 1)})
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{tmp_path}/plans/cpu.json: the plans that were found are not kept: File exists"
+    ]
+    plan_keeper(tmp_path / "kept", "model")({"a": Way(1, 1, "flat", 0)})
+    assert load_plans(tmp_path / "kept", "model") == {"a": Way(1, 1, "flat", 0)}
+    save_plans(tmp_path / "kept", {"a": Way(1, 0, "flat", 0)}, "model")
+    assert load_plans(tmp_path / "kept", "model") == {}

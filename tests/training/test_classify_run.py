@@ -158,6 +158,7 @@ def test_it_is_scored_at_other_capacities(learned, capsys):
         (["--score", "--picture", "x.png"], "--picture x.png: shows images"),
         (["a.png", "--picture", "x.txt"], "--picture x.txt: its ending is that of no picture"),
         (["a.png", "--top", "0"], "--top 0: must be at least 1"),
+        (["--score", "--top", "5"], "--top 5: has no effect with --score"),
         (["--score", "--capacity", "-1"], "--capacity -1.0: must be greater than 0"),
         (["--score", "--drop-policy", "first"], "nothing is dropped without --capacity"),
         (["--score", "--capacity", "1", "--drop-policy", "luck"], "--drop-policy luck: must be one of"),

@@ -1,5 +1,6 @@
 """Muon: each expert's matrices by their singular values, a run that goes on to the bit; on ranks in test_train_layouts.py."""
 
+import copy
 import inspect
 
 import pytest
@@ -104,6 +105,30 @@ def test_a_model_of_matrices_alone_and_one_without():
         module(torch.ones(2, module.weight.shape[-1])).square().sum().backward()
         assert optimizer.step(lambda: 3.0) == 3.0
         assert {key for state in optimizer.state.values() for key in state} == kinds
+
+
+def test_a_state_that_is_loaded_is_that_of_all_parameters():
+    """`load_state_dict` makes groups and state anew, and a copy has them only."""
+    models = [gpt() for _ in range(3)]
+    optimizers = [build_optimizer(model, CONFIG) for model in models]
+
+    def step(number):
+        for p in models[number].parameters():
+            p.grad = torch.full_like(p, 0.1)
+        optimizers[number].step()
+
+    for number in (0, 0, 1):
+        step(number)
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    models[2], optimizers[2] = copy.deepcopy((models[0], optimizers[0]))
+    for number in range(3):
+        for group in optimizers[number].param_groups:
+            group["lr"] = 0.5
+        step(number)
+    for model in models[1:]:
+        for (name, p), other in zip(model.named_parameters(), models[0].parameters(), strict=True):
+            assert torch.equal(p, other), name
 
 
 def test_a_run_goes_on_to_the_bit(tiny, run_quietly, tmp_path):

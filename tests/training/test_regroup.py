@@ -302,6 +302,20 @@ def test_runs_join_whatever_differs_in_speed_and_training(trained, tmp_path):
         join(trained / "first", other, tmp_path / "again")
 
 
+def test_what_belongs_to_the_tokenizer_goes_with_it(trained, tmp_path):
+    source = copied(trained / "first", tmp_path / "run", **{"train.eval_every": 2})
+    (source / "hub").mkdir()
+    (source / "hub" / "chat_template.jinja").write_text("{{ messages }}")
+    join(source, trained / "second", tmp_path / "made")
+    assert (tmp_path / "made" / "hub" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_experts_that_choose_are_all_used_alike(trained, tmp_path):
+    changes = {"model.moe.router": "expert_choice"}
+    with pytest.raises(ConfigError, match="whose experts are all used alike"):
+        prune(copied(trained / "first", tmp_path / "run", **changes), tmp_path / "made", keep=2)
+
+
 def test_experts_that_are_modules_of_their_own_are_refused(trained):
     found = opened(trained / "first")
     for layer in moe_layers(found.model).values():

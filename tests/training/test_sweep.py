@@ -70,6 +70,16 @@ def test_a_sweep_begins_with_the_weights_of_another_run(tiny, run_quietly, tmp_p
     assert tuned.model == config.model and "best: --optim.lr 0.001" in capsys.readouterr().out
 
 
+def test_a_rate_in_a_file_is_said_to_be_left_aside(tmp_path, capsys):
+    file, said = tmp_path / "run.yaml", []
+    for text in ("optim: {lr: 0.5}", "optim: {beta1: 0.8}"):
+        file.write_text(f"{text}\ntrain: {{resume: required, run_dir: {tmp_path / 'sweep'}}}\n")
+        assert main(["sweep", "gpt-moe-test", "--rates", "1", "--config", str(file)]) == 2
+        said.append(capsys.readouterr().err)
+    note = "note: optim.lr=0.5 of --config is left aside: --rates gives the rates\n"
+    assert said[0] == note + said[1] and said[1].startswith("error: --train.resume required")
+
+
 def test_a_rate_that_diverges_or_is_stopped(tiny, before_steps):
     def act(model, step):
         if rates[0] == 1.0 and step == 1:

@@ -11,6 +11,7 @@ from expertmesh.errors import ConfigError
 if TYPE_CHECKING:
     from expertmesh.infer.classify import Classified
 
+_SHOWN = 3
 _EXAMPLES = """\
 examples:
   expertmesh classify --run runs/pets cat.png dog.jpg
@@ -36,6 +37,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"--picture {options.picture}: shows images, and --score has none; name some"
         )
+    if options.score and options.top is not None:
+        raise ConfigError(f"--top {options.top}: has no effect with --score; leave it out")
     check_least(options, top=1, batch_size=1)
     picture = None
     if options.picture is not None:
@@ -51,7 +54,7 @@ def run(argv: list[str]) -> int:
         results = _classify(found, options)
     width = max(len(result.name) for result in results)
     for result in results:
-        print(f"{result.name:<{width}}  {_likeliest(result, options.top)}")
+        print(f"{result.name:<{width}}  {_likeliest(result, options.top or _SHOWN)}")
     if picture is not None:
         from expertmesh.infer.expert_picture import save_picture
 
@@ -73,7 +76,7 @@ def _parser() -> OptionParser:
         "image", nargs="*", help="image files; of an IDX file the N-th image is FILE@N, from 0"
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
-    parser.add_argument("--top", type=int, default=3, metavar="N", help="classes to show (3)")
+    parser.add_argument("--top", type=int, metavar="N", help="classes to show (3)")
     parser.add_argument(
         "--picture", metavar="FILE", help="a picture of which expert took which patch (.png)"
     )

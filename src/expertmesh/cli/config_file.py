@@ -68,6 +68,11 @@ def _flat(
             found[name] = tuple(value) if isinstance(value, list) else value
         elif isinstance(value, Mapping) and any(known.startswith(f"{name}.") for known in names):
             found |= _flat(value, f"{name}.", names, path)
+        elif value is not None and any(known.startswith(f"{name}.") for known in names):
+            inside = min(known for known in names if known.startswith(f"{name}."))
+            raise ConfigError(
+                f"--config {path}: {name} holds {shown(value)}, and is a section; name a field of it, for example {inside}"
+            )
         elif value is not None or not any(known.startswith(f"{name}.") for known in names):
             near = nearest_name(name, sorted(names))
             fix = f"did you mean {near}?" if near else "see expertmesh train --help"

@@ -28,12 +28,21 @@ _WIDE = 60
 
 
 class ParsedRun(NamedTuple):
-    """What `expertmesh train` was asked to do."""
+    """What `expertmesh train` was asked to do.
+
+    Attributes:
+        recipe: its name.
+        config: of the run.
+        dry_run: whether it is only to be described.
+        family: of the model.
+        from_file: dotted names of the options that the file of `--config` gives.
+    """
 
     recipe: str
     config: RunConfig
     dry_run: bool
     family: Family
+    from_file: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -151,13 +160,17 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
         )
     default = _recipe(words[0], recipes)()
     values = {name: _value(option, texts) for name, (option, texts) in flags.items()}
+    in_file: dict[str, Any] = {}
     if file is not None:
-        values = flat_values(from_file, list(_options(type(default))), file) | values
+        options = _options(type(default))
+        read = flat_values(from_file, list(options), file)
+        in_file = {name: _one_or_more(options[name], value) for name, value in read.items()}
+        values = in_file | values
     values = with_fitting_warmup(default, values)
     try:
         family = FAMILIES[default.family] if given is None else given
         config = default.updated(values).model_copy(update={"family": family.name})
-        return ParsedRun(words[0], config, "dry-run" in switches, family)
+        return ParsedRun(words[0], config, "dry-run" in switches, family, frozenset(in_file))
     except FieldError as error:
         raise as_flag_error(error) from None
 
@@ -362,6 +375,13 @@ def _texts_after(
     if not following and not option.is_bool and not option.is_tuple:
         raise ConfigError(f"{flag_name(option.name)} needs a value; write it after the option")
     return following
+
+
+def _one_or_more(option: _Option, value: Any) -> Any:
+    """The value of a file: a list of one needs no brackets, and of several may be written as on the command line."""
+    if option.is_tuple and isinstance(value, str):
+        return _value(option, [value])
+    return (value,) if option.is_tuple and type(value) in (int, float) else value
 
 
 def _value(option: _Option, texts: list[str]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.base import FieldError, expanded
+from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
 
 _EXAMPLES = """\
@@ -70,7 +71,7 @@ def run(argv: list[str]) -> int:
             top_p=options.top_p,
             seed=options.seed,
         ),
-        "eos_id": end_of_text_id(tokenizer),
+        "eos_id": {end_of_text_id(tokenizer), *(form.ends if options.chat else ())},
         "start_id": end_of_text_id(tokenizer),
     }
 
@@ -188,7 +189,7 @@ def _prompts(options: Any) -> list[str]:
     try:
         if options.prompt_file is not None:
             path = expanded(options.prompt_file)
-            prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line]
+            prompts = list(filter(None, lines_of(path.read_text(encoding="utf-8"))))
             if not prompts:
                 raise ConfigError(f"--prompt-file {path}: has no line; write a prompt on each")
         else:

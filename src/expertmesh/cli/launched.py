@@ -27,13 +27,18 @@ def said_once() -> Iterator[None]:
         raise PeerError("the first rank of this host says what is wrong") from None
 
 
-def tell_launcher(message: str) -> None:
-    """Let torchrun's own report end with the reason of the failure; without torchrun, nothing."""
+def tell_launcher(message: str, *, is_mistake: bool) -> None:
+    """Let torchrun's own report end with the reason of the failure; without torchrun, nothing.
+
+    Torchrun takes the oldest failure for the cause, in whole seconds. A mistake was there before any rank ended; another
+    failure is older than what follows from it.
+    """
     path = launcher_error_file()
     if path is None:
         return
-    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
     with suppress(OSError):
+        seconds = path.parent.stat().st_mtime if is_mistake else time.time() - 1
+        extra = {"py_callstack": message, "timestamp": str(int(seconds))}
         path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 

@@ -30,6 +30,9 @@ from expertmesh.errors import (
     TrainingDivergedError,
 )
 
+_MISTAKE = 2
+"""Exit code of wrong input, which is found before work begins."""
+
 
 def _train(argv: list[str]) -> int:
     from expertmesh.cli.train import run
@@ -261,7 +264,7 @@ def _report_error(error: Exception) -> int:
     if isinstance(error, ConfigError | CheckpointError | CollectiveError | TrainingDivergedError):
         from expertmesh.cli.flags import spell_options
 
-        return _fail(spell_options(str(error)), 2 if isinstance(error, ConfigError) else 1)
+        return _fail(spell_options(str(error)), _MISTAKE if isinstance(error, ConfigError) else 1)
     if isinstance(error, OSError) and error.errno is not None:
         return _fail(_os_error_text(error), 1)
     if (needs := _out_of_memory(error)) is not None:
@@ -310,5 +313,5 @@ def _fail(message: str, code: int) -> int:
     line = "error: " + spell_program(" ".join(message.split()))
     with suppress(OSError):  # nobody reads, but the exit code tells
         print(line, file=sys.stderr, flush=True)
-    tell_launcher(line)
+    tell_launcher(line, is_mistake=code == _MISTAKE)
     return code

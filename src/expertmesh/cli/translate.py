@@ -7,6 +7,7 @@ from expertmesh.cli.generate import load_decoder, read_standard_input
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.base import expanded
 from expertmesh.config.output_file import output_file, write_whole
+from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _texts(options: Any) -> tuple[list[str], list[str] | None, list[str] | None]
     if options.input is not None:
         texts = _lines(options.input, "--input")
     elif texts == ["-"]:
-        texts = read_standard_input().splitlines()
+        texts = lines_of(read_standard_input())
     for text in texts:
         try:
             text.encode()

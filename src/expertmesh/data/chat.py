@@ -57,6 +57,11 @@ class ChatFormat(Protocol):
         """Digest of all that the tokens depend on beside the tokenizer."""
         ...
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Tokens with which an answer ends; none where it ends in plain text."""
+        ...
+
     def problem(self, conversation: Conversation) -> str | None:
         """Why a conversation cannot be written without a lie, in the plural; None: it can."""
         ...
@@ -89,6 +94,11 @@ class OwnFormat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The end of text."""
+        return (self._end,)
 
     def problem(self, conversation: Conversation) -> str | None:
         """None: whatever a message says is text."""
@@ -151,6 +161,18 @@ class TemplateFormat:
         from expertmesh.data.chat_template import compiled
 
         return compiled(self._source)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The special token behind an answer, which need not be the end of a text."""
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            pieces = self.samples({MESSAGES: talk})[-1]
+        except ConfigError:
+            return ()
+        last = next((piece.ids[-1] for piece in reversed(pieces) if piece.is_learned), None)
+        is_special = last is not None and self._tokenizer.id_to_token(last) in self._special
+        return (last,) if last is not None and is_special else ()
 
     def problem(self, conversation: Conversation) -> str | None:
         """Whether anything in it quotes a special token, which the template would write as that token."""

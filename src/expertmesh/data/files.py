@@ -211,3 +211,9 @@ def _identity(path: Path) -> tuple[int, int]:
 def printable(name: str) -> str:
     """A name with its bytes that are not UTF-8 as `\\xe9`."""
     return os.fsencode(name).decode(errors="backslashreplace")
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text without their ends, which are \\n or \\r\\n and nothing else that Python takes for one."""
+    lines = text.split("\n")
+    return [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]

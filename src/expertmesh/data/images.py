@@ -16,6 +16,7 @@ from expertmesh.data.augment import changed, mix_of, mixed
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.image_files import Images, LabelledFolder, read_folder
 from expertmesh.data.order import shuffled, spread
+from expertmesh.data.paths import distinct
 from expertmesh.errors import ConfigError
 
 CLASSES_FILE = "classes.json"
@@ -42,7 +43,7 @@ class ImageData:
 
     Attributes:
         classes: their names.
-        folder_of_class: name of the folder of each class.
+        folder_of_class: name of the folder of each class, with a number where one before it is called so, too.
     """
 
     def __init__(
@@ -56,17 +57,14 @@ class ImageData:
     ) -> None:
         self._config, self._seed = config, seed
         folders = _read_folders(config)
-        single = len(folders) == 1
+        # each another, where folders in several places have one name
+        named = list(zip(distinct(Path(path).name for path in config.path), folders, strict=True))
         self.classes = tuple(
-            name if single else f"{Path(path).name}/{name}"
-            for path, folder in zip(config.path, folders, strict=True)
+            name if len(named) == 1 else f"{place}/{name}"
+            for place, folder in named
             for name in folder.classes
         )
-        self.folder_of_class = tuple(
-            Path(path).name
-            for path, folder in zip(config.path, folders, strict=True)
-            for _ in folder.classes
-        )
+        self.folder_of_class = tuple(place for place, folder in named for _ in folder.classes)
         if len(self.classes) > num_classes:
             raise ConfigError(
                 f"model.num_classes={num_classes}: the data have {len(self.classes)} classes; use "

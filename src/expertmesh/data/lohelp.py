@@ -20,7 +20,7 @@ from expertmesh.errors import ConfigError
 
 INSTALLED = Path("/usr/share/libreoffice/help")
 CODES = {"en-US": "en", "pt-BR": "pt", "zh-CN": "zh"}
-"""Codes of folders that are not the codes of the files; all others are."""
+"""Codes of folders that have a shorter name as files, unless another folder has that one; others have "_" for "-"."""
 FEWEST_WORDS, MOST_WORDS = 4, 60
 _SPLITS = (("train", 0.90), ("val", 0.94), ("test", 1.0))
 _GRAM = 6
@@ -105,20 +105,19 @@ def extract(source: Path, output: Path) -> Extracted:
         output: folder for SPLIT.LANG.gz.
 
     Raises:
-        ConfigError: there is no help in two languages, one of them English, or a package is damaged.
+        ConfigError: there is no help in two languages, one of them English, a package is damaged, or the folder has such files with
+            other lines.
     """
     pages = _read(source)
     languages = _checked_languages(pages, source)
     lines = _split(pages["en"])
-    output.mkdir(parents=True, exist_ok=True)
-    counts = {}
-    for split, places in lines.items():
-        counts[split] = len(places)
-        for code in languages:
-            texts = [_translated(pages, code, page, name) for page, name in places]
-            data = "".join(f"{text}\n" for text in texts).encode()
-            (output / f"{split}.{code}.gz").write_bytes(gzip.compress(data, mtime=0))
-    return Extracted(output, languages, counts)
+    files = {
+        f"{split}.{code}.gz": [_translated(pages, code, page, name) for page, name in places]
+        for split, places in lines.items()
+        for code in languages
+    }
+    _write(output, files)
+    return Extracted(output, languages, {split: len(places) for split, places in lines.items()})
 
 
 def extract_headings(source: Path, output: Path) -> Extracted:
@@ -156,15 +155,47 @@ def extract_headings(source: Path, output: Path) -> Extracted:
         is_english = code != "en" and heading == english[name][0]  # then nobody translated it
         return ("", "") if is_english or not heading or not body else (heading, body)
 
-    output.mkdir(parents=True, exist_ok=True)
+    files: dict[str, list[str]] = {}
     for split, names in kept.items():
         for code in languages:
             pairs = [pair(code, name) for name in names]
             for ending, column in (("", 0), ("_body", 1)):
-                data = "".join(f"{texts[column]}\n" for texts in pairs).encode()
-                path = output / f"{split}.{code}{ending}.gz"
-                path.write_bytes(gzip.compress(data, mtime=0))
+                files[f"{split}.{code}{ending}.gz"] = [texts[column] for texts in pairs]
+    _write(output, files)
     return Extracted(output, languages, {split: len(names) for split, names in kept.items()})
+
+
+def _write(output: Path, files: Mapping[str, list[str]]) -> None:
+    """Write lines as packed files, each by one rename.
+
+    Raises:
+        ConfigError: a file has other lines already, or there can be no such folder.
+    """
+    texts = {name: "".join(f"{line}\n" for line in lines).encode() for name, lines in files.items()}
+    missing = []
+    for name, text in texts.items():
+        path = output / name
+        if not path.exists():
+            missing.append(name)
+        elif not _has(path, text):
+            raise ConfigError(
+                f"output={path}: is there with other lines; remove it, or choose another folder"
+            )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ConfigError(f"output={output}: is a file or below a file; choose a folder") from None
+    for name in missing:
+        partial = output / f".{name}.partial"
+        partial.write_bytes(gzip.compress(texts[name], mtime=0))
+        partial.rename(output / name)
+
+
+def _has(path: Path, text: bytes) -> bool:
+    try:
+        return gzip.decompress(path.read_bytes()) == text
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def _heading_and_body(page: Page) -> tuple[str, str]:
@@ -238,8 +269,14 @@ def _read(source: Path) -> dict[str, dict[str, Page]]:
     packages = sorted(source.glob("libreoffice-help-*.deb")) if source.is_dir() else []
     members = (member for path in packages for member in _members(path))
     for code, page, html in members if packages else _files(source):
-        found[CODES.get(code, code)][page] = segments(html)
-    return dict(found)
+        found[code][page] = segments(html)
+    return {_language(code, found): pages for code, pages in found.items()}
+
+
+def _language(code: str, codes: Mapping[str, object]) -> str:
+    """The code of a folder as the ending of a file: each another, and without a dash, which stands in pairs."""
+    short = CODES.get(code, code)
+    return (code if short in codes else short).replace("-", "_")
 
 
 def _files(folder: Path) -> Iterator[tuple[str, str, str]]:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from expertmesh.config.base import cache_root, expanded, nearest_name, parse_json, user_cache_dir
 from expertmesh.config.seq2seq import LANGUAGE, ParallelTextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
-from expertmesh.data.files import LeftOut
+from expertmesh.data.files import LeftOut, lines_of
 from expertmesh.data.order import permutation
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
@@ -157,6 +157,11 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
             f"data.path={' '.join(config.path)}: has {config.train_split} files of {len(languages)} languages; translation "
             "needs two or more"
         )
+    for name, found in zip(config.path, files, strict=True):
+        if not found:
+            raise ConfigError(
+                f"data.path={name}: has no {config.train_split} file of {', '.join(languages)}; leave the folder out, or add some"
+            )
     others = [_files(folder, config.validation_split, languages, left_out) for folder in folders]
     splits = {"training": files, "validation": [found for found in others if len(found) > 1]}
     if not splits["validation"]:
@@ -210,13 +215,14 @@ def read_lines(path: Path) -> list[str]:
         ConfigError: it is not UTF-8 text, or damaged.
     """
     try:
-        text = _bytes(path).decode()
+        text = _bytes(path).decode(
+            "utf-8-sig"
+        )  # without the mark that editors on Windows begin a file with
     except UnicodeDecodeError:
         raise ConfigError(
             f"{path}: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
         ) from None
-    lines = text.split("\n")
-    return [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
+    return lines_of(text)
 
 
 def _bytes(path: Path) -> bytes:

@@ -215,7 +215,9 @@ class TranslationData:
             )
         self.directions = tuple(task.name for task in self._validation)
         self._sentence_ends = _sentence_ends(tokens, vocab_size)
-        options = config.model_dump_json(exclude={"cache_dir", "path"})
+        # what a given tokenizer says is in the tokens' key, wherever it lies
+        nameless = config.model_copy(update={"encode_with": None})
+        options = nameless.model_dump_json(exclude={"cache_dir", "path"})
         self.key = hashlib.sha256(
             f"{tokens.key}|{options}|{max_source_len}|{max_target_len}".encode()
         ).hexdigest()

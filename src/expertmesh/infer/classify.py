@@ -25,7 +25,7 @@ class Classified:
         classes: names of all classes.
         probabilities: of each class.
         pixels_CHW: the image as the model saw it, FP32 from -1 to 1, on the CPU.
-        experts: by name of each MoE block, the (H, W) int64 expert of every patch, its first choice.
+        experts: by name of each MoE block, the (H, W) int64 expert of every patch, its first choice; num_experts for none.
         num_experts: of each of these blocks.
     """
 

@@ -1,6 +1,6 @@
 """Generation: prompts in, tokens out one by one, with a key-value cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ def generate(
     *,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
 ) -> Iterator[int]:
     """Continue one prompt; see `generate_batch`.
 
@@ -40,7 +40,7 @@ def generate_text(
     *,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     start_id: int | None = None,
 ) -> Iterator[str]:
     """Continue a text.
@@ -51,7 +51,7 @@ def generate_text(
         prompt: not empty; or its token ids, before which nothing is put.
         max_new_tokens: the most tokens to append, as for `generate_batch`.
         sampling: the rule of sampling, as for `generate_batch`.
-        eos_id: the token that ends a text, as for `generate_batch`.
+        eos_id: the token, or tokens, that end a text, as for `generate_batch`.
         start_id: put before the prompt, to say that a document begins; None: nothing.
 
     Returns:
@@ -96,7 +96,7 @@ def generate_texts(
     *,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     start_id: int | None = None,
 ) -> list[Continuation]:
     """Continue several texts together; arguments and errors as `generate_text` has them.
@@ -140,7 +140,7 @@ def generate_batch(
     sources: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
 ) -> Iterator[list[int | None]]:
     """Continue several prompts of any lengths together; of an encoder-decoder, each under its own source.
 
@@ -154,7 +154,7 @@ def generate_batch(
         sources: token ids that an encoder-decoder reads first, one list per prompt.
         max_new_tokens: most tokens to generate for each; None: as many as the longest prompt leaves room for.
         sampling: how to choose tokens; None: greedy.
-        eos_id: a sequence ends before this token, and before those that the model names (`end_ids`); None: only at
+        eos_id: a sequence ends before this token, or any of these, and before those that the model names (`end_ids`); None: only at
             max_new_tokens.
 
     Returns:
@@ -246,12 +246,15 @@ def _steps(
     *,
     new_tokens: int,
     sampling: Sampling,
-    eos_id: int | None,
+    eos_id: int | Collection[int] | None,
 ) -> Iterator[list[int | None]]:
     device = model.device
     ids_BS, token_mask_BS = pad_left(prompts, device=device)
     max_len = ids_BS.shape[1] + new_tokens
-    ends = set() if eos_id is None else {eos_id, *getattr(model, "end_ids", ())}
+    ends: set[int] = set()
+    if eos_id is not None:
+        given = (eos_id,) if isinstance(eos_id, int) else eos_id
+        ends = {*given, *getattr(model, "end_ids", ())}
     cache: Any = None
     generators = sequence_generators(sampling.seed, len(prompts))
     running = [True] * len(prompts)

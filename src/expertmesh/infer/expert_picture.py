@@ -47,7 +47,9 @@ def save_picture(results: Sequence[Classified], path: str | Path) -> None:
         shown = _enlarged((result.pixels_CHW + 1) / 2)
         tiles = [shown]
         for name in blocks:
-            colours = expert_colours(result.num_experts[name])[result.experts[name]]
+            # white: experts that choose (router=expert_choice) may leave a patch to none
+            of_expert = torch.cat((expert_colours(result.num_experts[name]), torch.ones(1, 3)))
+            colours = of_expert[result.experts[name]]
             tint = _enlarged(colours.permute(2, 0, 1))
             tiles.append(shown * (1 - _TINT) + tint * _TINT)
         for column, tile in enumerate(tiles):

@@ -71,6 +71,8 @@ def translate(
             else max_new_tokens,
         )
         for i, output in zip(batch, outputs, strict=True):
-            found[i] = tokenizer.decode(output.ids, skip_special_tokens=True).strip()
+            # one line each, whatever is written
+            text = tokenizer.decode(output.ids, skip_special_tokens=True)
+            found[i] = text.replace("\r", " ").replace("\n", " ").strip()
     told.finish()
     return found

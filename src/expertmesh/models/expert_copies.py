@@ -1,12 +1,25 @@
 """Experts that begin as copies of one dense feed-forward block, whole or cut, exact or told apart."""
 
+import math
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
 from expertmesh.moe.router import LinearRouter
+
+
+def check_whole(**numbers: object) -> None:
+    """Whether numbers, by the names of their arguments, are whole ones.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name, value in numbers.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: must be a whole number; for example 2")
 
 
 @dataclass(frozen=True)
@@ -33,11 +46,14 @@ class ExpertCopies:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
-        if self.noise_std < 0:
-            raise ConfigError(f"noise_std={self.noise_std}: must not be negative; use 0 for none")
-        if not 0 <= self.redraw <= 1:
-            raise ConfigError(f"redraw={self.redraw}: must be from 0 to 1; use 0 for none")
+        """Checks types and ranges."""
+        whole = {"num_experts": self.num_copies, "top_k": self.top_k}
+        check_whole(**whole, granularity=self.granularity, seed=self.seed)
+        for name, most in (("noise_std", math.inf), ("redraw", 1.0)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value <= most or value == math.inf:
+                rule = "from 0 to 1" if name == "redraw" else "a finite number that is not negative"
+                raise ConfigError(f"{name}={value!r}: must be {rule}; use 0 for none")
 
     def hidden_dim(self, whole: int) -> int:
         """Hidden size of an expert of a block with this one.

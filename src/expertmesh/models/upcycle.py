@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
-from expertmesh.models.expert_copies import ExpertCopies
+from expertmesh.models.expert_copies import ExpertCopies, check_whole
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.upcycle import upcycle_gpt
 from expertmesh.moe.layer import MoELayer
@@ -145,6 +145,7 @@ def upcycle(
         >>> em.upcycle(model, every=2, num_experts=4)
         ['1']
     """
+    check_whole(every=every)
     if every < 1:
         raise ConfigError(f"every={every}: must be at least 1; use 2 for every other block")
     if isinstance(model, GPT):

@@ -18,7 +18,7 @@ from expertmesh.comm.mesh import (
 )
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
-from expertmesh.config.way import Way
+from expertmesh.config.way import AS_USUAL, Way
 from expertmesh.costs.communication import USUAL_NETWORK, Network
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
@@ -35,8 +35,8 @@ from expertmesh.planner.cache import (
     load_network,
     load_plans,
     network_path,
+    plan_keeper,
     plans_path,
-    save_plans,
 )
 
 _KEEP: dict[int, Keep] = {1: "until_step", 2: "until_step", 3: "regather"}
@@ -92,10 +92,12 @@ def parallelize(
         >>> y, stats = model(torch.randn(5, 8))
         >>> torch.distributed.destroy_process_group()
     """
+    if adaptive and not config.adaptive:
+        config = config.updated({"adaptive": True})
     world = World(timeout_s=config.timeout_s) if world is None else world
     degrees = degrees_of(config, num_ranks=world.size)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    _spread_layers(moe_layers, config, world, degrees, adaptive=adaptive)
+    _spread_layers(moe_layers, config, world, degrees)
     experts = {p for layer in moe_layers for p in layer.experts.parameters()}
     if degrees.tp > 1:
         tensor_mesh = dense_mesh(world, degrees)["tp"]
@@ -120,12 +122,10 @@ def _spread_layers(
     config: ParallelConfig,
     world: World,
     degrees: DenseDegrees,
-    *,
-    adaptive: bool,
 ) -> None:
     """Spread the experts of all layers, and let the layers choose how their tokens travel if that is asked."""
     prefetcher = Prefetcher()
-    per_node, adaptive = config.ranks_per_node, adaptive or config.adaptive
+    per_node, adaptive = config.ranks_per_node, config.adaptive
     nodes = None if per_node is None else [rank // per_node for rank in range(world.size)]
     models_cost = bool(moe_layers) and (adaptive or config.all_to_all == "auto")
     topology, network = _network(world, nodes) if models_cost else (None, USUAL_NETWORK)
@@ -191,21 +191,23 @@ def _adapt(
     """Let layers choose what the configuration leaves open, and keep what they find."""
     ranks = Ranks(world)
     shapes = {(m.num_experts, m.dim, m.options.hidden_dim, m.options.activation) for m in layers}
-    model = f"{sorted(shapes)}, zero_stage {config.zero_stage}"
-    path = plans_path(topology, model)
     pinned = Way(
         config.route_degree or (max(config.ep_degree) if config.ep_degree else None),
         config.overlap_degree if config.overlap_degree > 1 else None,
         "hierarchical" if config.all_to_all == "hierarchical" else None,
         config.shadow_experts or None,
     )
+    model = f"{sorted(shapes, key=str)}, zero_stage {config.zero_stage}"
+    if pinned != AS_USUAL:  # the best of fewer ways is not the best of all
+        model += f", {pinned}"
+    path = plans_path(topology, model)
     adapt(
         layers,
         pinned,
         network,
         num_gathers=2 if config.zero_stage == 3 else 1,
         known=ranks.first(lambda: load_plans(path, model)),
-        on_settled=(lambda plans: save_plans(path, plans, model)) if ranks.is_leader else None,
+        on_settled=plan_keeper(path, model) if ranks.is_leader else None,
     )
 
 

@@ -27,11 +27,9 @@ def on_whole_matrices(
     if not isinstance(parameter, DTensor):
         return function(part)
     mesh, cut = parameter.device_mesh, parameter.placements
-    first_axis = parameter.ndim - 2
-    whole = [
-        Replicate() if any(p.is_shard(axis) for axis in (first_axis, first_axis + 1)) else p
-        for p in cut
-    ]
+    axes = (parameter.ndim - 2, parameter.ndim - 1)
+    # `is_shard` is false of the strided parts that FSDP2 makes of an axis which tensor parallelism has cut before
+    whole = [Replicate() if getattr(p, "dim", None) in axes else p for p in cut]
     if whole == list(cut):
         return function(part)
     shape: dict[str, Any] = {

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,27 @@ def save_plans(path: Path, plans: Mapping[str, Way], model: str) -> None:
     _write(path, {"model": model, "plans": {key: asdict(way) for key, way in plans.items()}})
 
 
+def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, Way]], None]:
+    """What keeps plans whenever there are more; where they cannot be written that is one line, and no reason to stop.
+
+    Args:
+        path: of `plans_path`.
+        model: see there.
+    """
+    can_write = True
+
+    def keep(plans: Mapping[str, Way]) -> None:
+        nonlocal can_write
+        try:
+            if can_write:
+                save_plans(path, plans, model)
+        except OSError as error:
+            can_write = False
+            _log.warning("%s: the plans that were found are not kept: %s", path, error.strerror)
+
+    return keep
+
+
 def load_plans(path: Path, model: str) -> dict[str, Way]:
     """Settled plans; none where the file is missing or cannot be used, which is said in one line."""
     values = _read(path)
@@ -112,9 +133,9 @@ def known() -> list[tuple[Path, Network | None, dict[str, Way]]]:
 
 
 def _checked(way: Way) -> Way:
-    degrees = (way.route_degree, way.overlap_degree, way.shadow_experts)
+    least = {"route_degree": 1, "overlap_degree": 1, "shadow_experts": 0}
     if way.all_to_all not in ("flat", "hierarchical") or not all(
-        type(n) is int and n >= 0 for n in degrees
+        type(n := getattr(way, name)) is int and n >= smallest for name, smallest in least.items()
     ):
         raise ValueError("a plan is not whole")
     return way
@@ -128,9 +149,9 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         values = parse_json(path.read_text())
         if values["version"] != VERSION:
             raise ValueError(f"version {values['version']} is not {VERSION}")

@@ -20,6 +20,10 @@ TOO_SLOW = 1.5
 """A way that took so many times the fastest's time is not measured again."""
 CLOSE = 1.15
 """Ways within so many times the fastest's time are measured as often again before one is settled on."""
+TIE = 1.03
+"""Of ways within so many times the fastest's time the simplest is settled on."""
+PATIENCE = 64
+"""Calls without news after which trials count as lost: forwards whose backward never came. The next time it is twice as many."""
 HOPELESS = 5.0
 """A way for which the model says so many times the fastest's time is not measured at all."""
 HOT = 1.5
@@ -101,14 +105,27 @@ class Choices:
             if r == 1:
                 found.append(Way(1, 1, "flat", 0))
                 continue
-            kinds = [k for k in self.kinds if k == "flat" or route.has_two_levels]
             found += [
                 Way(r, n, kind, h)
                 for n in self.overlap_degrees
-                for kind in kinds or ["flat"]
+                for kind in self._kinds(route)
                 for h in shadows or [self.shadows[0]]
             ]
         return found
+
+    def allow(self, way: Way) -> bool:
+        """Whether a way, found elsewhere, is one of these under some load."""
+        route = self.routes.get(way.route_degree or 1)
+        if route is None or route.route_degree == 1:
+            return route is not None and way == Way(1, 1, "flat", 0)
+        return (
+            way.overlap_degree in self.overlap_degrees
+            and way.all_to_all in self._kinds(route)
+            and way.shadow_experts in self.shadows
+        )
+
+    def _kinds(self, route: RouteShape) -> Sequence[AllToAll]:
+        return [k for k in self.kinds if k == "flat" or route.has_two_levels] or ["flat"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +152,10 @@ class Search(Protocol):
 
     def near(self, way: Way, load: TokenLoad, trains: bool) -> list[Way]:
         """Those that differ from one in one step of one choice, the best first."""
+        ...
+
+    def fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
+        """Whether there is memory for one."""
         ...
 
 
@@ -173,13 +194,15 @@ class ModelSearch:
         return [other for other in self._ranked(load, trains) if self._is_near(way, other)]
 
     def _is_near(self, one: Way, other: Way) -> bool:
+        if one == other or one.route_degree != other.route_degree:
+            return False  # where tokens stay there are no parts, whatever number was given
         degrees = self.choices.overlap_degrees
         steps = (
             abs(degrees.index(one.overlap_degree or 1) - degrees.index(other.overlap_degree or 1)),
             int(one.all_to_all != other.all_to_all),
             abs((one.shadow_experts or 0) - (other.shadow_experts or 0)),
         )
-        return one.route_degree == other.route_degree and sum(steps) == 1
+        return sum(steps) == 1
 
     def _ranked(self, load: TokenLoad, trains: bool) -> list[Way]:
         seconds = {w: self._seconds(w, load, trains) for w in self._fitting(load, trains)}
@@ -187,12 +210,13 @@ class ModelSearch:
         return sorted((w for w in seconds if seconds[w] <= limit), key=seconds.__getitem__)
 
     def _fitting(self, load: TokenLoad, trains: bool) -> list[Way]:
-        return [way for way in self.choices.ways(load) if self._fits(way, load, trains)]
+        return [way for way in self.choices.ways(load) if self.fits(way, load, trains)]
 
     def _seconds(self, way: Way, load: TokenLoad, trains: bool) -> float:
         return step_time(way, self._route(way), self._layer(trains), load, self.machine).total_s
 
-    def _fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
+    def fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
+        """Whether the budget is enough for one."""
         needed = extra_bytes(way, self._route(way), self._layer(trains), load)
         return needed <= self.choices.budget_bytes
 
@@ -211,6 +235,7 @@ class _Bucket:
         self.times: dict[Way, list[float]] = {}
         self._wanted: dict[Way, int] = {}
         self._issued: dict[Way, int] = {}
+        self._calls_without_news, self._patience = 0, PATIENCE
         self.settled: Way | None = None
         self._add(starts)
         if len(starts) == 1:
@@ -224,6 +249,7 @@ class _Bucket:
     def report(self, way: Way, seconds: float) -> None:
         """A trial is over."""
         self.times[way].append(seconds)
+        self._calls_without_news, self._patience = 0, PATIENCE
         left = self._left()
         if all(len(self.times[way]) >= self._wanted[way] for way in left):
             self._go_on(left)
@@ -238,7 +264,8 @@ class _Bucket:
         elif len(close) > 1 and any(self._wanted[way] < most for way in close):
             self._wanted |= dict.fromkeys(close, most)
         else:
-            self.settled = best
+            ties = [way for way in close if self._median(way) <= TIE * self._median(best)]
+            self.settled = min(ties, key=lambda way: (*_simplicity(way), self._median(way)))
 
     def _add(self, ways: list[Way]) -> None:
         self.times |= {way: [] for way in ways}
@@ -256,12 +283,21 @@ class _Bucket:
 
     def next_trial(self) -> Way | None:
         """A way to measure, all in turn; None: all trials are under way."""
+        self._calls_without_news += 1
+        if self._calls_without_news > self._patience:
+            self._calls_without_news, self._patience = 0, 2 * self._patience
+            self._issued = {way: len(times) for way, times in self.times.items()}
         open_ = [way for way in self._left() if self._issued[way] < self._wanted[way]]
         if not open_:
             return None
         way = min(open_, key=self._issued.__getitem__)
         self._issued[way] += 1
         return way
+
+
+def _simplicity(way: Way) -> tuple[object, ...]:
+    """Less to send, to start and to keep comes first."""
+    return way.overlap_degree, way.shadow_experts, way.all_to_all != "flat"
 
 
 @dataclass(frozen=True)
@@ -297,11 +333,16 @@ class Tuner:
     ) -> None:
         self._search, self._on_settled, self._effort = search, on_settled, effort or Effort()
         self.settled: dict[str, Way] = dict(known or {})
+        self._unchecked = set(self.settled)
         self._buckets: dict[str, _Bucket] = {}
 
     def choose(self, load: TokenLoad, bucket: Bucket) -> tuple[Way, Trial | None]:
         """The way of a call, and the trial that it is; None: nobody asks for its time."""
         key = bucket.key
+        if key in self._unchecked:
+            self._unchecked.remove(key)
+            if not self._search.fits(self.settled[key], load, bucket.trains):
+                del self.settled[key]  # there was more memory when it was found
         if key not in self.settled and key not in self._buckets:
             starts = self._search.starts(load, bucket.trains, self._effort.num_starts)
             near = partial(self._search.near, load=load, trains=bucket.trains)

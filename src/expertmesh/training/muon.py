@@ -91,12 +91,24 @@ class Muon(torch.optim.Optimizer):
         eps: float,
     ) -> None:
         super().__init__(groups, {"lr": lr, "is_matrix": False, "momentum": momentum})
+        for group in self.param_groups:
+            if not group["is_matrix"]:
+                group.update(betas=betas, eps=eps)
+        self._adamw = self._for_others()
+
+    def _for_others(self) -> torch.optim.AdamW | None:
+        """AdamW of the same groups and state, so that there is one of each to save and to set rates in."""
         others = [group for group in self.param_groups if not group["is_matrix"]]
-        self._adamw: torch.optim.AdamW | None = None
-        if others:
-            # of the same groups and state, so that there is one of each to save and to set rates in
-            self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True)
-            self._adamw.state = self.state
+        if not others:
+            return None
+        adamw = torch.optim.AdamW(others, fused=True)
+        adamw.state = self.state
+        return adamw
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over a state, as `load_state_dict` does, which makes groups and state anew."""
+        super().__setstate__(state)
+        self._adamw = self._for_others()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

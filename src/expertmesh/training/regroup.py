@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
+from expertmesh.data.chat import extras_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Data, Task
 from expertmesh.moe.experts import GroupedExperts
@@ -24,7 +25,7 @@ from expertmesh.moe.types import RoutingStats
 from expertmesh.training.begin import save_as_run
 from expertmesh.training.evaluate import evaluate
 from expertmesh.training.precision import Precision
-from expertmesh.training.run_dir import Run, load_run
+from expertmesh.training.run_dir import TOKENIZER, Run, load_run
 from expertmesh.training.state import check_same_data, dotted, read_run_state
 from expertmesh.training.trained import Trained, open_trained
 
@@ -128,6 +129,11 @@ def prune(
         )
     trained = open_trained(run)
     layers = checked_layers(run, trained)
+    if any(layer.options.router == "expert_choice" for layer in layers.values()):
+        raise ConfigError(
+            f"run {run.path}: has model.moe.router=expert_choice, whose experts are all used alike, so that none is used least; "
+            "name a run whose tokens choose"
+        )
     top_k = max(layer.top_k for layer in layers.values())
     if keep < top_k:
         raise ConfigError(f"keep={keep}: must be at least the {top_k} of a token; use {top_k}")
@@ -305,4 +311,6 @@ def _write(
     model: nn.Module = run.family.open_task(config).build(device="cpu", dtype=dtype)
     model.load_state_dict(dict(tensors))
     files = {name: run.path / name for name in run.family.files}
+    if TOKENIZER in files:
+        files |= extras_of(files[TOKENIZER])
     save_as_run(model, config, recipe=recipe, files=files)

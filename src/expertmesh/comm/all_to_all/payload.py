@@ -23,7 +23,8 @@ def row_bytes(dim: int, element_bytes: int, payload: DispatchDtype) -> int:
 def packed(x_RD: Tensor, payload: DispatchDtype) -> Tensor:
     """Round rows to 8 bits.
 
-    The largest element of a block becomes the largest number of the type. A block with an infinity or NaN is NaN afterwards.
+    The largest element of a block becomes the largest number of the type. A block with an infinity or NaN is NaN afterwards, and
+    one of numbers so small that their scale would not be a normal number of FP32 is 0.
 
     Args:
         x_RD: (R, D) of a floating-point type.
@@ -36,7 +37,7 @@ def packed(x_RD: Tensor, payload: DispatchDtype) -> Tensor:
     blocks = _num_blocks(D)
     x_RB = pad(x_RD.to(torch.float32), (0, blocks * BLOCK - D)).view(R, blocks, BLOCK)
     scale_RB = x_RB.abs().amax(-1) / _LARGEST[payload]
-    scale_RB = torch.where(scale_RB == 0, 1.0, scale_RB)
+    scale_RB = torch.where(scale_RB < torch.finfo(torch.float32).tiny, 1.0, scale_RB)
     x_RD = (x_RB / scale_RB[..., None]).view(R, blocks * BLOCK)[:, :D]
     if payload == "int8":
         x_RD = x_RD.nan_to_num(0.0).round()  # their scale is not finite

@@ -26,13 +26,19 @@ def upcycle_gpt(
         The names of the replaced modules.
 
     Raises:
-        ConfigError: the model has experts, or an option breaks a rule; nothing is changed then.
+        ConfigError: the model has experts, is not whole, or an option breaks a rule; nothing is changed then.
     """
     before = model.config
     if before.num_moe_layers:
         raise ConfigError(
             f"GPT: has {before.num_moe_layers} layers with experts already; upcycle a dense one"
         )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or getattr(parameter, "device_mesh", None) is not None:
+            what = "has no memory yet" if parameter.is_meta else "is spread over ranks already"
+            raise ConfigError(
+                f"GPT: {name} {what}; upcycle a model that is whole, and spread it afterwards"
+            )
     g = copies.granularity
     config = before.updated(
         {

@@ -90,7 +90,7 @@ class LayerChooser:
         self._trial = None
         if load is None:
             usual: Way = dispatcher.usual
-            return usual if usual.all_to_all != "auto" else Way(usual.route_degree, 1, "flat", 0)
+            return _plain(usual)
         bucket = Bucket.of(
             load,
             num_ranks=self._num_ranks,
@@ -205,8 +205,8 @@ def adapt(
                 OVERLAP_DEGREES if pinned.overlap_degree is None else (pinned.overlap_degree,),
                 kinds if pinned.all_to_all in (None, "auto") else (pinned.all_to_all,),
                 SHADOWS if pinned.shadow_experts is None else (pinned.shadow_experts,),
-                dispatcher.usual,
-                probe[1] * MEMORY_SHARE / _most_on_a_node(dispatcher.nodes),
+                _plain(dispatcher.usual),
+                probe[1] * MEMORY_SHARE / _sharing_memory(world.device_type, dispatcher.nodes),
             )
             tuners[key] = _new_tuner(
                 shape, choices, Machine(network, probe[0]), settled, on_settled
@@ -229,13 +229,19 @@ def _new_tuner(
             on_settled(settled)
 
     mine = {k.removeprefix(name): way for k, way in settled.items() if k.startswith(name)}
-    fitting = {k: way for k, way in mine.items() if way.route_degree in choices.routes}
+    fitting = {k: way for k, way in mine.items() if choices.allow(way)}
     search = ModelSearch(choices, shape, machine)
     return Tuner(search, known=fitting, on_settled=note, effort=EFFORT)
 
 
-def _most_on_a_node(nodes: Sequence[int]) -> int:
-    return max(map(nodes.count, set(nodes)))
+def _plain(usual: Way) -> Way:
+    """A way in which nothing is left to the cost model."""
+    return replace(usual, all_to_all="flat") if usual.all_to_all == "auto" else usual
+
+
+def _sharing_memory(device_type: str, nodes: Sequence[int]) -> int:
+    """Most ranks that have one memory: those of a node, unless each has a GPU."""
+    return 1 if device_type == "cuda" else max(map(nodes.count, set(nodes)))
 
 
 def _agreed_least(world: Any, mine: float) -> float:

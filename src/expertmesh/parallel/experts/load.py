@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -74,17 +75,19 @@ class Repetitions:
     """
 
     def __init__(self, layer: str) -> None:
-        self._layer, self._waiting = layer, list[_Waiting]()
+        self._layer = layer
+        # the graph of a forward holds its entry, which is gone with it where there is no backward
+        self._waiting = WeakSet[_Waiting]()
         self._last = Chosen(0, 1, False, ())
 
     def note(self, chosen: Chosen) -> Callable[[Tensor], None]:
         """A forward begins; gives what is to be told of its result."""
-        self._waiting = [call for call in self._waiting if not call.is_over]
+        self._waiting = WeakSet(call for call in self._waiting if not call.is_over)
         self._last = chosen
         if not torch.is_grad_enabled():
             return lambda _: None
         call = _Waiting(chosen)
-        self._waiting.append(call)
+        self._waiting.add(call)
 
         def over(y_TD: Tensor) -> None:
             if y_TD.requires_grad:
