@@ -12,15 +12,14 @@ from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ, Family
-from expertmesh.infer import translate as translation
-from expertmesh.infer.beam import Hypothesis
+from expertmesh.data.files import lines_of
+from expertmesh.infer.translate import one_line
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_test
 from expertmesh.testing.numerics import relative_error
 from expertmesh.training.expert_use import read_use
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
-from expertmesh.training.run_dir import load_run
 
 RELATIVE = 1e-9
 WORDS = ("dog", "cat", "bird", "fish"), ("red", "blue", "green")
@@ -160,17 +159,16 @@ def test_it_translates(learned, corpus, capsys, tmp_path):
     assert capsys.readouterr().out.count("p = 1.0000") == 2, "a system is no better than itself"
 
 
-def test_a_line_is_what_ends_with_a_newline(learned, capsys, monkeypatch):
+def test_a_line_is_what_ends_with_a_newline():
     """Not what Python's splitlines takes for one, as U+2028 and the form feed; and a translation is one line."""
-    given = io.TextIOWrapper(io.BytesIO("a red dog.\u2028\r\n\x0c\na green bird.".encode()))
-    monkeypatch.setattr("sys.stdin", given)
-    assert main(["translate", "--run", learned, "--to", "xx", "-"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
-    tokenizer = load_run(learned).load_tokenizer()
-    ids = tokenizer.encode("A\nB\r\nC", add_special_tokens=False).ids
-    monkeypatch.setattr(translation, "beam_search", lambda *_, **__: [Hypothesis(ids, 0.0, True)])
-    assert main(["translate", "--run", learned, "--to", "xx", "a red dog."]) == 0
-    assert capsys.readouterr().out == "A B  C\n"
+    assert lines_of("a red dog.\u2028\r\n\x0c\n\na bird.") == [
+        "a red dog.\u2028",
+        "\x0c",
+        "",
+        "a bird.",
+    ]
+    assert lines_of("") == lines_of("\n")[1:] == []
+    assert one_line(" A\nB\r\nC\n") == "A B  C"
 
 
 @pytest.mark.parametrize(
