@@ -1,13 +1,15 @@
 """A training step of peft's adapters on experts: through our door against peft over transformers' grouped_mm.
 
-CPU time of one thread, medians of interleaved rounds; peak memory of a step beyond that of the same step without adapters,
-as PyTorch's allocator counts it. Gradients are compared first.
+One layer, as the first one of a model (nothing before it learns) and as an inner one (its input has a gradient, too). CPU time
+of one thread, medians of interleaved rounds; peak memory of a step beyond that of the same step without adapters, as PyTorch's
+allocator counts it. Gradients are compared first.
 
 python -m benchmarks.lora_door [--tokens 1024] [--rounds 3] [--rank 16]
 """
 
 import argparse
 import copy
+import itertools
 import statistics
 import time
 
@@ -39,7 +41,7 @@ def base_model(options, dtype):
     return Qwen3MoeForCausalLM(config).to(dtype)
 
 
-def models(options, dtype):
+def models(options, dtype, place):
     """Adapted models by who computes their experts, with the same weights, and the frozen base."""
     base = base_model(options, dtype)
     config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_parameters=TARGETS)
@@ -47,6 +49,8 @@ def models(options, dtype):
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
+        elif "embed_tokens" in name:
+            parameter.requires_grad_(place == "inner")
     ours = copy.deepcopy(theirs)
     theirs.base_model.model.set_experts_implementation("grouped_mm")
     apply(ours)
@@ -64,7 +68,7 @@ def step(model, ids):
 
 
 def main():
-    """Prints a line per type."""
+    """Prints a line per type and place of the layer."""
     parser = argparse.ArgumentParser(description=__doc__)
     sizes = {"tokens": 1024, "dim": 512, "hidden": 256, "experts": 64, "rank": 16, "rounds": 3}
     for option, value in sizes.items():
@@ -72,8 +76,8 @@ def main():
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    for dtype in (torch.float32, torch.bfloat16):
-        found, base = models(options, dtype)
+    for dtype, place in itertools.product((torch.float32, torch.bfloat16), ("first", "inner")):
+        found, base = models(options, dtype, place)
         ids = torch.randint(256, (1, options.tokens))
         for model in found.values():
             step(model, ids)
@@ -97,7 +101,7 @@ def main():
             for n, m in found.items()
         }
         print(
-            f"{str(dtype)[6:]:9} {seconds['peft'] / seconds['expertmesh']:.2f} x peft "
+            f"{str(dtype)[6:]:9} {place} layer {seconds['peft'] / seconds['expertmesh']:.2f} x peft "
             f"({seconds['expertmesh']:.3f} s, {seconds['peft']:.3f} s); extra memory {extra['expertmesh'] / 2**20:.0f} MiB of "
             f"{extra['peft'] / 2**20:.0f} MiB (the step without adapters {without / 2**20:.0f} MiB); gradients within {worst:.1e}"
         )

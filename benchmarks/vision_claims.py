@@ -2,14 +2,14 @@
 
     python -m benchmarks.vision_claims --images FOLDER      # mnist10k, animals, glyphs below it
 
-All models have the shape of `swin-mnist`, 16 experts or none, and train for some minutes with one thread. What a finished run
-measured is written to docs/results/vision.json at once, and the script begins where it was stopped, in a run too. `--only glyphs`
-trains the runs whose names begin so; `--page` writes what the numbers of now say into docs/results/vision.md. Runs of other lengths or
-of other numbers of few images belong into another file (`--out`) and another folder (`--runs`).
+All models have the shape of `swin-mnist`, 16 experts (8 for digits, as the recipe) or none, and train for some minutes with one thread.
+What a finished run measured is written to docs/results/vision.json at once, and the script begins where it was stopped, in a run too.
+`--only glyphs` trains the runs whose names begin so; `--page` writes what the numbers of now say into docs/results/vision.md. Runs of
+other lengths or of other numbers of few images belong into another file (`--out`) and another folder (`--runs`).
 
-* union: digits, silhouettes and glyphs, 67 classes; each mixture is measured again with less room for its experts' rows
-* glyphs, animals: beside the nearest neighbours by pixels
+* glyphs, animals, digits: beside the nearest neighbours by pixels
 * few: `glyphs` fine-tuned on few silhouettes of each class, other ones for each seed: dense, experts tuned, experts frozen
+* union: digits, silhouettes and glyphs, 67 classes; each mixture is measured again with less room for its experts' rows, as that of digits
 """
 
 import json
@@ -25,6 +25,7 @@ import tyro
 from benchmarks.harness import circumstances
 from benchmarks.markdown import markdown_table
 
+from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.config.family import SWIN
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.swin import SwinRunConfig
@@ -41,9 +42,11 @@ FOLDERS = {
     "union": {"mnist10k": 8000, "animals": 7000, "glyphs": 0},
     "glyphs": {"glyphs": 0},
     "animals": {"animals": 7000},
+    "digits": {"mnist10k": 8000},
 }
 """Folders of each set of data, and how many images of each to learn from; 0: its own split."""
-CLASSES = {"union": 67, "glyphs": 47, "animals": 10}
+CLASSES = {"union": 67, "glyphs": 47, "animals": 10, "digits": 10}
+BESIDE_NEIGHBOURS = ("glyphs", "animals", "digits")
 NUM_EXPERTS = 16
 CAPACITIES = ((1.25, "priority"), (0.5, "priority"), (0.5, "first"), (0.25, "priority"), (0.25, "first"))  # fmt: skip
 RESAMPLES = 2000
@@ -58,7 +61,7 @@ class Plan:
         images: folder of the folders of images.
         runs: folder of the run directories.
         seeds: each arm is trained with each.
-        steps: of the runs on each set of data; those on few images are "few".
+        steps: of the runs on each set of data; those on few images are "few". 2,400 are the recipe's own.
         per_class: images of each class that are few.
         changes: other options of all runs, by dotted name.
     """
@@ -67,7 +70,7 @@ class Plan:
     runs: Path
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: Mapping[str, int] = field(
-        default_factory=lambda: {"union": 1200, "glyphs": 800, "animals": 800, "few": 150}
+        default_factory=lambda: dict.fromkeys(BESIDE_NEIGHBOURS, 2400) | {"union": 600, "few": 150}
     )
     per_class: int = 20
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -78,7 +81,7 @@ class Trial:
     """One run.
 
     Attributes:
-        data: "union", "glyphs", "animals" or "few".
+        data: "union", "glyphs", "animals", "digits" or "few".
         kind: "moe" or "dense"; on few images "tuned" or "frozen" experts, or "dense".
         seed: of the run, and of which images are few.
     """
@@ -103,10 +106,11 @@ class Trial:
 def trials(plan: Plan) -> Iterator[Trial]:
     """All runs, those of a seed together, each after the one that it begins with."""
     for seed in plan.seeds:
-        for data in ("union", "glyphs"):
-            yield from (Trial(data, kind, seed) for kind in ("moe", "dense"))
-        yield from (Trial("few", kind, seed) for kind in ("tuned", "frozen", "dense"))
-        yield Trial("animals", "moe", seed)
+        yield Trial("glyphs", "moe", seed)
+        yield from (Trial("few", kind, seed) for kind in ("tuned", "frozen"))
+        yield from (Trial(data, "moe", seed) for data in ("animals", "digits"))
+        yield from (Trial("union", kind, seed) for kind in ("moe", "dense"))
+        yield from (Trial(data, "dense", seed) for data in ("glyphs", "few"))
 
 
 def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
@@ -119,8 +123,8 @@ def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
     steps = plan.steps[trial.data]
     moe: dict[str, Any] = MoEConfig(num_experts=()).model_dump()
     if trial.kind != "dense":
-        noise = {"num_experts": (NUM_EXPERTS,), "router_noise_std": 1 / NUM_EXPERTS}
-        moe = swin_mnist().model.moe.model_dump() | noise
+        more = {"num_experts": (NUM_EXPERTS,), "router_noise_std": 1 / NUM_EXPERTS}
+        moe = swin_mnist().model.moe.model_dump() | ({} if data == "digits" else more)
     begin = trial.begins_with
     changes: dict[str, Any] = {
         "model.num_classes": CLASSES[data],
@@ -128,7 +132,7 @@ def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
         "data.path": tuple(map(str, folders)),
         "data.train_images": tuple(folders.values()),
         "optim.lr": 1e-3 if of_few else 3e-3,
-        "optim.warmup_steps": min(steps // 4, 100),
+        "optim.warmup_steps": min(steps // 4, 100 if data == "union" else 150),
         "train.steps": steps,
         "train.batch_size": 32 if of_few else 64,
         "train.seed": trial.seed,
@@ -137,7 +141,7 @@ def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
         "train.tensorboard": False,
         "train.eval_every": max(steps // 4, 1),
         "train.eval_batches": 8,
-        "train.checkpoint_every": max(steps // 4, 1),
+        "train.checkpoint_every": max(steps // 16, 1),
         "train.keep_last": 1,
         "train.run_dir": str(plan.runs / trial.name),
         "train.resume": "auto",
@@ -196,7 +200,7 @@ def run(plan: Plan, trial: Trial) -> dict[str, Any] | None:
         "multiply_adds": count_multiply_adds(config.model),
         "right": {"no limit": right(config, {})},
     }
-    if trial.data == "union" and trial.kind == "moe":
+    if trial.data in ("union", "digits") and trial.kind == "moe":
         for capacity, policy in CAPACITIES:
             changes = {
                 "model.moe.eval_capacity_factor": capacity,
@@ -238,8 +242,11 @@ def neighbours(plan: Plan, data: str) -> dict[str, Any]:
     """What the nearest training image by pixels has right, or the five nearest, whichever is better on these very images."""
     config = configuration(plan, Trial(data, "moe", 0))
     images: Any = SWIN.open_task(config).prepare()
-    found = [images.neighbours(count, most_distances=1 << 40) for count in (1, 5)]
-    return max((packed(bits.numpy()) for bits in found), key=lambda one: one["accuracy"])
+    found = [
+        packed(images.neighbours(count, most_distances=1 << 40).numpy()) | {"neighbours": count}
+        for count in (1, 5)
+    ]
+    return max(found, key=lambda one: one["accuracy"])
 
 
 def difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
@@ -299,16 +306,30 @@ def claims(runs: Mapping[str, Any], neighbours_of: Mapping[str, Any]) -> dict[st
 
 def table_of_runs(runs: Mapping[str, Any]) -> str:
     """Accuracies of every arm, by seed."""
-    arms: dict[tuple[str, str], dict[int, str]] = {}
+    arms: dict[tuple[str, str, str], dict[int, str]] = {}
     for name, found in runs.items():
         data, kind, seed = name.split("_")
         for room, measured in found["right"].items():
-            arm = (f"{data}, {kind}", room)
+            arm = (f"{data}, {kind}", f"{found['steps']:,}", room)
             arms.setdefault(arm, {})[int(seed)] = f"{100 * measured['accuracy']:.1f}"
     seeds = sorted({seed for of_arm in arms.values() for seed in of_arm})
     rows = [
-        {"arm": arm, "room": room, **{f"seed {s}": found.get(s, "") for s in seeds}}
-        for (arm, room), found in arms.items()
+        {"arm": arm, "steps": steps, "room": room} | {f"seed {s}": found.get(s, "") for s in seeds}
+        for (arm, steps, room), found in arms.items()
+    ]
+    return markdown_table(rows)
+
+
+def table_of_neighbours(known: Mapping[str, Any]) -> str:
+    """What the nearest neighbours by pixels have right of each set of data."""
+    rows = [
+        {
+            "nearest neighbours": data,
+            "how many vote": found["neighbours"],
+            "test images": f"{found['count']:,}",
+            "right, %": f"{100 * found['accuracy']:.1f}",
+        }
+        for data, found in known.items()
     ]
     return markdown_table(rows)
 
@@ -378,11 +399,13 @@ def write_page(results: Path) -> None:
     page = results.with_suffix(".md")
     before, _, rest = page.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    text = (
-        " ".join(machines(record["runs"])) + " Accuracy in %, by seed.",
-        table_of_runs(record["runs"]),
-        table_of_claims(record["claims"]),
-    )
+    runs, known = record["runs"], record["neighbours"]
+    text = [
+        " ".join(machines(runs)) + " Accuracy in %, by seed.",
+        table_of_runs(runs),
+        *([table_of_neighbours(known)] if known else []),
+        table_of_claims(claims(runs, known)),
+    ]
     page.write_text(before + BEGIN + "\n\n" + "\n\n".join(text) + "\n\n" + END + after)
 
 
@@ -416,7 +439,7 @@ def learn(
         if found is None:
             return False
         runs[trial.name] = found | {"circumstances": circumstances(clock="wall")}
-        if trial.data in ("glyphs", "animals") and trial.data not in known:
+        if trial.data in BESIDE_NEIGHBOURS and trial.data not in known:
             known[trial.data] = neighbours(plan, trial.data)
         record["claims"] = claims(runs, known)
         results.parent.mkdir(parents=True, exist_ok=True)
@@ -453,6 +476,7 @@ def main(
         if page:
             write_page(out)
             return 0
+        keep_freed_memory()
         return 0 if learn(plan, out, only=only) else 143
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 
 def plan_of(claims, folder, **changes):
-    steps = dict.fromkeys(("union", "glyphs", "animals", "few"), 2)
+    steps = dict.fromkeys(("union", "glyphs", "animals", "digits", "few"), 2)
     options = {"seeds": (0,), "steps": steps, "per_class": 2, "changes": TINY} | changes
     return claims.Plan(folder, folder / "runs", **options)
 
@@ -63,13 +63,17 @@ def results(claims, folder):
 def test_every_claim_has_its_runs(claims, folder, results):
     record = json.loads(results.read_text())
     names = {trial.name for trial in claims.trials(plan_of(claims, folder))}
-    assert set(record["runs"]) == names and len(names) == 8
-    assert len(record["claims"]) == 13
+    assert set(record["runs"]) == names and len(names) == 9
+    assert len(record["claims"]) == 14
     assert {name: found["count"] for name, found in record["neighbours"].items()} == {
         data: record["runs"][f"{data}_moe_0"]["right"]["no limit"]["count"]
-        for data in ("glyphs", "animals")
+        for data in ("glyphs", "animals", "digits")
     }
-    assert len(record["runs"]["union_moe_0"]["right"]) == 6
+    assert {found["neighbours"] for found in record["neighbours"].values()} <= {1, 5}
+    for data, experts in (("union", 16), ("digits", 8)):
+        assert len(record["runs"][f"{data}_moe_0"]["right"]) == 6
+        config = claims.load_run(folder / "runs" / f"{data}_moe_0").config
+        assert config.model.moe.num_experts == (experts,)
     dense, mixture = (record["runs"][f"union_{kind}_0"] for kind in ("dense", "moe"))
     assert mixture["parameters"] > dense["parameters"] == dense["active_parameters"]
     few = claims.load_run(folder / "runs" / "few_frozen_0").config
@@ -90,7 +94,7 @@ def test_what_is_in_the_results_is_not_trained_again(claims, folder, results):
     assert claims.learn(two, results, only="none", train_one=broken_off)
     assert not asked
     assert not claims.learn(two, results, train_one=broken_off)
-    assert asked == ["union_moe_1"]
+    assert asked == ["glyphs_moe_1"]
     assert json.loads(results.read_text()) == json.loads(before)
 
 
@@ -103,6 +107,7 @@ def test_the_page_has_the_tables(claims, results):
     assert text.startswith("# Vision") and text.endswith("The end.\n") and "old" not in text
     assert text.count("| few, frozen |") == 1
     assert text.count("67 classes: mixture - dense twin") == 1
+    assert text.count("| nearest neighbours |") == 1
 
 
 def test_a_page_names_every_machine(claims, results, tmp_path, capsys):

@@ -472,7 +472,8 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
     assert out["chat_template.jinja"] == CHATML
     end = tokenizer.token_to_id("</s>")
     assert json.loads(out["config.json"])["bos_token_id"] == end
-    assert json.loads(out["generation_config.json"])["eos_token_id"] == [end]
+    ends = [end, tokenizer.token_to_id("<|im_end|>")]
+    assert json.loads(out["generation_config.json"])["eos_token_id"] == ends
     assert json.loads(out["tokenizer_config.json"])["eos_token"] == "</s>"
     (tmp_path / "run" / "hub" / "chat_template.jinja").unlink()
     assert main([*words, "What?"]) == 0

@@ -268,6 +268,7 @@ def spoil(folder, name, text):
         (lambda f: spoil(f, "train.de", b"one\n"), {}, r"has 60 lines and train.de has 1; parallel"),
         (lambda f: spoil(f, "train.de", b"\xff\n"), {}, "train.de: is not UTF-8 text"),
         (lambda f: spoil(f, "train.en.gz", b"text"), {}, "train.en.gz: is damaged, or was not packed"),
+        (lambda f: [p.write_bytes(gzip.compress(b"") if p.suffix == ".gz" else b"") for p in f.glob("train.*")], {}, "no line has two languages"),
         (lambda f: (f / "train.de").unlink(), {"languages": ("de", "en")}, "data.languages=de: no folder"),
         (lambda f: [p.unlink() for p in f.glob("train.*")], {}, "has train files of 0 languages"),
         (lambda f: [p.unlink() for p in f.glob("val.*")], {}, "data.validation_split=val: no folder"),

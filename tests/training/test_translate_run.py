@@ -1,6 +1,5 @@
 """An encoder-decoder in miniature: trained, killed, resumed, spread over two ranks, evaluated, translating."""
 
-import io
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,11 @@ from tests.support.runs import assert_same_lines, lines_of, mortal, train_quietl
 
 from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ, Family
-from expertmesh.infer import translate as translation
-from expertmesh.infer.beam import Hypothesis
+from expertmesh.data import files
+from expertmesh.infer.translate import one_line
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_test
 from expertmesh.training.expert_use import read_use
-from expertmesh.training.run_dir import load_run
 
 WORDS = ("dog", "cat", "bird", "fish"), ("red", "blue", "green")
 
@@ -134,17 +132,16 @@ def test_it_translates(learned, corpus, capsys, tmp_path):
     assert capsys.readouterr().out.count("p = 1.0000") == 2, "a system is no better than itself"
 
 
-def test_a_line_is_what_ends_with_a_newline(learned, capsys, monkeypatch):
+def test_a_line_is_what_ends_with_a_newline():
     """Not what Python's splitlines takes for one, as U+2028 and the form feed; and a translation is one line."""
-    given = io.TextIOWrapper(io.BytesIO("a red dog.\u2028\r\n\x0c\na green bird.".encode()))
-    monkeypatch.setattr("sys.stdin", given)
-    assert main(["translate", "--run", learned, "--to", "xx", "-"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 3
-    tokenizer = load_run(learned).load_tokenizer()
-    ids = tokenizer.encode("A\nB\r\nC", add_special_tokens=False).ids
-    monkeypatch.setattr(translation, "beam_search", lambda *_, **__: [Hypothesis(ids, 0.0, True)])
-    assert main(["translate", "--run", learned, "--to", "xx", "a red dog."]) == 0
-    assert capsys.readouterr().out == "A B  C\n"
+    assert files.lines_of("a red dog.\u2028\r\n\x0c\n\na bird.") == [
+        "a red dog.\u2028",
+        "\x0c",
+        "",
+        "a bird.",
+    ]
+    assert files.lines_of("") == files.lines_of("\n")[1:] == []
+    assert one_line(" A\nB\r\nC\n") == "A B  C"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from expertmesh.errors import ConfigError
@@ -88,6 +95,19 @@ class Config(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise first_error(error, type(self)) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_truth(cls, value: Any, info: ValidationInfo) -> Any:
+        """True and false are no numbers, though they are to Python."""
+        several = isinstance(value, list | tuple)
+        for place, one in enumerate(value if several else (value,)):
+            if isinstance(one, bool) and _wants_number(
+                cls.model_fields[str(info.field_name)].annotation
+            ):
+                where = (place,) if several else ()
+                raise FieldError(where, one, "must be a number", "write one")
+        return value
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
@@ -191,6 +211,14 @@ def dotted(location: Location) -> str:
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
+
+
+def _wants_number(annotation: Any) -> bool:
+    """Whether a type has numbers and no truth values in it."""
+    found = [annotation]
+    for one in found:
+        found += get_args(one)
+    return any(one in (int, float) for one in found) and not any(one is bool for one in found)
 
 
 def _is_clean(text: str) -> bool:

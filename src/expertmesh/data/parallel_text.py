@@ -302,7 +302,7 @@ def _build(
             for code, lines in corpus.items():
                 encoded = tokenizer.encode_batch_fast(lines, add_special_tokens=False)
                 ids = [encoding.ids for encoding in encoded]
-                starts = np.concatenate([[0], np.cumsum([len(line) for line in ids])])
+                starts = np.cumsum([0, *map(len, ids)])
                 flat = np.fromiter((i for line in ids for i in line), dtype, count=starts[-1])
                 np.save(folder / f"{name}.{index}.{code}.tokens.npy", flat)
                 np.save(folder / f"{name}.{index}.{code}.starts.npy", starts.astype(np.int64))

@@ -71,8 +71,11 @@ def translate(
             else max_new_tokens,
         )
         for i, output in zip(batch, outputs, strict=True):
-            # one line each, whatever is written
-            text = tokenizer.decode(output.ids, skip_special_tokens=True)
-            found[i] = text.replace("\r", " ").replace("\n", " ").strip()
+            found[i] = one_line(tokenizer.decode(output.ids, skip_special_tokens=True))
     told.finish()
     return found
+
+
+def one_line(text: str) -> str:
+    """What a model has written as one line of a file, whatever ends of lines it has."""
+    return text.replace("\r", " ").replace("\n", " ").strip()

@@ -14,6 +14,7 @@ from expertmesh.ops.activation import activate
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.experts.adapted_linear import adapted_linear
 from expertmesh.ops.experts.grouped_linear import grouped_linear
+from expertmesh.ops.experts.weighted_activation import weighted_activation
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata
 
@@ -139,8 +140,12 @@ class ExpertAdapters(nn.Module):
 
         bias = None if b_in_EGF is None else b_in_EGF.flatten(1)
         h_RN = times(self.w_in, x_RD, w_in_EGFD.flatten(1, 2), bias)
-        a_RF = activate(h_RN.unflatten(1, (G, F)), activation)
-        y_RD = times(self.w_out, a_RF, w_out_EDF, b_out_ED)
         s_R = weights_TK.reshape(-1).index_select(0, metadata.slot_of_row_N)
-        y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
+        if b_out_ED is None:
+            a_RF = weighted_activation(h_RN, s_R, activation=activation)
+            y_RD = times(self.w_out, a_RF, w_out_EDF, None)
+        else:
+            a_RF = activate(h_RN.unflatten(1, (G, F)), activation)
+            y_RD = times(self.w_out, a_RF, w_out_EDF, b_out_ED)
+            y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
         return combine(y_RD, metadata, weights_TK.shape[1], backend=backend)

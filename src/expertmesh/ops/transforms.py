@@ -5,6 +5,7 @@ capacity of an expert is that of one sample: wrong, without a word.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,21 @@ def refuse_transforms(what: str, tensors: Callable[[], Iterable[Tensor | None]])
         raise ConfigError(
             f"{what} with tangents: has no forward-mode derivative; use torch.autograd.functional.jvp, which needs none"
         )
+
+
+def refuse_second_derivative(backward: Any, what: str, *, fix: str) -> None:
+    """Let an operator that computes gradients have none of its own: an error, not a wrong number.
+
+    Args:
+        backward: the operator, a `torch.library.custom_op`.
+        what: it is the backward of.
+        fix: what to do instead.
+    """
+
+    def refuse(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(f"{what} has no second derivative; {fix}")
+
+    backward.register_autograd(refuse)
 
 
 def refuse_batched_gradient(what: str, grad: Tensor | None) -> None:

@@ -11,8 +11,11 @@ from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.training.checkpoint import CheckpointStore
+from expertmesh.training.checkpoint_tensors import Make
 from expertmesh.training.run_dir import RunDir, load_run
 from expertmesh.training.state import RunProgress
+
+_MODEL = "model."
 
 
 def begun(config: RunConfig, family: Family) -> RunConfig:
@@ -34,7 +37,12 @@ def begun(config: RunConfig, family: Family) -> RunConfig:
 
 
 def save_as_run(
-    model: nn.Module, config: RunConfig, *, recipe: str, files: Mapping[str, Path]
+    model: nn.Module,
+    config: RunConfig,
+    *,
+    recipe: str,
+    files: Mapping[str, Path],
+    make: Make | None = None,
 ) -> Path:
     """Write a model as the run directory `config.train.run_dir`.
 
@@ -43,6 +51,8 @@ def save_as_run(
         config: of the run.
         recipe: name kept with it, in words.
         files: what belongs to the run, by the name that it gets there: "tokenizer.json" of a language model.
+        make: gives the tensors of a model on the meta device by their names in its state dict, one at a time when they are
+            written, so that no more than one is in memory.
 
     Returns:
         The run directory.
@@ -55,7 +65,7 @@ def save_as_run(
         raise ConfigError(f"{run_dir.path}: exists already; choose another folder")
     run_dir.path.mkdir(parents=True)
     try:
-        _write(run_dir, model, config, recipe=recipe, files=files)
+        _write(run_dir, model, config, recipe=recipe, files=files, make=make)
     except BaseException:  # half a run is none
         shutil.rmtree(run_dir.path, ignore_errors=True)
         raise
@@ -69,13 +79,14 @@ def _write(
     *,
     recipe: str,
     files: Mapping[str, Path],
+    make: Make | None,
 ) -> None:
     run_dir.write_description(config, recipe=recipe, files=files)
     store = CheckpointStore(run_dir.checkpoints, keep_last=1)
     try:
         store.save(
             0,
-            {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
+            {f"{_MODEL}{name}": tensor for name, tensor in model.state_dict().items()},
             {
                 "progress": asdict(RunProgress()),
                 "scaler": {},
@@ -84,6 +95,7 @@ def _write(
                 "data_key": "",
             },
             eval_loss=None,
+            make=None if make is None else lambda name: make(name.removeprefix(_MODEL)),
         )
         store.wait()
     finally:

@@ -36,7 +36,13 @@ from expertmesh.config.base import parse_json
 from expertmesh.errors import CheckpointError, PeerError
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint_index import read_plain
-from expertmesh.training.checkpoint_tensors import Staged, Stager, write_index, write_tensors
+from expertmesh.training.checkpoint_tensors import (
+    Make,
+    Staged,
+    Stager,
+    write_index,
+    write_tensors,
+)
 
 FORMAT_VERSION = 1
 _PREFIX = "step_"
@@ -96,6 +102,7 @@ class CheckpointStore:
         state: Mapping[str, Any],
         *,
         eval_loss: float | None,
+        make: Make | None = None,
     ) -> None:
         """Copy the tensors to the CPU, then write them in the background; training may go on at once.
 
@@ -107,6 +114,7 @@ class CheckpointStore:
             tensors: by name, on any device; DTensors, and plain ones that are equal on all ranks.
             state: plain JSON values; those of rank 0 are kept.
             eval_loss: of the model as it is now, if known; the lowest is kept as the best.
+            make: gives the tensors that are on the meta device, one at a time when they are written, in the background.
 
         Raises:
             OSError: the save before failed (disk full, ...), or the folder cannot be made.
@@ -120,7 +128,7 @@ class CheckpointStore:
             partial.mkdir(parents=True)
 
         self.ranks.first(make_folder)
-        staged = self.stager.stage(tensors)
+        staged = self.stager.stage(tensors, make)
         header = {"format_version": FORMAT_VERSION, "step": step, "eval_loss": eval_loss}
         text = json.dumps({**header, **state}, indent=1)
         self._pending = self._executor.submit(self._write, partial, staged, text)

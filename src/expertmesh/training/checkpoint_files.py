@@ -20,66 +20,61 @@ _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MAGIC = b"PK\x03\x04"
 
 
-class MappedFiles:
-    """The files of a checkpoint that have been opened.
+def copy_piece(
+    target: Tensor,
+    path: Path,
+    where: tuple[slice, ...],
+    *,
+    offset: int,
+    length: int,
+    dtype: torch.dtype,
+    sizes: torch.Size,
+) -> None:
+    """Copy a part of a piece, some rows at a time: data need not be aligned in the file, and tensors must be.
+
+    The piece alone is mapped, so that its pages are nobody's afterwards.
 
     Args:
-        folder: the checkpoint.
+        target: gets the part.
+        path: of the file.
+        where: the part, a slice per dimension.
+        offset: first byte of the archive.
+        length: its bytes.
+        dtype: type of the piece.
+        sizes: shape of the piece, stored without gaps.
+
+    Raises:
+        CheckpointError: there is no such tensor.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._maps: dict[str, np.memmap] = {}
-
-    def copy(
-        self,
-        target: Tensor,
-        name: str,
-        where: tuple[slice, ...],
-        *,
-        offset: int,
-        length: int,
-        dtype: torch.dtype,
-        sizes: torch.Size,
-    ) -> None:
-        """Copy a part of a piece, some rows at a time: data need not be aligned in the file, and tensors must be.
-
-        Args:
-            target: gets the part.
-            name: of the file.
-            where: the part, a slice per dimension.
-            offset: first byte of the archive.
-            length: its bytes.
-            dtype: type of the piece.
-            sizes: shape of the piece, stored without gaps.
-
-        Raises:
-            CheckpointError: there is no such tensor.
-        """
-        num_bytes = dtype.itemsize * sizes.numel()
-        try:
-            if name not in self._maps:
-                self._maps[name] = np.memmap(self._folder / name, dtype=np.uint8, mode="r")
-            archive = self._maps[name][offset : offset + length]
-            start = _start_of_data(archive, num_bytes)
-        except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError, struct.error) as error:
-            raise CheckpointError(
-                f"{self._folder}: its .distcp files hold no tensors of this checkpoint ({error}); choose another checkpoint"
-            ) from None
-        data = archive[start : start + num_bytes]
-        if not sizes:
-            target.copy_(torch.from_numpy(data.copy()).view(dtype)[0])
-            return
-        if not target.numel():
-            return
-        row_bytes = num_bytes // sizes[0]
-        rows = max(1, _BLOCK_BYTES // row_bytes)
-        first, stop = where[0].start, where[0].stop
-        for row in range(first, stop, rows):
-            end = min(row + rows, stop)
-            block = torch.from_numpy(np.array(data[row * row_bytes : end * row_bytes]))
-            block = block.view(dtype).view(end - row, *sizes[1:])
-            target[row - first : end - first].copy_(block[:, *where[1:]])
+    num_bytes = dtype.itemsize * sizes.numel()
+    try:
+        archive = np.memmap(path, dtype=np.uint8, mode="r", offset=offset, shape=(length,))
+        start = _start_of_data(archive, num_bytes)
+    except (
+        zipfile.BadZipFile,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        OverflowError,
+        struct.error,
+    ) as error:
+        raise CheckpointError(
+            f"{path.parent}: its .distcp files hold no tensors of this checkpoint ({error}); choose another checkpoint"
+        ) from None
+    data = archive[start : start + num_bytes]
+    if not sizes:
+        target.copy_(torch.from_numpy(data.copy()).view(dtype)[0])
+        return
+    if not target.numel():
+        return
+    row_bytes = num_bytes // sizes[0]
+    rows = max(1, _BLOCK_BYTES // row_bytes)
+    first, stop = where[0].start, where[0].stop
+    for row in range(first, stop, rows):
+        end = min(row + rows, stop)
+        block = torch.from_numpy(np.array(data[row * row_bytes : end * row_bytes]))
+        block = block.view(dtype).view(end - row, *sizes[1:])
+        target[row - first : end - first].copy_(block[:, *where[1:]])
 
 
 def _start_of_data(archive: np.ndarray, num_bytes: int) -> int:

@@ -6,7 +6,7 @@ where there is no process group. What they write is read through memory maps.
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.errors import CheckpointError
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.training.checkpoint_files import MappedFiles
+from expertmesh.training.checkpoint_files import copy_piece
 from expertmesh.training.checkpoint_index import read_index
+
+Make = Callable[[str], Tensor]
+"""Gives a tensor by its name, on the CPU and in memory of its own."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,15 @@ class Staged:
 
     Attributes:
         plan: the pieces of tensors that this rank writes; no other rank writes them.
-        pieces: their values on the CPU.
+        pieces: their values on the CPU; on the meta device those that are made when they are written.
         metadata: where every piece of every rank belongs.
+        make: gives these.
     """
 
     plan: SavePlan
     pieces: dict[MetadataIndex, Tensor]
     metadata: Metadata
+    make: Make | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -61,11 +66,12 @@ class Stager:
         self._plan, self._metadata = SavePlan([]), Metadata({})
         self._pieces: dict[MetadataIndex, Tensor] = {}
 
-    def stage(self, tensors: Mapping[str, Tensor]) -> Staged:
+    def stage(self, tensors: Mapping[str, Tensor], make: Make | None = None) -> Staged:
         """Copy; every rank must call with the same names.
 
         Args:
             tensors: by name, on any device: DTensors, and plain ones that are equal on all ranks.
+            make: gives those on the meta device, plain and whole, one at a time when they are written.
         """
         local = _local_plan(tensors)
         if self.ranks.any(local != self._local):
@@ -74,9 +80,11 @@ class Stager:
         for item in self._plan.items:
             tensor = tensors[item.index.fqn].detach()
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            pieces[item.index] = _copied(part, self._pieces.get(item.index))
+            pieces[item.index] = (
+                part if part.is_meta else _copied(part, self._pieces.get(item.index))
+            )
         self._pieces = pieces
-        return Staged(self._plan, pieces, self._metadata)
+        return Staged(self._plan, pieces, self._metadata, make)
 
     def _settle(self, local: SavePlan) -> None:
         plans, metadata = DefaultSavePlanner().create_global_plan(self.ranks.gather(local))
@@ -107,14 +115,22 @@ def _copied(source: Tensor, target: Tensor | None) -> Tensor:
 
 
 class _StagedPlanner(DefaultSavePlanner):
-    """Hands the writer pieces that are on the CPU already."""
+    """Hands the writer pieces that are on the CPU already, or makes them."""
 
-    def __init__(self, pieces: Mapping[MetadataIndex, Tensor]) -> None:
+    def __init__(self, staged: Staged) -> None:
         super().__init__()
-        self._pieces = pieces
+        self._staged = staged
+        self._made: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._pieces[write_item.index]
+        piece, make = self._staged.pieces[write_item.index], self._staged.make
+        if make is None or not piece.is_meta:
+            return piece
+        if self._made is not None:
+            # The writer asks when the one before is in the file, but holds them all until that is closed.
+            self._made.untyped_storage().resize_(0)
+        self._made = make(write_item.index.fqn)
+        return self._made
 
 
 def write_tensors(folder: Path, staged: Staged) -> list[WriteResult]:
@@ -123,10 +139,13 @@ def write_tensors(folder: Path, staged: Staged) -> list[WriteResult]:
     Raises:
         OSError: the file cannot be written, for example because the disk is full.
     """
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
+    # nothing is copied ahead: pieces are on the CPU, or are made one at a time
+    writer = FileSystemWriter(
+        folder, single_file_per_rank=True, sync_files=False, per_thread_copy_ahead=0
+    )
     writer.set_up_storage_writer(is_coordinator=True)
     try:
-        return writer.write_data(staged.plan, _StagedPlanner(staged.pieces)).wait()
+        return writer.write_data(staged.plan, _StagedPlanner(staged)).wait()
     except RuntimeError as error:
         # torch's archive hides the error of the disk behind one of its own.
         raise _hidden_error(error, folder) from error
@@ -184,7 +203,6 @@ def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _read(folder: Path, metadata: Metadata, plan: LoadPlan, planner: DefaultLoadPlanner) -> None:
     """Copy the pieces of a plan out of the mapped files."""
-    files = MappedFiles(folder)
     for item in plan.items:
         entry = metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(entry, TensorStorageMetadata)
@@ -197,9 +215,9 @@ def _read(folder: Path, metadata: Metadata, plan: LoadPlan, planner: DefaultLoad
             )
         target = planner.resolve_tensor(item).detach()
         where = zip(item.storage_offsets, item.lengths, strict=True)
-        files.copy(
+        copy_piece(
             target,
-            place.relative_path,
+            folder / place.relative_path,
             tuple(slice(start, start + length) for start, length in where),
             offset=place.offset,
             length=place.length,
@@ -218,13 +236,17 @@ def whole_tensors(folder: Path, names: Iterable[str]) -> Iterator[Tensor]:
     """
     metadata = read_index(folder)
     for name in names:
-        entry = metadata.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata)
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        planner = DefaultLoadPlanner()
-        planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
-        _read(folder, metadata, planner.finish_plan(planner.create_local_plan()), planner)
-        yield tensor
+        yield _whole_tensor(folder, metadata, name)
+
+
+def _whole_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
+    _read(folder, metadata, planner.finish_plan(planner.create_local_plan()), planner)
+    return tensor
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -82,6 +82,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
             file.write(struct.pack("<Q", len(header)) + header)
             for tensor in whole_tensors(checkpoint, names):
                 file.write(tensor_bytes(tensor))
+                del tensor  # before the next one is made
             file.flush()
             os.fsync(file.fileno())
         _check_output(output, overwrite=overwrite)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from expertmesh.ops.experts.adapted_linear import adapted_linear
+from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.testing import numerics
 
 R, SIZES, N, K, RANK, SCALING = 90, (35, 0, 1, 41), 17, 9, 3, 1.75
@@ -55,6 +57,48 @@ def test_against_a_loop(transposed, dtype, rests):
         numerics.assert_two_times(ours[what], plain[what], oracle[what], what=what)
     assert not ours["y"][LIVE:].any() and not ours["x"][LIVE:].any()
     assert (w.grad is None) == rests
+
+
+def test_rows_that_nobody_asks_for_are_not_multiplied():
+    x, w, a, b, dy = draw(torch.float32, transposed=False)
+    found = []
+    for needs_x in (True, False):
+        leaves = [t.nan_to_num().requires_grad_(t is not x or needs_x) for t in (x, a, b)]
+        y = adapted_linear(leaves[0], w, offsets(), *leaves[1:], SCALING)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            y.backward(dy)
+        products = sum(e.count for e in seen.key_averages() if e.key in ("aten::mm", "aten::addmm"))
+        found.append((products, *(t.grad for t in leaves[1:])))
+    (many, *grads), (few, *same) = found
+    assert few < many and all(map(torch.equal, grads, same)) and leaves[0].grad is None
+
+
+@pytest.mark.parametrize("K", [32, 9], ids="K={}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("adapts", [True, False], ids=["adapted", "plain"])
+def test_what_is_not_finite_stays_with_its_expert(adapts, dtype, K):
+    """Rows are multiplied in blocks that may reach into the next expert's."""
+    counts, r = (69, 3, 2), 2
+    ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    x, dy = torch.randn(sum(counts), K).to(dtype), torch.randn(sum(counts), 32).to(dtype)
+    w, a, b = (torch.randn(3, *size).to(dtype) for size in ((32, K), (r, K), (32, r)))
+
+    def results():
+        leaves = [t.clone().requires_grad_() for t in (x, *((a, b) if adapts else (w,)))]
+        if adapts:
+            y = adapted_linear(leaves[0], w, ends, *leaves[1:], SCALING)
+        else:
+            y = grouped_linear(leaves[0], leaves[1], ends)
+        y.backward(dy)
+        rows = y.detach(), leaves[0].grad
+        first = [t[:69] for t in rows] + [leaf.grad[:1] for leaf in leaves[1:]]
+        last = [t[72:] for t in rows] + [leaf.grad[2:] for leaf in leaves[1:]]
+        return [*first, *last]
+
+    plain = results()
+    x[69:72], dy[69:72] = float("nan"), float("inf")
+    for before, after in zip(plain, results(), strict=True):
+        assert torch.equal(before, after)
 
 
 def test_no_second_derivative():

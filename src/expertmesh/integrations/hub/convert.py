@@ -7,14 +7,15 @@ from typing import NamedTuple
 import torch
 
 from expertmesh.config.base import expanded, saved_run
-from expertmesh.config.family import GPT
+from expertmesh.config.family import GPT as GPT_FAMILY
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.data.chat import EXTRAS
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import hub_family, model_config
-from expertmesh.integrations.hub.load import load_pretrained, read_config
+from expertmesh.integrations.hub.load import hub_dtype, read_config, tensor_maker
 from expertmesh.integrations.hub.save import save_pretrained
+from expertmesh.models.gpt.model import GPT
 from expertmesh.training.begin import save_as_run
 from expertmesh.training.export import find_checkpoint
 from expertmesh.training.run_dir import TOKENIZER
@@ -69,9 +70,9 @@ def convert(
     checkpoint = find_checkpoint(source)
     run_dir = checkpoint.parent.parent
     values = read_run_state(checkpoint, "config")["config"]
-    if (name := values.get("family", GPT.name)) != GPT.name:
+    if (name := values.get("family", GPT_FAMILY.name)) != GPT_FAMILY.name:
         raise ConfigError(
-            f"from={source}: is of family {name}, and models of the hub are like those of family {GPT.name}; keep it here, or use "
+            f"from={source}: is of family {name}, and models of the hub are like those of family {GPT_FAMILY.name}; keep it here, or use "
             "expertmesh export"
         )
     with saved_run():
@@ -83,19 +84,22 @@ def convert(
 def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converted:
     if target.exists():
         raise ConfigError(f"to={target}: exists already; choose another folder")
-    family = hub_family(read_config(source))
+    values = read_config(source)
+    family, model_options = hub_family(values), model_config(values)
     if not (source / TOKENIZER).is_file():
         raise ConfigError(
             f"from={source}: has no tokenizer.json; save the tokenizer there with transformers' save_pretrained"
         )
-    load_tokenizer(source / TOKENIZER, vocab_size=model_config(read_config(source)).vocab_size)
-    model = load_pretrained(source, dtype=dtype)
+    load_tokenizer(source / TOKENIZER, vocab_size=model_options.vocab_size)
+    # without memory: each tensor is read when it is written
+    model = GPT(model_options, device="meta", dtype=dtype or hub_dtype(values, source))
+    make = tensor_maker(model, source)
     seq_len = min(model.config.max_seq_len, 1024)
     config = GPTRunConfig.model_validate(
         {"model": model.config, "data": {"seq_len": seq_len}, "train": {"run_dir": str(target)}}
     )
     recipe = f"from {family.model_type}"
-    save_as_run(model, config, recipe=recipe, files={TOKENIZER: source / TOKENIZER})
+    save_as_run(model, config, recipe=recipe, files={TOKENIZER: source / TOKENIZER}, make=make)
     (target / EXTRAS).mkdir()
     for path in sorted(source.iterdir()):
         if path.is_file() and (

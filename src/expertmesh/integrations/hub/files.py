@@ -48,7 +48,6 @@ class HubFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._maps: dict[Path, np.memmap[Any, Any]] = {}
         self.entries: dict[str, Entry] = {}
         index = folder / INDEX
         if index.is_file():
@@ -66,11 +65,11 @@ class HubFiles:
         """A tensor whose memory is the file; not to be written to."""
         path, dtype, shape, begin = self.entries[name]
         assert isinstance(dtype, torch.dtype)
-        if path not in self._maps:
-            # copy on write: torch wants memory that it might write to
-            self._maps[path] = np.memmap(path, dtype=np.uint8, mode="c")
-        end = begin + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        part = torch.from_numpy(self._maps[path][begin:end])
+        num_bytes = dtype.itemsize * math.prod(shape)
+        # of the tensor alone, so that its pages are nobody's when it is gone; copy on write: torch wants memory that it might write to
+        part = torch.from_numpy(
+            np.memmap(path, dtype=np.uint8, mode="c", offset=begin, shape=(num_bytes,))
+        )
         if begin % dtype.itemsize:  # a header of an odd length
             part = part.clone()
         return part.view(dtype).view(shape)

@@ -1,6 +1,6 @@
 """A GPT of ours with the weights of a hub checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +77,53 @@ def fill(model: nn.Module, folder: Path) -> None:
         ConfigError: see `load_pretrained`.
         CheckpointError: see `load_pretrained`; nothing is written then.
     """
+    found, files = checked_pieces(folder)
+    copy_pieces(found, files, model.state_dict())
+
+
+def tensor_maker(model: nn.Module, folder: Path) -> Callable[[str], Tensor]:
+    """Give a function that reads one tensor of a model on the meta device from a hub checkpoint, by its name in the state dict.
+
+    Args:
+        model: a GPT of the folder's `model_config`.
+        folder: see `load_pretrained`.
+
+    Raises:
+        ConfigError: see `load_pretrained`.
+        CheckpointError: see `load_pretrained`.
+    """
+    found, files = checked_pieces(folder)
+    described = model.state_dict()
+    by_ours: dict[str, list[Piece]] = {name: [] for name in described}
+    for piece in found:
+        by_ours[piece.ours].append(piece)
+
+    def make(name: str) -> Tensor:
+        # what no piece covers is a buffer of ours, which begins with zeros
+        tensor = torch.zeros_like(described[name], device="cpu")
+        copy_pieces(by_ours[name], files, {name: tensor})
+        return tensor
+
+    return make
+
+
+def checked_pieces(folder: Path) -> tuple[list[Piece], HubFiles]:
+    """What of the tensors of a folder goes where in ours, and the files, in which all is as it must be.
+
+    Args:
+        folder: see `load_pretrained`.
+
+    Raises:
+        ConfigError: see `load_pretrained`.
+        CheckpointError: see `load_pretrained`.
+    """
     values = read_config(folder)
     config, family = model_config(values), hub_family(values)
     files = HubFiles(folder)
     found = list(pieces(config, family.model_type))
     shapes = {piece.theirs: piece.theirs_shape for piece in found}
     check_tensors(files, shapes, hub_dtype(values, folder), wide=_WIDE)
-    copy_pieces(found, files, model.state_dict())
+    return found, files
 
 
 def copy_pieces(found: Iterable[Piece], files: HubFiles, tensors: dict[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from expertmesh.config.base import parse_json
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig
-from expertmesh.data.chat import EXTRAS, MARKS, OWN_TEMPLATE
+from expertmesh.data.chat import EXTRAS, MARKS, OWN_TEMPLATE, find_format
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import HubFamily, export_family, hub_config
@@ -134,14 +134,20 @@ def _values(
     checkpoint: Path, by_ours: list[tuple[str, list[Piece]]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
     tensors = whole_tensors(checkpoint, [_MODEL + ours for ours, _ in by_ours])
-    for (_, several), tensor in zip(by_ours, tensors, strict=True):
-        for name, of_type, shape in _targets(several, dtype):
-            found = torch.empty(shape, dtype=of_type)
-            for piece in several:
-                if piece.theirs == name:
-                    part = found[piece.theirs_at]
-                    part.copy_(tensor[piece.ours_at].reshape(part.shape))
-            yield found
+    for _, several in by_ours:
+        tensor = next(tensors)
+        for target in _targets(several, dtype):
+            yield _value(target, several, tensor)
+        del tensor  # before the next one is read
+
+
+def _value(target: _Target, several: list[Piece], tensor: Tensor) -> Tensor:
+    found = torch.empty(target.shape, dtype=target.dtype)
+    for piece in several:
+        if piece.theirs == target.name:
+            part = found[piece.theirs_at]
+            part.copy_(tensor[piece.ours_at].reshape(part.shape))
+    return found
 
 
 def _write_rest(
@@ -164,7 +170,8 @@ def _write_rest(
         talks = all(tokenizer.token_to_id(mark) is not None for mark in MARKS)
         if talks and not extras.is_dir():  # it learned to, in our own format
             (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
-        ends = list(dict.fromkeys([end, *config.end_ids]))
+        form = find_format(tokenizer, run_dir / "tokenizer.json")
+        ends = list(dict.fromkeys([end, *config.end_ids, *form.ends]))
         values |= {"bos_token_id": end, "eos_token_id": end}
         _write_json(folder / "generation_config.json", {"bos_token_id": end, "eos_token_id": ends})
         if not (folder / "tokenizer_config.json").is_file():

@@ -14,6 +14,7 @@ from expertmesh.functional import combine, grouped_linear, moe_mlp, permute, rou
 from expertmesh.integrations.transformers.lora import Adapter, weight_and_adapters
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.experts.adapted_linear import adapted_linear
+from expertmesh.ops.experts.weighted_activation import weighted_activation
 
 _INNER: dict[Any, str] = {
     nn.SiLU: "silu",
@@ -70,8 +71,8 @@ def forward(
     x_TD = hidden_states
     if autocast_dtype(x_TD.device) is None:
         x_TD = x_TD.to(w_in.w.dtype)
-    activation = None if w_in.adapters or w_out.adapters else fused_activation(experts)
-    if activation is not None:
+    activation = fused_activation(experts)
+    if activation is not None and not w_in.adapters and not w_out.adapters:
         F = w_out.w.shape[2]
         y_TD = moe_mlp(
             x_TD,
@@ -85,12 +86,15 @@ def forward(
         )
         return y_TD.to(hidden_states.dtype)
     offsets_E = metadata.offsets_E
+    s_R = top_k_weights.reshape(-1).index_select(0, metadata.slot_of_row_N)
     h_RH = w_in.times(permute(x_TD, metadata), offsets_E)
+    if activation is not None and w_out.b_EN is None:
+        y_RD = w_out.times(weighted_activation(h_RH, s_R, activation=activation), offsets_E)
+        return combine(y_RD, metadata, top_k_index.shape[1]).to(hidden_states.dtype)
     a_RF = experts._apply_gate(h_RH) if experts.has_gate else experts.act_fn(h_RH)
     y_RD = w_out.times(a_RF, offsets_E)
     if experts.has_post_expert_norm:
         y_RD = experts.post_expert_norm(y_RD)
-    s_R = top_k_weights.reshape(-1).index_select(0, metadata.slot_of_row_N)
     y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
     return combine(y_RD, metadata, top_k_index.shape[1]).to(hidden_states.dtype)
 

@@ -1,17 +1,14 @@
 """Products of rows with their experts' matrices and low-rank adapters on a CPU, one expert at a time while its rows are in the cache.
 
-Nothing here is seen by autograd. Adapters are thin, so what counts is the way to each product: no expert's rows are copied or
-padded, no sum is a pass of its own.
+Nothing here is seen by autograd. Adapters are thin, so what counts is the way to each product: no sum is a pass of its own.
 """
-
-from collections.abc import Iterator
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from expertmesh.ops.cpu.blocks import blocks
 from expertmesh.ops.cpu.forward import rows_times_weight
-from expertmesh.ops.cpu.products import gemm_rows, product_into
+from expertmesh.ops.cpu.products import product_into
 
 
 def forward(
@@ -25,14 +22,16 @@ def forward(
     a_ErK, b_ENr = a_ErK.contiguous(), b_ENr.contiguous()  # once, and not in each product
     y_RN = x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1])
     low_Rr = x_RK.new_empty(x_RK.shape[0], a_ErK.shape[1])
-    for e, rows, whole in _blocks(bounds, x_RK):
-        x, y, low = (_taken(t, rows, whole) for t in (x_RK, y_RN, low_Rr))
+    for block in blocks(bounds, w_ENK, x_RK.dtype):
+        e, x, y = block.expert, block.each(x_RK), block.room(y_RN)
         rows_times_weight(x, w_ENK[e], y)
+        low = low_Rr.new_empty(block.size, low_Rr.shape[1])
         product_into(x, a_ErK[e].T, low)
-        low.mul_(scaling)
+        own = low[: block.stop - block.start].mul_(scaling)
+        low[len(own) :].zero_()
         product_into(low, b_ENr[e].T, y, add=True)
-        if not whole:
-            y_RN[rows], low_Rr[rows] = y[: len(y_RN[rows])], low[: len(y_RN[rows])]
+        low_Rr[block.start : block.stop] = own
+        block.keep(y, y_RN)
     y_RN[bounds[-1] :].zero_()
     low_Rr[bounds[-1] :].zero_()
     return y_RN, low_Rr
@@ -47,50 +46,26 @@ def backward(
     a_ErK: Tensor,
     b_ENr: Tensor,
     scaling: float,
+    needs_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the gradients of x (R, K), a (E, r, K) and b (E, N, r)."""
+    """Give the gradients of x (R, K), a (E, r, K) and b (E, N, r); that of x is empty where nobody needs it."""
     bounds = offsets_E.tolist()
-    d_x = torch.empty_like(x_RK)
+    d_x = x_RK.new_empty(x_RK.shape if needs_x else 0)
     a_ErK, b_ENr = a_ErK.contiguous(), b_ENr.contiguous()
     d_a, d_b = x_RK.new_zeros(a_ErK.shape), x_RK.new_zeros(b_ENr.shape)
-    for e, rows, whole in _blocks(bounds, x_RK):
-        grad, x, dx = (_taken(t, rows, whole) for t in (grad_RN, x_RK, d_x))
-        count, size = bounds[e + 1] - bounds[e], grad.shape[0]
-        # rows of other experts in the block count in no sum, because they are zero in the thin factor of each
-        low = low_Rr.new_zeros(size, low_Rr.shape[1])
-        low[:count] = low_Rr[bounds[e] : bounds[e + 1]]
+    for block in blocks(bounds, w_ENK, x_RK.dtype):
+        e = block.expert
+        grad, x, low = (block.alone(t) for t in (grad_RN, x_RK, low_Rr))
         d_low = torch.empty_like(low)
         product_into(grad, b_ENr[e], d_low)
         d_low.mul_(scaling)
-        d_low[count:].zero_()
-        product_into(grad, w_ENK[e], dx)
-        product_into(d_low, a_ErK[e], dx, add=True)
         product_into(d_low.T, x, d_a[e])
         product_into(grad.T, low, d_b[e])
-        if not whole:
-            d_x[rows] = dx[:count]
-    d_x[bounds[-1] :].zero_()
+        if needs_x:
+            dx = block.room(d_x)
+            product_into(grad, w_ENK[e], dx)
+            product_into(d_low, a_ErK[e], dx, add=True)
+            block.keep(dx, d_x)
+    if needs_x:
+        d_x[bounds[-1] :].zero_()
     return d_x, d_a, d_b
-
-
-def _blocks(bounds: list[int], x_RK: Tensor) -> Iterator[tuple[int, slice, bool]]:
-    """Experts with rows, the rows to multiply (`gemm_rows` of them), and whether all of these are live.
-
-    A block reaches into the rows of later experts, whose results are written after its own.
-    """
-    for e, (start, stop) in enumerate(pairwise(bounds)):
-        if stop > start:
-            end = start + gemm_rows(stop - start, x_RK.device, x_RK.dtype)
-            is_whole = end <= bounds[-1]
-            yield e, slice(start, end if is_whole else stop), is_whole
-
-
-def _taken(rows_R: Tensor, rows: slice, whole: bool) -> Tensor:
-    """The block, or a copy of it with zeros behind where it would end behind the last live row."""
-    part = rows_R[rows]
-    if whole:
-        return part
-    size = gemm_rows(len(part), part.device, part.dtype)
-    padded = part.new_zeros(size, part.shape[1])
-    padded[: len(part)] = part
-    return padded

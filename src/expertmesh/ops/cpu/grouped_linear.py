@@ -1,6 +1,5 @@
 """The "torch" backend of `grouped_linear`: one product per expert over its block of sorted rows. Nothing here is seen by autograd."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -8,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from expertmesh.ops.cpu.blocks import blocks
 from expertmesh.ops.cpu.forward import grouped_mm_serves, rows_times_weight
-from expertmesh.ops.cpu.products import gemm_rows, linear_into, product_into
+from expertmesh.ops.cpu.products import linear_into, product_into
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
 
-_NARROW = 1 << 16
 _FEW_ROWS = 64
 
 
@@ -27,23 +26,17 @@ def forward(
     if _in_one_call(w_ENK, bounds, b_EN, dtype):
         y = grouped_mm(x_RK[:live].contiguous(), w_ENK.mT, offs=offsets_E[1:])
         return y if live == x_RK.shape[0] else F.pad(y, (0, 0, 0, x_RK.shape[0] - live))
-    x, num_rows = x_RK.to(dtype), x_RK.shape[0]
-    y = x_RK.new_empty(num_rows, w_ENK.shape[1], dtype=dtype)
-    for e, start, stop, size in _experts(bounds, w, dtype):
-        # padding covers the rows of the next experts, which are written later
-        if start + size <= num_rows:
-            x_e, y_e = x[start : start + size], y[start : start + size]
-        else:
-            x_e, y_e = _padded(x[start:stop], size), y.new_empty(size, y.shape[1])
-        w_NK = w_ENK[e].to(dtype)
+    x = x_RK.to(dtype)
+    y = x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1], dtype=dtype)
+    for block in blocks(bounds, w, dtype):
+        x_e, y_e, w_NK = block.each(x), block.room(y), w_ENK[block.expert].to(dtype)
         if b_EN is not None:
-            linear_into(x_e, w_NK, y_e, bias_N=b_EN[e].to(dtype))
+            linear_into(x_e, w_NK, y_e, bias_N=b_EN[block.expert].to(dtype))
         elif transposed:
             product_into(x_e, w_NK.T, y_e)
         else:
             rows_times_weight(x_e, w_NK, y_e)
-        if start + size > num_rows:
-            y[start:stop] = y_e[: stop - start]
+        block.keep(y_e, y)
     y[live:].zero_()
     return y.to(x_RK.dtype)
 
@@ -57,9 +50,8 @@ def weight_grad(
     rows = (x_RK, grad_RN) if transposed else (grad_RN, x_RK)
     left, right = (t.to(dtype) for t in rows)
     found = x_RK.new_empty(w.shape, dtype=dtype)
-    for e, start, stop, size in _experts(bounds, w, dtype):
-        # both, because what is behind them is another expert's, and may be infinite
-        product_into(_padded(left[start:stop], size).T, _padded(right[start:stop], size), found[e])
+    for block in blocks(bounds, w, dtype):
+        product_into(block.alone(left).T, block.alone(right), found[block.expert])
     _zero_empty(found, bounds)
     return found.to(x_RK.dtype)
 
@@ -74,21 +66,6 @@ def bias_grad(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return found
 
 
-def _experts(
-    bounds: list[int], w: Tensor, dtype: torch.dtype
-) -> Iterator[tuple[int, int, int, int]]:
-    """Experts with rows: their number, first row, end, and the rows to multiply."""
-    is_narrow = w.shape[1] * w.shape[2] <= _NARROW
-    for e, (start, stop) in enumerate(pairwise(bounds)):
-        if stop > start:
-            yield (
-                e,
-                start,
-                stop,
-                gemm_rows(stop - start, w.device, dtype, is_narrow=is_narrow),
-            )
-
-
 def _in_one_call(w_ENK: Tensor, bounds: list[int], b_EN: Tensor | None, dtype: torch.dtype) -> bool:
     """Whether PyTorch's grouped product is the best way: few rows, each weight read once."""
     counts = [stop - start for start, stop in pairwise(bounds)]
@@ -99,11 +76,6 @@ def _in_one_call(w_ENK: Tensor, bounds: list[int], b_EN: Tensor | None, dtype: t
         and 0 < max(counts) < _FEW_ROWS
         and grouped_mm_serves(w_ENK, num_live)
     )
-
-
-def _padded(rows: Tensor, size: int) -> Tensor:
-    """The rows with zeros behind, so that few sizes occur."""
-    return rows if rows.shape[0] == size else F.pad(rows, (0, 0, 0, size - rows.shape[0]))
 
 
 def _zero_empty(values_E: Tensor, bounds: list[int]) -> None:

@@ -12,6 +12,7 @@ from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.cpu import adapted_linear as loop
 from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype, without_autocast
 from expertmesh.ops.experts.grouped_linear import grouped_linear
+from expertmesh.ops.transforms import refuse_second_derivative
 
 
 def adapted_linear(
@@ -67,84 +68,52 @@ def adapted_linear(
     return y + grouped_linear(low_Rr, b_ENr, offsets_E, backend=backend)
 
 
-@torch.library.custom_op("expertmesh::adapted_linear", mutates_args=())
-def _adapted_linear(
-    x_RK: Tensor,
-    w_ENK: Tensor,
-    offsets_E: Tensor,
-    a_ErK: Tensor,
-    b_ENr: Tensor,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
+_CALL = "Tensor w_ENK, Tensor offsets_E, Tensor a_ErK, Tensor b_ENr, float scaling"
+
+
+@torch.library.custom_op(
+    "expertmesh::adapted_linear",
+    mutates_args=(),
+    schema=f"(Tensor x_RK, {_CALL}) -> (Tensor, Tensor)",
+)
+def _adapted_linear(x_RK: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     with without_autocast(x_RK.device):
-        return loop.forward(x_RK.contiguous(), w_ENK, offsets_E, a_ErK, b_ENr, scaling)
+        return loop.forward(x_RK.contiguous(), *call)
 
 
 @_adapted_linear.register_fake
-def _(
-    x_RK: Tensor,
-    w_ENK: Tensor,
-    offsets_E: Tensor,
-    a_ErK: Tensor,
-    b_ENr: Tensor,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
+def _(x_RK: Tensor, w_ENK: Tensor, _: Tensor, a_ErK: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
     rows = x_RK.shape[0]
     return x_RK.new_empty(rows, w_ENK.shape[1]), x_RK.new_empty(rows, a_ErK.shape[1])
 
 
-@torch.library.custom_op("expertmesh::adapted_linear_backward", mutates_args=())
-def _gradients(
-    grad_RN: Tensor,
-    x_RK: Tensor,
-    low_Rr: Tensor,
-    w_ENK: Tensor,
-    offsets_E: Tensor,
-    a_ErK: Tensor,
-    b_ENr: Tensor,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "expertmesh::adapted_linear_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_RN, Tensor x_RK, Tensor low_Rr, {_CALL}, bool needs_x) -> (Tensor, Tensor, Tensor)",
+)
+def _gradients(grad_RN: Tensor, x_RK: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
     with without_autocast(x_RK.device):
-        return loop.backward(
-            grad_RN.contiguous(), x_RK.contiguous(), low_Rr, w_ENK, offsets_E, a_ErK, b_ENr, scaling
-        )
+        return loop.backward(grad_RN.contiguous(), x_RK.contiguous(), *call)
 
 
 @_gradients.register_fake
-def _(
-    grad_RN: Tensor,
-    x_RK: Tensor,
-    low_Rr: Tensor,
-    w_ENK: Tensor,
-    offsets_E: Tensor,
-    a_ErK: Tensor,
-    b_ENr: Tensor,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x_RK.new_empty(x_RK.shape), a_ErK.new_empty(a_ErK.shape), b_ENr.new_empty(b_ENr.shape)
+def _(grad_RN: Tensor, x_RK: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    a_ErK, b_ENr = call[3:5]
+    d_x = x_RK.new_empty(x_RK.shape if call[-1] else 0)
+    return d_x, a_ErK.new_empty(a_ErK.shape), b_ENr.new_empty(b_ENr.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x_RK, w_ENK, offsets_E, a_ErK, b_ENr, ctx.scaling = inputs
-    ctx.save_for_backward(x_RK, output[1], w_ENK, offsets_E, a_ErK, b_ENr)
+    x_RK, *call, ctx.scaling = inputs
+    ctx.save_for_backward(x_RK, output[1], *call)
 
 
 def _backward(ctx: Any, grad_RN: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    x_RK, low_Rr, w_ENK, offsets_E, a_ErK, b_ENr = ctx.saved_tensors
-    d_x, d_a, d_b = _gradients(grad_RN, x_RK, low_Rr, w_ENK, offsets_E, a_ErK, b_ENr, ctx.scaling)
-    return d_x, None, None, d_a, d_b, None
+    needs_x = ctx.needs_input_grad[0]
+    d_x, d_a, d_b = _gradients(grad_RN, *ctx.saved_tensors, ctx.scaling, needs_x)
+    return d_x if needs_x else None, None, None, d_a, d_b, None
 
 
 _adapted_linear.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    """Refuse the second derivative.
-
-    Raises:
-        RuntimeError: always.
-    """
-    raise RuntimeError("adapted_linear has no second derivative; use a loop over the experts")
-
-
-_gradients.register_autograd(_no_second_derivative)
+refuse_second_derivative(_gradients, "adapted_linear", fix="use a loop over the experts")

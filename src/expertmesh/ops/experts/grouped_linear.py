@@ -14,6 +14,7 @@ from expertmesh.ops.cpu import grouped_linear as loop
 from expertmesh.ops.dtypes import autocast_dtype, without_autocast
 from expertmesh.ops.experts import triton_linear
 from expertmesh.ops.plain_call import runs_plainly
+from expertmesh.ops.transforms import refuse_second_derivative
 
 
 def grouped_linear(
@@ -86,65 +87,49 @@ def _check(
             )
 
 
-@torch.library.custom_op("expertmesh::grouped_linear", mutates_args=())
-def _grouped_linear(
-    x_RK: Tensor,
-    w: Tensor,
-    offsets_E: Tensor,
-    b_EN: Tensor | None,
-    transposed: bool,
-    backend: str,
-) -> Tensor:
-    module: Any = triton_linear if backend == "triton" else loop
+def _module(backend: str) -> Any:
+    return triton_linear if backend == "triton" else loop
+
+
+@torch.library.custom_op(
+    "expertmesh::grouped_linear",
+    mutates_args=(),
+    schema="(Tensor x_RK, Tensor w, Tensor offsets_E, Tensor? b_EN, bool transposed, str backend) -> Tensor",
+)
+def _grouped_linear(x_RK: Tensor, *rest: Any) -> Tensor:
+    *tensors, transposed, backend = rest
     with without_autocast(x_RK.device):
-        y: Tensor = module.forward(x_RK, w, offsets_E, b_EN, transposed=transposed)
+        y: Tensor = _module(backend).forward(x_RK, *tensors, transposed=transposed)
     return y
 
 
 @_grouped_linear.register_fake
-def _(
-    x_RK: Tensor,
-    w: Tensor,
-    offsets_E: Tensor,
-    b_EN: Tensor | None,
-    transposed: bool,
-    backend: str,
-) -> Tensor:
+def _(x_RK: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    transposed = rest[-2]
     return x_RK.new_empty(x_RK.shape[0], w.shape[2] if transposed else w.shape[1])
 
 
-@torch.library.custom_op("expertmesh::grouped_linear_weight_grad", mutates_args=())
-def _weight_grad(
-    grad_RN: Tensor,
-    x_RK: Tensor,
-    w: Tensor,
-    offsets_E: Tensor,
-    transposed: bool,
-    backend: str,
-) -> Tensor:
-    module: Any = triton_linear if backend == "triton" else loop
-    with without_autocast(x_RK.device):
-        found: Tensor = module.weight_grad(grad_RN, x_RK, w, offsets_E, transposed=transposed)
+@torch.library.custom_op(
+    "expertmesh::grouped_linear_weight_grad",
+    mutates_args=(),
+    schema="(Tensor grad_RN, Tensor x_RK, Tensor w, Tensor offsets_E, bool transposed, str backend) -> Tensor",
+)
+def _weight_grad(grad_RN: Tensor, *rest: Any) -> Tensor:
+    *tensors, transposed, backend = rest
+    with without_autocast(grad_RN.device):
+        found: Tensor = _module(backend).weight_grad(grad_RN, *tensors, transposed=transposed)
     return found
 
 
 @_weight_grad.register_fake
-def _(
-    grad_RN: Tensor,
-    x_RK: Tensor,
-    w: Tensor,
-    offsets_E: Tensor,
-    transposed: bool,
-    backend: str,
-) -> Tensor:
+def _(grad_RN: Tensor, x_RK: Tensor, w: Tensor, *_: Any) -> Tensor:
     return x_RK.new_empty(w.shape)
 
 
 @torch.library.custom_op("expertmesh::grouped_linear_bias_grad", mutates_args=())
 def _bias_grad(grad_RN: Tensor, offsets_E: Tensor, backend: str) -> Tensor:
-    module: Any = triton_linear if backend == "triton" else loop
     with without_autocast(grad_RN.device):
-        found: Tensor = module.bias_grad(grad_RN, offsets_E)
+        found: Tensor = _module(backend).bias_grad(grad_RN, offsets_E)
     return found
 
 
@@ -177,14 +162,5 @@ def _backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
 _grouped_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> None:
-    """Refuse the second derivative.
-
-    Raises:
-        RuntimeError: always.
-    """
-    raise RuntimeError("grouped_linear has no second derivative; use a loop over the experts")
-
-
-_weight_grad.register_autograd(_no_second_derivative)
-_bias_grad.register_autograd(_no_second_derivative)
+for _operator in (_weight_grad, _bias_grad):
+    refuse_second_derivative(_operator, "grouped_linear", fix="use a loop over the experts")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.experts.call import ExpertsCall
-from expertmesh.ops.transforms import refuse_batched_gradient
+from expertmesh.ops.transforms import refuse_batched_gradient, refuse_second_derivative
 
 _CALL = (
     "Tensor x_TD, Tensor weights_TK, Tensor[] w_in, Tensor[] w_out, Tensor[] b_in, Tensor[] b_out, Tensor[] maps, "
@@ -143,16 +143,9 @@ def gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return *first, *several, [None] * len(call.maps), None, None, [None] * len(ctx.main), None
 
 
-def _double_backward(ctx: Any, *grads: Any) -> None:
-    """Refuse the second derivative.
-
-    Raises:
-        RuntimeError: always.
-    """
-    raise RuntimeError(
-        "moe_mlp has no second derivative; use backend='reference' where one is needed (gradient penalties)"
-    )
-
-
 _moe_mlp.register_autograd(gradients, setup_context=setup_context)
-_moe_mlp_backward.register_autograd(_double_backward)
+refuse_second_derivative(
+    _moe_mlp_backward,
+    "moe_mlp",
+    fix="use backend='reference' where one is needed (gradient penalties)",
+)

@@ -1,0 +1,91 @@
+"""The activation of rows of hidden values times their routing weights, as one autograd operator.
+
+For experts whose products stand alone. A weight may be multiplied in on either side of the second product, if that has no bias,
+and here it costs no pass of its own.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.ops.activation import activate, num_branches
+from expertmesh.ops.cpu.activation_passes import BLOCK_ELEMENTS, passes_for
+from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
+from expertmesh.ops.transforms import refuse_second_derivative
+
+
+def weighted_activation(h_RH: Tensor, s_R: Tensor, *, activation: str) -> Tensor:
+    """Give s * act(h), computed in FP32 (FP64 for FP64) and rounded once.
+
+    On a CPU it is one operator, of which autograd saves h and s alone; elsewhere several.
+
+    Args:
+        h_RH: (R, G * F) pre-activations; of a gated activation the gates first.
+        s_R: (R,) weights of any floating-point type.
+        activation: see `moe_mlp`.
+
+    Returns:
+        (R, F) in the type of h.
+
+    Raises:
+        ConfigError: the activation is unknown.
+    """
+    G, wide = num_branches(activation), accumulate_dtype(h_RH.dtype)
+    if h_RH.device.type == "cpu":
+        a_RF: Tensor = _weighted_activation(h_RH, s_R.to(wide), activation)
+        return a_RF
+    a_RF = activate(h_RH.to(wide).unflatten(1, (G, -1)), activation) * s_R[:, None]
+    return a_RF.to(h_RH.dtype)
+
+
+@torch.library.custom_op("expertmesh::weighted_activation", mutates_args=())
+def _weighted_activation(h_RH: Tensor, s_R: Tensor, activation: str) -> Tensor:
+    a_RF = h_RH.new_empty(h_RH.shape[0], h_RH.shape[1] // num_branches(activation))
+    with without_autocast(h_RH.device):
+        passes = passes_for(activation, a_RF, num_rows=a_RF.shape[0], backward=False)
+        passes.forward(h_RH.contiguous(), s_R.contiguous(), a_RF)
+    return a_RF
+
+
+@_weighted_activation.register_fake
+def _(h_RH: Tensor, s_R: Tensor, activation: str) -> Tensor:
+    return h_RH.new_empty(h_RH.shape[0], h_RH.shape[1] // num_branches(activation))
+
+
+@torch.library.custom_op("expertmesh::weighted_activation_backward", mutates_args=())
+def _gradients(
+    grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    h_RH, s_R = h_RH.contiguous(), s_R.contiguous()
+    num_rows, F = grad_RF.shape
+    d_h, d_s = torch.empty_like(h_RH), torch.empty_like(s_R)
+    # the passes overwrite the gradient and give s * act(h), too: both stay in the cache
+    rows = max(1, min(num_rows, BLOCK_ELEMENTS * torch.get_num_threads() // max(F, 1)))
+    grad_buffer, a_buffer = (h_RH.new_empty(rows, F) for _ in range(2))
+    with without_autocast(h_RH.device):
+        passes = passes_for(activation, a_buffer, num_rows=num_rows, backward=True)
+        for start in range(0, num_rows, rows):
+            at = slice(start, start + rows)
+            h, s = h_RH[at], s_R[at]
+            grad = grad_buffer[: len(s)].copy_(grad_RF[at])
+            d_s[at] = passes.backward(grad, h, None, s, a_buffer[: len(s)], d_h[at])
+    return d_h, d_s
+
+
+@_gradients.register_fake
+def _(grad_RF: Tensor, h_RH: Tensor, s_R: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return h_RH.new_empty(h_RH.shape), s_R.new_empty(s_R.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    h_RH, s_R, ctx.activation = inputs
+    ctx.save_for_backward(h_RH, s_R)
+
+
+def _backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor | None, ...]:
+    return *_gradients(grad_RF, *ctx.saved_tensors, ctx.activation), None
+
+
+_weighted_activation.register_autograd(_backward, setup_context=_setup_context)
+refuse_second_derivative(_gradients, "weighted_activation", fix="use torch's own operators")
