@@ -53,8 +53,8 @@ def _has_more(terminal, wait_s=0.1):
     return bool(select.select([terminal], [], [], wait_s)[0])
 
 
-def test_every_long_part_says_how_far_it_is(place, monkeypatch):
-    monkeypatch.setattr(news, "EVERY_S", 0.0)
+def test_every_long_part_says_how_far_it_is(place, threshold):
+    threshold(news, "EVERY_S", 0.0)
     folder = place.folder / "texts"
     folder.mkdir()
     text = Path(place.path("corpus.txt")).read_text()

@@ -1,5 +1,7 @@
 """Activations with routing weights in one operator: against PyTorch's own in FP64, by the two-times rule."""
 
+import sys
+
 import pytest
 import torch
 
@@ -26,9 +28,9 @@ def results(compute, h, s, grad, activation):
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "gelu", "relu2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("R", [0, 1, 40])
-def test_against_plain_operators(activation, dtype, R, monkeypatch):
-    monkeypatch.setattr(activation_passes, "BLOCK_ELEMENTS", 7 * F)
-    monkeypatch.setattr("expertmesh.ops.experts.weighted_activation.BLOCK_ELEMENTS", 17 * F)
+def test_against_plain_operators(activation, dtype, R, threshold):
+    threshold(activation_passes, "BLOCK_ELEMENTS", 7 * F)
+    threshold(sys.modules[weighted_activation.__module__], "BLOCK_ELEMENTS", 17 * F)
     h = torch.randn(R, num_branches(activation) * F).to(dtype)
     s, grad = torch.rand(R).to(dtype), torch.randn(R, F).to(dtype)
 
