@@ -25,7 +25,6 @@ import tyro
 from benchmarks.harness import circumstances
 from benchmarks.markdown import markdown_table
 
-from expertmesh.cli.begin import begun_from_another
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.config.family import SWIN
 from expertmesh.config.model import MoEConfig
@@ -34,6 +33,7 @@ from expertmesh.costs.swin import count_multiply_adds, swin_costs
 from expertmesh.data.image_files import read_folder
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.vision import swin_mnist
+from expertmesh.training.begin import begun
 from expertmesh.training.loop import train
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
@@ -149,7 +149,7 @@ def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
         "train.freeze": ("experts", "router") if trial.kind == "frozen" else (),
     }
     config = swin_mnist().updated({**changes, **plan.changes})
-    found = begun_from_another(config, SWIN)
+    found = begun(config, SWIN)
     assert isinstance(found, SwinRunConfig)
     return found
 

@@ -22,7 +22,7 @@ from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.config.swin import SwinRunConfig
 from expertmesh.models.swin.model import Swin
 from expertmesh.models.swin.task import SwinTask
-from expertmesh.moe.experts import ExpertParameters, GroupedExperts
+from expertmesh.moe.experts import GroupedExperts
 from expertmesh.recipes.vision import RECIPES
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.precision import resolve_precision
@@ -44,13 +44,7 @@ class EinsumExperts(nn.Module):
         self.b_in, self.b_out = experts.b_in, experts.b_out
 
     def forward(
-        self,
-        x_TD: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        max_rows: int | None,
-        parameters: ExpertParameters | None = None,
+        self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, **_: object
     ) -> Tensor:
         """See `GroupedExperts.forward`."""
         num_experts = len(self.w_in)

@@ -1,6 +1,7 @@
 """Seeds, threads, hypothesis and the skip rule: more skips than tests/allowed_skips.txt lists is a failure."""
 
 import fnmatch
+import gc
 import os
 import random
 from collections import Counter
@@ -130,6 +131,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_finish(session):
+    # What is imported stays: garbage need not be looked for in it again and again, here and in forked ranks.
+    gc.collect()
+    gc.freeze()
     # when all test modules are imported, and before any test has started a thread
     session.config.add_cleanup(the_nursery().close)
 

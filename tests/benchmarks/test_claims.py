@@ -69,13 +69,13 @@ def text(tmp_path):
     return path
 
 
-def finish(claim, text, tmp_path, steps=100):
+def finish(claim, text, tmp_path):
     ledger = Ledger(
         tmp_path / "out" / f"{claim.name}.json",
         {"dtype": "float32", "threads": 1, "torch": "2", "text": "numbers"},
     )
     changes = TINY | {"data.path": str(text), "data.cache_dir": str(tmp_path / "cache")}
-    runs = Runs(claim, tmp_path / "runs", ledger, changes=changes, steps=steps)
+    runs = Runs(claim, tmp_path / "runs", ledger, changes=changes, steps=40)
     for arm in sorted(claim.arms, key=lambda arm: arm.teacher is not None):
         for job in runs.jobs(arm, 0, runs.sweep(arm)):
             runs.finish(job)
@@ -91,10 +91,10 @@ def test_a_ladder_of_budgets_is_finished_and_kept(text, tmp_path, monkeypatch):
     ledger = finish(claim, text, tmp_path)
     found = [(r["arm"], r["part"], r["tokens"]) for r in ledger.runs.values()]
     assert found == [
-        ("MoE", 20, 6400),
-        ("MoE", 10, 3200),
-        ("dense", 20, 6400),
-        ("dense", 10, 3200),
+        ("MoE", 20, 2560),
+        ("MoE", 10, 1280),
+        ("dense", 20, 2560),
+        ("dense", 10, 1280),
     ]
     assert all(0 < r["loss"] < 6 for r in ledger.runs.values())
     page = (tmp_path / "out" / "moe.md").read_text()
@@ -111,7 +111,7 @@ def test_students_have_the_teacher_of_their_seed(text, tmp_path):
     claim = CLAIMS["mos"]
     few = {"model.num_layers": 2, "model.moe.num_experts": (2,)}
     arms = tuple(replace(a, changes={**a.changes, **few}) for a in claim.arms if a.longer == 1)
-    ledger = finish(replace(claim, arms=arms), text, tmp_path, steps=20)
+    ledger = finish(replace(claim, arms=arms), text, tmp_path)
     losses = {r["arm"]: r["loss"] for r in ledger.runs.values()}
     assert set(losses) == {arm.name for arm in arms}
     assert losses["student, taught to the end"] != losses["student alone"]

@@ -1,8 +1,6 @@
 """The trainer's benchmark trains equal models, and refuses to report when they are not."""
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -67,10 +65,9 @@ def test_a_shape_that_no_mixtral_has_is_refused(trainer):
 
 
 @pytest.mark.slow
-def test_trainer_benchmark_runs_and_writes(tmp_path):
-    options = "--recipe gpt-moe-test --threads 1 --rounds 1 --check-steps 2 --dtypes float32 --implementations grouped_mm"
-    command = [sys.executable, "-m", "benchmarks.trainer", *options.split(), "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+def test_trainer_benchmark_runs_and_writes(trainer, tmp_path):
+    few = {"dtypes": ("float32",), "implementations": ("grouped_mm",)}
+    trainer.main("gpt-moe-test", threads=1, rounds=1, check_steps=2, **few, out=tmp_path)
     text = (tmp_path / "trainer_cpu_202611.md").read_text()
     assert "expertmesh" in text
     assert "transformers grouped_mm" in text

@@ -9,9 +9,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli import binding as module
+from expertmesh.cli import doctor
 from expertmesh.cli.binding import (
     Binding,
     Gpu,
@@ -152,6 +154,30 @@ doctor.run([])
 """The doctor without what it says of one process."""
 
 
+def cores_shown(text):
+    """Those of each rank in the doctor's report, of which there is one."""
+    assert text.count("Ranks") == 1, text
+    found = re.findall(r"rank (\d) +\w* *\S+: cores (\S+?)[, ]", text)
+    assert [rank for rank, _ in found] == ["0", "1"], text
+    return [set(module._numbers(cores)) for _, cores in found]
+
+
+def bound_doctor(parts):
+    """The doctor, without what it says of one process, on a rank that has some of the cores."""
+    os.sched_setaffinity(0, parts[int(os.environ["RANK"])])
+    doctor.SECTIONS = {}
+    return doctor.run([])
+
+
+@needs_two_cores
+def test_the_first_rank_shows_the_cores_of_each(tmp_path):
+    parts, agent = [set(CORES[:1]), set(CORES[1:])], Agent(2, tmp_path)
+    codes = agent.run(bound_doctor, parts, restarts=0, timeout_s=PATIENCE_S)
+    assert codes == [0, 0], [agent.printed(rank) for rank in range(2)]
+    assert cores_shown(agent.printed(0)) == parts and agent.printed(1) == ""
+
+
+@pytest.mark.exhaustive
 @needs_two_cores
 def test_numa_binding_of_torchrun_is_what_the_doctor_shows(tmp_path):
     """Torchrun splits the cores between two pretended GPUs; taskset stands in for numactl, which may be absent."""
@@ -172,9 +198,5 @@ def test_numa_binding_of_torchrun_is_what_the_doctor_shows(tmp_path):
         "--numa-binding=exclusive",
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Ranks") == 1, "one rank prints"
-    found = re.findall(r"rank (\d) +\w* *\S+: cores (\S+?)[, ]", done.stdout)
-    assert [rank for rank, _ in found] == ["0", "1"], done.stdout
-    parts = [set(module._numbers(text)) for _, text in found]
-    assert parts[0] and parts[1], done.stdout
-    assert not parts[0] & parts[1], done.stdout
+    first, second = cores_shown(done.stdout)
+    assert first and second and not first & second, done.stdout

@@ -1,15 +1,14 @@
 """`expertmesh export`: one file with the weights of a checkpoint, of one rank or of several."""
 
-import io
 import json
 import os
 import shutil
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tests.support.runs import train_quietly
 
 from expertmesh.cli.main import main
 from expertmesh.config.gpt import GPTRunConfig
@@ -17,7 +16,6 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
 from expertmesh.training.checkpoint import list_checkpoints
 from expertmesh.training.export import export
-from expertmesh.training.loop import train
 from expertmesh.training.state import load_weights
 
 TINY = {
@@ -37,8 +35,7 @@ TINY = {
 
 def train_tiny(folder, name):
     places = {"train.run_dir": str(folder / name), "data.cache_dir": str(folder / "cache")}
-    config = RECIPES["gpt-moe-test"]().updated(TINY | places)
-    train(config, recipe="gpt-moe-test", console=Console(file=io.StringIO()))
+    train_quietly(RECIPES["gpt-moe-test"]().updated(TINY | places), recipe="gpt-moe-test")
 
 
 @pytest.fixture(scope="module")

@@ -233,9 +233,9 @@ def test_a_configuration_survives_the_way_out_and_in():
 
 
 def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
-    from expertmesh.cli.begin import begun_from_another
     from expertmesh.config.family import GPT
     from expertmesh.config.gpt import GPTRunConfig
+    from expertmesh.training.begin import begun
     from expertmesh.training.checkpoint_tensors import whole_tensors
     from expertmesh.training.loop import train
     from expertmesh.training.run_dir import load_run
@@ -263,7 +263,7 @@ def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
         # a step too small to change a number
         "optim": {"lr": 1e-30, "warmup_steps": 0},
     }
-    config = begun_from_another(GPTRunConfig.model_validate(values), GPT)
+    config = begun(GPTRunConfig.model_validate(values), GPT)
     begin = load_run(tmp_path / "run")
     assert config.model == begin.config.model
     result = train(config)

@@ -16,7 +16,7 @@ T, D, F, E, K = 9, 5, 6, 4, 2
 COSINE_DIM = 3
 
 
-def make_params(rng, options, *, bias=True, shared=True, residual=True):
+def make_params(rng, options):
     """Random FP64 parameters under the layer's names."""
     groups = 2 if options.activation in ("swiglu", "geglu", "reglu") else 1
     n = options.num_experts
@@ -30,20 +30,16 @@ def make_params(rng, options, *, bias=True, shared=True, residual=True):
         params["router.log_scale"] = np.array([0.7])
     elif options.router != "hash":
         params["router.proj.weight"] = rng.normal(size=(n, D))
-    if bias:
-        params["experts.b_in"] = rng.normal(size=(n, groups, F))
-        params["experts.b_out"] = rng.normal(size=(n, D))
-    for prefix, wanted in (("shared_experts.", shared), ("residual_mlp.", residual)):
-        if wanted:
-            params[prefix + "w_in"] = rng.normal(size=(groups, F, D))
-            params[prefix + "w_out"] = rng.normal(size=(D, F))
-            params[prefix + "b_in"] = rng.normal(size=(groups, F))
-            params[prefix + "b_out"] = rng.normal(size=D)
-    if shared:
-        params["shared_gate.weight"] = rng.normal(size=(1, D))
-    if residual:
-        params["residual_coefficient.weight"] = rng.normal(size=(2, D))
-        params["residual_coefficient.bias"] = rng.normal(size=2)
+    params["experts.b_in"] = rng.normal(size=(n, groups, F))
+    params["experts.b_out"] = rng.normal(size=(n, D))
+    for prefix in ("shared_experts.", "residual_mlp."):
+        params[prefix + "w_in"] = rng.normal(size=(groups, F, D))
+        params[prefix + "w_out"] = rng.normal(size=(D, F))
+        params[prefix + "b_in"] = rng.normal(size=(groups, F))
+        params[prefix + "b_out"] = rng.normal(size=D)
+    params["shared_gate.weight"] = rng.normal(size=(1, D))
+    params["residual_coefficient.weight"] = rng.normal(size=(2, D))
+    params["residual_coefficient.bias"] = rng.normal(size=2)
     return params
 
 
@@ -76,9 +72,9 @@ CASES = {
 }
 
 
-def make_case(name, *, mask=True, seed=0):
+def make_case(name, *, mask=True):
     """Inputs and options of a named case."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     options = dataclasses.replace(BASE, **CASES[name])
     inputs = OracleInputs(
         x_TD=rng.normal(size=(T, D)),

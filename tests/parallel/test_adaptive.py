@@ -21,7 +21,7 @@ from expertmesh.planner.tuner import Effort
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 NODES = (0, 0, 1, 1)
-D, T, STEPS = 8, 12, 20
+D, T, STEPS = 8, 12, 12
 
 
 class Layers(torch.nn.Module):
@@ -103,9 +103,9 @@ def tuned(cache_dir):
         patch.setattr(adaptive, "EFFORT", Effort(num_starts=3, num_ways=3))
         world = world_of()
         config = ParallelConfig(ranks_per_node=2, adaptive=True)
-        models = [Layers(), Layers(), Layers()]
         results = []
-        for model, given in zip(models, (ParallelConfig(), config, config), strict=True):
+        for given, steps in ((ParallelConfig(), 2), (config, 30), (config, 6)):
+            model = Layers()
             parallelize(model, given, world=world)
             first = model.first.dispatcher
             ways = []
@@ -117,7 +117,7 @@ def tuned(cache_dir):
 
             first._choose = noted
             losses = []
-            for _ in range(30):
+            for _ in range(steps):
                 x = inputs(0, world.position).requires_grad_()
                 with world.traffic.logged() as log:
                     y, aux_loss = model(x)
@@ -133,7 +133,7 @@ def test_the_tuner_chooses_alike_on_all_ranks_and_then_costs_nothing(four_ranks,
     for (plain, _, quiet), (tried, ways, settled), (_, again, _) in found:
         assert torch.isfinite(plain).all()
         # parameters stay, so that every step has the first one's result
-        error = (tried - plain).abs().max()
+        error = (tried - plain[0]).abs().max()
         assert error <= FP64_RELATIVE * max(float(plain.abs().max()), 1.0)
         assert settled == quiet, "nothing more travels when the load's way is settled"
         assert ways == found[0][1][1] and again == found[0][2][1]

@@ -1,7 +1,6 @@
 """Checkpoints of several ranks: each writes and reads its own part, on any layout, and nobody has the whole."""
 
 import errno
-import io
 import logging
 import shutil
 import threading
@@ -9,8 +8,8 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from tests.support.memory import peak_bytes
+from tests.support.runs import assert_same_lines, lines_of, train_quietly
 from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.world import World
@@ -19,7 +18,6 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.numerics import relative_error
 from expertmesh.training import checkpoint
 from expertmesh.training.checkpoint import (
     CheckpointStore,
@@ -28,12 +26,9 @@ from expertmesh.training.checkpoint import (
     newest_good,
 )
 from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
-from expertmesh.training.loop import train
-from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.state import RunProgress, TrainState
 
-RELATIVE = 1e-9
 STEPS, SAVED = 6, 2
 
 # Noise and random dropping are on; a routing group is half a sequence, so that one of two ranks has it whole.
@@ -70,7 +65,7 @@ def run_training(folder, name, steps, changes):
     """Train on the ranks there are; the error of this rank, or None."""
     config = config_of(folder, name, {"train.steps": steps} | changes)
     try:
-        train(config, recipe="test", console=Console(file=io.StringIO()))
+        train_quietly(config)
     except (CheckpointError, PeerError, OSError) as error:
         return type(error).__name__, str(error)
     return None
@@ -85,7 +80,7 @@ def folder(tmp_path_factory):
 def straight(folder):
     """All steps in one process."""
     assert run_training(folder, "straight", STEPS, {}) is None
-    return read_metrics(folder / "straight" / "metrics.jsonl")
+    return lines_of(folder / "straight")
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +98,8 @@ def copy_of(run_dir, name):
 
 
 def assert_same(folder, name, oracle, steps):
-    lines = read_metrics(folder / name / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, steps + 1))
-    for line, expected in zip(lines, oracle, strict=False):
-        for key in ("loss", "grad_norm", "eval_loss", "dropped_fraction"):
-            assert (key in line) == (key in expected)
-            if key in line:
-                assert relative_error(line[key], expected[key]) <= RELATIVE, (line["step"], key)
+    names = "loss", "grad_norm", "eval_loss", "dropped_fraction"
+    assert_same_lines(lines_of(folder / name), oracle[:steps], *names)
 
 
 def test_four_ranks_to_one(folder, straight, saved):

@@ -10,13 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 from tests.support.patience import PATIENCE_S
+from tests.support.runs import assert_same_lines, lines_of, train_quietly
 
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.numerics import relative_error
-from expertmesh.training.loop import train
-from expertmesh.training.metrics import read_metrics
 
-RELATIVE = 1e-9
 STEPS = 4
 OPTIONS = {
     "model.moe.router_noise": "gumbel",
@@ -113,8 +110,8 @@ def received_bytes(host):
 def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
     here = {"train.run_dir": str(folder / "run"), "data.cache_dir": str(folder / "cache")}
-    train(RECIPES["gpt-moe-test"]().updated(OPTIONS | here), recipe="test")
-    return read_metrics(folder / "run" / "metrics.jsonl")
+    train_quietly(RECIPES["gpt-moe-test"]().updated(OPTIONS | here))
+    return lines_of(folder / "run")
 
 
 @pytest.mark.slow
@@ -141,11 +138,7 @@ def test_two_hosts_train_as_one_process(tmp_path, one_process, rate, ranks_per_h
                 agent.kill()
         assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
         crossed = [received_bytes(host) for host in hosts]
-    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [line["step"] for line in one_process]
-    for line, oracle in zip(lines, one_process, strict=True):
-        for name in ("loss", "grad_norm", *(["eval_loss"] if "eval_loss" in oracle else [])):
-            assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+    assert_same_lines(lines_of(tmp_path / "run"), one_process, "loss", "grad_norm", "eval_loss")
     assert min(crossed) > 1 << 20, f"tokens or gradients crossed the cable: {crossed} bytes"
     assert sum(f"{2 * ranks_per_host} ranks of 1 thread;" in output for output in outputs) == 1
     assert sum("bits per byte" in output for output in outputs) == 1, "one rank of all prints"

@@ -3,7 +3,6 @@
 This file is also the program that torchrun starts.
 """
 
-import io
 import json
 import os
 import random
@@ -17,19 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
+from tests.support.runs import assert_same_lines, lines_of, train_quietly
 
 from expertmesh.cli.launched import leave
 from expertmesh.comm.start import start_group
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.numerics import relative_error
-from expertmesh.training.loop import train
-from expertmesh.training.metrics import read_metrics
 
-RELATIVE = 1e-9
 NUM_RANKS = 4
 
 BASE = {
@@ -95,7 +90,7 @@ def prepare(folder, kills):
         config = config_of(folder, name, (kills + 1) * STEPS_PER_LIFE)
         config = config.updated({"train.checkpoint_every": every})
         (folder / f"{name}.json").write_text(config.model_dump_json())
-    train_quietly(folder / "straight.json")
+    train_from(folder / "straight.json")
 
 
 def arguments(folder, kills):
@@ -106,13 +101,9 @@ def check(folder, kills):
     lives = [json.loads(line) for line in (folder / "lives").read_text().splitlines()]
     # As many lives as kills and one more: no restart failed to connect.
     assert [life["number"] for life in lives] == list(range(kills + 1)), lives
-    found, expected = (
-        read_metrics(folder / name / "metrics.jsonl") for name in ("killed", "straight")
+    assert_same_lines(
+        lines_of(folder / "killed"), lines_of(folder / "straight"), "loss", "grad_norm"
     )
-    assert [line["step"] for line in found] == list(range(1, len(expected) + 1))
-    for line, oracle in zip(found, expected, strict=True):
-        for name in ("loss", "grad_norm"):
-            assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
 
 
 def config_of(folder, name, steps):
@@ -138,9 +129,8 @@ def torchrun(restarts, *words):
     )
 
 
-def train_quietly(config_file):
-    config = GPTRunConfig.model_validate_json(Path(config_file).read_text())
-    train(config, recipe="gpt-moe-test", console=Console(file=io.StringIO()))
+def train_from(config_file):
+    train_quietly(GPTRunConfig.model_validate_json(Path(config_file).read_text()))
 
 
 def main(config_file, kills, lives):
@@ -154,7 +144,7 @@ def main(config_file, kills, lives):
     if number < int(kills) and rank == victim:
         metrics = Path(config_file).parent / "killed" / "metrics.jsonl"
         threading.Thread(target=_die, args=(metrics, draw.uniform(0.0, 0.5)), daemon=True).start()
-    train_quietly(config_file)
+    train_from(config_file)
 
 
 def _die(metrics, seconds):

@@ -1,6 +1,5 @@
 """The same run on any layout: losses, gradient norms and evaluations of FP64 steps."""
 
-import io
 import os
 import subprocess
 import sys
@@ -8,25 +7,21 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 from tests.support.replicas import world_of
+from tests.support.runs import assert_same_lines, lines_of, train_quietly
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from expertmesh.cli.main import main
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.numerics import relative_error
-from expertmesh.training.loop import train
-from expertmesh.training.metrics import read_metrics
 from expertmesh.training.muon import orthogonalized
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
 
 STEPS = 4
-RELATIVE = 1e-9
 COMPARED = ("loss", "aux_loss", "grad_norm", "eval_loss", "dropped_fraction", "load_imbalance")
 
 # Noise and random dropping are on; a routing group is one sequence, which two ranks may share.
@@ -77,7 +72,13 @@ FOUR = [
     exhaustive({}),
     exhaustive({"parallel.zero_stage": 1, "train.micro_batch_size": 4}),
     {"parallel.dp_replicate_degree": 2, "parallel.ep_degree": 1, "train.micro_batch_size": 4},
-    {"parallel.es_degree": 2, "parallel.route_degree": 2, "parallel.expert_order": "experts_inner"},
+    exhaustive(  # as in test_checkpoint_ranks.py
+        {
+            "parallel.es_degree": 2,
+            "parallel.route_degree": 2,
+            "parallel.expert_order": "experts_inner",
+        }
+    ),
     exhaustive({"parallel.es_degree": 4}),
     exhaustive({"parallel.route_degree": 1}),
     {"parallel.ep_degree": 2, "parallel.zero_stage": 2},
@@ -108,9 +109,9 @@ def config_of(folder, name, changes):
 
 def run_training(folder, name, changes):
     """Train on the ranks there are; the lines of metrics.jsonl on the first of them."""
-    train(config_of(folder, name, changes), recipe="test", console=Console(file=io.StringIO()))
+    train_quietly(config_of(folder, name, changes))
     leader = not dist.is_initialized() or dist.get_rank() == 0
-    return read_metrics(folder / name / "metrics.jsonl") if leader else None
+    return lines_of(folder / name) if leader else None
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +129,7 @@ def one_process(folder):
 
 
 def assert_same(lines, expected):
-    assert [line["step"] for line in lines] == [line["step"] for line in expected]
-    for line, oracle in zip(lines, expected, strict=True):
-        for name in COMPARED:
-            assert (name in line) == (name in oracle)
-            if name in line:
-                error = relative_error(line[name], oracle[name])
-                assert error <= RELATIVE, f"step {line['step']}: {name} is off by {error:.1e}"
+    assert_same_lines(lines, expected, *COMPARED)
 
 
 @pytest.mark.parametrize("layout", TWO + TENSOR_TWO, ids=str)
@@ -251,7 +246,7 @@ def test_tensor_parallel_command_line(tmp_path, folder, one_process):
     said = [agent.printed(rank) for rank in range(2)]
     assert codes == [0, 0], said
     assert [text.count(f"step {STEPS}/{STEPS}") for text in said] == [1, 0]
-    assert_same(read_metrics(folder / "cli" / "metrics.jsonl"), one_process["capacity"])
+    assert_same(lines_of(folder / "cli"), one_process["capacity"])
 
 
 @pytest.mark.exhaustive
@@ -262,4 +257,4 @@ def test_tensor_parallel_under_torchrun(folder, one_process, layout):
     done = torchrun(num_ranks, *cli_words(folder, name, layout))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"step {STEPS}/{STEPS}") == 1
-    assert_same(read_metrics(folder / name / "metrics.jsonl"), one_process["capacity"])
+    assert_same(lines_of(folder / name), one_process["capacity"])

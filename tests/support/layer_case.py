@@ -199,8 +199,6 @@ def run_loops(
     oracle: OracleOutput,
     x_TD: Tensor,
     dy_TD: Tensor,
-    *,
-    orders: int = 3,
 ) -> list[Results]:
     """Plain PyTorch with the oracle's choice, with the dimensions summed in several orders."""
     inputs, options = case.oracle_inputs(layer, x_TD), case.oracle_options()
@@ -211,7 +209,7 @@ def run_loops(
 
     mask = inputs.token_mask_T
     results = []
-    for order in range(orders):
+    for order in range(3):
         x = x_TD.detach().clone().requires_grad_()
         params = {k: v.detach().clone().requires_grad_() for k, v in layer.named_parameters()}
         loop = LoopInputs(

@@ -48,6 +48,11 @@ def training(*words: str) -> Words:
     return lambda place: place.train(*words)
 
 
+def wrong_value(option: str, value: str, *rule_and_fix: str) -> Mistake:
+    """A value that an option of training cannot have; the message names both beside the rule and the fix."""
+    return Mistake(training(option, value), [f"{option} {value}", *rule_and_fix])
+
+
 def with_file(name: str, content: bytes) -> Words:
     def prepare(place: Place) -> list[str]:
         Path(place.path(name)).write_bytes(content)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.mistakes import Mistake, Words, plain, training
+from tests.support.mistakes import Mistake, Words, plain, training, wrong_value
 from tests.support.place import TEXT, Place
 
 
@@ -65,17 +65,14 @@ def link_to_itself(path: Path) -> None:
 
 
 SPLIT = {
-    "no validation": Mistake(
-        training("--data.validation-fraction", "0"),
-        ["--data.validation-fraction 0", "greater than 0", "for example"],
+    "no validation": wrong_value(
+        "--data.validation-fraction", "0", "greater than 0", "for example"
     ),
-    "nothing but validation": Mistake(
-        training("--data.validation-fraction", "1"),
-        ["--data.validation-fraction 1", "less than 1", "for example"],
+    "nothing but validation": wrong_value(
+        "--data.validation-fraction", "1", "less than 1", "for example"
     ),
-    "a fraction in percent": Mistake(
-        training("--data.validation-fraction", "5%"),
-        ["--data.validation-fraction 5%", "finite number", "for example"],
+    "a fraction in percent": wrong_value(
+        "--data.validation-fraction", "5%", "finite number", "for example"
     ),
     "two files of one text": Mistake(
         texts("twins", a_txt=b"the same\n", b_txt=b"the same\n"),
@@ -84,9 +81,7 @@ SPLIT = {
     "only so many bytes that nothing is left": Mistake(
         training("--data.max-bytes", "1"), ["1 different documents", "split", "more text"]
     ),
-    "no bytes at all": Mistake(
-        training("--data.max-bytes", "0"), ["--data.max-bytes 0", "greater than 0", "leave it out"]
-    ),
+    "no bytes at all": wrong_value("--data.max-bytes", "0", "greater than 0", "leave it out"),
 }
 
 DATA = {
@@ -148,9 +143,8 @@ DATA = {
     "a tokenizer for text": Mistake(
         training("--data.tokenizer", "tokenizer.json"), ["--data.tokenizer", ".bin", "leave it out"]
     ),
-    "a tokenizer that is not there": Mistake(
-        training("--data.encode-with", "no/tokenizer.json"),
-        ["--data.encode-with no/tokenizer.json", "restore"],
+    "a tokenizer that is not there": wrong_value(
+        "--data.encode-with", "no/tokenizer.json", "restore"
     ),
     "a cache below a file": Mistake(
         lambda p: p.train("--data.cache-dir", p.path("corpus.txt/cache")),
@@ -162,7 +156,7 @@ NUMBERS = {
     "a seed beyond 64 bits": Mistake(
         training("--train.seed", str(2**64)), ["--train.seed 18446744073709551616", "64 bits"]
     ),
-    "a negative seed": Mistake(training("--train.seed", "-1"), ["--train.seed -1", "at least 0"]),
+    "a negative seed": wrong_value("--train.seed", "-1", "at least 0"),
     "a vocabulary that no memory holds": Mistake(
         training("--model.vocab-size", "9" * 14), ["--model.vocab-size", "less than 2.14748e+09"]
     ),
@@ -173,7 +167,7 @@ NUMBERS = {
     "a factor beyond all experts": Mistake(
         training("--model.moe.capacity-factor", "1e308"), ["1e308", "at most 1e+06", "leave it out"]
     ),
-    "infinity": Mistake(training("--optim.lr", "inf"), ["--optim.lr inf", "finite number"]),
+    "infinity": wrong_value("--optim.lr", "inf", "finite number"),
     "a number of 400 digits": Mistake(
         training("--train.steps", "9" * 400), ["--train.steps 999", "64 bits", "smaller"]
     ),
@@ -238,11 +232,11 @@ IDLE = {
     "a gate of no shared experts": Mistake(
         training("--model.moe.shared-gate"), ["shared-gate", "without shared experts", "leave"]
     ),
-    "a lesson without a teacher": Mistake(
-        training("--distill.beta", "2"), ["--distill.beta 2", "without a teacher", "leave it out"]
+    "a lesson without a teacher": wrong_value(
+        "--distill.beta", "2", "without a teacher", "leave it out"
     ),
-    "ends of nodes that nobody asks for": Mistake(
-        training("--parallel.ranks-per-node", "2"), ["--parallel.ranks-per-node 2", "leave it out"]
+    "ends of nodes that nobody asks for": wrong_value(
+        "--parallel.ranks-per-node", "2", "leave it out"
     ),
 }
 
@@ -299,9 +293,7 @@ RANKS = {
     "a degree that does not divide": Mistake(
         as_ranks(4, "--parallel.ep-degree", "3"), ["--parallel.ep-degree 3", "4 ranks"]
     ),
-    "degrees and one process": Mistake(
-        training("--parallel.ep-degree", "2"), ["--parallel.ep-degree 2", "one rank", "torchrun"]
-    ),
+    "degrees and one process": wrong_value("--parallel.ep-degree", "2", "one rank", "torchrun"),
 }
 
 

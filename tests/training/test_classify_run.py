@@ -1,30 +1,20 @@
 """A Swin Transformer in miniature: trained, killed, resumed, spread over two ranks, evaluated, classifying."""
 
-import io
-import os
-import signal
-
 import pytest
 import torch
-from rich.console import Console
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 from tests.support.pictures import stripes, write_folder
+from tests.support.runs import assert_same_lines, lines_of, mortal, train_quietly
 
-from expertmesh.cli.begin import begun_from_another
 from expertmesh.cli.main import main
 from expertmesh.config.family import SWIN, Family
 from expertmesh.errors import ConfigError
 from expertmesh.models.swin.task import SwinTask
 from expertmesh.recipes.vision import swin_test
-from expertmesh.testing.numerics import relative_error
-from expertmesh.training.loop import train
-from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import freeze
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
-
-RELATIVE = 1e-9
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +44,6 @@ def run_of(folder, run_dir, **changes):
     return swin_test().updated(values | changes)
 
 
-def train_quietly(config, **options):
-    return train(config, console=Console(file=io.StringIO()), **options)
-
-
-def without_time(run_dir):
-    return [
-        {k: v for k, v in line.items() if k != "images_per_second"}
-        for line in read_metrics(run_dir / "metrics.jsonl")
-    ]
-
-
 @pytest.fixture(scope="module")
 def straight(folder):
     result = train_quietly(run_of(folder, folder / "straight"))
@@ -78,23 +57,14 @@ def test_stopped_and_resumed_to_the_bit(folder, straight, tmp_path):
         train_quietly(
             run_of(folder, tmp_path, **{"train.steps": steps, "optim.schedule_steps": 20})
         )
-    lines = {line["step"]: line for line in without_time(tmp_path)}
-    for line in without_time(straight):
+    lines = {line["step"]: line for line in lines_of(tmp_path)}
+    for line in lines_of(straight):
         assert lines[line["step"]]["loss"] == line["loss"], line["step"]
         assert lines[line["step"]]["grad_norm"] == line["grad_norm"], line["step"]
 
 
-class Mortal(SwinTask):
-    """Kills its process in the first life, after a checkpoint."""
-
-    def loss(self, model, batch, part):
-        if part.step == 12 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().loss(model, batch, part)
-
-
 def mortal_main(folder, run_dir):
-    family = Family(SWIN.name, task=Mortal, config=SWIN.config, items="images")
+    family = Family(SWIN.name, task=mortal(SwinTask, step=12), config=SWIN.config, items="images")
     train_quietly(run_of(folder, run_dir), family=family)
 
 
@@ -103,10 +73,8 @@ def test_killed_and_resumed_on_two_ranks(folder, straight, tmp_path):
     codes = agent.run(mortal_main, folder, tmp_path / "run", restarts=1, timeout_s=PATIENCE_S)
     assert codes == [0, 0], [agent.printed(rank)[-2000:] for rank in range(2)]
     assert agent.num_lives == 2
-    for line, oracle in zip(without_time(tmp_path / "run"), without_time(straight), strict=True):
-        for name in ("loss", "grad_norm", "aux_loss", "eval_loss", "eval_accuracy"):
-            if name in oracle:
-                assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+    names = "loss", "grad_norm", "aux_loss", "eval_loss", "eval_accuracy"
+    assert_same_lines(lines_of(tmp_path / "run"), lines_of(straight), *names)
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +177,7 @@ FINE = {
 
 
 def fine_main(folder, run_dir):
-    config = begun_from_another(run_of(folder, run_dir, **FINE, **begin(folder)), SWIN)
-    train_quietly(config)
+    train_quietly(run_of(folder, run_dir, **FINE, **begin(folder)))
 
 
 def begin(folder):
@@ -244,9 +211,7 @@ def test_fine_tuning_with_other_windows_and_frozen_experts(straight, fine):
 
 def test_fine_tuning_on_two_ranks(folder, fine, tmp_path, two_ranks):
     two_ranks.run(fine_main, folder, tmp_path / "run")
-    for line, oracle in zip(without_time(tmp_path / "run"), without_time(fine), strict=True):
-        for name in ("loss", "grad_norm", "aux_loss"):
-            assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+    assert_same_lines(lines_of(tmp_path / "run"), lines_of(fine), "loss", "grad_norm", "aux_loss")
 
 
 def test_beginning_and_freezing_are_refused_in_one_line(folder, fine, tmp_path, capsys):

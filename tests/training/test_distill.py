@@ -1,11 +1,9 @@
 """Mixture-of-Students: what a teacher adds to the loss and when, on one process and on two; mistakes are one line."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
+from tests.support.runs import lines_of, train_quietly
 
 from expertmesh.config.family import SEQ2SEQ
 from expertmesh.config.run import DistillConfig
@@ -16,8 +14,6 @@ from expertmesh.models.token_losses import Lesson, token_losses
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
-from expertmesh.training.loop import train
-from expertmesh.training.metrics import read_metrics
 from expertmesh.training.teacher import open_teacher
 
 RELATIVE = 1e-9
@@ -76,8 +72,8 @@ TEACHER = STUDENT | {"model.num_layers": 4, "model.moe.num_experts": (4, 4, 4, 8
 
 
 def run(config):
-    train(config, console=Console(quiet=True))
-    return read_metrics(Path(config.train.run_dir) / "metrics.jsonl")
+    train_quietly(config)
+    return lines_of(config.train.run_dir)
 
 
 @pytest.fixture
@@ -98,7 +94,7 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn_from_it(tiny, tmp_path, teac
             "distill.init_from_teacher": True,
         }
         losses.append(run(tiny(**changes)))
-    ended = read_metrics(Path(teacher.train.run_dir) / "metrics.jsonl")[-1]["eval_loss"]
+    ended = lines_of(teacher.train.run_dir)[-1]["eval_loss"]
     assert relative_error(losses[0][0]["initial_eval_loss"], ended) <= FP64_RELATIVE
     assert relative_error(losses[0][0]["loss"], losses[1][0]["loss"]) <= FP64_RELATIVE
     assert relative_error(losses[0][1]["loss"], losses[1][1]["loss"]) > RELATIVE

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
+from tests.support.runs import lines_of, train_quietly
 
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.text import TextConfig
@@ -17,9 +17,6 @@ from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs
-from expertmesh.training.loop import train
-from expertmesh.training.metrics import read_metrics
-from expertmesh.training.run_dir import RunDir
 
 
 @pytest.fixture
@@ -79,8 +76,8 @@ def test_a_packed_window_is_its_documents_alone(tiny, short_documents, heads):
 
 def losses_of_run(values):
     config = GPTRunConfig.model_validate_json(values)
-    train(config, console=Console(quiet=True))
-    return [line["loss"] for line in read_metrics(RunDir(config.train.run_dir).metrics)]
+    train_quietly(config)
+    return [line["loss"] for line in lines_of(config.train.run_dir)]
 
 
 def test_ranks_that_share_windows_tell_documents_apart(tiny, short_documents, two_ranks, tmp_path):

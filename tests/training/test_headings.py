@@ -1,7 +1,7 @@
 """From a text in one language to its heading in another: a model that translates is trained further on a language without a tag."""
 
 import pytest
-from rich.console import Console
+from tests.support.runs import train_quietly
 
 from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ
@@ -11,7 +11,6 @@ from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.data.translation import TranslationData
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.translation import translate_test
-from expertmesh.training.loop import train
 from expertmesh.training.run_dir import load_run
 
 
@@ -46,7 +45,7 @@ def config_of(place, path, name, **changes):
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("headings")
     path = write(place / "lines", de="ein Hund", en="a dog")
-    train(config_of(place, path, "run"), console=Console(quiet=True))
+    train_quietly(config_of(place, path, "run"))
     write(place / "pages", en_body="many words of a dog", de="Hund")
     return place
 
@@ -81,7 +80,7 @@ def test_a_language_without_a_tag_is_read_and_never_written(place):
 def test_from_a_body_to_a_heading(place, capsys):
     changes = {"train.init_from": str(place / "run"), "model.max_source_len": 48}
     path = str(place / "pages")
-    result = train(config_of(place, path, "tuned", **changes), console=Console(quiet=True))
+    result = train_quietly(config_of(place, path, "tuned", **changes))
     assert result.step == 3
     begin, tuned = load_run(place / "run"), load_run(place / "tuned")
     assert tuned.config.model == begin.config.model.updated({"max_source_len": 48})

@@ -4,19 +4,16 @@ It is trained, killed, resumed, spread over two ranks and reported, by name on t
 project knows it.
 """
 
-import io
 import json
-import os
-import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from rich.console import Console
 from sklearn.datasets import load_digits
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
+from tests.support.runs import assert_same_lines, lines_of, mortal, train_quietly
 from torch import nn
 
 from expertmesh import MoELayer
@@ -27,13 +24,10 @@ from expertmesh.config.run import OptimConfig, RunConfig, TrainConfig
 from expertmesh.data.tensors import TensorData
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Baseline, Loss, Task
-from expertmesh.testing.numerics import relative_error
 from expertmesh.training.loop import train
-from expertmesh.training.metrics import read_metrics
 from expertmesh.training.run_dir import load_run
 
 NAME = f"{__name__}:DIGITS"
-RELATIVE = 1e-9
 
 
 class DigitsModel(Config):
@@ -124,17 +118,6 @@ def run_of(folder, **changes):
     return DigitsRun().updated({"train.run_dir": str(folder), "train.resume": "auto"} | changes)
 
 
-def train_quietly(config):
-    return train(config, family=DIGITS, console=Console(file=io.StringIO()))
-
-
-def without_time(folder):
-    return [
-        {k: v for k, v in line.items() if k != "images_per_second"}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
 def test_by_name_on_the_command_line(tmp_path, capsys):
     """Trained, stopped, gone on with, reported; its options are options, and its words are its own."""
     words = ["--family", NAME, "--train.run-dir", str(tmp_path / "run"), "--train.keep-last", "9"]
@@ -163,8 +146,8 @@ def test_by_name_on_the_command_line(tmp_path, capsys):
         assert text in out, out
     assert "sample 1" not in out
     straight = run_of(tmp_path / "straight", **{"train.steps": 60})
-    assert train_quietly(straight).evaluation["accuracy"] > 0.5
-    assert without_time(tmp_path / "straight") == without_time(tmp_path / "run")
+    assert train_quietly(straight, family=DIGITS).evaluation["accuracy"] > 0.5
+    assert lines_of(tmp_path / "straight") == lines_of(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +179,7 @@ def test_mistakes_are_one_line(words, text, capsys, tmp_path, monkeypatch):
 def test_a_run_of_its_own_family_only(tmp_path, capsys):
     """A run's own word for its family imports nothing."""
     folder = tmp_path / "run"
-    train_quietly(run_of(folder, **{"train.steps": 2}))
+    train_quietly(run_of(folder, **{"train.steps": 2}), family=DIGITS)
     assert json.loads((folder / "config.json").read_text())["family"] == "digits"
     assert load_run(folder, DIGITS).config == run_of(folder, **{"train.steps": 2})
     assert main(["report", "--run", str(folder)]) == 2
@@ -205,7 +188,7 @@ def test_a_run_of_its_own_family_only(tmp_path, capsys):
     assert "is of family digits" in capsys.readouterr().err
     assert main(["generate", "--run", str(folder), "x"]) == 2
     with pytest.raises(ConfigError, match="has 4"):
-        train_quietly(run_of(folder, **{"train.steps": 4, "model.num_experts": 8}))
+        train_quietly(run_of(folder, **{"train.steps": 4, "model.num_experts": 8}), family=DIGITS)
     with pytest.raises(ConfigError, match="needs a GPTRunConfig, got a DigitsRun"):
         train(run_of(folder), family=find_family("gpt"))
 
@@ -217,38 +200,39 @@ class Forgetful(Digits):
         return Loss(super().loss(model, batch, part).total)
 
 
-def test_forgotten_statistics_are_one_line(tmp_path):
-    family = Family("digits", task=Forgetful, config=DigitsRun)
-    with pytest.raises(ConfigError, match=r"has 0 entries and the model has 1 MoE layers"):
-        train(run_of(tmp_path / "run"), family=family, console=Console(file=io.StringIO()))
+class Untold(Digits):
+    """Does not say which sample has which label."""
+
+    labels = ("even", "odd")
 
 
-class Mortal(Digits):
-    """Kills its process in the first life, in the step after a checkpoint."""
-
-    def loss(self, model, batch, part):
-        if part.step == 5 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().loss(model, batch, part)
+@pytest.mark.parametrize(
+    "task, said",
+    [
+        (Forgetful, "has 0 entries and the model has 1 MoE layers"),
+        (Untold, "family=digits: its task has labels .*; write its label_of"),
+    ],
+)
+def test_what_a_task_forgets_is_one_line(tmp_path, task, said):
+    family = Family("digits", task=task, config=DigitsRun)
+    with pytest.raises(ConfigError, match=said):
+        train_quietly(run_of(tmp_path / "run"), family=family)
 
 
 def mortal_main(folder):
-    family = Family("digits", task=Mortal, config=DigitsRun, items="images")
-    train(run_of(folder), family=family, console=Console(file=io.StringIO()))
+    family = Family("digits", task=mortal(Digits, step=5), config=DigitsRun, items="images")
+    train_quietly(run_of(folder), family=family)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_killed_and_resumed_on_some_ranks(tmp_path, num_ranks):
     straight = tmp_path / "straight"
-    train_quietly(run_of(straight))
+    train_quietly(run_of(straight), family=DIGITS)
     agent = Agent(num_ranks, tmp_path)
     codes = agent.run(mortal_main, tmp_path / "killed", restarts=1, timeout_s=PATIENCE_S)
     assert codes == [0] * num_ranks, [agent.printed(rank)[-2000:] for rank in range(num_ranks)]
     assert agent.num_lives == 2
-    found, expected = without_time(tmp_path / "killed"), without_time(straight)
+    found, expected = lines_of(tmp_path / "killed"), lines_of(straight)
     if num_ranks == 1:
         assert found == expected
-    assert [line["step"] for line in found] == [line["step"] for line in expected]
-    for line, oracle in zip(found, expected, strict=True):
-        for name in ("loss", "grad_norm", "aux_loss"):
-            assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+    assert_same_lines(found, expected, "loss", "grad_norm", "aux_loss")

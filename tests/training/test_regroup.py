@@ -5,19 +5,18 @@ import shutil
 
 import pytest
 import torch
-from rich.console import Console
 from tests.support.pictures import stripes, write_folder
+from tests.support.runs import train_quietly
 from torch import nn
 
-from expertmesh.cli.begin import begun_from_another
 from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.translation import translate_test
 from expertmesh.recipes.vision import swin_test
 from expertmesh.testing.numerics import assert_close_fp64
+from expertmesh.training.begin import begun
 from expertmesh.training.expert_use import read_use
-from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.regroup import checked_layers, count_choices, join, moe_layers, prune
 from expertmesh.training.run_dir import load_run
@@ -70,15 +69,11 @@ def vision(folder, name, **changes):
     return swin_test().updated(COMMON | values | changes)
 
 
-def run(config):
-    return train(config, console=Console(quiet=True))
-
-
 @pytest.fixture(scope="module")
 def trained(folder):
     for seed, name in enumerate(("first", "second")):
-        run(translation(folder, name, **{"train.seed": seed}))
-    run(vision(folder, "images-run"))
+        train_quietly(translation(folder, name, **{"train.seed": seed}))
+    train_quietly(vision(folder, "images-run"))
     return folder
 
 
@@ -145,7 +140,7 @@ def test_use_is_counted_on_the_samples_asked_for(trained):
 def test_images_of_several_folders_are_told_apart(trained, tmp_path):
     write_folder(tmp_path / "others", *stripes(20, seed=1))
     paths = (str(trained / "images"), str(tmp_path / "others"))
-    run(vision(trained, tmp_path / "run", **{"data.path": paths}))
+    train_quietly(vision(trained, tmp_path / "run", **{"data.path": paths}))
     for line in read_use(tmp_path / "run" / "experts.jsonl"):
         found = line["counts_by_label"]
         assert set(found) == {"images", "others"}
@@ -201,11 +196,11 @@ def test_what_was_made_is_trained_further(trained, tmp_path, capsys):
     assert main([*words, "--to", str(tmp_path / "few")]) == 0
     assert "2 layers of 2 experts, which had " in capsys.readouterr().out
     begin = {"train.init_from": str(tmp_path / "few"), "model.dropout": 0.3, "model.dim": 32}
-    config = begun_from_another(translation(trained, tmp_path / "tuned", **begin), SEQ2SEQ)
+    config = begun(translation(trained, tmp_path / "tuned", **begin), SEQ2SEQ)
     assert config.model.moe.num_experts == (2,) and config.model.dim == 16
     assert config.model.dropout == 0.3, "what the weights do not fix is the run's own"
     assert config.data.encode_with == str(tmp_path / "few" / "tokenizer.json")
-    result = run(config)
+    result = train_quietly(config)
     assert result.evaluation["loss"] < result.initial_evaluation["loss"]
     evaluated = read_metrics(trained / "first" / "metrics.jsonl")[-1]["eval_loss"]
     assert abs(result.initial_evaluation["loss"] - evaluated) < abs(
@@ -238,13 +233,13 @@ def test_mistakes_are_one_line(trained, tmp_path, words, text, capsys):
 
 
 def test_models_without_such_experts_are_refused(trained, tmp_path):
-    run(vision(trained, tmp_path / "dense", **{"model.moe": {"num_experts": ()}}))
+    train_quietly(vision(trained, tmp_path / "dense", **{"model.moe": {"num_experts": ()}}))
     with pytest.raises(ConfigError, match="its model has no experts"):
         prune(tmp_path / "dense", tmp_path / "made", keep=2)
     with pytest.raises(ConfigError, match="exists already"):
         prune(trained / "first", tmp_path / "dense", keep=2)
     other = {"train.seed": 3, "model.ffn_hidden_dim": 32}
-    run(translation(trained, tmp_path / "other", **other))
+    train_quietly(translation(trained, tmp_path / "other", **other))
     with pytest.raises(ConfigError, match="its model.ffn_hidden_dim is 32 and that of .* 64;"):
         join(trained / "first", tmp_path / "other", tmp_path / "made")
 

@@ -13,6 +13,7 @@ import torch
 from tests.support.calls import calls_of
 from tests.support.nursery import the_nursery
 from tests.support.patience import PATIENCE_S
+from tests.support.runs import lines_of
 
 from expertmesh.data.text import TextData
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
@@ -23,15 +24,9 @@ from expertmesh.training.metrics import MetricsFile, measure_load, read_metrics
 from expertmesh.training.run_dir import RunDir, load_run
 from expertmesh.training.state import load_weights
 
-TIME = "tokens_per_second"
-
 
 def lines(config):
     return read_metrics(RunDir(config.train.run_dir).metrics)
-
-
-def without_time(metrics):
-    return [{k: v for k, v in line.items() if k != TIME} for line in metrics]
 
 
 def weights(config):
@@ -83,7 +78,7 @@ def test_ten_steps_are_five_and_five(tiny, run_quietly, tmp_path, dtype):
     run_quietly(half)
     torch.manual_seed(99)
     assert run_quietly(rest).resumed_from == 5
-    assert without_time(lines(straight)) == without_time(lines(rest))
+    assert lines_of(straight.train.run_dir) == lines_of(rest.train.run_dir)
     for (name, a), b in zip(weights(straight).items(), weights(rest).values(), strict=True):
         assert torch.equal(a, b), name
 
@@ -102,24 +97,24 @@ def test_another_batch_size_goes_on_where_the_data_stopped(tiny, run_quietly):
 def test_a_finished_run_has_nothing_left_to_do(tiny, run_quietly):
     config = tiny(**{"train.resume": "auto"})
     first = run_quietly(config)
-    before = without_time(lines(config))
+    before = lines_of(config.train.run_dir)
     again = run_quietly(config)
     assert (again.step, again.resumed_from) == (8, 8)
     assert again.evaluation == first.evaluation
-    assert without_time(lines(config)) == before
+    assert lines_of(config.train.run_dir) == before
 
 
 def test_metrics_after_the_checkpoint_are_cut_off(tiny, run_quietly):
     config = tiny(**{"train.resume": "auto"})
     run_quietly(config)
-    straight = without_time(lines(config))
+    straight = lines_of(config.train.run_dir)
     newest = list_checkpoints(RunDir(config.train.run_dir).checkpoints)[-1]
     damaged = next(newest.glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with RunDir(config.train.run_dir).metrics.open("a") as file:
         file.write('{"step": 9, "loss": 1.0}\n{"step": 10, "lo')
     assert run_quietly(config).resumed_from == 4
-    assert without_time(lines(config)) == straight
+    assert lines_of(config.train.run_dir) == straight
 
 
 def test_resume_warns_of_the_damaged_checkpoint(tiny, run_quietly, caplog):
@@ -251,7 +246,7 @@ def test_a_signal_saves_and_the_run_goes_on_later(
     assert signal.getsignal(number) is before
     monkeypatch.undo()
     assert run_quietly(config.updated({"train.resume": "auto"})).resumed_from == 3
-    assert without_time(lines(config)) == without_time(lines(straight))
+    assert lines_of(config.train.run_dir) == lines_of(straight.train.run_dir)
 
 
 @pytest.mark.parametrize("later", [True, False], ids=["later", "of the same moment"])

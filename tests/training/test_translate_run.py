@@ -1,27 +1,20 @@
 """An encoder-decoder in miniature: trained, killed, resumed, spread over two ranks, evaluated, translating."""
 
-import io
-import os
-import signal
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
+from tests.support.runs import assert_same_lines, lines_of, mortal, train_quietly
 
 from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ, Family
-from expertmesh.data.files import lines_of
+from expertmesh.data import files
 from expertmesh.infer.translate import one_line
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_test
-from expertmesh.testing.numerics import relative_error
 from expertmesh.training.expert_use import read_use
-from expertmesh.training.loop import train
-from expertmesh.training.metrics import read_metrics
 
-RELATIVE = 1e-9
 WORDS = ("dog", "cat", "bird", "fish"), ("red", "blue", "green")
 
 
@@ -57,17 +50,6 @@ def run_of(corpus, folder, **changes):
     return translate_test().updated(values | changes)
 
 
-def train_quietly(config):
-    return train(config, console=Console(file=io.StringIO()))
-
-
-def without_time(folder):
-    return [
-        {k: v for k, v in line.items() if k != "tokens_per_second"}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
 @pytest.fixture(scope="module")
 def straight(corpus):
     folder = corpus / "straight"
@@ -89,24 +71,17 @@ def test_stopped_and_resumed_to_the_bit(corpus, straight, tmp_path):
         train_quietly(
             run_of(corpus, tmp_path, **{"train.steps": steps, "optim.schedule_steps": 20})
         )
-    lines = {line["step"]: line for line in without_time(tmp_path)}
-    for line in without_time(straight):
+    lines = {line["step"]: line for line in lines_of(tmp_path)}
+    for line in lines_of(straight):
         assert lines[line["step"]]["loss"] == line["loss"], line["step"]
         assert lines[line["step"]]["grad_norm"] == line["grad_norm"], line["step"]
 
 
-class Mortal(Seq2SeqTask):
-    """Kills its process in the first life, after a checkpoint."""
-
-    def loss(self, model, batch, part):
-        if part.step == 12 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().loss(model, batch, part)
-
-
 def mortal_main(corpus, folder):
-    family = Family(SEQ2SEQ.name, task=Mortal, config=SEQ2SEQ.config, items="tokens")
-    train(run_of(corpus, folder), family=family, console=Console(file=io.StringIO()))
+    family = Family(
+        SEQ2SEQ.name, task=mortal(Seq2SeqTask, step=12), config=SEQ2SEQ.config, items="tokens"
+    )
+    train_quietly(run_of(corpus, folder), family=family)
 
 
 def test_killed_and_resumed_on_two_ranks(corpus, straight, tmp_path):
@@ -114,10 +89,8 @@ def test_killed_and_resumed_on_two_ranks(corpus, straight, tmp_path):
     codes = agent.run(mortal_main, corpus, tmp_path / "run", restarts=1, timeout_s=PATIENCE_S)
     assert codes == [0, 0], [agent.printed(rank)[-2000:] for rank in range(2)]
     assert agent.num_lives == 2
-    for line, oracle in zip(without_time(tmp_path / "run"), without_time(straight), strict=True):
-        for name in ("loss", "grad_norm", "aux_loss", "eval_loss"):
-            if name in oracle:
-                assert relative_error(line[name], oracle[name]) <= RELATIVE, (line["step"], name)
+    names = "loss", "grad_norm", "aux_loss", "eval_loss"
+    assert_same_lines(lines_of(tmp_path / "run"), lines_of(straight), *names)
 
 
 @pytest.fixture(scope="module")
@@ -161,13 +134,13 @@ def test_it_translates(learned, corpus, capsys, tmp_path):
 
 def test_a_line_is_what_ends_with_a_newline():
     """Not what Python's splitlines takes for one, as U+2028 and the form feed; and a translation is one line."""
-    assert lines_of("a red dog.\u2028\r\n\x0c\n\na bird.") == [
+    assert files.lines_of("a red dog.\u2028\r\n\x0c\n\na bird.") == [
         "a red dog.\u2028",
         "\x0c",
         "",
         "a bird.",
     ]
-    assert lines_of("") == lines_of("\n")[1:] == []
+    assert files.lines_of("") == files.lines_of("\n")[1:] == []
     assert one_line(" A\nB\r\nC\n") == "A B  C"
 
 

@@ -7,7 +7,6 @@ from expertmesh.cli.flags import ParsedRun, parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import loading, told_of_data
-from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.run import RunConfig
 
 
@@ -19,27 +18,17 @@ def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
 
     Raises:
         ConfigError: the words, or what they ask for, break a rule.
+        CheckpointError: the run to begin with has no usable checkpoint, or a file is missing.
         PeerError: on the other processes of a host, in its place.
         SystemExit: with code 0 after `--help`.
     """
     with said_once():
         parsed = parse_run_config(argv)
-        return parsed._replace(config=begun_from_another(parsed.config, parsed.family))
+        if parsed.config.train.init_from is None:
+            return parsed
+        from expertmesh.training.begin import begun
 
-
-def begun_from_another(config: RunConfig, family: Family) -> RunConfig:
-    """The configuration with what the weights of the run that it begins with fix, if there is one.
-
-    Raises:
-        ConfigError: that is no run, or of a family that is not this one's.
-    """
-    if config.train.init_from is None:
-        return config
-    from expertmesh.training.run_dir import load_run
-
-    known = family.name in FAMILIES
-    begin = load_run(config.train.init_from, None if known else family)
-    return family.begun_with(config, begin.config, where=config.train.init_from)
+        return parsed._replace(config=begun(parsed.config, parsed.family))
 
 
 @contextmanager

@@ -74,7 +74,6 @@ class Awaited(Protocol):
         Raises:
             RuntimeError: it failed or timed out.
         """
-        ...
 
 
 class Pending:

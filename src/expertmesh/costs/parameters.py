@@ -183,22 +183,18 @@ class HasFeedForwards(Protocol):
     @property
     def dim(self) -> int:
         """D."""
-        ...
 
     @property
     def ffn_hidden_dim(self) -> int:
         """F of dense layers."""
-        ...
 
     @property
     def activation(self) -> str:
         """Of experts and dense layers."""
-        ...
 
     @property
     def moe(self) -> MoEConfig:
         """The mixture-of-experts layers."""
-        ...
 
 
 def feed_forward_shapes(config: HasFeedForwards, num_experts: int) -> Iterator[_Shape]:

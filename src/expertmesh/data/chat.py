@@ -55,7 +55,6 @@ class ChatFormat(Protocol):
     @property
     def identity(self) -> str:
         """Digest of all that the tokens depend on beside the tokenizer."""
-        ...
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -64,7 +63,6 @@ class ChatFormat(Protocol):
 
     def problem(self, conversation: Conversation) -> str | None:
         """Why a conversation cannot be written without a lie, in the plural; None: it can."""
-        ...
 
     def samples(self, conversation: Conversation) -> list[list[Piece]]:
         """Token sequences to learn from; one, or one for each turn of the assistant.
@@ -72,7 +70,6 @@ class ChatFormat(Protocol):
         Raises:
             ConfigError: the format has no such thing.
         """
-        ...
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """What a model is given to answer as the assistant.
@@ -80,7 +77,6 @@ class ChatFormat(Protocol):
         Raises:
             ConfigError: the format has no such thing.
         """
-        ...
 
 
 class OwnFormat:

@@ -22,11 +22,9 @@ class Indexed(Protocol):
 
     def __len__(self) -> int:
         """Samples in it."""
-        ...
 
     def __getitem__(self, index: int, /) -> Any:
         """One sample: tensors or numbers, alone or in tuples, lists and dictionaries."""
-        ...
 
 
 class SampleData:

@@ -14,22 +14,18 @@ class CachedModel(Protocol):
     @property
     def max_seq_len(self) -> int:
         """Longest sequence."""
-        ...
 
     @property
     def num_layers(self) -> int:
         """Layers with keys and values of their own."""
-        ...
 
     @property
     def kv_heads(self) -> int:
         """Key and value heads of each."""
-        ...
 
     @property
     def head_size(self) -> int:
         """Size of a head."""
-        ...
 
 
 class KVCache:

@@ -24,13 +24,10 @@ class Classifier(Protocol):
     @property
     def size(self) -> tuple[int, int, int]:
         """Channels, height and width of its images."""
-        ...
 
     @property
     def num_experts(self) -> Mapping[str, int]:
         """Experts of each MoE block, by its name."""
-        ...
 
     def scores(self, images_BCHW: Tensor) -> ImageScores:
         """Scores of images, FP32 from -1 to 1, on any device."""
-        ...

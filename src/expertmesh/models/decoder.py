@@ -22,11 +22,9 @@ class BeamCache(DecodingCache, Protocol):
 
     def branch(self, num_beams: int) -> None:
         """Every row becomes so many neighbouring rows."""
-        ...
 
     def reorder(self, rows_R: Tensor) -> None:
         """Row i goes on from what row rows_R[i] was, a row of the same `branch`; (rows,) int64."""
-        ...
 
 
 class Translation(NamedTuple):
@@ -54,21 +52,17 @@ class CausalLM(Protocol):
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
-        ...
 
     @property
     def max_seq_len(self) -> int:
         """Most tokens of a sequence, new ones included."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """Where ids are expected."""
-        ...
 
     def new_cache(self, *, batch_size: int, max_len: int) -> Any:
         """An empty `DecodingCache` for so many sequences of so many tokens each, in the type that the model computes in now."""
-        ...
 
     def next_logits(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Any) -> Tensor:
         """Read new tokens, keep them in the cache, and give the logits of the token after the last column.
@@ -81,11 +75,9 @@ class CausalLM(Protocol):
         Returns:
             (B, V), of any floating dtype.
         """
-        ...
 
     def train(self, mode: bool = True) -> Any:
         """Set training or evaluation mode."""
-        ...
 
 
 @runtime_checkable
@@ -95,7 +87,6 @@ class EncoderDecoder(CausalLM, Protocol):
     @property
     def max_source_len(self) -> int:
         """Most tokens of a source."""
-        ...
 
     def encode(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Any) -> None:
         """Read the sources and keep in the cache what every later token of the same row looks at.
@@ -105,4 +96,3 @@ class EncoderDecoder(CausalLM, Protocol):
             token_mask_BS: (B, S) bool, False for padding; None: there is none.
             cache: the cache of `new_cache`, still empty.
         """
-        ...

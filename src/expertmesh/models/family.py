@@ -37,25 +37,20 @@ class Data(Protocol):
     @property
     def key(self) -> str:
         """Digest of all that the samples depend on; a run goes on with the same key only."""
-        ...
 
     @property
     def description(self) -> str:
         """Where the samples are from and how many there are, in words."""
-        ...
 
     @property
     def files(self) -> Mapping[str, Path]:
         """Files to keep with the run, by the name that they get there."""
-        ...
 
     def batch(self, first_sample: int, num_samples: int) -> Batch:
         """Training samples first_sample ... first_sample + num_samples - 1, on the CPU."""
-        ...
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Batch]:
         """At most so many validation samples (None: all) in batches of this size; the last may be smaller."""
-        ...
 
 
 class Loss(NamedTuple):
@@ -183,8 +178,15 @@ class Task(ABC):
         return num_samples(batch)
 
     def label_of(self, batch: Batch) -> Tensor:
-        """(B,) int64, which of the `labels` each sample has; asked where there are any."""
-        raise NotImplementedError(f"{type(self).__name__}.label_of: write it beside labels")
+        """(B,) int64, which of the `labels` each sample has; asked where there are any.
+
+        Raises:
+            ConfigError: here, because only who names labels knows which sample has which.
+        """
+        raise ConfigError(
+            f"family={self.config.family}: its task has labels and says of no sample which it has; write its label_of, or leave"
+            " labels empty"
+        )
 
     def check(self, num_ranks: int) -> None:
         """Whether the run fits so many ranks, before anything is built.

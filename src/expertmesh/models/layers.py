@@ -20,7 +20,6 @@ class LayerCache(Protocol):
 
     def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of new tokens and return those of all tokens so far."""
-        ...
 
 
 class Drawn(Protocol):
@@ -28,11 +27,9 @@ class Drawn(Protocol):
 
     def to_empty(self, *, device: torch.device) -> nn.Module:
         """Give it memory."""
-        ...
 
     def init_weights(self, seed: int | None = None) -> None:
         """Draw every parameter."""
-        ...
 
 
 def draw_weights(model: Drawn, *, device: torch.device | str | None, seed: int | None) -> None:

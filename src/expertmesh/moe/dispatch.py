@@ -48,7 +48,6 @@ class Experts(Protocol):
         parameters: ExpertParameters | None,
     ) -> Tensor:
         """(T, D) sums over each token's local experts; parameters: None for the experts' own."""
-        ...
 
 
 def apply_experts(
@@ -79,7 +78,6 @@ class Journey(Protocol):
 
     def advance(self) -> None:
         """Send what `start` could not, because other processes had to say how much to expect; may be left out."""
-        ...
 
     def finish(self, experts: Experts) -> Tensor:
         """Wait for tokens, run the experts on them, and bring the sums home.
@@ -90,7 +88,6 @@ class Journey(Protocol):
         Returns:
             (T, D) for the tokens that set out.
         """
-        ...
 
 
 class TokenDispatcher(Protocol):
@@ -109,11 +106,9 @@ class TokenDispatcher(Protocol):
         Raises:
             ConfigError: the dispatcher has no such way.
         """
-        ...
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
         """Sum a tensor over all processes that work on the batch; differentiable once, for a sum of their losses."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,9 @@ class SharedTokens(Protocol):
     @property
     def rank(self) -> int:
         """This process's place among them."""
-        ...
 
     def gather_tokens(self, x_T: Tensor) -> Tensor:
         """(T, ...) of each -> (P T, ...) of all, in their order; the gradient of a floating type comes back summed."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -148,11 +148,9 @@ class Search(Protocol):
 
     def starts(self, load: TokenLoad, trains: bool, number: int) -> list[Way]:
         """So many to begin with, the best first; at least one."""
-        ...
 
     def near(self, way: Way, load: TokenLoad, trains: bool) -> list[Way]:
         """Those that differ from one in one step of one choice, the best first."""
-        ...
 
     def fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
         """Whether there is memory for one."""

@@ -70,10 +70,8 @@ def oracle_backward(
     options: OracleOptions,
     output: OracleOutput,
     dy_TD: Array,
-    *,
-    dlosses: float = 1.0,
 ) -> dict[str, Array]:
-    """Gradients of sum(dy * y) + dlosses * (aux_loss + z_loss): of "x" and of every parameter by name."""
+    """Gradients of sum(dy * y) + aux_loss + z_loss: of "x" and of every parameter by name."""
     tape = output.tape
     inputs = _hide_masked(inputs, tape["mask_T"])
     dy_TD = np.where(tape["mask_T"][:, None], dy_TD, 0.0)
@@ -93,11 +91,11 @@ def oracle_backward(
     dfinal_TK *= inputs.output_factor_TK
     draw_TK = _weights_backward(routed.raw_TK, dfinal_TK, output.kept_TK, inputs, options)
     dprobabilities_TE, dload_TE = balance_loss_backward(
-        routed, mask_T, options, dlosses * options.aux_loss_weight
+        routed, mask_T, options, options.aux_loss_weight
     )
     dlogits_TE = scores_backward(routed, draw_TK, dprobabilities_TE, options)
     dlogits_TE += load_backward(inputs, routed, dload_TE, options)
-    dlogits_TE += z_loss_backward(routed, mask_T, options, dlosses * options.z_loss_weight)
+    dlogits_TE += z_loss_backward(routed, mask_T, options, options.z_loss_weight)
     dx_TD += logits_backward(inputs, routed, dlogits_TE, options, grads)
     return {"x": np.where(mask_T[:, None], dx_TD, 0.0), **grads}
 

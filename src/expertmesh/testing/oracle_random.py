@@ -3,8 +3,6 @@
 import numpy as np
 
 Array = np.ndarray
-LOW = np.uint64(0xFFFFFFFF)
-SHIFT = np.uint64(32)
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:

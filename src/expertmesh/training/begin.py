@@ -12,7 +12,7 @@ from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.training.checkpoint import CheckpointStore
 from expertmesh.training.checkpoint_tensors import Make
-from expertmesh.training.run_dir import RunDir
+from expertmesh.training.run_dir import RunDir, load_run
 from expertmesh.training.state import RunProgress
 
 _MODEL = "model."
@@ -26,13 +26,14 @@ def begun(config: RunConfig, family: Family) -> RunConfig:
         family: of the run.
 
     Raises:
-        ConfigError: that is no run, or of another family.
+        ConfigError: that is no run, or of another family, or no run of this family begins with another.
+        CheckpointError: it has no usable checkpoint, or a file is missing.
     """
     begin = config.train.init_from
-    if begin is None or family.begin is None:
+    if begin is None:
         return config
-    other, _ = RunDir(begin).read_config(None if family.name in FAMILIES else family)
-    return family.begun_with(config, other, where=begin)
+    other = load_run(begin, None if family.name in FAMILIES else family)
+    return family.begun_with(config, other.config, where=begin)
 
 
 def save_as_run(

@@ -106,7 +106,7 @@ def train(
 
     Raises:
         ConfigError: the configuration fits neither this machine, nor the data, nor the run that is already there.
-        CheckpointError: all checkpoints to resume from are damaged.
+        CheckpointError: all checkpoints to resume from are damaged, or those of the run to begin with.
         TrainingDivergedError: too many steps in a row were not finite.
         OSError: the disk is full, or cannot be written. Earlier checkpoints stay as they are.
     """
@@ -135,9 +135,8 @@ def train(
             if run_dir.config.exists():
                 saved, _ = run_dir.read_values()
                 check_same_run(saved, config, family=family, where=run_dir.path)
-            for other in (config.distill.teacher, config.train.init_from):
-                if other is not None:
-                    RunDir(other).read_values()  # before all that takes long
+            if config.distill.teacher is not None:
+                RunDir(config.distill.teacher).read_values()  # before all that takes long
             is_new_branch = config.train.branch_from and not list_checkpoints(run_dir.checkpoints)
             return branch_point(config, family=family) if is_new_branch else None
 

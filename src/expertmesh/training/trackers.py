@@ -23,7 +23,6 @@ class Tracker(Protocol):
                 diverged, NaN and infinity are among them.
             experts: use of the experts, in some steps.
         """
-        ...
 
 
 class OwnTracker(Tracker, Protocol):
@@ -31,7 +30,6 @@ class OwnTracker(Tracker, Protocol):
 
     def close(self) -> None:
         """The run is over."""
-        ...
 
 
 class Files:

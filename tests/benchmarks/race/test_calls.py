@@ -3,13 +3,17 @@
 import json
 import os
 import stat
-import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+from benchmarks.race.__main__ import main
 from benchmarks.race.calls import CALLS, Setting, plan
+from benchmarks.race.report import write
 from benchmarks.race.verdicts import CUTE, LIGER, SONIC
+from tests.support.agent import Agent
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.kernels.measured import entries
 
@@ -17,17 +21,22 @@ ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.slow
 
 
+def command(words, path):
+    """`python -m benchmarks.race`, where all that it imports is there."""
+    os.chdir(ROOT)
+    warnings.resetwarnings()  # here a warning is no error
+    os.environ |= {"OMP_NUM_THREADS": "1", "PATH": f"{path}{os.pathsep}{os.environ['PATH']}"}
+    sys.argv = ["benchmarks.race", *words]
+    return main()
+
+
 def run(call, out, *options, path=""):
-    """Run a call as a command, dry, and give its record's parts."""
-    around = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{path}{os.pathsep}{os.environ['PATH']}",
-    }
-    command = [sys.executable, "-m", "benchmarks.race", call, str(out), "--dry-run", *options]
-    ended = subprocess.run(command, cwd=ROOT, env=around, text=True, capture_output=True)
+    """Run a call, dry, and give its record's parts."""
+    out.mkdir()
+    agent, words = Agent(1, out.parent), (call, str(out), "--dry-run", *options)
+    codes = agent.run(command, words, path, restarts=0, timeout_s=PATIENCE_S)
     parts = json.loads((out / f"{call}.json").read_text())["parts"]
-    assert ended.returncode == 0, {n: o for n, o in parts.items() if o["state"] != "done"}
+    assert codes == [0], {n: o for n, o in parts.items() if o["state"] != "done"}
     return parts
 
 
@@ -59,25 +68,26 @@ def test_kernels(tmp_path):
 
 
 def test_sweep(tmp_path):
-    parts = run("sweep", tmp_path)
+    out = tmp_path / "out"
+    parts = run("sweep", out)
     rows = parts["sweep qwen3-8k up"]["result"]["rows"]
     assert [row["candidate"] for row in rows] == ["today", "low-tails"]
     assert all(row["us"] > 0 for row in rows)
-    (entry,) = entries(tmp_path / "tiles.json")["interpreter"]
+    (entry,) = entries(out / "tiles.json")["interpreter"]
     assert set(entry.tiles) == {name.split()[-1] for name in parts if name.startswith("sweep")}
 
 
 def test_peers_and_report(tmp_path):
-    parts = run("peers", tmp_path)
+    out = tmp_path / "out"
+    parts = run("peers", out)
     raced = {row["contender"] for row in parts["layers qwen3-8k"]["result"]["rows"]}
     assert {LIGER, CUTE, SONIC, "ScatterMoE", "Transformer Engine", "torch grouped_mm"} <= raced
     alone = {row["contender"] for row in parts["layers qwen3-8k"]["result"]["experts"]}
     assert {"expertmesh", LIGER, CUTE, SONIC} <= alone
     blog = {row["contender"] for row in parts["layers blog-e16"]["result"]["rows"]}
     assert {"einsum", "Tutel"} <= blog
-    command = [sys.executable, "-m", "benchmarks.race", "report", str(tmp_path), "--name", "dry"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    text = (tmp_path / "dry.md").read_text()
+    write([out], name="dry")
+    text = (out / "dry.md").read_text()
     for words in ("## Hard lines", "## Maps", "## Skewed", "## Decoding", "## Training"):
         assert words in text
 

@@ -1,15 +1,17 @@
 """Loops made by a C++ compiler: what making one leaves alone, and what happens without a compiler."""
 
+import logging
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.support.agent import Agent
+from tests.support.patience import PATIENCE_S
 from torch.utils.flop_counter import FlopCounterMode
 
-from expertmesh.ops.cpu import compiled
+from expertmesh.functional import moe_mlp, route_metadata
+from expertmesh.ops.cpu import compiled, compiled_passes, compiled_products, few_rows
 from expertmesh.ops.cpu.compiled import Loop, example_values, make_loop
 
 
@@ -65,20 +67,19 @@ def test_threads_make_them_one_after_the_other():
     assert torch.equal(torch.compile(lambda x: x + 1, backend="eager")(x_MN), x_MN + 1)
 
 
-WITHOUT = """
-import torch
-from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.ops.cpu import compiled_passes
-from expertmesh.ops.cpu import compiled_products
-from expertmesh.ops.cpu import few_rows
+def without_a_compiler(missing):
+    """In a process of its own, as torch remembers what it found."""
+    from torch._inductor import config
 
-compiled_passes.SMALLEST = compiled_products.SMALLEST = 1
-x, w_in, w_out = torch.randn(5, 32), torch.randn(3, 1, 48, 32), torch.randn(3, 32, 48)
-ids, weights = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 1], [1, 0]]), torch.rand(5, 2)
-general = moe_mlp(x, w_in, w_out, weights, route_metadata(ids, 3), activation="relu")
-few = few_rows.moe_mlp_of_few(x, w_in, w_out, ids, weights, activation="relu")
-torch.testing.assert_close(few, general)
-"""
+    logging.basicConfig(force=True)  # to standard error, where a test run would keep it
+    config.cpp.cxx = (None, missing)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = missing
+    compiled_passes.SMALLEST = compiled_products.SMALLEST = 1
+    x, w_in, w_out = torch.randn(5, 32), torch.randn(3, 1, 48, 32), torch.randn(3, 32, 48)
+    ids, weights = torch.tensor([[0, 1], [1, 2], [0, 2], [2, 1], [1, 0]]), torch.rand(5, 2)
+    general = moe_mlp(x, w_in, w_out, weights, route_metadata(ids, 3), activation="relu")
+    few = few_rows.moe_mlp_of_few(x, w_in, w_out, ids, weights, activation="relu")
+    torch.testing.assert_close(few, general)
 
 
 def test_a_compiler_that_is_switched_off_is_a_problem():
@@ -87,12 +88,10 @@ def test_a_compiler_that_is_switched_off_is_a_problem():
 
 
 def test_without_a_compiler_it_says_why_once_and_computes(tmp_path):
-    """In a process of its own, as torch remembers what it found."""
-    missing = str(tmp_path / "compiler")
-    environment = os.environ | {"CXX": missing, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", WITHOUT]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    (line,) = done.stderr.splitlines()
+    missing, agent = str(tmp_path / "compiler"), Agent(1, tmp_path)
+    codes = agent.run(without_a_compiler, missing, restarts=0, timeout_s=PATIENCE_S)
+    assert codes == [0], agent.printed(0)
+    (line,) = agent.printed(0).splitlines()
     assert "a slower way" in line
     assert missing in line
 

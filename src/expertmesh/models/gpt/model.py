@@ -56,7 +56,6 @@ class SequenceCache(LayerCache, Protocol):
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Announce new tokens: returns their positions (S,) and the attention mask, None where causal serves."""
-        ...
 
 
 class SharedSequences(SharedTokens, Protocol):
@@ -65,15 +64,12 @@ class SharedSequences(SharedTokens, Protocol):
     @property
     def size(self) -> int:
         """Ranks that share a sequence."""
-        ...
 
     def own_part(self, x: Tensor, *, dim: int) -> Tensor:
         """This rank's positions of what the ranks have in common."""
-        ...
 
     def gather(self, parameter: Tensor) -> Tensor:
         """All of a parameter that is cut over the ranks."""
-        ...
 
 
 def causal_mask(token_mask_BS: Tensor) -> Tensor:

@@ -74,11 +74,9 @@ class Homebound(Protocol):
 
     def advance(self) -> None:
         """Send on what waits at a rank between; `finish` does it if nobody did."""
-        ...
 
     def finish(self) -> Tensor:
         """Wait for them and add them per token, in FP32 (FP64 for FP64) and a fixed order; (T, D)."""
-        ...
 
 
 class Outbound(ABC):

@@ -45,12 +45,10 @@ class ShardSource(Protocol):
 
     def shards(self) -> list[Tensor]:
         """This rank's part of each parameter."""
-        ...
 
     @property
     def host(self) -> HostMemory | None:
         """Where shards rest if not where they are computed with."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -42,19 +42,15 @@ class Chooser(Protocol):
 
     def way(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> Way:
         """The way of the call that begins, all of it."""
-        ...
 
     def timed(self, tokens: Tokens) -> tuple[Tokens, Callable[[Tensor], None] | None]:
         """The tokens of that call, and what is to be told of its result; None: nothing."""
-        ...
 
     def to_agree_on(self) -> list[int]:
         """Numbers of this rank that are to be summed over all of them, on the way with the counts of the call."""
-        ...
 
     def agreed(self, sums: Tensor) -> None:
         """Their sums."""
-        ...
 
 
 class _Waiting:

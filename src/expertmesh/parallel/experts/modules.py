@@ -119,24 +119,13 @@ class SpreadExpertList(ExpertList):
                     known[parameter] = OwnedParameter(parameter, owners)
                 module.register_parameter(name, known[parameter])
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        expert_ids_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        max_rows: int | None,
-        parameters: ExpertParameters | None = None,
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, *route: Any, **options: Any) -> Tensor:
         """As ExpertList.forward, in x's dtype: that is one thing that all ranks have in common."""
         trained = any(parameter.requires_grad for parameter in self.parameters())
         if trained and torch.is_grad_enabled() and not x_TD.requires_grad:
             # A rank without rows must take part in the backward of the exchanges.
             x_TD = x_TD.detach().requires_grad_()
-        y_TD = super().forward(
-            x_TD, expert_ids_TK, weights_TK, max_rows=max_rows, parameters=parameters
-        )
-        return y_TD.to(x_TD.dtype)
+        return super().forward(x_TD, *route, **options).to(x_TD.dtype)
 
     def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
         """The modules; where there are copies of them, with parameters whose gradients are summed over these."""

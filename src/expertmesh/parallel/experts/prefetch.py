@@ -29,7 +29,6 @@ class Fetch(Protocol):
 
     def wait(self) -> Whole:
         """Wait for them."""
-        ...
 
 
 class FetchedLayer(Protocol):
@@ -37,19 +36,15 @@ class FetchedLayer(Protocol):
 
     def fetch(self, key: Key) -> Fetch:
         """Begin to gather."""
-        ...
 
     def has_kept(self, key: Key) -> bool:
         """Whether gathered weights are still there and right."""
-        ...
 
     def similar_key(self, key: Key) -> Key | None:
         """This layer's key for another layer's route degree and type; None: it cannot route over so many."""
-        ...
 
     def versions(self) -> Any:
         """Something that changes when the parameters do."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,55 @@
+"""Runs of tests: trained without a word, read back, compared line by line."""
+
+import io
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from expertmesh.config.run import RunConfig
+from expertmesh.models.family import Task
+from expertmesh.testing.numerics import relative_error
+from expertmesh.training.loop import TrainResult, train
+from expertmesh.training.metrics import read_metrics
+
+RELATIVE = 1e-9
+"""Between FP64 runs whose sums are taken in another order."""
+
+
+def train_quietly(config: RunConfig, **options: Any) -> TrainResult:
+    """Train; what it prints goes nowhere."""
+    return train(config, console=Console(file=io.StringIO()), **options)
+
+
+def lines_of(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, without the speeds, which no two runs have in common."""
+    lines = read_metrics(Path(run_dir) / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.endswith("_per_second")} for line in lines]
+
+
+def assert_same_lines(
+    found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], *names: str
+) -> None:
+    """The same steps, and in each the same values of these names, or none in both."""
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for line, oracle in zip(found, expected, strict=True):
+        for name in names:
+            assert (name in line) == (name in oracle), (line["step"], name)
+            if name in oracle:
+                error = relative_error(line[name], oracle[name])
+                assert error <= RELATIVE, f"step {line['step']}: {name} is off by {error:.1e}"
+
+
+def mortal(task: Any, *, step: int) -> type[Task]:
+    """A family's task that kills its process in the first life, in a step."""
+
+    class Mortal(task):
+        def loss(self, model, batch, part):
+            if part.step == step and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().loss(model, batch, part)
+
+    return Mortal
