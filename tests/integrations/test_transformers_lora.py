@@ -133,7 +133,7 @@ def test_adapters_travel_between_peft_and_our_gpt(tmp_path):
     with torch.no_grad():
         assert start - loss_of(check) > 0.3
     save_adapters(ours, tmp_path / "adapters")
-    ids, found = check[:2], {}
+    ids, found = check[:16], {}  # enough for the largest of many errors
     for dtype in (torch.float32, torch.float64):
         theirs = peft.PeftModel.from_pretrained(
             copy.deepcopy(model), tmp_path / "adapters", autocast_adapter_dtype=False
