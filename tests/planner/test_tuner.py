@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -226,6 +227,20 @@ def test_what_does_not_fit_is_never_tried():
     assert all(needed(other) <= budget for way in fitting for other in small.near(way, HOT, True))
     nothing = search(budget_bytes=0)
     assert nothing.starts(HOT, True, 6) == [nothing.choices.usual]
+
+
+def test_layers_that_keep_their_weights_need_them_all():
+    """A model of twelve layers whose backward gathers again needs one layer's weights; else those of twelve."""
+
+    def needed(way, num_layers, num_gathers):
+        shape = replace(SHAPE, num_layers=num_layers, num_gathers=num_gathers)
+        return extra_bytes(way, route(way.route_degree), shape, HOT)
+
+    tokens, weights = Way(4, 1, "flat", 0), Way(1, 1, "flat", 0)
+    gathered = SHAPE.num_experts * SHAPE.expert_elements * SHAPE.element_bytes
+    again, kept = (needed(weights, 12, n) - needed(weights, 1, n) for n in (2, 1))
+    assert kept - again == pytest.approx(11 * gathered)
+    assert needed(tokens, 12, 1) == pytest.approx(12 * needed(tokens, 1, 1))
 
 
 BAD = [

@@ -30,6 +30,7 @@ class LayerShape:
         num_ranks: W, which hold one copy.
         num_gathers: of the weights per step: 2 where the backward gathers again.
         trains: whether there is a backward.
+        num_layers: of a model, which keep until their backward what it needs.
     """
 
     num_experts: int
@@ -41,6 +42,7 @@ class LayerShape:
     num_ranks: int
     num_gathers: int = 1
     trains: bool = True
+    num_layers: int = 1
 
     @property
     def expert_elements(self) -> int:
@@ -139,14 +141,23 @@ def step_time(
 
 
 def extra_bytes(way: Way, route: RouteShape, layer: LayerShape, load: TokenLoad) -> float:
-    """Memory of a rank that a way needs beside the layer's shards: gathered weights, their gradients, arrived rows."""
+    """Memory of a rank that a way needs beside the layers' shards.
+
+    In training each layer keeps its arrived rows, the hot experts' weights, and gathered weights that the backward does
+    not gather again; of gradients, and of what is gathered again, there is one layer's at a time.
+    """
     hot = hottest(load.shares, way.shadow_experts or 0) if route.route_degree > 1 else ()
     slices = len(route.blocks) // route.num_blocks
-    gathered = layer.num_experts // route.num_blocks / slices if route.num_gathering > 1 else 0
-    weights = (gathered + len(hot)) * layer.expert_elements
-    per_element = layer.element_bytes + (layer.gradient_bytes if layer.trains else 0)
+    here = layer.num_experts // route.num_blocks / slices if route.num_gathering > 1 else 0
+    gathered, shadow = here * layer.expert_elements, len(hot) * layer.expert_elements
     fullest = max(load.without(hot).block_shares(route.num_blocks)) * route.route_degree / slices
     stay = sum(load.shares[e] for e in hot)
     rows = load.num_tokens * load.top_k * (fullest + stay)
     row = layer.dim + layer.num_matrices * layer.hidden_dim
-    return weights * per_element + rows * row * layer.element_bytes
+    if not layer.trains:
+        return (rows * row + gathered + shadow) * layer.element_bytes
+    is_kept = layer.num_gathers == 1
+    kept = rows * row + shadow + gathered * is_kept
+    one = gathered * (not is_kept) * layer.element_bytes
+    one += (gathered + shadow) * layer.gradient_bytes
+    return layer.num_layers * kept * layer.element_bytes + one

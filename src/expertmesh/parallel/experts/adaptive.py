@@ -38,8 +38,8 @@ from expertmesh.planner.tuner import (
 SHADOWS = (0, 1, 2)
 EFFORT = Effort()
 PROBE_ROWS, PROBE_S = 256, 0.03
-MEMORY_SHARE = 0.25
-"""Of the memory that is free at the start, what one layer may take beside its shards."""
+MEMORY_SHARE = 0.5
+"""Of the memory that is free at the start, what the layers may take beside their shards."""
 
 
 class Stopwatch:
@@ -145,8 +145,10 @@ def _routes(dispatcher: Any, pinned: int | None) -> dict[int, RouteShape]:
     return {r: route_shape(make_plan(degrees, r), nodes) for r in allowed}
 
 
-def layer_shape(layer: MoELayer, *, num_ranks: int, num_gathers: int) -> LayerShape:
-    """A layer for the cost model; element_bytes are those of its parameters."""
+def layer_shape(
+    layer: MoELayer, *, num_ranks: int, num_gathers: int, num_layers: int
+) -> LayerShape:
+    """One of so many layers for the cost model; element_bytes are those of its parameters."""
     experts = layer.experts
     assert isinstance(experts, GroupedExperts)
     _, branches, hidden_dim, dim = experts.w_in.shape
@@ -160,6 +162,7 @@ def layer_shape(layer: MoELayer, *, num_ranks: int, num_gathers: int) -> LayerSh
         gradient_bytes=max(size, 4),
         num_ranks=num_ranks,
         num_gathers=num_gathers,
+        num_layers=num_layers,
     )
 
 
@@ -185,16 +188,15 @@ def adapt(
     tuners: dict[tuple[LayerShape, int | None], Tuner] = {}
     settled: dict[str, Way] = dict(known or {})
     probe: tuple[float, float] | None = None
-    for layer in layers:
+    grouped = [layer for layer in layers if isinstance(layer.experts, GroupedExperts)]
+    for layer in grouped:
         dispatcher: Any = layer.dispatcher
-        if not isinstance(layer.experts, GroupedExperts):
-            continue
         storage = dispatcher.storage
         W, world = storage.degrees.num_ranks, storage.world
         if probe is None:
             free = _agreed_least(world, _free_bytes(world.device_type))
             probe = _agreed_least(world, _flops_per_s(layer)), free
-        shape = layer_shape(layer, num_ranks=W, num_gathers=num_gathers)
+        shape = layer_shape(layer, num_ranks=W, num_gathers=num_gathers, num_layers=len(grouped))
         key = shape, pinned.route_degree and dispatcher.usual.route_degree
         if key not in tuners:
             is_free = pinned.route_degree is None
