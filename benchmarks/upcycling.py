@@ -267,7 +267,7 @@ def arm_config(plan: Plan, seed: int, arm: str, rate: float) -> GPTRunConfig:
     dense = plan.config(seed, name, steps=N)
     per_token = flops(plan, dense.model)
     if arm == "scratch":
-        copied = GPT(dense.model, device="meta")
+        copied = GPT(dense.model)
         upcycle(copied, every=1, num_experts=8, top_k=2)
         model = copied.config
         steps = N * per_token // flops(plan, model)

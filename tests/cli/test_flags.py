@@ -25,7 +25,7 @@ def test_recipe_alone_is_the_recipe():
     from expertmesh.recipes import RECIPES
 
     for name, recipe in RECIPES.items():
-        assert parse_run_config([name]) == (name, recipe(), False, GPT)
+        assert parse_run_config([name]) == (name, recipe(), False, GPT, frozenset())
 
 
 def test_every_option_can_be_given():

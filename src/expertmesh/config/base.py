@@ -102,11 +102,12 @@ class Config(BaseModel):
         """True and false are no numbers, though they are to Python."""
         several = isinstance(value, list | tuple)
         for place, one in enumerate(value if several else (value,)):
-            if isinstance(one, bool) and _wants_number(
-                cls.model_fields[str(info.field_name)].annotation
-            ):
-                where = (place,) if several else ()
-                raise FieldError(where, one, "must be a number", "write one")
+            if not isinstance(one, bool):
+                continue
+            wanted = _types_in(cls.model_fields[str(info.field_name)].annotation)
+            if bool not in wanted and wanted & {int, float}:
+                rule = "must be a number" if float in wanted else "must be a whole number"
+                raise FieldError((place,) if several else (), one, rule, "write one")
         return value
 
     @model_validator(mode="after")
@@ -213,12 +214,12 @@ def dotted(location: Location) -> str:
     return text
 
 
-def _wants_number(annotation: Any) -> bool:
-    """Whether a type has numbers and no truth values in it."""
+def _types_in(annotation: Any) -> set[Any]:
+    """A type, and those that it is made of."""
     found = [annotation]
     for one in found:
         found += get_args(one)
-    return any(one in (int, float) for one in found) and not any(one is bool for one in found)
+    return {one for one in found if isinstance(one, type)}
 
 
 def _is_clean(text: str) -> bool:
