@@ -1,6 +1,7 @@
 """A claim's page: question, protocol, table, ratios with intervals, and a curve."""
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,19 @@ def _token_ratios(claim: Claim, runs: list[Found]) -> list[str]:
         row = f"| {tokens / active:.0f} | {shown} | "
         if len(known) == len(found):
             values, bound = [f[0] for f in known], "> " * any(f[1] for f in known)
-            low, high = bootstrap(values, geometric_mean)
-            row += f"{bound}{geometric_mean(values):.2f} | {low:.2f} to {high:.2f} |"
+            row += f"{bound}{geometric_mean(values):.2f} | {_interval(values, geometric_mean, '.2f')} |"
         else:
             row += "| |"
         lines.append(row)
     return lines
+
+
+def _interval(values: list[float], statistic: Callable[[Sequence[float]], float], form: str) -> str:
+    """Of 95 %; one seed has none."""
+    if len(values) == 1:
+        return "one seed"
+    low, high = bootstrap(values, statistic)
+    return f"{low:{form}} to {high:{form}}"
 
 
 def _width(claim: Claim, runs: list[Found]) -> list[str]:
@@ -182,10 +190,9 @@ def _differences(claim: Claim, runs: list[Found]) -> list[str]:
         seeds = sorted(set(losses[first]) & set(losses[arm.name]))
         if seeds:
             gains = [last(arm.name, s) - last(first, s) for s in seeds]
-            low, high = bootstrap(gains, mean)
             each = ", ".join(f"{g:+.4f}" for g in gains)
             lines.append(
-                f"| {arm.name} | {each} | {mean(gains):+.4f} | {low:+.4f} to {high:+.4f} |"
+                f"| {arm.name} | {each} | {mean(gains):+.4f} | {_interval(gains, mean, '+.4f')} |"
             )
     return lines
 
