@@ -312,7 +312,7 @@ def test_what_is_cut_and_left_out_is_said(hub_tokenizer, tmp_path, caplog):
         data = data_of(tmp_path / "a.jsonl", tmp_path, seq_len=128, **encoded)
     told = "\n".join(caplog.messages)
     assert (
-        "1 conversations are left out: they have no turn of the assistant (for example a.jsonl:31)"
+        "1 conversations are left out: they have no turn of the assistant that says something (for example a.jsonl:31)"
         in told
     )
     assert "they quote a special token of the model (for example a.jsonl:32)" in told
@@ -326,6 +326,11 @@ def test_what_is_cut_and_left_out_is_said(hub_tokenizer, tmp_path, caplog):
     ("messages", "changes", "words"),
     [
         (talk(1)[:1], {}, "no conversation for (training|validation) has a turn of the assistant"),
+        (
+            [talk(1)[0], {"role": "assistant", "content": " "}],
+            {},
+            "no conversation for (training|validation) has a turn of the assistant",
+        ),
         (talk(1), {"document_mask": True}, "data.document_mask=True: .* row of its own"),
         (talk(1), {"vocab_size": 260}, "model.vocab_size=260: conversations need at least 261"),
         (

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from expertmesh.errors import ConfigError
 
 FORMAT_VERSION = 2
 _SIDES = ("training", "validation")
-_NO_ANSWER = "have no turn of the assistant"
+_NO_ANSWER = "have no turn of the assistant that says something"
 _CUT_AWAY = "have no turn of the assistant in their first tokens"
 _CUT = "are cut"
 
@@ -241,6 +241,14 @@ def _write(
     return {"sequences": len(starts) - 1, "tokens": starts[-1], "learned": learned}
 
 
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    """Whether the assistant says something, or calls for a tool."""
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    says = any(str(part.get("text", "")).strip() for part in parts)
+    return message["role"] == "assistant" and (says or bool(message.get("tool_calls")))
+
+
 def _rows(
     document: Document,
     form: ChatFormat,
@@ -258,7 +266,7 @@ def _rows(
     if (problem := form.problem(conversation)) is not None:
         count(problem)
         return
-    if all(message["role"] != "assistant" for message in conversation[MESSAGES]):
+    if not any(_is_answer(message) for message in conversation[MESSAGES]):
         count(_NO_ANSWER)
         return
     try:
