@@ -243,10 +243,9 @@ def _write(
 
 def _is_answer(message: Mapping[str, Any]) -> bool:
     """Whether the assistant says something, or calls for a tool."""
-    content = message.get("content") or ""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    says = any(str(part.get("text", "")).strip() for part in parts)
-    return message["role"] == "assistant" and (says or bool(message.get("tool_calls")))
+    return message["role"] == "assistant" and bool(
+        message["content"].strip() or message.get("tool_calls")
+    )
 
 
 def _rows(

@@ -154,7 +154,6 @@ class Search(Protocol):
 
     def fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
         """Whether there is memory for one."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -331,7 +331,7 @@ class ExpertDispatcher:
         self._check(way)
         top_k, factor = tokens.expert_ids_TK.shape[1], tokens.capacity_factor
         usual = self.usual
-        if self.chooser is not None and way == Way():  # a call that says how it goes is no trial
+        if self.chooser is not None and way == AS_USUAL:  # a call that says how it goes is no trial
             usual = self.chooser.way(self, top_k, factor)
         route_degree, num_parts, all_to_all, shadow = (
             mine if given is None else given
