@@ -75,8 +75,8 @@ def hierarchical(short: bool) -> None:
 
 def overlap() -> None:
     """The hidden size is chosen so that products take as long as the exchange."""
-    job = {**SHAPE, "experts": 8, "top_k": 2, "tokens": 4096, "rounds": 2, "hidden": 256}
-    with hosts(2, "200mbit") as names:
+    job = {**SHAPE, "experts": 8, "top_k": 2, "tokens": 8192, "rounds": 2, "hidden": 2048}
+    with hosts(2, "100mbit") as names:
         for _ in range(3):
             parts = run_ranks(names, 1, job | {"kind": "alone"})
             ratio = parts["exchange"]["seconds"] / parts["products"]["seconds"]
@@ -84,10 +84,12 @@ def overlap() -> None:
                 break
             job["hidden"] = max(16, round(job["hidden"] * ratio / 16) * 16)
         ways = {f"n{n}": {"overlap_degree": n} for n in (1, 2, 4, 8)}
-        found = run_ranks(names, 1, job | {"kind": "layer", "ways": ways, "rounds": 5})
-        one = found["times"]["n1"]["seconds"]
-        found["of degree 1"] = {k: t["seconds"] / one for k, t in found["times"].items()}
-        found |= {"exchange / products": ratio, "hidden": job["hidden"]}
+        job |= {"kind": "layer", "ways": ways, "rounds": 5, "in_sequence": True}
+        found = run_ranks(names, 1, job)
+    for name in ("nothing hidden", "n1"):
+        whole = found["times"][name]["seconds"]
+        found[f"of {name}"] = {k: t["seconds"] / whole for k, t in found["times"].items()}
+    found |= {"exchange / products": ratio, "alone": parts, "job": job}
     print(json.dumps(found))
     save("overlap", found)
 

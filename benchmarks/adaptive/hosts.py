@@ -12,6 +12,7 @@ from typing import Any
 
 SUBNET = "10.213.78"
 PORT = "29533"
+BUCKET_BYTES = 1 << 16
 
 
 def ip(*words: str) -> str:
@@ -34,10 +35,12 @@ def hosts(number: int, rate: str | None) -> Iterator[list[str]]:
             ip("-n", switch, "link", "set", f"port{n}", "master", "br0", "up")
             ip("-n", name, "address", "add", f"{SUBNET}.{n + 1}/24", "dev", "net0")
             ip("-n", name, "link", "set", "net0", "up")
+            # a packet of more than the bucket holds is cut by the processor that the ranks compute on, not by a card
+            ip("-n", name, "link", "set", "dev", "net0", "gso_max_size", str(BUCKET_BYTES // 2))
             ip("-n", name, "link", "set", "lo", "up")
             if rate is not None:
                 words = ["qdisc", "add", "dev", "net0", "root", "tbf", "rate", rate]
-                words += ["burst", "64kb", "latency", "200ms"]
+                words += ["burst", str(BUCKET_BYTES), "latency", "200ms"]
                 subprocess.run(["tc", "-n", name, *words], check=True)
         yield names
     finally:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from benchmarks.adaptive.models import steps
 from torch import Tensor
 
 from expertmesh import MoELayer, Routing
+from expertmesh.cli.heap import keep_freed_memory
+from expertmesh.comm.group import RankGroup, wait_for
 from expertmesh.comm.world import World
 from expertmesh.config.way import Way
 from expertmesh.costs.communication import Link, Network
@@ -145,6 +148,17 @@ def step(layer: MoELayer, x: Tensor, routing: Routing, way: dict[str, Any]) -> N
         parameter.grad = None
 
 
+def in_sequence(run: Callable[[], None]) -> None:
+    """Run with every exchange waited for where it starts; degree 1 fills the last one of the backward with products otherwise."""
+    start = RankGroup.start
+
+    def start_and_wait(*args: Any, **named: Any) -> None:
+        wait_for(start(*args, **named))
+
+    with mock.patch.object(RankGroup, "start", start_and_wait):
+        run()
+
+
 def layer_steps(job: dict[str, Any], world: World) -> Any:
     """Forward and backward of one layer for several ways, and for the one that the tuner settles on."""
     layer = build(job, world, network=network_of(job))
@@ -153,6 +167,8 @@ def layer_steps(job: dict[str, Any], world: World) -> Any:
     ways: dict[str, dict[str, Any]] = job["ways"]
     call = {"capacity_factor": job.get("capacity_factor")}
     variants = {name: partial(step, layer, x, routing, call | way) for name, way in ways.items()}
+    if job.get("in_sequence"):
+        variants["nothing hidden"] = partial(in_sequence, partial(step, layer, x, routing, call))
     rounds, hopeless = (1, HOPELESS) if job.get("adaptive") else (job["rounds"], None)
     found: dict[str, Any] = {"times": in_turn(world, variants, rounds, hopeless)}
     if job.get("adaptive"):
@@ -203,6 +219,7 @@ def models(job: dict[str, Any], world: World) -> Any:
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    keep_freed_memory()
     job = json.loads(sys.argv[1])
     dist.init_process_group("gloo")
     world = World()
