@@ -152,6 +152,11 @@ def test_what_is_left_out_of_training_is_evaluated(corpus):
     assert len([row for batch in data.validation(11, 4) for row in rows(batch)]) == 11
 
 
+def test_not_every_direction_is_left_out(corpus):
+    with pytest.raises(ConfigError, match="without_pairs=en-fr: leaves no direction to train of"):
+        data_of(corpus, pairs=("en-fr",), without_pairs=("en-fr",))
+
+
 def test_long_lines_are_left_out(corpus):
     short = data_of(corpus, source_len=20, target_len=12)
     batch = short.batch(0, 200)
@@ -213,10 +218,10 @@ def test_a_language_is_the_same_in_names_of_files_and_in_options(tmp_path, caplo
     given = ParallelTextConfig(languages=codes, pairs=pairs, **options)
     data = TranslationData(given, vocab_size=330, max_source_len=64, max_target_len=64, seed=0)
     assert data.languages == codes and data.tasks == pairs and not caplog.messages
-    for name in ("train.pt-br", "train.EN~"):
+    for name in ("train.pt-br", "train.EN~", "train.txt", "train.bak"):
         (tmp_path / "corpus" / name).write_text("a line\n")
     assert prepare_parallel(ParallelTextConfig(**options), vocab_size=330).languages == codes
-    assert "2 files are left out: 2 have endings" in caplog.text and "train.EN~" in caplog.text
+    assert "4 files are left out: 4 have endings" in caplog.text and "train.EN~" in caplog.text
     caplog.clear()
     prepare_parallel(given, vocab_size=330)
     assert not caplog.messages, "who names the languages wants no others"

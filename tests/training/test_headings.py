@@ -86,6 +86,11 @@ def test_from_a_body_to_a_heading(place, capsys):
     assert tuned.config.model == begin.config.model.updated({"max_source_len": 48})
     for name in SEQ2SEQ.files:
         assert (tuned.path / name).read_bytes() == (begin.path / name).read_bytes()
+    other = {"data.encode_with": str(place / "nowhere.json")}
+    with pytest.raises(
+        ConfigError, match=r"encode_with=.*nowhere.*: train.init_from=.* leave it out"
+    ):
+        train_quietly(config_of(place, path, "other", **changes, **other))
     words = ["--input", f"{path}/val.en_body", "--reference", f"{path}/val.de", "--rouge"]
     assert main(["translate", "--run", str(place / "tuned"), "--to", "de", *words]) == 0
     assert "rougeL" in capsys.readouterr().out

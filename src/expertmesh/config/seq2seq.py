@@ -1,6 +1,7 @@
 """The complete configuration of a training run of an encoder-decoder on parallel text."""
 
 import re
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -9,6 +10,7 @@ from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.moe_rules import Activation
 from expertmesh.config.run import RunConfig, check_not_empty
+from expertmesh.errors import ConfigError
 
 _BYTES_AND_MARKS = 258
 LANGUAGE = re.compile(r"[A-Za-z]{2,3}(_[A-Za-z0-9]+)*")
@@ -25,11 +27,19 @@ def begun_with(config: "Seq2SeqRunConfig", other: "Seq2SeqRunConfig") -> "Seq2Se
     Args:
         config: of the run.
         other: of the one that it begins with.
+
+    Raises:
+        ConfigError: data.encode_with names another tokenizer.
     """
     where = expanded(config.train.init_from or "")
+    given, its_own = config.data.encode_with, str(where / "tokenizer.json")
+    if given is not None and expanded(given).resolve() != Path(its_own).resolve():
+        raise ConfigError(
+            f"data.encode_with={given}: train.init_from={where} brings the tokenizer that its weights know; leave it out"
+        )
     own = _OF_TRAINING + (_OF_LENGTH if other.model.positions == "rotary" else ())
     model = other.model.model_dump() | {name: getattr(config.model, name) for name in own}
-    return config.updated({"model": model, "data.encode_with": str(where / "tokenizer.json")})
+    return config.updated({"model": model, "data.encode_with": its_own})
 
 
 class Seq2SeqConfig(Config):

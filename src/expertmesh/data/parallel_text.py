@@ -28,6 +28,10 @@ MASK_ID = 1
 """Stands for a span of tokens that was left out, in every tokenizer trained here."""
 _MASK = "<|mask|>"
 _SPLIT_NAMES = ("training", "validation")
+_OTHER_ENDINGS = frozenset(
+    {"txt", "bak", "old", "tmp", "csv", "tsv", "log", "md", "gz", "xz", "zip", "tar"}
+)
+"""Endings that have a language's form and hardly ever are one; data.languages names those that are (bak, Bashkir)."""
 _NO_LANGUAGE = "have endings that are no languages as en, zh_Hans"
 _log = logging.getLogger("expertmesh.data")
 
@@ -248,7 +252,7 @@ def _files(
         if languages:
             if code in languages:
                 found.setdefault(code, path)
-        elif LANGUAGE.fullmatch(code) is not None:
+        elif LANGUAGE.fullmatch(code) is not None and code not in _OTHER_ENDINGS:
             found.setdefault(code, path)
         else:
             left_out.add(_NO_LANGUAGE, path.name)

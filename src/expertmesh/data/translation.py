@@ -313,6 +313,11 @@ def _directions(
     usual = [(a, b) for a, b in permutations(texts, 2) if b in tagged]
     every = [(a, b) for a, b in (given["pairs"] or usual)]
     kept = [pair for pair in every if pair not in given["without_pairs"]]
+    if not kept:
+        left_out = " ".join(config.without_pairs)
+        raise ConfigError(
+            f"data.without_pairs={left_out}: leaves no direction to train of {', '.join(f'{a}-{b}' for a, b in every)}; name fewer"
+        )
     others = [(a, b) for a, b in given["without_pairs"] if (a, b) not in every]
     return kept, every + others
 
