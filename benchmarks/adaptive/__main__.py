@@ -86,6 +86,14 @@ def overlap() -> None:
         ways = {f"n{n}": {"overlap_degree": n} for n in (1, 2, 4, 8)}
         job |= {"kind": "layer", "ways": ways, "rounds": 5, "in_sequence": True}
         found = run_ranks(names, 1, job)
+        one_round = job | {"rounds": 1, "in_sequence": False}
+        peaks = {  # in processes of their own
+            name: run_ranks(names, 1, one_round | {"ways": {name: way}})["peak_kib"]["peak"]
+            for name, way in ways.items()
+        }
+    del found["peak_kib"]
+    found["peak memory of n1"] = {name: peak / peaks["n1"] for name, peak in peaks.items()}
+    found["peak MiB"] = {name: peak / 1024 for name, peak in peaks.items()}
     for name in ("nothing hidden", "n1"):
         whole = found["times"][name]["seconds"]
         found[f"of {name}"] = {k: t["seconds"] / whole for k, t in found["times"].items()}
