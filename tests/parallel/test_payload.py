@@ -206,6 +206,13 @@ def refused():
         with pytest.raises(ConfigError, match=said):
             spread_experts(build(SpreadCase(), torch.float64), world_of(False), **options)
 
+    for options in ({"dispatch_dtype": "int8"}, {"adaptive": True}):
+        (name,) = options
+        with pytest.raises(
+            ConfigError, match=f"{name}=.* has no effect in a model without .*leave"
+        ):
+            parallelize(torch.nn.Linear(2, 2), ParallelConfig(**options), world=world_of(False))
+
 
 def test_what_does_not_go_together_is_refused(two_ranks):
     two_ranks.run(refused)

@@ -133,6 +133,10 @@ def _spread_layers(
         raise ConfigError(
             f"parallel.dispatch_dtype={config.dispatch_dtype}: has no effect in a model without experts; leave it out"
         )
+    if adaptive and not any(isinstance(m.experts, GroupedExperts) for m in moe_layers):
+        raise ConfigError(
+            "parallel.adaptive=True: has no effect in a model without grouped experts; leave it out"
+        )
     for index, layer in enumerate(moe_layers):
         ep_degree = config.ep_degree_of(index, num_moe_layers=len(moe_layers))
         es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
