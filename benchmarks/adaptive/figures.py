@@ -11,9 +11,8 @@ WORST = 16.0
 
 
 def totals(points: list[Point]) -> dict[str, float]:
-    """Seconds of each static plan over all points, of adaptive's; not of plans that were given up at one."""
-    given_up = {name for p in points for name in p["hopeless"]} | {ALL}
-    names = [name for name in points[0]["seconds"] if name not in given_up]
+    """Seconds of each static plan over all points, of adaptive's; where one was given up, those of its only round."""
+    names = [name for name in points[0]["seconds"] if name != ALL]
     adaptive = sum(p["seconds"][ALL] for p in points)
     return {name: sum(p["seconds"][name] for p in points) / adaptive for name in names}
 
@@ -42,7 +41,10 @@ def table(points: list[Point]) -> str:
             f"{point['adaptive / best']:.2f} |"
         )
     lines += ["", "| static plan | its time over adaptive's, all points |", "| --- | --- |"]
-    lines += [f"| {name} | {ratio:.2f} |" for name, ratio in totals(points).items()]
+    for name, ratio in totals(points).items():
+        given_up = sum(name in point["hopeless"] for point in points)
+        once = f" (given up after one round at {given_up} points)" if given_up else ""
+        lines.append(f"| {name}{once} | {ratio:.2f} |")
     return "\n".join([*lines, ""])
 
 
