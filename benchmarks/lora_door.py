@@ -1,7 +1,7 @@
 """A training step of peft's adapters on experts: through our door against peft over transformers' grouped_mm.
 
 One layer, as the first one of a model (nothing before it learns) and as an inner one (its input has a gradient, too). CPU time
-of one thread, medians of interleaved rounds; peak memory of a step beyond that of the same step without adapters, as PyTorch's
+of one thread, medians of rounds in changing order; peak memory of a step beyond that of the same step without adapters, as PyTorch's
 allocator counts it. Gradients are compared first.
 
 python -m benchmarks.lora_door [--tokens 1024] [--rounds 3] [--rank 16]
@@ -10,6 +10,7 @@ python -m benchmarks.lora_door [--tokens 1024] [--rounds 3] [--rank 16]
 import argparse
 import copy
 import itertools
+import random
 import statistics
 import time
 
@@ -91,9 +92,9 @@ def main():
         if worst > 40 * torch.finfo(dtype).eps:
             raise SystemExit(f"{dtype}: gradients differ by {worst:.1e}")
         times = {n: [] for n in found}
-        for _ in range(options.rounds):
-            for name, model in found.items():
-                times[name].append(step(model, ids))
+        for each in range(options.rounds):
+            for name in random.Random(each).sample(list(found), len(found)):
+                times[name].append(step(found[name], ids))
         seconds = {n: statistics.median(t) for n, t in times.items()}
         without = peak_bytes(lambda model=base, ids=ids: step(model, ids))
         extra = {
