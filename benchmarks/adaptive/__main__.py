@@ -148,7 +148,7 @@ def tuner(numbers: list[int]) -> None:
         job |= {name: point[name] for name in ("tokens", "fullest", "capacity_factor")}
         job["bytes_per_s"] = bytes_per_s(point["rate"])
         with hosts(2, point["rate"]) as names:
-            result = run_ranks(names, point["ranks"] // 2, job, limit_s=3000)
+            result = run_ranks(names, point["ranks"] // 2, job, limit_s=9000)
         seconds = {n: t["seconds"] for n, t in (result["times"] | result["finals"]).items()}
         finals = [seconds[n] for n in result["finals"] if n != "adaptive"]
         found.append({"number": number, **point, "seconds": seconds, "settled": result["settled"]})
