@@ -14,7 +14,7 @@ from torch import Tensor
 from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_backward
 from expertmesh.ops.cpu.compiled import DTYPES, Loop, example_values, make_loop
 
-SMALLEST = 1 << 22
+SMALLEST = 1 << 21
 """Elements N F of A from which loops are made."""
 
 
