@@ -26,36 +26,52 @@ class Panel(NamedTuple):
 
     Attributes:
         blocks: those of its experts that have rows.
-        first: its first expert.
-        last: the one behind its last.
         rows: to multiply, as one block.
-        own: (size, G, 1) whether a row is of each of its experts; None: there is one.
     """
 
     blocks: list[Block]
-    first: int
-    last: int
     rows: Block
-    own: Tensor | None
 
-    def of_own(self, wide: Tensor) -> Tensor:
-        """Zeros where a row (size, G r) is not of the expert, whatever the product with the other's adapter is."""
-        if self.own is None:
-            return wide
-        return torch.where(self.own, wide.view(*self.own.shape[:2], -1), 0.0).flatten(1)
+    @property
+    def experts(self) -> slice:
+        """From the first to the last, those without rows between them included."""
+        return slice(self.blocks[0].expert, self.blocks[-1].expert + 1)
 
-    def widened(self, low_nr: Tensor) -> Tensor:
-        """Rows (size, r) in the places of their experts (size, G r)."""
-        return low_nr if self.own is None else self.of_own(low_nr.repeat(1, self.own.shape[1]))
+    def parts(self, rank: int) -> Iterator[tuple[Block, slice, slice]]:
+        """Each expert with its rows and its columns among those of the panel (size, G r)."""
+        for block in self.blocks:
+            first = rank * (block.expert - self.blocks[0].expert)
+            rows = slice(block.start - self.rows.start, block.stop - self.rows.start)
+            yield block, rows, slice(first, first + rank)
 
-    def narrowed(self, wide: Tensor) -> Tensor:
-        """The other way round."""
-        return wide if self.own is None else wide.view(*self.own.shape[:2], -1).sum(1)
+    def of_own(self, wide: Tensor, rank: int) -> Tensor:
+        """Zeros, in place, where a row is not of the expert, whatever the product with the other's adapter is."""
+        if len(self.blocks) > 1:
+            for _, rows, own in self.parts(rank):
+                wide[rows, : own.start].zero_()
+                wide[rows, own.stop :].zero_()
+            wide[self.rows.stop - self.rows.start :].zero_()
+        return wide
+
+    def widened(self, low_Rr: Tensor) -> Tensor:
+        """Rows (R, r) of all, those of the panel in the places of their experts (size, G r)."""
+        if len(self.blocks) == 1:
+            return self.rows.alone(low_Rr)
+        rank, experts = low_Rr.shape[1], self.experts
+        wide = low_Rr.new_zeros(self.rows.size, rank * (experts.stop - experts.start))
+        for block, rows, own in self.parts(rank):
+            wide[rows, own] = low_Rr[block.start : block.stop]
+        return wide
+
+    def narrowed(self, wide: Tensor, low_Rr: Tensor) -> None:
+        """The other way round: write the panel's rows."""
+        for block, rows, own in self.parts(low_Rr.shape[1]):
+            low_Rr[block.start : block.stop] = wide[rows, own]
 
     def each(self, values: Tensor, live: int) -> Tensor:
         """The rows to multiply: behind those of several experts the next panel's, but zeros for what is not live."""
         end = self.rows.start + self.rows.size
-        shares = self.own is not None and end <= live
+        shares = len(self.blocks) > 1 and end <= live
         return values[self.rows.start : end] if shares else self.rows.alone(values)
 
     def add_product(self, wide: Tensor, factors: Tensor, values: Tensor) -> None:
@@ -81,15 +97,17 @@ def panels(bounds: list[int], w_ENK: Tensor, dtype: torch.dtype, most_rows: int)
 
 
 def _panel(gathered: list[Block], w_ENK: Tensor, dtype: torch.dtype) -> Panel:
-    (first, start, _, size), (*_, stop, _) = gathered[0], gathered[-1]
-    last = gathered[-1].expert + 1
     if len(gathered) == 1:
-        return Panel(gathered, first, last, gathered[0], None)
+        return Panel(gathered, gathered[0])
+    (first, start, *_), (_, _, stop, _) = gathered[0], gathered[-1]
     size = gemm_rows(stop - start, w_ENK.device, dtype)
-    own = torch.zeros(size, last - first, 1, dtype=torch.bool)
-    for block in gathered:
-        own[block.start - start : block.stop - start, block.expert - first] = True
-    return Panel(gathered, first, last, Block(first, start, stop, size), own)
+    return Panel(gathered, Block(first, start, stop, size))
+
+
+def _rows_together(*adapters: Tensor) -> int:
+    """Of a panel: zeros times what is not finite are not zero, so that each expert is for itself then."""
+    finite = all(bool(t.sum(dtype=torch.float32).isfinite()) for t in adapters)
+    return PANEL_ROWS.get(adapters[0].dtype, 1) if finite else 1
 
 
 def forward(
@@ -100,22 +118,20 @@ def forward(
     All of one type, whose products this CPU has.
     """
     bounds, r = offsets_E.tolist(), a_ErK.shape[1]
-    a_ErK, b_ENr = a_ErK.contiguous(), b_ENr.contiguous()  # once, and not in each product
+    a_ErK, b_ErN = a_ErK.contiguous(), b_ENr.mT.contiguous()  # once, and not in each product
     y_RN = x_RK.new_empty(x_RK.shape[0], w_ENK.shape[1])
     low_Rr = x_RK.new_empty(x_RK.shape[0], r)
-    most_rows = PANEL_ROWS.get(x_RK.dtype, 1)
-    for panel in panels(bounds, w_ENK, x_RK.dtype, most_rows):
+    for panel in panels(bounds, w_ENK, x_RK.dtype, _rows_together(a_ErK, b_ErN)):
         for block in panel.blocks:
             y = block.room(y_RN)
             rows_times_weight(block.each(x_RK), w_ENK[block.expert], y)
             block.keep(y, y_RN)
-        experts, rows = slice(panel.first, panel.last), panel.rows
-        x = panel.each(x_RK, bounds[-1])
-        wide = x.new_empty(rows.size, (panel.last - panel.first) * r)
-        product_into(x, a_ErK[experts].flatten(0, 1).T, wide)
-        wide = panel.of_own(wide.mul_(scaling))
-        low_Rr[rows.start : rows.stop] = panel.narrowed(wide)[: rows.stop - rows.start]
-        panel.add_product(wide, b_ENr[experts].mT.flatten(0, 1), y_RN)
+        a, b = a_ErK[panel.experts].flatten(0, 1), b_ErN[panel.experts].flatten(0, 1)
+        wide = x_RK.new_empty(panel.rows.size, len(a))
+        product_into(panel.each(x_RK, bounds[-1]), a.T, wide)
+        wide = panel.of_own(wide.mul_(scaling), r)
+        panel.narrowed(wide, low_Rr)
+        panel.add_product(wide, b, y_RN)
     y_RN[bounds[-1] :].zero_()
     low_Rr[bounds[-1] :].zero_()
     return y_RN, low_Rr
@@ -134,32 +150,32 @@ def backward(
     most_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give the gradients of x (R, K), a (E, r, K) and b (E, N, r); that of x is empty where nobody needs it."""
-    bounds = offsets_E.tolist()
-    most_rows = PANEL_ROWS.get(x_RK.dtype, 1) if most_rows is None else most_rows
+    bounds, r = offsets_E.tolist(), a_ErK.shape[1]
     d_x = x_RK.new_empty(x_RK.shape if needs_x else 0)
-    a_ErK, b_ENr = a_ErK.contiguous(), b_ENr.contiguous()
+    a_ErK, b_ErN = a_ErK.contiguous(), b_ENr.mT.contiguous()
     d_a, d_b = x_RK.new_zeros(a_ErK.shape), x_RK.new_zeros(b_ENr.shape)
+    most_rows = _rows_together(a_ErK, b_ErN) if most_rows is None else most_rows
     for panel in panels(bounds, w_ENK, x_RK.dtype, most_rows):
-        experts = slice(panel.first, panel.last)
-        grad, x, low = (panel.each(t, bounds[-1]) for t in (grad_RN, x_RK, low_Rr))
-        low = panel.widened(low)
+        a, b = a_ErK[panel.experts].flatten(0, 1), b_ErN[panel.experts].flatten(0, 1)
+        grad, x = panel.each(grad_RN, bounds[-1]), panel.each(x_RK, bounds[-1])
+        low = panel.widened(low_Rr)
         d_low = torch.empty_like(low)
-        product_into(grad, b_ENr[experts].mT.flatten(0, 1).T, d_low)
-        d_low = panel.of_own(d_low.mul_(scaling))
-        product_into(d_low.T, x, d_a[experts].flatten(0, 1))
-        if panel.own is None:
-            product_into(grad.T, low, d_b[panel.first])
+        product_into(grad, b.T, d_low)
+        d_low = panel.of_own(d_low.mul_(scaling), r)
+        product_into(d_low.T, x, d_a[panel.experts].flatten(0, 1))
+        if len(panel.blocks) == 1:
+            product_into(grad.T, low, d_b[panel.blocks[0].expert])
         else:
             together = grad.new_empty(low.shape[1], grad.shape[1])
             product_into(low.T, grad, together)
-            d_b[experts] = together.unflatten(0, (-1, d_b.shape[2])).mT
+            d_b[panel.experts] = together.unflatten(0, (-1, r)).mT
         if needs_x:
             for block in panel.blocks:
                 dx = block.room(d_x)
                 product_into(block.each(grad_RN), w_ENK[block.expert], dx)
                 block.keep(dx, d_x)
-            panel.add_product(d_low, a_ErK[experts].flatten(0, 1), d_x)
-    if most_rows > 1 and not (d_a.isfinite().all() and d_b.isfinite().all()):
+            panel.add_product(d_low, a, d_x)
+    if most_rows > 1 and _rows_together(d_a, d_b) == 1:
         # a row that is not finite, times the zeros of another expert
         call = grad_RN, x_RK, low_Rr, w_ENK, offsets_E, a_ErK, b_ENr, scaling, needs_x
         return backward(*call, most_rows=1)
