@@ -17,7 +17,7 @@ from tests.support.hub_models import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.transformers import apply, register
+from expertmesh.integrations.transformers import apply, gate, register
 from expertmesh.integrations.transformers.experts import fused_activation
 from expertmesh.testing import numerics
 
@@ -57,6 +57,39 @@ def test_every_kind_forward_and_backward(name, dtype):
     register()
     experts = tiny_experts(name, dtype)
     assert fused_activation(experts) == FUSED.get(name)
+    compare(name, experts, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", sorted(set(EXPERTS) - set(FUSED)))
+def test_a_gate_of_the_class_in_blocks_of_rows(name, dtype, threshold):
+    register()
+    threshold(gate, "SMALLEST", 1)
+    threshold(gate, "BLOCK_ELEMENTS", 100)
+    compare(name, tiny_experts(name, dtype), dtype)
+
+
+def test_a_gate_in_blocks_keeps_the_rows_alone(threshold):
+    """Many rows cost no intermediate results; a gate with a parameter of its own runs whole, for the parameter's gradient."""
+    threshold(gate, "SMALLEST", 1)
+    scale = torch.nn.Parameter(torch.full((4,), 2.0))
+    for function, is_whole in ((torch.sigmoid, False), (lambda h: torch.sigmoid(h) * scale, True)):
+        h_RH, s_R = torch.randn(9, 4, requires_grad=True), torch.rand(9, requires_grad=True)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            a_RF = gate.weighted_gate(function, h_RH, s_R)
+        assert torch.equal(a_RF, function(h_RH) * s_R[:, None])
+        assert (len(saved) > 2) == is_whole
+        grads = torch.autograd.grad(a_RF.square().sum(), (h_RH, s_R))
+        plain = (function(h_RH) * s_R[:, None]).square().sum()
+        for found, expected in zip(grads, torch.autograd.grad(plain, (h_RH, s_R)), strict=True):
+            assert torch.equal(found, expected)
+    gate.weighted_gate(lambda h: torch.sigmoid(h) * scale, h_RH, s_R).sum().backward()
+    assert scale.grad.all()
+
+
+def compare(name, experts, dtype):
+    """Ours and the class's own against its own in FP64; some tokens nobody's."""
     for num_tokens, dead in ((13, (0, 5, 12)), (1, ())):
         case = draw(num_tokens, dtype, dead=dead)
         ours, plain = run(experts, "expertmesh", *case), run(experts, "eager", *case)

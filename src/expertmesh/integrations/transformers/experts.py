@@ -6,11 +6,13 @@ of the class's own, a norm behind the experts, low-rank adapters) the class's ow
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.activations import GELUActivation, ReLUSquaredActivation, SiLUActivation
 from transformers.integrations.moe import _default_apply_gate
 
 from expertmesh.functional import combine, grouped_linear, moe_mlp, permute, route_metadata
+from expertmesh.integrations.transformers.gate import weighted_gate
 from expertmesh.integrations.transformers.lora import Adapter, weight_and_adapters
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.experts.adapted_linear import adapted_linear
@@ -88,15 +90,29 @@ def forward(
     offsets_E = metadata.offsets_E
     s_R = top_k_weights.reshape(-1).index_select(0, metadata.slot_of_row_N)
     h_RH = w_in.times(permute(x_TD, metadata), offsets_E)
-    if activation is not None and w_out.b_EN is None:
-        y_RD = w_out.times(weighted_activation(h_RH, s_R, activation=activation), offsets_E)
-        return combine(y_RD, metadata, top_k_index.shape[1]).to(hidden_states.dtype)
-    a_RF = experts._apply_gate(h_RH) if experts.has_gate else experts.act_fn(h_RH)
-    y_RD = w_out.times(a_RF, offsets_E)
+    gate = experts._apply_gate if experts.has_gate else experts.act_fn
     if experts.has_post_expert_norm:
-        y_RD = experts.post_expert_norm(y_RD)
-    y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
-    return combine(y_RD, metadata, top_k_index.shape[1]).to(hidden_states.dtype)
+        y_RD = experts.post_expert_norm(w_out.times(gate(h_RH), offsets_E))
+        y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
+        return combine(y_RD, metadata, top_k_index.shape[1]).to(hidden_states.dtype)
+    # the narrower side of the second product is weighted, and of its biases only their sum
+    if activation is not None:
+        a_RF = weighted_activation(h_RH, s_R, activation=activation)
+    else:
+        a_RF = weighted_gate(gate, h_RH, s_R)
+    y_RD = w_out._replace(b_EN=None).times(a_RF, offsets_E)
+    y_TD = combine(y_RD, metadata, top_k_index.shape[1])
+    if w_out.b_EN is not None:
+        y_TD = y_TD + _sum_of_biases(w_out.b_EN, top_k_index, top_k_weights)
+    return y_TD.to(hidden_states.dtype)
+
+
+def _sum_of_biases(b_ED: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """(T, D) what the biases of its experts, weighted, add to a token, in the wider type of both."""
+    (T, _), E = top_k_index.shape, len(b_ED)
+    wide = torch.promote_types(b_ED.dtype, top_k_weights.dtype)
+    s_TE = top_k_weights.new_zeros(T, E + 1).scatter_add(1, top_k_index.to(torch.int64), top_k_weights)[:, :E]
+    return s_TE.to(wide) @ b_ED.to(wide)
 
 
 def fused_activation(experts: Any) -> str | None:
