@@ -111,7 +111,9 @@ def _sum_of_biases(b_ED: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> 
     """(T, D) what the biases of its experts, weighted, add to a token, in the wider type of both."""
     (T, _), E = top_k_index.shape, len(b_ED)
     wide = torch.promote_types(b_ED.dtype, top_k_weights.dtype)
-    s_TE = top_k_weights.new_zeros(T, E + 1).scatter_add(1, top_k_index.to(torch.int64), top_k_weights)[:, :E]
+    s_TE = top_k_weights.new_zeros(T, E + 1).scatter_add(
+        1, top_k_index.to(torch.int64), top_k_weights
+    )[:, :E]
     return s_TE.to(wide) @ b_ED.to(wide)
 
 

@@ -18,7 +18,7 @@ Gate = Callable[[Tensor], Tensor]
 
 SMALLEST = 1 << 20
 """Elements of the rows from which blocks are worth their calls."""
-BLOCK_ELEMENTS = 1 << 17
+BLOCK_ELEMENTS = 1 << 18
 """Of the rows of a block, per thread; a gate makes several results of half the size."""
 
 
@@ -35,6 +35,7 @@ def weighted_gate(gate: Gate, h_RH: Tensor, s_R: Tensor) -> Tensor:
     """
     serves = (
         h_RH.numel() >= SMALLEST
+        and h_RH.dtype.itemsize >= 4  # rows of half the size gain nothing
         and is_plain(h_RH, s_R)
         and autocast_dtype(h_RH.device) is None
         and _has_no_parameters(gate, h_RH)
