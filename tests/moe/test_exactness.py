@@ -251,6 +251,36 @@ def test_the_gate_of_shared_experts(dtype):
     assert check(case, 17, 5)
 
 
+HASHED = {"dim": 1, "hidden_dim": 1, "num_experts": 2, "top_k": 2, "router": "hash"}
+DROPPED = {"normalize_weights": "kept", "drop_policy": "priority", "min_capacity": 1}
+NO_CHOICE = Routing(torch.tensor([[1]]), torch.tensor([[0.4]], dtype=torch.float64))
+FOUND = {
+    # W x has one number per token, and the gradient of its unit vector cancels to rounding.
+    "a cosine in one dimension": (
+        {"dim": 1, "hidden_dim": 1, "num_experts": 1, "top_k": 1, "router": "cosine"}
+        | {"cosine_dim": 5, "z_loss_weight": 0.1},
+        {"routing": NO_CHOICE},
+        1,
+        1,
+    ),
+    # A token with one choice of two has a weight of 1, the others have 0.5: they are served after it.
+    "a replayed choice of the hash router": (
+        HASHED | DROPPED,
+        {"capacity_factor": 0.6, "routing": drawn_routing(17, 2, 2, 0)},
+        17,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_a_longer_search_found(name):
+    options, call, T, values = FOUND[name]
+    case = LayerCase({**options, "dtype": torch.float64}, training=False, call=call)
+    oracle = check(case, T, values)
+    assert oracle and (oracle.num_dropped > 0) == ("capacity_factor" in call)
+
+
 FAULTY = LayerCase(
     {
         "num_experts": 4,
@@ -325,17 +355,24 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_the_comparison_notices_faults_in_the_layer(fault, monkeypatch):
+COARSE_FAULTS = FAULTS[2:]
+"""Those that are larger than the rounding of BF16."""
+WITH_FAULTS = [(torch.float32, fault) for fault in (None, *FAULTS)]
+WITH_FAULTS += [(torch.bfloat16, fault) for fault in (None, *COARSE_FAULTS)]
+
+
+@pytest.mark.parametrize(("dtype", "fault"), WITH_FAULTS)
+def test_the_comparison_notices_faults_in_the_layer(dtype, fault, monkeypatch):
     """A half percent, a swapped pair, a lost row, a lost gradient, an off-by-one: none passes."""
-    layer = make_layer(FAULTY, 7)
-    x, dy = draw_tensors(FAULTY, 17, 7)
+    case = replace(FAULTY, kwargs={**FAULTY.kwargs, "dtype": dtype})
+    layer = make_layer(case, 7)
+    x, dy = draw_tensors(case, 17, 7)
     if fault is None:
-        assert check_exact(layer, FAULTY, x, dy).num_dropped > 0
+        assert check_exact(layer, case, x, dy).num_dropped > 0
         return
     fault(layer, monkeypatch)
     with pytest.raises(AssertionError):
-        check_exact(layer, FAULTY, x, dy)
+        check_exact(layer, case, x, dy)
 
 
 def test_the_bias_is_added_before_the_pre_activation_is_rounded():

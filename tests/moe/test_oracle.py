@@ -8,8 +8,9 @@ import torch
 from tests.support.poison import poisoned_empty
 
 from expertmesh.testing import numerics
-from expertmesh.testing.loop_layer import LoopInputs, loop_forward
+from expertmesh.testing.loop_layer import LoopInputs, loop_forward, shuffled
 from expertmesh.testing.oracle import oracle_backward, oracle_forward
+from expertmesh.testing.oracle_rounding import rounding_of_results
 from expertmesh.testing.oracle_types import OracleInputs, OracleOptions
 
 T, D, F, E, K = 9, 5, 6, 4, 2
@@ -68,6 +69,7 @@ CASES = {
     "hash": {"router": "hash"},
     "expert_groups": {"num_expert_groups": 2, "num_limited_groups": 1, "activation": "relu"},
     "global_loss": {"balance_loss_scope": "global", "routing_group_size": 4},
+    "gshard": {"balance_loss": "gshard"},
     "bound": {"max_capacity_factor": 0.5, "min_capacity": 1},
 }
 
@@ -159,6 +161,42 @@ def test_loop_and_autograd_equal_the_oracle_in_fp64(name):
     for key, tensor in {"x": loop.x_TD, **loop.params}.items():
         grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         numerics.assert_close_fp64(grad, grads[key], what=f"gradient of {key}")
+
+
+def in_fp32(value):
+    return None if value is None else value.astype(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_running_errors_bound_plain_pytorch_in_fp32(name):
+    """The analysis computes the oracle's values, and FP32 in several orders of summation stays below its errors."""
+    inputs, options = make_case(name, mask=name != "load")
+    inputs = dataclasses.replace(
+        inputs,
+        x_TD=in_fp32(inputs.x_TD),
+        params={k: in_fp32(v) for k, v in inputs.params.items()},
+        noise_TE=in_fp32(inputs.noise_TE),
+        input_factor_TD=in_fp32(inputs.input_factor_TD),
+    )
+    dy_TD = in_fp32(np.random.default_rng(1).normal(size=(T, D)))
+    out, _ = loop_case(inputs, options, torch.float32)
+    unit = torch.finfo(torch.float32).eps / 2
+    rounded = rounding_of_results(inputs, options, out, dy_TD, low=unit, wide=unit)
+    exact = {"y": out.y_TD, **oracle_backward(inputs, options, out, dy_TD)}
+    assert set(rounded) == {k for k in exact if not (name == "hash" and k.startswith("router"))}
+    for key, found in rounded.items():
+        numerics.assert_close_fp64(found.value, exact[key], what=key)
+        assert found.error.shape == exact[key].shape and (found.error >= 0).all(), key
+    for order in range(4):
+        _, plain = loop_case(inputs, options, torch.float32)
+        moved, back_D = shuffled(plain, seed=order)
+        y, aux, z = loop_forward(moved, options)
+        y = y[:, back_D]
+        ((y * torch.tensor(dy_TD, dtype=y.dtype)).sum() + aux + z).backward()
+        found = {"y": y, "x": plain.x_TD.grad} | {k: p.grad for k, p in plain.params.items()}
+        for key, bound in rounded.items():
+            value = torch.zeros(bound.value.shape) if found[key] is None else found[key]
+            assert (numerics.errors(value, exact[key]) <= bound.error).all(), key
 
 
 def test_the_cases_are_not_trivial():

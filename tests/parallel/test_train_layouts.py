@@ -1,5 +1,6 @@
 """The same run on any layout: losses, gradient norms and evaluations of FP64 steps."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -119,13 +120,13 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("layouts")
 
 
+ONE_PROCESS = {"capacity": {}, "dropless": DROPLESS, "muon": MUON}
+
+
 @pytest.fixture(scope="module")
 def one_process(folder):
-    return {
-        "capacity": run_training(folder, "one", {}),
-        "dropless": run_training(folder, "one-dropless", DROPLESS),
-        "muon": run_training(folder, "one-muon", MUON),
-    }
+    """The lines of a run on one process by its name; each is trained when it is first asked for."""
+    return functools.cache(lambda name: run_training(folder, f"one-{name}", ONE_PROCESS[name]))
 
 
 def assert_same(lines, expected):
@@ -135,13 +136,13 @@ def assert_same(lines, expected):
 @pytest.mark.parametrize("layout", TWO + TENSOR_TWO, ids=str)
 def test_two_ranks(two_ranks, folder, one_process, layout):
     name = "-".join(("two", *layout))
-    assert_same(two_ranks.run(run_training, folder, name, layout)[0], one_process["capacity"])
+    assert_same(two_ranks.run(run_training, folder, name, layout)[0], one_process("capacity"))
 
 
 @pytest.mark.parametrize("layout", FOUR + TENSOR_FOUR, ids=str)
 def test_four_ranks(four_ranks, folder, one_process, layout):
     name = "-".join(("four", *layout))
-    assert_same(four_ranks.run(run_training, folder, name, layout)[0], one_process["capacity"])
+    assert_same(four_ranks.run(run_training, folder, name, layout)[0], one_process("capacity"))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_four_ranks(four_ranks, folder, one_process, layout):
 def test_dropless_pyramid_in_micro_batches(four_ranks, folder, one_process, layout):
     name = f"dropless-{'-'.join(layout)}"
     lines = four_ranks.run(run_training, folder, name, DROPLESS | layout)[0]
-    assert_same(lines, one_process["dropless"])
+    assert_same(lines, one_process("dropless"))
 
 
 @pytest.mark.parametrize("part", ["experts", "router"])
@@ -181,7 +182,7 @@ def test_frozen_parts_learn_nothing(two_ranks, folder, part):
 )
 def test_muon(four_ranks, folder, one_process, layout):
     lines = four_ranks.run(run_training, folder, f"muon-{'-'.join(layout)}", MUON | layout)[0]
-    assert_same(lines, one_process["muon"])
+    assert_same(lines, one_process("muon"))
 
 
 def on_strided_parts():
@@ -246,7 +247,7 @@ def test_tensor_parallel_command_line(tmp_path, folder, one_process):
     said = [agent.printed(rank) for rank in range(2)]
     assert codes == [0, 0], said
     assert [text.count(f"step {STEPS}/{STEPS}") for text in said] == [1, 0]
-    assert_same(lines_of(folder / "cli"), one_process["capacity"])
+    assert_same(lines_of(folder / "cli"), one_process("capacity"))
 
 
 @pytest.mark.exhaustive
@@ -257,4 +258,4 @@ def test_tensor_parallel_under_torchrun(folder, one_process, layout):
     done = torchrun(num_ranks, *cli_words(folder, name, layout))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"step {STEPS}/{STEPS}") == 1
-    assert_same(lines_of(folder / name), one_process["capacity"])
+    assert_same(lines_of(folder / name), one_process("capacity"))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tests.support.patience import PATIENCE_S
@@ -20,15 +21,57 @@ MOST_FUNCTION_LINES = 100
 MOST_KERNEL_LINES = 150
 MOST_ROOMS, MOST_FLOORS, MOST_ROOM_IMPORTS = 16, 8, 50
 MOST_PATCHES = 45
+WAYS_TO_PATCH = ("monkeypatch.setattr", "mock.patch", "mock.patch.object", "patch", "patch.object")
+LAST_WORDS_OF_PATCHES = {way.rpartition(".")[2] for way in WAYS_TO_PATCH}
 CATCH_ALL_NAMES = re.compile(
     r"(utils?|common|helpers?|misc|shared|stuff)(_.*)?|.*_(utils?|helpers?)"
 )
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".sh", ".yml", ".yaml", ".cfg", ".json", ""}
 
 
+class Facts(NamedTuple):
+    """What the rules look at in a file; its tree is not kept, or every later collection of garbage would look through it."""
+
+    functions: list[tuple[str, int]]
+    """Names and numbers of lines."""
+    imports: set[str]
+    """Modules, and `module.name` of what is imported from one."""
+    unwanted: list[str]
+    """Relative imports and bare excepts."""
+    patches: int
+    """Calls that replace an attribute."""
+    undocumented: list[str]
+    """Public names, "" for the module itself."""
+    shapes: set[tuple[str, str]]
+    """Names that end in a shape, and the shape."""
+
+
 @functools.cache
-def tree_of(path):
-    return ast.parse(path.read_text())
+def facts_of(path):
+    tree = ast.parse(path.read_text())
+    facts = Facts([], set(), [], 0, list(undocumented(tree)), set())
+    patches = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            facts.functions.append((node.name, lines))
+        elif isinstance(node, ast.Import):
+            facts.imports.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            facts.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
+            if node.level > 0:
+                facts.unwanted.append(f"{node.lineno}: relative import")
+        elif isinstance(node, ast.ExceptHandler) and node.type is None:
+            facts.unwanted.append(f"{node.lineno}: bare except")
+        elif isinstance(node, ast.Call):
+            last = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            if last in LAST_WORDS_OF_PATCHES:
+                patches += ast.unparse(node.func) in WAYS_TO_PATCH
+        name = getattr(node, "arg", None) or getattr(node, "id", None)
+        stem, _, shape = (name or "").rpartition("_")
+        if stem and not stem.isupper() and re.fullmatch(r"[0-9]*[A-Z][A-Za-z0-9]*", shape):
+            facts.shapes.add((name, shape))
+    return facts._replace(patches=patches)
 
 
 @functools.cache
@@ -53,12 +96,6 @@ def relative(path):
     return str(path.relative_to(ROOT))
 
 
-def functions(tree):
-    return [
-        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-
-
 def test_files_are_short():
     lengths = {relative(path): len(path.read_text().splitlines()) for path in python_files()}
     assert lengths, "no file found: the test looks in the wrong place"
@@ -69,10 +106,9 @@ def test_functions_are_short():
     too_long = {}
     for path in python_files():
         most = MOST_KERNEL_LINES if "kernels" in path.parts else MOST_FUNCTION_LINES
-        for node in functions(tree_of(path)):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        for name, lines in facts_of(path).functions:
             if lines > most:
-                too_long[f"{relative(path)}:{node.name}"] = lines
+                too_long[f"{relative(path)}:{name}"] = lines
     assert too_long == {}
 
 
@@ -84,12 +120,7 @@ def rooms_of_ops():
         first, *rest = path.relative_to(folder).with_suffix("").parts
         if not rest and first == "__init__":
             continue
-        names = set()
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        names = facts_of(path).imports
         below = {n.split(".")[2] for n in names if n.startswith("expertmesh.ops.")}
         imported[first] = imported.get(first, set()) | below - {first}
     return imported
@@ -123,31 +154,26 @@ def public_definitions(tree):
                         yield f"{node.name}.{inner.name}", inner
 
 
+def undocumented(tree):
+    if ast.get_docstring(tree) is None:
+        yield ""
+    for name, node in public_definitions(tree):
+        is_override = any(
+            isinstance(mark, ast.Name) and mark.id in ("override", "overload")
+            for mark in node.decorator_list
+        )
+        if ast.get_docstring(node) is None and not is_override:
+            yield name
+
+
 def test_public_names_have_docstrings():
-    missing = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        tree = tree_of(path)
-        if ast.get_docstring(tree) is None:
-            missing.append(relative(path))
-        for name, node in public_definitions(tree):
-            is_override = any(
-                isinstance(mark, ast.Name) and mark.id in ("override", "overload")
-                for mark in node.decorator_list
-            )
-            if ast.get_docstring(node) is None and not is_override:
-                missing.append(f"{relative(path)}:{name}")
-    assert missing == []
+    paths = sorted(SOURCE.rglob("*.py"))
+    assert [f"{relative(p)}:{name}" for p in paths for name in facts_of(p).undocumented] == []
 
 
 def test_no_relative_imports_and_no_bare_except():
-    found = []
-    for path in python_files():
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ImportFrom) and node.level > 0:
-                found.append(f"{relative(path)}:{node.lineno}: relative import")
-            if isinstance(node, ast.ExceptHandler) and node.type is None:
-                found.append(f"{relative(path)}:{node.lineno}: bare except")
-    assert found == []
+    paths = python_files()
+    assert [f"{relative(p)}:{found}" for p in paths for found in facts_of(p).unwanted] == []
 
 
 def test_only_families_know_their_models():
@@ -160,14 +186,8 @@ def test_only_families_know_their_models():
 
 def test_few_tests_replace_what_they_test():
     """Seams, arguments and fakes that are passed in say more than attributes that are replaced behind the code's back."""
-    calls = [
-        ast.unparse(node.func)
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Call)
-    ]
-    ways = ("monkeypatch.setattr", "mock.patch", "mock.patch.object", "patch", "patch.object")
-    assert 0 < sum(call in ways for call in calls) <= MOST_PATCHES
+    paths = (ROOT / "tests").rglob("*.py")
+    assert 0 < sum(facts_of(path).patches for path in paths) <= MOST_PATCHES
 
 
 def test_test_files_have_unique_names_in_their_folder_tree():
@@ -354,11 +374,8 @@ def test_decisions_are_numbered_and_shaped_alike():
 def shape_suffixes():
     """Shapes that names of values in `src/` end in: what follows the last underscore and has upper-case letters."""
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(tree_of(path)):
-            name = getattr(node, "arg", None) or getattr(node, "id", None)
-            stem, _, shape = (name or "").rpartition("_")
-            if stem and not stem.isupper() and re.fullmatch(r"[0-9]*[A-Z][A-Za-z0-9]*", shape):
-                yield relative(path), name, shape
+        for name, shape in sorted(facts_of(path).shapes):
+            yield relative(path), name, shape
 
 
 def test_letters_of_shapes_are_in_the_legend():

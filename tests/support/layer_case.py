@@ -24,6 +24,7 @@ from expertmesh.testing import numerics, oracle_random
 from expertmesh.testing.loop_layer import LoopInputs, loop_forward, shuffled
 from expertmesh.testing.numerics import as_fp64
 from expertmesh.testing.oracle import oracle_backward, oracle_forward
+from expertmesh.testing.oracle_rounding import loss_scales, rounding_of_results
 from expertmesh.testing.oracle_router import has_load
 from expertmesh.testing.oracle_types import OracleInputs, OracleOptions, OracleOutput
 from tests.support.poison import poisoned_empty
@@ -267,15 +268,26 @@ def check_exact(layer: MoELayer, case: LayerCase, x: Tensor, dy: Tensor) -> Orac
     exact = Results(oracle.y_TD.reshape(x.shape), oracle.aux_loss, oracle.z_loss, exact_grads)
     is_fp64 = x.dtype == torch.float64
     loops = [] if is_fp64 else run_loops(layer, case, oracle, x_TD, dy_TD)
-    scales = oracle.tape["scales"]
+    low, wide = case.autocast or x.dtype, x.dtype if is_fp64 else torch.float32
+    units = {"low": torch.finfo(low).eps / 2, "wide": torch.finfo(wide).eps / 2}
+    units["cast"] = units["low"] if case.autocast else 0.0
+    rounded = rounding_of_results(inputs, options, oracle, as_fp64(dy_TD), **units)
+    scales = loss_scales(inputs, options, oracle)
     for what, mine, theirs, right in _pairs(ours, loops, exact):
+        rounding = rounded[what].error.reshape(mine.shape) if what in rounded else None
         if is_fp64:
-            scale = max(numerics.magnitude(right), scales.get(what, 0.0))
+            size = scales[what] if rounding is None else rounding.max(initial=0.0) / units["low"]
+            scale = max(numerics.magnitude(right), size)
             numerics.assert_close_fp64(mine, right, what=what, scale=scale)
         else:
-            low = None if what in ("aux_loss", "z_loss") else case.autocast or x.dtype
             numerics.assert_two_times(
-                mine, theirs, right, what=what, dtype=low, scale=scales.get(what, 0.0)
+                mine,
+                theirs,
+                right,
+                what=what,
+                dtype=low if what in rounded else None,
+                scale=scales.get(what, 0.0),
+                rounding=rounding,
             )
     return oracle
 

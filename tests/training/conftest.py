@@ -1,5 +1,6 @@
 """A tiny corpus and a tiny run for the tests of the trainer."""
 
+import functools
 import random
 import signal
 
@@ -64,11 +65,11 @@ def cache_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
-def tiny(corpus_folder, cache_folder, tmp_path):
-    """A function that makes the configuration of a tiny run, with changes by dotted name."""
+@pytest.fixture(scope="session")
+def tiny_in(corpus_folder, cache_folder):
+    """A function that makes the configuration of a tiny run in a folder, with changes by dotted name."""
 
-    def make(**changes):
+    def make(folder, **changes):
         values = {
             "model.vocab_size": 300,
             "model.dim": 32,
@@ -87,7 +88,7 @@ def tiny(corpus_folder, cache_folder, tmp_path):
             "train.dtype": "float32",
             "train.device": "cpu",
             "train.tensorboard": False,
-            "train.run_dir": str(tmp_path / "run"),
+            "train.run_dir": str(folder / "run"),
             "optim.warmup_steps": 2,
         }
         return RECIPES["gpt-moe-test"]().updated(values | changes)
@@ -96,6 +97,12 @@ def tiny(corpus_folder, cache_folder, tmp_path):
 
 
 @pytest.fixture
+def tiny(tiny_in, tmp_path):
+    """The same in the test's own folder."""
+    return functools.partial(tiny_in, tmp_path)
+
+
+@pytest.fixture(scope="session")
 def run_quietly():
     """Train without output."""
 

@@ -1,5 +1,6 @@
 """Branches of a trunk: the same run as a straight one of their length; what cannot be a branch is one line."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,11 @@ def make(tiny, tmp_path):
     return make
 
 
-@pytest.fixture
-def trunk(make, run_quietly):
-    config = make("trunk", **{"train.steps": 10, "train.keep_every": 4})
+@pytest.fixture(scope="module")
+def trunk(tiny_in, tmp_path_factory, run_quietly):
+    place = tmp_path_factory.mktemp("branches")
+    own = {"train.steps": 10, "train.keep_every": 4, "train.run_dir": str(place / "trunk")}
+    config = tiny_in(place, **WSD, **own)
     run_quietly(config)
     kept = [step_of(path) for path in list_checkpoints(Path(config.train.run_dir) / "checkpoints")]
     assert {4, 8} <= set(kept) and not {2, 6} & set(kept)
@@ -70,8 +73,8 @@ def test_what_is_no_branch(make, run_quietly, trunk, tmp_path, changes, words):
     assert "\n" not in str(error.value)
 
 
-def test_a_damaged_trunk(make, run_quietly, trunk):
-    folder = Path(trunk.train.run_dir) / "checkpoints" / "step_00000004"
-    (folder / "state.json").write_text("{}")
+def test_a_damaged_trunk(make, run_quietly, trunk, tmp_path):
+    damaged = shutil.copytree(trunk.train.run_dir, tmp_path / "damaged")
+    (damaged / "checkpoints" / "step_00000004" / "state.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"step_00000004 is damaged"):
-        run_quietly(make("branch", **{"train.steps": 5, "train.branch_from": trunk.train.run_dir}))
+        run_quietly(make("branch", **{"train.steps": 5, "train.branch_from": str(damaged)}))

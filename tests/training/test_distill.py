@@ -76,9 +76,9 @@ def run(config):
     return lines_of(config.train.run_dir)
 
 
-@pytest.fixture
-def teacher(tiny, tmp_path):
-    config = tiny(**TEACHER, **{"train.run_dir": str(tmp_path / "teacher"), "optim.lr": 1e-2})
+@pytest.fixture(scope="module")
+def teacher(tiny_in, tmp_path_factory):
+    config = tiny_in(tmp_path_factory.mktemp("teacher"), **TEACHER, **{"optim.lr": 1e-2})
     run(config)
     return config
 

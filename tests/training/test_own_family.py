@@ -121,6 +121,7 @@ def run_of(folder, **changes):
 def test_by_name_on_the_command_line(tmp_path, capsys):
     """Trained, stopped, gone on with, reported; its options are options, and its words are its own."""
     words = ["--family", NAME, "--train.run-dir", str(tmp_path / "run"), "--train.keep-last", "9"]
+    words += ["--train.checkpoint-every", "60"]
     assert main(["train", *words, "--dry-run", "--model.num-experts", "8"]) == 0
     assert '"num_experts": 8' in capsys.readouterr().out
     assert main(["train", *words, "--train.steps", "4", "--optim.schedule-steps", "60"]) == 0
@@ -145,7 +146,7 @@ def test_by_name_on_the_command_line(tmp_path, capsys):
     ):
         assert text in out, out
     assert "sample 1" not in out
-    straight = run_of(tmp_path / "straight", **{"train.steps": 60})
+    straight = run_of(tmp_path / "straight", **{"train.steps": 60, "train.checkpoint_every": 60})
     assert train_quietly(straight, family=DIGITS).evaluation["accuracy"] > 0.5
     assert lines_of(tmp_path / "straight") == lines_of(tmp_path / "run")
 

@@ -38,6 +38,17 @@ def weights(config):
     return model.state_dict()
 
 
+@pytest.fixture(scope="module")
+def finished(tiny_in, tmp_path_factory, run_quietly):
+    """A run of 8 steps and one of 2, by their numbers of steps; for tests that do not change them."""
+    runs = {
+        steps: tiny_in(tmp_path_factory.mktemp("run"), **{"train.steps": steps}) for steps in (2, 8)
+    }
+    for config in runs.values():
+        run_quietly(config)
+    return runs
+
+
 def test_a_run_writes_what_it_promises(tiny, run_quietly):
     config = tiny()
     result = run_quietly(config)
@@ -146,10 +157,9 @@ def snapshot(folder):
     ],
 )
 def test_a_run_that_does_not_fit_is_refused_and_nothing_is_written(
-    tiny, run_quietly, changes, words
+    finished, run_quietly, changes, words
 ):
-    config = tiny(**{"train.steps": 2})
-    run_quietly(config)
+    config = finished[2]
     before = snapshot(RunDir(config.train.run_dir).path)
     with pytest.raises(ConfigError) as info:
         run_quietly(config.updated({"train.steps": 4, **changes}))
@@ -191,7 +201,7 @@ def test_one_process_per_run_directory_and_a_dead_one_does_not_count(tmp_path):
 def test_nan_weights_stop_the_run_and_name_the_last_good_checkpoint(
     tiny, run_quietly, before_steps, monkeypatch
 ):
-    config = tiny(**{"train.steps": 30, "train.max_bad_steps": 3, "train.checkpoint_every": 2})
+    config = tiny(**{"train.steps": 10, "train.max_bad_steps": 3, "train.checkpoint_every": 2})
 
     @before_steps
     def _spoil(model, step):
@@ -210,7 +220,7 @@ def test_nan_weights_stop_the_run_and_name_the_last_good_checkpoint(
     )
     monkeypatch.undo()
     result = run_quietly(config.updated({"train.resume": "auto"}))
-    assert (result.resumed_from, result.step, result.skipped_steps) == (4, 30, 0)
+    assert (result.resumed_from, result.step, result.skipped_steps) == (4, 10, 0)
 
 
 def test_a_few_bad_steps_are_skipped_and_counted(tiny, run_quietly, before_steps):
@@ -233,11 +243,9 @@ def test_a_few_bad_steps_are_skipped_and_counted(tiny, run_quietly, before_steps
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_the_run_goes_on_later(
-    tiny, run_quietly, tmp_path, before_steps, monkeypatch, number
+    tiny, finished, run_quietly, before_steps, monkeypatch, number
 ):
     config = tiny()
-    straight = tiny(**{"train.run_dir": str(tmp_path / "straight")})
-    run_quietly(straight)
     before = signal.getsignal(number)
     before_steps(lambda model, step: step == 2 and os.kill(os.getpid(), number))
     result = run_quietly(config)
@@ -246,7 +254,7 @@ def test_a_signal_saves_and_the_run_goes_on_later(
     assert signal.getsignal(number) is before
     monkeypatch.undo()
     assert run_quietly(config.updated({"train.resume": "auto"})).resumed_from == 3
-    assert lines_of(config.train.run_dir) == lines_of(straight.train.run_dir)
+    assert lines_of(config.train.run_dir) == lines_of(finished[8].train.run_dir)
 
 
 @pytest.mark.parametrize("later", [True, False], ids=["later", "of the same moment"])

@@ -86,7 +86,8 @@ class MoELayer(nn.Module):
         max_capacity_factor: upper bound on the factor, for a dropless layer as well; None: no bound.
         drop_policy: who stays when an expert is over capacity: "first" (all first choices in token order, then all
             second ones), "priority" (the same with tokens in order of their largest probability: batch-prioritised
-            routing), "weight" (choices by routing weight) or "random" (in training; "first" in evaluation).
+            routing; of their largest routing weight where the router has no probabilities, "hash"), "weight" (choices
+            by routing weight) or "random" (in training; "first" in evaluation). Ties are in the order of "first".
         routing_group_size: tokens per routing group, for capacity and losses; None: all tokens of a call.
         experts: an nn.ModuleList of E modules of your own, or a function from the expert's index to a module; each is
             called on its (n, D) rows. They synchronise with the host. None: grouped experts.

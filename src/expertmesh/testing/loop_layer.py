@@ -157,11 +157,12 @@ def loop_losses(
         rows = [t for t in members if t in set(valid)]
         if not rows or options.balance_loss == "none":
             continue
-        ids = inputs.expert_ids_TK[rows].flatten()
+        counted = 1 if options.balance_loss == "gshard" else None
+        ids = inputs.expert_ids_TK[rows, :counted].flatten()
         counts = torch.bincount(ids, minlength=options.num_experts + 1)[:-1].to(p_TE.dtype)
         importance = p_TE[rows].sum(0)
         load = counts if load_TE is None else load_TE[rows].sum(0)
-        if options.balance_loss == "switch":
+        if options.balance_loss in ("switch", "gshard"):
             loss = (
                 options.num_experts
                 * (counts / counts.sum().clamp(min=1.0) * importance / len(rows)).sum()

@@ -11,6 +11,7 @@ units in the last place of the largest oracle value.
 Twice the error of another order of summation is no bound where there are few numbers: on another processor both orders
 change, and one of them may be lucky. Where the size of what is summed is known (`Sums`), the floor is therefore another
 one, with a proof: the rounding that a sum of that length has in any order (`rounding_bound`), element by element.
+For a whole layer it is the running error of the chain of its operations (`rounded`, `oracle_rounding`).
 `docs/numerics.md` has the policy in words.
 """
 
@@ -118,6 +119,11 @@ def sums_of_terms(terms: Tensor, dim: int, *, dtype: torch.dtype = torch.float32
     return Sums(as_fp64(terms.abs().sum(dim)), terms.shape[dim], dtype)
 
 
+def roundoff_of_sums(length: int, unit: float) -> float:
+    """Error of a sum of `length` terms relative to the sum of their absolute values, for a unit roundoff."""
+    return min(float(length), ROUNDING_CONFIDENCE * length**0.5) * unit
+
+
 def rounding_bound(sums: Sums, oracle: Array, dtype: torch.dtype) -> np.ndarray:
     """The most that rounding does to every element of a sum, in whatever order it is summed.
 
@@ -133,8 +139,7 @@ def rounding_bound(sums: Sums, oracle: Array, dtype: torch.dtype) -> np.ndarray:
         oracle: the FP64 result.
         dtype: type of the output, to which the sum is rounded once.
     """
-    n = sums.length
-    factor = min(float(n), ROUNDING_CONFIDENCE * n**0.5) * torch.finfo(sums.dtype).eps / 2
+    factor = roundoff_of_sums(sums.length, torch.finfo(sums.dtype).eps / 2)
     summed, out = factor * sums.sizes, torch.finfo(dtype)
     _, exponents = np.frexp(np.maximum(np.abs(as_fp64(oracle)) + summed, out.tiny))
     return summed + out.eps / 2 * np.exp2(exponents - 1.0)
@@ -147,8 +152,9 @@ def two_times_bound(
     dtype: torch.dtype | None = None,
     scale: float = 0.0,
     sums: Sums | None = None,
+    rounding: np.ndarray | None = None,
 ) -> np.ndarray:
-    """The largest error that the two-times rule allows: one number, or with `sums` one per element.
+    """The largest error that the two-times rule allows: one number, or with `sums` or `rounding` one per element.
 
     Args:
         references: plain PyTorch's result in the same precision, or several of them computed in different orders;
@@ -157,13 +163,15 @@ def two_times_bound(
         dtype: precision whose eps scales the floor; None: the references' own.
         scale: size of the summands where they cancel; the floor uses it where it exceeds the oracle's largest value.
         sums: what the result sums; then the floor is their `rounding_bound`.
+        rounding: a bound of the error of every element, beside that floor.
     """
     references = [references] if isinstance(references, Tensor) else list(references)
     twice = TWO * max(max_error(reference, oracle) for reference in references)
     if sums is not None:
         return np.maximum(twice, rounding_bound(sums, oracle, references[0].dtype))
     eps = torch.finfo(dtype or references[0].dtype).eps
-    return np.asarray(twice + FLOOR_ULPS * eps * max(magnitude(oracle), scale))
+    bound = np.asarray(twice + FLOOR_ULPS * eps * max(magnitude(oracle), scale))
+    return bound if rounding is None else np.maximum(bound, rounding)
 
 
 def assert_two_times(
@@ -175,6 +183,7 @@ def assert_two_times(
     dtype: torch.dtype | None = None,
     scale: float = 0.0,
     sums: Sums | None = None,
+    rounding: np.ndarray | None = None,
 ) -> None:
     """Assert err(ours, oracle) <= 2 * err(plain PyTorch in the same precision, oracle) + floor.
 
@@ -187,6 +196,7 @@ def assert_two_times(
             precision comes from low-precision ones (the FP32 router's gradient in a BF16 layer).
         scale: size of the summands where they cancel (see `two_times_bound`).
         sums: what the result sums, where that is known; then their `rounding_bound` is the floor.
+        rounding: what rounding may do to every element, where that is known, beside that floor.
 
     Raises:
         AssertionError: too far off, not finite where the oracle is, or of another shape or dtype than the reference.
@@ -197,7 +207,9 @@ def assert_two_times(
         else same_precision_reference[0]
     )
     assert ours.dtype == first.dtype, f"{what}: dtype {ours.dtype}, the reference has {first.dtype}"
-    bound = two_times_bound(same_precision_reference, oracle, dtype=dtype, scale=scale, sums=sums)
+    bound = two_times_bound(
+        same_precision_reference, oracle, dtype=dtype, scale=scale, sums=sums, rounding=rounding
+    )
     found, largest = errors(ours, oracle), magnitude(oracle)
     allowed = np.broadcast_to(bound, found.shape)
     if (found <= allowed).all():
@@ -205,7 +217,7 @@ def assert_two_times(
     worst = np.unravel_index(np.argmax(found - allowed), found.shape)
     raise AssertionError(
         f"{what}: error {found[worst] / largest:.3e} of the largest value, allowed {allowed[worst] / largest:.3e} "
-        f"(twice plain PyTorch's in {ours.dtype}{'' if sums is None else ' or the bound of its rounding'})"
+        f"(twice plain PyTorch's in {ours.dtype}{'' if sums is None and rounding is None else ' or the bound of its rounding'})"
     )
 
 

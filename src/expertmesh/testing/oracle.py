@@ -87,9 +87,8 @@ def oracle_backward(
                 into = mlp_of(grads, "experts.", options.activation, int(e))
                 dfinal_TK[t, k] = float(expert.forward(x_D) @ dmoe_TD[t])
                 dx_TD[t] += expert.backward(x_D, final_TK[t, k] * dmoe_TD[t], into)
-    tape["scales"] = _scales(inputs, options, output, dmoe_TD, dy_TD)
     dfinal_TK *= inputs.output_factor_TK
-    draw_TK = _weights_backward(routed.raw_TK, dfinal_TK, output.kept_TK, inputs, options)
+    draw_TK = weights_backward(routed.raw_TK, dfinal_TK, output.kept_TK, inputs, options)
     dprobabilities_TE, dload_TE = balance_loss_backward(
         routed, mask_T, options, options.aux_loss_weight
     )
@@ -98,47 +97,6 @@ def oracle_backward(
     dlogits_TE += z_loss_backward(routed, mask_T, options, options.z_loss_weight)
     dx_TD += logits_backward(inputs, routed, dlogits_TE, options, grads)
     return {"x": np.where(mask_T[:, None], dx_TD, 0.0), **grads}
-
-
-def _scales(
-    inputs: OracleInputs, options: OracleOptions, output: OracleOutput, dmoe_TD: Array, dy_TD: Array
-) -> dict[str, float]:
-    """Size of the summands of the gradients that come out of a difference (of a softmax, a normalisation).
-
-    The gradient of a routing weight is a sum over D, and that of a logit the difference of several: where it cancels,
-    an error is to be measured by what cancelled.
-    """
-    params = dict(inputs.params)
-    largest = {"router": 0.0, "residual_coefficient": 0.0}
-    for t, x_D in enumerate(inputs.x_TD):
-        rows = 0.0
-        for k, e in enumerate(output.topk_expert_ids_TK[t]):
-            if output.kept_TK[t, k]:
-                y_D = _expert(inputs, options, int(e)).forward(x_D)
-                rows += abs(output.tape["final_TK"][t, k]) * float(np.abs(dmoe_TD[t] * y_D).sum())
-        largest["router"] = max(largest["router"], rows / options.logit_temperature)
-        if "residual_mlp.w_in" in params:
-            out_D = mlp_of(params, "residual_mlp.", options.activation).forward(x_D)
-            both = (
-                np.abs(dy_TD[t] * out_D).sum() + np.abs(dy_TD[t] * output.tape["moe_TD"][t]).sum()
-            )
-            largest["residual_coefficient"] = max(largest["residual_coefficient"], float(both))
-    by_x = max(1.0, float(np.abs(inputs.x_TD).max(initial=0.0)))
-    scales = {
-        name: largest[name.split(".")[0]] * by_x for name in params if name.split(".")[0] in largest
-    }
-    # An error of a logit is one of the products in it; losses multiply it by their slope.
-    factors = inputs.params.get("router.proj.weight"), np.abs(output.tape["routed"].router_input_TD)
-    logit = (
-        1.0 if factors[0] is None else float((factors[1] @ np.abs(factors[0]).T).max(initial=1.0))
-    )
-    logit /= min(1.0, options.logit_temperature)
-    scales["z_loss"] = 2.0 * (options.z_loss_weight * output.z_loss) ** 0.5 * logit
-    scales["aux_loss"] = output.aux_loss * logit
-    if options.balance_loss == "importance_load":
-        # A variance is a small difference of importances: its error is of first order in its root.
-        scales["aux_loss"] = (options.aux_loss_weight * output.aux_loss) ** 0.5 * logit
-    return scales
 
 
 def _hide_masked(inputs: OracleInputs, mask_T: Array) -> OracleInputs:
@@ -194,9 +152,10 @@ def _given_weights(
     return weights_TK
 
 
-def _weights_backward(
+def weights_backward(
     raw_TK: Array, dfinal_TK: Array, kept_TK: Array, inputs: OracleInputs, options: OracleOptions
 ) -> Array:
+    """Gradient of the chosen scores from that of the weights; zero for replayed ones."""
     draw_TK = np.zeros_like(raw_TK)
     if inputs.weights_TK is not None:
         return draw_TK
@@ -230,7 +189,7 @@ def _assign(
             queue = [(k, t) for k in range(ids_TK.shape[1]) for t in members if ids_TK[t, k] == e]
             if options.drop_policy == "priority":
                 # V-MoE, algorithm 2: by choice, then by the token's largest probability, of whichever expert
-                key = [(k, -max(routed.probabilities_TE[t])) for k, t in queue]
+                key = [(k, -_priority(routed, ids_TK, weights_TK, t, options)) for k, t in queue]
             elif options.drop_policy == "weight":
                 key = [(0, -weights_TK[t, k]) for k, t in queue]
             elif options.drop_policy == "random":
@@ -247,11 +206,22 @@ def _assign(
                     key[order[limit - 1]] if limit else (-1, -np.inf),
                     key[order[limit]],
                 )
-                is_constant = options.router == "hash" or -last[1] == options.weight_scale
                 by_weight = options.drop_policy in ("priority", "weight")
-                if last[0] == first_out[0] and not (by_weight and is_constant):
+                # Constants are equal in every precision, and queue as with "first".
+                is_constant = options.router == "hash" or -last[1] == options.weight_scale
+                is_tie = by_weight and is_constant and last == first_out
+                if last[0] == first_out[0] and not is_tie:
                     routed.gaps.append(first_out[1] - last[1])
     return kept_TK
+
+
+def _priority(
+    routed: Routed, ids_TK: Array, weights_TK: Array, t: int, options: OracleOptions
+) -> float:
+    """A token's largest probability; the largest of its routing weights where the router has no probabilities."""
+    if options.router != "hash":
+        return float(routed.probabilities_TE[t].max())
+    return float(weights_TK[t, ids_TK[t] < options.num_experts].max())
 
 
 def _limit(num_valid: int, options: OracleOptions) -> int | None:

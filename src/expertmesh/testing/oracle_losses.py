@@ -8,7 +8,7 @@ from expertmesh.testing.oracle_router import Routed, routing_groups, softmax
 from expertmesh.testing.oracle_types import Array, OracleOptions
 
 
-def _loss_groups(mask_T: Array, options: OracleOptions) -> Iterator[tuple[list[int], float]]:
+def loss_groups(mask_T: Array, options: OracleOptions) -> Iterator[tuple[list[int], float]]:
     """Valid tokens of each group with the group's share of all valid tokens; empty groups are left out."""
     size = None if options.balance_loss_scope == "global" else options.routing_group_size
     total = int(mask_T.sum())
@@ -37,7 +37,7 @@ def balance_loss(routed: Routed, mask_T: Array, options: OracleOptions) -> float
     if options.balance_loss == "none" or options.router == "hash":
         return 0.0
     total = 0.0
-    for valid, share in _loss_groups(mask_T, options):
+    for valid, share in loss_groups(mask_T, options):
         importance_E = routed.probabilities_TE[valid].sum(0)
         counts_E = _choice_counts(_balanced_choices(routed, options), valid, options.num_experts)
         if options.balance_loss in ("switch", "gshard"):
@@ -71,7 +71,7 @@ def balance_loss_backward(
     dp_TE, dload_TE = np.zeros_like(routed.probabilities_TE), np.zeros_like(routed.probabilities_TE)
     if options.balance_loss == "none" or options.router == "hash":
         return dp_TE, dload_TE
-    for valid, share in _loss_groups(mask_T, options):
+    for valid, share in loss_groups(mask_T, options):
         if options.balance_loss in ("switch", "gshard"):
             counts_E = _choice_counts(
                 _balanced_choices(routed, options), valid, options.num_experts
@@ -89,7 +89,8 @@ def balance_loss_backward(
     return dp_TE, dload_TE
 
 
-def _logsumexp(z_E: Array) -> float:
+def log_sum_exp(z_E: Array) -> float:
+    """log sum exp(z), without overflow."""
     top = float(z_E.max())
     return top + float(np.log(np.exp(z_E - top).sum()))
 
@@ -99,7 +100,7 @@ def z_loss(routed: Routed, mask_T: Array, options: OracleOptions) -> float:
     valid = [t for t in range(len(mask_T)) if mask_T[t]]
     if not valid or options.router == "hash":
         return 0.0
-    return sum(_logsumexp(routed.logits_TE[t]) ** 2 for t in valid) / len(valid)
+    return sum(log_sum_exp(routed.logits_TE[t]) ** 2 for t in valid) / len(valid)
 
 
 def z_loss_backward(routed: Routed, mask_T: Array, options: OracleOptions, dloss: float) -> Array:
@@ -110,5 +111,5 @@ def z_loss_backward(routed: Routed, mask_T: Array, options: OracleOptions, dloss
         return dlogits_TE
     for t in valid:
         z_E = routed.logits_TE[t]
-        dlogits_TE[t] = dloss * 2.0 * _logsumexp(z_E) * softmax(z_E) / len(valid)
+        dlogits_TE[t] = dloss * 2.0 * log_sum_exp(z_E) * softmax(z_E) / len(valid)
     return dlogits_TE

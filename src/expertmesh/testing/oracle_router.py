@@ -114,7 +114,7 @@ def route(inputs: OracleInputs, options: OracleOptions) -> Routed:
     if has_load(inputs, options) and inputs.noise_TE is not None:
         routed.load_TE = np.array(
             [
-                _load(row, row + noise, options)[0]
+                probability_of_choice(row, row + noise, options)[0]
                 for row, noise in zip(logits_TE, inputs.noise_TE, strict=True)
             ]
         ).reshape(logits_TE.shape)
@@ -134,7 +134,7 @@ def has_load(inputs: OracleInputs, options: OracleOptions) -> bool:
     )
 
 
-def _load(
+def probability_of_choice(
     logits_E: Array, noisy_E: Array, options: OracleOptions
 ) -> tuple[Array, Array, list[int]]:
     """P(e is chosen if only its noise is drawn anew) (Shazeer et al. 2017, eq. 8-9), its slope, the rivals.
@@ -166,7 +166,7 @@ def load_backward(
     if routed.load_TE is None or inputs.noise_TE is None:
         return dlogits_TE
     for t, logits_E in enumerate(routed.logits_TE):
-        _, slope_E, rivals = _load(logits_E, logits_E + inputs.noise_TE[t], options)
+        _, slope_E, rivals = probability_of_choice(logits_E, logits_E + inputs.noise_TE[t], options)
         for e, rival in enumerate(rivals):
             dlogits_TE[t, e] += dload_TE[t, e] * slope_E[e]
             dlogits_TE[t, rival] -= dload_TE[t, e] * slope_E[e]
