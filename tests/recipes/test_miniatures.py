@@ -14,7 +14,7 @@ from expertmesh.config.family import FAMILIES
 from expertmesh.recipes.translation import translate_test
 from expertmesh.recipes.vision import swin_test
 
-STEPS, BROKEN_OFF = 8, 5
+STEPS, BROKEN_OFF = 20, 17
 SEQ_LEN = 16
 RECIPES = {
     name: (family, recipe)
@@ -65,7 +65,7 @@ OF_MODEL = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("miniatures")
-    write_folder(place / "images", *stripes(24))
+    write_folder(place / "images", *stripes(48))
     (place / "text").mkdir()
     for i in range(12):
         lines = "".join(f"{j} and {i} make {i + j}\n" for j in range(40))
