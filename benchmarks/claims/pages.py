@@ -51,7 +51,7 @@ def write_page(claim: Claim, ledger: Ledger, out: Path) -> None:
     if claim.ladder:
         text += ["", *_token_ratios(claim, runs), *_width(claim, runs)]
     else:
-        text += ["", *_differences(claim, runs)]
+        text += ["", *_differences(claim, runs), *_positions(claim, runs)]
     text += ["", *_sweeps(ledger)]
     curves = {
         arm.name: [sorted(c.items()) for c in ladders(runs, arm.name).values()]
@@ -194,6 +194,32 @@ def _differences(claim: Claim, runs: list[Found]) -> list[str]:
             lines.append(
                 f"| {arm.name} | {each} | {mean(gains):+.4f} | {_interval(gains, mean, '+.4f')} |"
             )
+    return lines
+
+
+def _positions(claim: Claim, runs: list[Found]) -> list[str]:
+    found = {
+        arm.name: [
+            r["dropped_by_position"]
+            for r in runs
+            if r["arm"] == arm.name and r.get("dropped_by_position")
+        ]
+        for arm in claim.arms
+    }
+    found = {name: shares for name, shares in found.items() if shares}
+    if not found:
+        return []
+    parts = len(next(iter(found.values()))[0])
+    lines = [
+        "",
+        f"Rows dropped in training by their place in the sample, in {parts} parts from its start to its end, %:",
+        "",
+        f"| model | {' | '.join(str(part + 1) for part in range(parts))} |",
+        f"|---|{'---|' * parts}",
+    ]
+    for name, shares in found.items():
+        each = " | ".join(f"{100 * mean(list(part)):.1f}" for part in zip(*shares, strict=True))
+        lines.append(f"| {name} | {each} |")
     return lines
 
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import shutil
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -233,7 +234,16 @@ def measure(config: GPTRunConfig) -> dict[str, Any]:
         "forward_flops_per_token": flops,
         "nats_saved_by_repetition": copying(trained.model, config),
         "tokenizer_sha256": hashlib.sha256((run.path / "tokenizer.json").read_bytes()).hexdigest(),
+        "dropped_by_position": dropped_by_position(run.path),
     }
+
+
+def dropped_by_position(run_dir: Path) -> list[float]:
+    """Share of rows that were dropped in each part of a sample, mean over layers and records; [] of a run that dropped none."""
+    path = run_dir / "experts.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    shares = [layer for line in lines for layer in line.get("dropped_by_position", [])]
+    return [round(statistics.fmean(part), 4) for part in zip(*shares, strict=True)]
 
 
 @torch.no_grad()
