@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from expertmesh.ops.cpu import adapted_linear as cpu_loop
 from expertmesh.ops.experts.adapted_linear import adapted_linear
 from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.testing import numerics
@@ -42,7 +43,10 @@ def loop(x, w, a, b, dy, *, transposed):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("rests", [True, False], ids=["at rest", "learning"])
-def test_against_a_loop(transposed, dtype, rests):
+@pytest.mark.parametrize("together", [1, 64], ids=["alone", "together"])
+def test_against_a_loop(together, transposed, dtype, rests, monkeypatch):
+    """With experts that share a product and without, whatever this processor's own choice is."""
+    monkeypatch.setitem(cpu_loop.PANEL_ROWS, cpu_loop.instructions_for(dtype), together)
     x, w, a, b, dy = draw(dtype, transposed=transposed)
     oracle = loop(*(t.double() for t in (x, w, a, b, dy)), transposed=transposed)
     plain = loop(x, w, a, b, dy, transposed=transposed)

@@ -15,8 +15,9 @@ from expertmesh.ops.cpu.blocks import Block, blocks
 from expertmesh.ops.cpu.forward import rows_times_weight
 from expertmesh.ops.cpu.products import gemm_rows, product_into
 
-PANEL_ROWS = {torch.bfloat16: 512, torch.float16: 512}
-"""Experts share a product of their adapters until they have so many rows; those of other types have their own."""
+PANEL_ROWS = {"tiles": 512, "dots": 256, "none": 1}
+"""Experts share a product of their adapters until they have so many rows, by the processor's instructions for the type: what is
+multiplied by zeros costs little in AMX's tiles, more in AVX-512's dot products, and too much without either."""
 MOST_EXPERTS = 8
 """And no more than so many."""
 
@@ -104,10 +105,21 @@ def _panel(gathered: list[Block], w_ENK: Tensor, dtype: torch.dtype) -> Panel:
     return Panel(gathered, Block(first, start, stop, size))
 
 
+def instructions_for(dtype: torch.dtype) -> str:
+    """What this processor multiplies rows of a 16-bit type with: "tiles", "dots" or "none"; other types have "none"."""
+    if dtype == torch.float16:
+        return "tiles" if torch.cpu._is_amx_fp16_supported() else "none"
+    if dtype != torch.bfloat16:
+        return "none"
+    if torch.cpu._is_amx_tile_supported():
+        return "tiles"
+    return "dots" if torch.cpu._is_avx512_bf16_supported() else "none"
+
+
 def _rows_together(*adapters: Tensor) -> int:
     """Of a panel: zeros times what is not finite are not zero, so that each expert is for itself then."""
     finite = all(bool(t.sum(dtype=torch.float32).isfinite()) for t in adapters)
-    return PANEL_ROWS.get(adapters[0].dtype, 1) if finite else 1
+    return PANEL_ROWS[instructions_for(adapters[0].dtype)] if finite else 1
 
 
 def forward(
