@@ -116,10 +116,15 @@ def instructions_for(dtype: torch.dtype) -> str:
     return "dots" if torch.cpu._is_avx512_bf16_supported() else "none"
 
 
-def _rows_together(*adapters: Tensor) -> int:
+def _rows_together(a_ErK: Tensor, b_ErN: Tensor) -> int:
     """Of a panel: zeros times what is not finite are not zero, so that each expert is for itself then."""
-    finite = all(bool(t.sum(dtype=torch.float32).isfinite()) for t in adapters)
-    return PANEL_ROWS[instructions_for(adapters[0].dtype)] if finite else 1
+    most_rows = PANEL_ROWS[instructions_for(a_ErK.dtype)]
+    return most_rows if most_rows == 1 or _are_finite(a_ErK, b_ErN) else 1
+
+
+def _are_finite(*values: Tensor) -> bool:
+    """By their sums, which take a tenth of the time of `isfinite`."""
+    return all(bool(t.sum(dtype=torch.float32).isfinite()) for t in values)
 
 
 def forward(
@@ -187,7 +192,7 @@ def backward(
                 product_into(block.each(grad_RN), w_ENK[block.expert], dx)
                 block.keep(dx, d_x)
             panel.add_product(d_low, a, d_x)
-    if most_rows > 1 and _rows_together(d_a, d_b) == 1:
+    if most_rows > 1 and not _are_finite(d_a, d_b):
         # a row that is not finite, times the zeros of another expert
         call = grad_RN, x_RK, low_Rr, w_ENK, offsets_E, a_ErK, b_ENr, scaling, needs_x
         return backward(*call, most_rows=1)
