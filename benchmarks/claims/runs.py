@@ -18,6 +18,7 @@ from rich.console import Console
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.parameters import count_parameters
+from expertmesh.reporting.read import read_run
 from expertmesh.training.evaluate import evaluate
 from expertmesh.training.loop import train
 from expertmesh.training.run_dir import load_run
@@ -240,10 +241,9 @@ def measure(config: GPTRunConfig) -> dict[str, Any]:
 
 def dropped_by_position(run_dir: Path) -> list[float]:
     """Share of rows that were dropped in each part of a sample, mean over layers and records; [] of a run that dropped none."""
-    path = run_dir / "experts.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    shares = [layer for line in lines for layer in line.get("dropped_by_position", [])]
-    return [round(statistics.fmean(part), 4) for part in zip(*shares, strict=True)]
+    experts = read_run(run_dir)["experts"]
+    layers = experts["positions"] if experts else []
+    return [round(statistics.fmean(part), 4) for part in zip(*layers, strict=True)]
 
 
 @torch.no_grad()
