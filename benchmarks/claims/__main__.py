@@ -13,7 +13,7 @@ import platform
 from pathlib import Path
 
 import torch
-from benchmarks.claims.arms import CLAIMS
+from benchmarks.claims.arms import CLAIMS, Arm, Claim
 from benchmarks.claims.pages import write_page
 from benchmarks.claims.runs import Ledger, Runs
 
@@ -50,16 +50,24 @@ def main() -> None:
         changes["data.path"] = options.data
     if not options.page:
         runs = Runs(claim, options.runs, ledger, changes=changes, steps=options.steps)
-        rates = {arm.name: runs.sweep(arm) for arm in claim.arms}
-        for seed in options.seeds:
-            # teachers first
-            for arm in sorted(claim.arms, key=lambda arm: arm.teacher is not None):
-                if seed == options.seeds[0] or arm.name not in claim.single:
-                    for job in runs.jobs(arm, seed, rates[arm.name]):
-                        runs.finish(job)
-                        write_page(claim, ledger, options.out)
-                    runs.tidy(arm, seed, rates[arm.name])
+        for seed, arm in in_order(claim, options.seeds):
+            rate = runs.sweep(arm)
+            for job in runs.jobs(arm, seed, rate):
+                runs.finish(job)
+                write_page(claim, ledger, options.out)
+            runs.tidy(arm, seed, rate)
     write_page(claim, ledger, options.out)
+
+
+def in_order(claim: Claim, seeds: list[int]) -> list[tuple[int, Arm]]:
+    """What runs: seed after seed, teachers before their students, and at the end the arms that run with one seed only."""
+    pairs = [
+        (seed, arm)
+        for seed in seeds
+        for arm in sorted(claim.arms, key=lambda arm: arm.teacher is not None)
+        if seed == seeds[0] or arm.name not in claim.single
+    ]
+    return sorted(pairs, key=lambda pair: pair[1].name in claim.single)
 
 
 if __name__ == "__main__":
