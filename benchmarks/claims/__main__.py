@@ -4,6 +4,7 @@
     .venv/bin/python -m benchmarks.claims prmoe    # pyramid-residual MoE
     .venv/bin/python -m benchmarks.claims mos      # Mixture-of-Students
     .venv/bin/python -m benchmarks.claims rts      # random token selection
+    .venv/bin/python -m benchmarks.claims languages --data FOLDER    # translation; lohelp and multi30k below it
 
 Stop them at any time; the same command goes on.
 """
@@ -13,8 +14,8 @@ import platform
 from pathlib import Path
 
 import torch
+from benchmarks.claims import languages, pages, text
 from benchmarks.claims.arms import CLAIMS, Arm, Claim
-from benchmarks.claims.pages import write_page
 from benchmarks.claims.runs import Ledger, Runs
 
 
@@ -24,32 +25,42 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("claim", choices=list(CLAIMS))
+    parser.add_argument("claim", choices=[*CLAIMS, languages.LANGUAGES.name])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="that are reported")
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"), help="run directories")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="results")
     parser.add_argument("--steps", type=int, help="of the longest run; default: the claim's")
     parser.add_argument("--threads", type=int, default=1, help="of the CPU")
     parser.add_argument("--dtype", default="float32", help="compute type of all runs")
-    parser.add_argument("--data", help="text; default: Python's standard library")
+    parser.add_argument(
+        "--data", help="text, or the folder of parallel text; default: Python's standard library"
+    )
     parser.add_argument("--page", action="store_true", help="write the page only; train nothing")
     options = parser.parse_args()
-    claim = CLAIMS[options.claim]
+    is_of_text = options.claim in CLAIMS
+    claim = CLAIMS[options.claim] if is_of_text else languages.LANGUAGES
+    measure, write_page = (
+        (text.measure, pages.write_page)
+        if is_of_text
+        else (languages.measure, languages.write_page)
+    )
     about = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": options.threads,
         "dtype": options.dtype,
-        "text": options.data or "Python's standard library, split by file",
+        "text": (options.data if is_of_text else None) or claim.text,
         "steps": options.steps,
     }
     ledger = Ledger(options.out / f"{claim.name}.json", about)
     changes = {"train.dtype": options.dtype, "parallel.num_threads": options.threads}
+    if not (is_of_text or options.data or options.page):
+        parser.error("--data: the folder of lohelp and multi30k is not given; name it")
     if options.data is not None:
-        changes["data.path"] = options.data
+        changes |= {"data.path": options.data} if is_of_text else languages.folders(options.data)
     if not options.page:
-        runs = Runs(claim, options.runs, ledger, changes=changes, steps=options.steps)
+        runs = Runs(claim, options.runs, ledger, measure, changes=changes, steps=options.steps)
         for seed, arm in in_order(claim, options.seeds):
             rate = runs.sweep(arm)
             for job in runs.jobs(arm, seed, rate):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.config.run import RunConfig
 from expertmesh.recipes import RECIPES
 from expertmesh.recipes.dense_twin import dense_twin
 
@@ -42,6 +42,7 @@ class Arm:
         teacher: arm whose finished run of the same seed teaches this one.
         until: share of the steps in which it does.
         longer: its tokens over those of the others.
+        rate_of: arm whose swept rate it has, too; None: its own is swept.
     """
 
     name: str
@@ -51,8 +52,9 @@ class Arm:
     teacher: str | None = None
     until: float = 1.0
     longer: float = 1.0
+    rate_of: str | None = None
 
-    def configuration(self, changes: Mapping[str, Any] | None = None) -> GPTRunConfig:
+    def configuration(self, changes: Mapping[str, Any] | None = None) -> RunConfig:
         """The arm's run with a few more changes; seed, steps and folder are to come."""
         values = {**SMALL, "optim.lr": self.lr, **self.changes, **(changes or {})}
         config = RECIPES["gpt-moe-demo"]().updated(values)
@@ -70,22 +72,26 @@ class Claim:
         arms: what is compared; the first is the one that the claim is about.
         base: arm whose active parameters decide how many tokens all arms see.
         tokens_per_parameter: of the longest run, per active parameter of that arm.
+        steps: of the longest run, in place of these two.
         parts: finished budgets, in twentieths of the longest, of the arms that have several.
         ladder: arms that have these budgets; the others have the longest.
         single: arms that run with one seed only.
         sweeps: whether each arm's rate is swept at a quarter of the budget; otherwise it is the arm's.
+        text: that all learn from, where no other is given.
     """
 
     name: str
     title: str
     question: str
     arms: tuple[Arm, ...]
-    base: str
-    tokens_per_parameter: float
+    base: str = ""
+    tokens_per_parameter: float = 0.0
+    steps: int | None = None
     parts: tuple[int, ...] = (20,)
     ladder: tuple[str, ...] = ()
     single: tuple[str, ...] = ()
     sweeps: bool = True
+    text: str = "Python's standard library, split by file"
 
     def arm(self, name: str) -> Arm:
         """The arm of that name."""

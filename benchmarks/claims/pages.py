@@ -52,7 +52,7 @@ def write_page(claim: Claim, ledger: Ledger, out: Path) -> None:
         text += ["", *_token_ratios(claim, runs), *_width(claim, runs)]
     else:
         text += ["", *_differences(claim, runs), *_positions(claim, runs)]
-    text += ["", *_sweeps(ledger)]
+    text += ["", *sweeps(ledger)]
     curves = {
         arm.name: [sorted(c.items()) for c in ladders(runs, arm.name).values()]
         for arm in claim.arms
@@ -135,14 +135,16 @@ def _token_ratios(claim: Claim, runs: list[Found]) -> list[str]:
         row = f"| {tokens / active:.0f} | {shown} | "
         if len(known) == len(found):
             values, bound = [f[0] for f in known], "> " * any(f[1] for f in known)
-            row += f"{bound}{geometric_mean(values):.2f} | {_interval(values, geometric_mean, '.2f')} |"
+            row += (
+                f"{bound}{geometric_mean(values):.2f} | {interval(values, geometric_mean, '.2f')} |"
+            )
         else:
             row += "| |"
         lines.append(row)
     return lines
 
 
-def _interval(values: list[float], statistic: Callable[[Sequence[float]], float], form: str) -> str:
+def interval(values: list[float], statistic: Callable[[Sequence[float]], float], form: str) -> str:
     """Of 95 %; one seed has none."""
     if len(values) == 1:
         return "one seed"
@@ -192,7 +194,7 @@ def _differences(claim: Claim, runs: list[Found]) -> list[str]:
             gains = [last(arm.name, s) - last(first, s) for s in seeds]
             each = ", ".join(f"{g:+.4f}" for g in gains)
             lines.append(
-                f"| {arm.name} | {each} | {mean(gains):+.4f} | {_interval(gains, mean, '+.4f')} |"
+                f"| {arm.name} | {each} | {mean(gains):+.4f} | {interval(gains, mean, '+.4f')} |"
             )
     return lines
 
@@ -223,7 +225,8 @@ def _positions(claim: Claim, runs: list[Found]) -> list[str]:
     return lines
 
 
-def _sweeps(ledger: Ledger) -> list[str]:
+def sweeps(ledger: Ledger) -> list[str]:
+    """Where the rates come from."""
     swept = [run for run in ledger.runs.values() if run["seed"] == SWEEP_SEED]
     if not swept:
         return ["Peak rates were not swept: all arms have the same."]

@@ -4,25 +4,19 @@ import hashlib
 import json
 import math
 import shutil
-import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from benchmarks.claims.arms import Arm, Claim
 from rich.console import Console
 
 from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.costs.flops import forward_flops
+from expertmesh.config.run import RunConfig
 from expertmesh.costs.parameters import count_parameters
-from expertmesh.reporting.read import read_run
-from expertmesh.training.evaluate import evaluate
 from expertmesh.training.loop import train
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.trained import open_trained
 
 PARTS = 20
 """Budgets are twentieths of the longest one; each begins its decay, the last fifth, after so many 25ths of it."""
@@ -61,6 +55,10 @@ class Job:
         return f"{self.arm.name}, seed {self.seed}, {self.part}/{PARTS}, rate {self.lr:g}, {self.steps} steps"
 
 
+Measure = Callable[[RunConfig, Job], dict[str, Any]]
+"""What a finished run is worth."""
+
+
 class Ledger:
     """The finished runs of a claim, as JSON.
 
@@ -96,6 +94,7 @@ class Runs:
         claim: what is asked.
         folder: of the run directories.
         ledger: of finished runs.
+        measure: what is kept of each.
         changes: to every run, by dotted names.
         steps: of the longest run; None: as the claim's tokens per parameter say.
     """
@@ -105,15 +104,18 @@ class Runs:
         claim: Claim,
         folder: Path,
         ledger: Ledger,
+        measure: Measure,
         *,
         changes: dict[str, Any],
         steps: int | None = None,
     ) -> None:
         self.claim, self.folder, self.ledger, self.changes = claim, folder, ledger, changes
-        self.steps = self._longest() if steps is None else steps
+        self.measure = measure
+        self.steps = steps or claim.steps or self._longest()
 
     def _longest(self) -> int:
         config = self.claim.arm(self.claim.base).configuration(self.changes)
+        assert isinstance(config, GPTRunConfig)
         tokens = self.claim.tokens_per_parameter * count_parameters(config.model).active
         per_step = config.train.batch_size * config.data.seq_len
         return math.ceil(tokens / per_step / MULTIPLE) * MULTIPLE
@@ -126,6 +128,8 @@ class Runs:
         """The peak rate with the lowest finished loss at a quarter of the budget, on a seed that is not reported."""
         if not self.claim.sweeps:
             return arm.lr
+        if arm.rate_of is not None:
+            return self.sweep(self.claim.arm(arm.rate_of))
         quarter = PARTS // 4
         losses: dict[float, float] = {}
 
@@ -163,7 +167,7 @@ class Runs:
             / f"{job.arm.name.replace(' ', '_').replace(',', '')}_{digest}"
         )
 
-    def configuration(self, job: Job) -> GPTRunConfig:
+    def configuration(self, job: Job) -> RunConfig:
         """The run of a job."""
         config = job.arm.configuration(self.changes)
         every = self.steps // TRUNK_PARTS if job.is_trunk else job.steps
@@ -196,9 +200,8 @@ class Runs:
         if result.stopped_by is not None:
             raise SystemExit(f"stopped by {result.stopped_by.name}; start again to go on")
         seconds = time.process_time() - began
-        found = measure(config)
+        found = self.measure(config, job)
         found |= {"arm": job.arm.name, "seed": job.seed, "part": job.part, "lr": job.lr}
-        found["tokens"] = job.steps * config.train.batch_size * config.data.seq_len
         if result.resumed_from == 0:
             found["cpu_seconds"] = round(seconds, 1)
         self.ledger.add(job.key, found)
@@ -211,50 +214,3 @@ class Runs:
         if arm.name not in teachers:
             for job in self.jobs(arm, seed, lr):
                 shutil.rmtree(self.folder_of(job) / "checkpoints", ignore_errors=True)
-
-
-def measure(config: GPTRunConfig) -> dict[str, Any]:
-    """A finished run on the whole validation split, its costs, and whether it copies."""
-    run = load_run(config.train.run_dir)
-    trained = open_trained(run)
-    evaluation = evaluate(
-        trained.task,
-        trained.model,
-        trained.task.prepare(),
-        batch_size=config.train.batch_size,
-        max_samples=None,
-        precision=trained.precision,
-    )
-    parameters = count_parameters(config.model)
-    flops = forward_flops(config.model, seq_len=config.data.seq_len).total_flops
-    return {
-        "loss": evaluation["loss"],
-        "bits_per_byte": evaluation["bits_per_byte"],
-        "parameters": parameters.total,
-        "active_parameters": parameters.active,
-        "forward_flops_per_token": flops,
-        "nats_saved_by_repetition": copying(trained.model, config),
-        "tokenizer_sha256": hashlib.sha256((run.path / "tokenizer.json").read_bytes()).hexdigest(),
-        "dropped_by_position": dropped_by_position(run.path),
-    }
-
-
-def dropped_by_position(run_dir: Path) -> list[float]:
-    """Share of rows that were dropped in each part of a sample, mean over layers and records; [] of a run that dropped none."""
-    experts = read_run(run_dir)["experts"]
-    layers = experts["positions"] if experts else []
-    return [round(statistics.fmean(part), 4) for part in zip(*layers, strict=True)]
-
-
-@torch.no_grad()
-def copying(model: torch.nn.Module, config: GPTRunConfig) -> float:
-    """Nats per token that random tokens cost less when they come a second time: what induction heads are worth."""
-    half, vocabulary = config.data.seq_len // 2, config.model.vocab_size
-    generator = torch.Generator().manual_seed(0)
-    once_BS = torch.randint(vocabulary, (16, half), generator=generator)
-    ids_BS = torch.cat((once_BS, once_BS), dim=1)
-    logits_BSV = model(ids_BS).logits_BSV[:, :-1].float()
-    losses_BS = torch.nn.functional.cross_entropy(
-        logits_BSV.transpose(1, 2), ids_BS[:, 1:], reduction="none"
-    )
-    return float(losses_BS[:, : half - 1].mean() - losses_BS[:, half:].mean())

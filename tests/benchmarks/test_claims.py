@@ -8,6 +8,7 @@ from benchmarks.claims.arms import CLAIMS
 from benchmarks.claims.pages import write_page
 from benchmarks.claims.runs import Ledger, Runs
 from benchmarks.claims.statistics import bootstrap, geometric_mean, mean, token_ratio, tokens_at
+from benchmarks.claims.text import measure
 
 from expertmesh.costs.flops import forward_flops
 
@@ -75,7 +76,7 @@ def finish(claim, text, tmp_path):
         {"dtype": "float32", "threads": 1, "torch": "2", "text": "numbers"},
     )
     changes = TINY | {"data.path": str(text), "data.cache_dir": str(tmp_path / "cache")}
-    runs = Runs(claim, tmp_path / "runs", ledger, changes=changes, steps=40)
+    runs = Runs(claim, tmp_path / "runs", ledger, measure, changes=changes, steps=40)
     for arm in sorted(claim.arms, key=lambda arm: arm.teacher is not None):
         for job in runs.jobs(arm, 0, runs.sweep(arm)):
             runs.finish(job)
