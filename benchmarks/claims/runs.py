@@ -206,8 +206,10 @@ class Runs:
         return found
 
     def tidy(self, arm: Arm, seed: int, lr: float) -> None:
-        """Checkpoints go that no later run needs."""
+        """Checkpoints go that no later run needs: all but the last of the longest run, which may be used further."""
         teachers = {a.teacher for a in self.claim.arms}
         if arm.name not in teachers:
             for job in self.jobs(arm, seed, lr):
-                shutil.rmtree(self.folder_of(job) / "checkpoints", ignore_errors=True)
+                saved = sorted(self.folder_of(job).glob("checkpoints/step_*"))
+                for folder in saved[:-1] if job.part == PARTS else saved:
+                    shutil.rmtree(folder, ignore_errors=True)
