@@ -38,6 +38,7 @@ _OF_OTHER_VERBS = {
         "temperature",
         "top_k",
         "top_p",
+        "length_penalty",
     ]
 } | {"max_new_tokens": "--max-tokens", "num_beams": "--beams"}
 """Names with which the library's messages begin, and the options of `generate`, `translate` and others that set them."""
