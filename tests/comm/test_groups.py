@@ -1,10 +1,13 @@
-"""Groups of a world that is a part of another one."""
+"""Worlds: which tensors they are for, which nodes their ranks are on, and groups of one that is a part of another."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from expertmesh.comm.collectives import all_reduce
-from expertmesh.comm.world import World
+from expertmesh.comm.world import World, check_backend, device_type_of, nodes_of
+from expertmesh.errors import ConfigError
+from expertmesh.parallel.apply import check_current, model_device_type
 
 
 def sum_of_a_pair():
@@ -22,3 +25,49 @@ def sum_of_a_pair():
 def test_groups_of_a_part_after_uneven_ones(four_ranks):
     """torch names a group of some ranks by the number of groups that each of them is in."""
     assert four_ranks.run(sum_of_a_pair) == [4.0, None, 4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("backends", "has_gpu", "device_type"),
+    [
+        ("cpu:gloo,cuda:gloo", True, "cpu"),
+        ("cuda:nccl", True, "cuda"),
+        ("cpu:gloo,cuda:nccl", True, "cuda"),
+        ("cpu:gloo,cuda:nccl", False, "cpu"),
+        ("cpu:gloo", False, "cpu"),
+    ],
+)
+def test_a_world_is_for_the_tensors_of_its_group(monkeypatch, backends, has_gpu, device_type):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert device_type_of(backends) == device_type
+
+
+def test_tensors_that_a_group_cannot_move_are_refused():
+    check_backend("cpu", "cpu:gloo,cuda:nccl")
+    check_backend("cuda", "cuda:nccl")
+    with pytest.raises(ConfigError, match=r'tensors on cpu: .* cuda only; call .*"cpu:gloo,cuda:nccl"'):
+        check_backend("cpu", "cuda:nccl")
+
+
+def test_a_model_is_on_the_current_gpu():
+    for device in ("cuda", "cuda:1"):
+        check_current(torch.device(device), 1)
+    with pytest.raises(ConfigError, match=r"on cuda:1 .* cuda:0; call torch.cuda.set_device\(1\)"):
+        check_current(torch.device("cuda:1"), 0)
+    assert model_device_type(torch.nn.Linear(1, 1)) == "cpu"
+    assert model_device_type(torch.nn.Linear(1, 1, device="meta")) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "nodes"),
+    [
+        # torchrun's agents, two of which are on one host
+        ([("0", "a", "0"), ("1", "a", "1"), ("1", "a", "1"), ("2", "b", "3")], (0, 1, 1, 3)),
+        # ranks that another launcher dealt out to hosts in turn
+        ([("", "a", "0"), ("", "b", "1"), ("", "a", "1"), ("", "b", "2")], (0, 1, 0, 1)),
+        # several nodes that are one host
+        ([("", "a", "0"), ("", "a", "0"), ("", "a", "2"), ("", "a", "2")], (0, 0, 2, 2)),
+    ],
+)
+def test_nodes_by_what_tells_them_apart(names, nodes):
+    assert nodes_of(names, range(4)) == nodes

@@ -61,7 +61,7 @@ def parallelize(
     Args:
         model: any module; each `MoELayer` with grouped experts inside has them spread.
         config: degrees, see `ParallelConfig`.
-        world: the ranks; None: all of torch.distributed.
+        world: the ranks; None: all of torch.distributed, with tensors where the model is.
         blocks: modules whose dense parameters are gathered together, one after the other (the layers of a
             transformer); the model's other parameters make one more block.
         tensor_plan: the plan of tensor parallelism, needed with a tp_degree above 1, styles of `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`
@@ -94,7 +94,8 @@ def parallelize(
     """
     if adaptive and not config.adaptive:
         config = config.updated({"adaptive": True})
-    world = World(timeout_s=config.timeout_s) if world is None else world
+    if world is None:
+        world = World(device_type=model_device_type(model), timeout_s=config.timeout_s)
     degrees = degrees_of(config, num_ranks=world.size)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     _spread_layers(moe_layers, config, world, degrees)
@@ -115,6 +116,35 @@ def parallelize(
         )
     _sum_gradients(model)
     return world
+
+
+def model_device_type(model: nn.Module) -> str | None:
+    """The type of the device that a model is on; None: on the meta device, or nowhere.
+
+    Raises:
+        ConfigError: it is on another GPU than the current one, which all that is made here would be on.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("meta"))
+    if device.type == "cuda":
+        check_current(device, torch.cuda.current_device())
+    return None if device.type == "meta" else device.type
+
+
+def check_current(device: torch.device, current: int) -> None:
+    """Refuse another GPU than the current one.
+
+    Args:
+        device: of a model.
+        current: number of the current GPU.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    if device.index not in (None, current):
+        raise ConfigError(
+            f"the model is on {device} and the current device is cuda:{current}; call torch.cuda.set_device({device.index}) "
+            "before the process group is made"
+        )
 
 
 def _spread_layers(
