@@ -1,5 +1,7 @@
 """Worlds: which tensors they are for, which nodes their ranks are on, and groups of one that is a part of another."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.world import World, check_backend, device_type_of, nodes_of
 from expertmesh.errors import ConfigError
 from expertmesh.parallel.apply import check_current, model_device_type
+from expertmesh.parallel.ranks import end_groups, open_ranks
 
 
 def sum_of_a_pair():
@@ -25,6 +28,29 @@ def sum_of_a_pair():
 def test_groups_of_a_part_after_uneven_ones(four_ranks):
     """torch names a group of some ranks by the number of groups that each of them is in."""
     assert four_ranks.run(sum_of_a_pair) == [4.0, None, 4.0, 4.0]
+
+
+def failed_on_gpus():
+    """What a pair sums up after an error has ended a run on GPUs."""
+    with suppress(ValueError), open_ranks(device_type="cuda", timeout_s=20) as ranks:
+        pair = ranks.world.group([[0, 1], [2, 3]], name="a pair")
+        raise ValueError
+    total = all_reduce(torch.ones(1), pair, where="test").item()
+    ranks.world.close()
+    return total
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_others(four_ranks):
+    """Groups of NCCL end by agreement only, so those that a run of another group has made stay."""
+    assert four_ranks.run(failed_on_gpus) == [2.0] * 4
+
+
+def test_all_groups_end_without_the_others():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = World()
+    world.mesh((1, 1), ("a", "b"), [0])
+    end_groups(world, ours=True, agree=False)
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(

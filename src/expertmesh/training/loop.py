@@ -143,7 +143,7 @@ def train(
         leaves_from = ranks.first(open_run)
         stack.enter_context(bind_ranks(config.parallel.bind))
         stack.enter_context(_threads(config.parallel.num_threads))
-        stack.enter_context(torch.random.fork_rng())
+        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
         torch.manual_seed(config.train.seed)
         prepared: list[Data] = []
         ranks.first(lambda: prepared.append(task.prepare()))  # fills the cache
@@ -441,9 +441,14 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
     """Whether a run fits its ranks.
 
     Raises:
-        ConfigError: batches do not divide over them, or degrees for several and there is one.
+        ConfigError: batches do not divide over them, one GPU for several, or degrees for several and there is one.
     """
     parallel, train_config = task.config.parallel, task.config.train
+    if ranks.size > 1 and train_config.device.startswith("cuda:"):
+        raise ConfigError(
+            f"train.device={train_config.device} on {ranks.size} ranks: each takes the GPU of its number on its host; use"
+            " train.device=cuda"
+        )
     for name, degree in (
         ("dp_replicate_degree", parallel.dp_replicate_degree),
         ("dp_shard_degree", parallel.dp_shard_degree),
