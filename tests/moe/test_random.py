@@ -182,6 +182,9 @@ def test_nothing_is_said_where_there_are_several_gpus():
     """Torch warns of a fork of all of them that does not name them."""
     state = torch.zeros(16, dtype=torch.uint8)
     gpus = {"device_count": lambda: 2, "get_rng_state": lambda _: state, "set_rng_state": Mock()}
-    with patch.multiple(torch.cuda, **gpus), patch.multiple(torch.random, _fork_rng_warned_already=False):
+    with (
+        patch.multiple(torch.cuda, **gpus),
+        patch.multiple(torch.random, _fork_rng_warned_already=False),
+    ):
         reset_custom_modules(torch.nn.Linear(2, 2), seed=1, name="x")
     assert gpus["set_rng_state"].call_count == 2

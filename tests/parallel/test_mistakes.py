@@ -96,7 +96,9 @@ def test_degrees_on_one_process(tmp_path, name):
 def test_one_gpu_for_all_ranks():
     config = RECIPES["gpt-moe-test"]().updated({"train.device": "cuda:1"})
     ranks = SimpleNamespace(size=2, num_row_parts=2)
-    with pytest.raises(ConfigError, match="train.device=cuda:1 on 2 ranks: .* use train.device=cuda"):
+    with pytest.raises(
+        ConfigError, match="train.device=cuda:1 on 2 ranks: .* use train.device=cuda"
+    ):
         check_ranks(SimpleNamespace(config=config), ranks)
 
 

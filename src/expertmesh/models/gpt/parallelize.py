@@ -9,7 +9,7 @@ from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT, Block, check_sequence
-from expertmesh.parallel.apply import degrees_of, model_device_type, expert_plan, parallelize
+from expertmesh.parallel.apply import degrees_of, expert_plan, model_device_type, parallelize
 from expertmesh.parallel.tensor import (
     SharedSequences,
     Sliced,
