@@ -63,9 +63,8 @@ def test_all_groups_end_without_the_others():
         ("cpu:gloo", False, "cpu"),
     ],
 )
-def test_a_world_is_for_the_tensors_of_its_group(monkeypatch, backends, has_gpu, device_type):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    assert device_type_of(backends) == device_type
+def test_a_world_is_for_the_tensors_of_its_group(backends, has_gpu, device_type):
+    assert device_type_of(backends, has_gpu=has_gpu) == device_type
 
 
 def test_tensors_that_a_group_cannot_move_are_refused():

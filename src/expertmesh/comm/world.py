@@ -16,14 +16,14 @@ from expertmesh.errors import ConfigError
 DEFAULT_TIMEOUT_S = 300.0
 
 
-def device_type_of(backends: str) -> str:
+def device_type_of(backends: str, *, has_gpu: bool) -> str:
     """The type of the tensors that a process group is for: "cuda" where NCCL moves those and there is a GPU, else "cpu".
 
     Args:
         backends: of the group, as torch writes them: "cpu:gloo,cuda:nccl".
+        has_gpu: whether there is one.
     """
-    has_nccl = _backend_of(backends).get("cuda") == "nccl"
-    return "cuda" if has_nccl and torch.cuda.is_available() else "cpu"
+    return "cuda" if has_gpu and _backend_of(backends).get("cuda") == "nccl" else "cpu"
 
 
 def check_backend(device_type: str, backends: str) -> None:
@@ -104,7 +104,9 @@ class World:
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.position = self.ranks.index(dist.get_rank())
         backends = dist.get_backend_config(group or dist.group.WORLD)
-        self.device_type = device_type_of(backends) if device_type is None else device_type
+        if device_type is None:
+            device_type = device_type_of(backends, has_gpu=torch.cuda.is_available())
+        self.device_type = device_type
         check_backend(self.device_type, backends)
         self.timeout_s = timeout_s
         self.traffic = Traffic()
