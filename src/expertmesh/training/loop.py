@@ -141,7 +141,7 @@ def train(
             return branch_point(config, family=family) if is_new_branch else None
 
         leaves_from = ranks.first(open_run)
-        stack.enter_context(bind_ranks(config.parallel.bind))
+        stack.enter_context(bind_ranks(config.parallel.bind, has_gpu=device.type == "cuda"))
         stack.enter_context(_threads(config.parallel.num_threads))
         stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
         torch.manual_seed(config.train.seed)
