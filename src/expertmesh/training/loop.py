@@ -143,7 +143,10 @@ def train(
         leaves_from = ranks.first(open_run)
         stack.enter_context(bind_ranks(config.parallel.bind, has_gpu=device.type == "cuda"))
         stack.enter_context(_threads(config.parallel.num_threads))
-        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        # a run on the CPU leaves the GPUs of its machine alone, unless the caller has used them
+        uses_gpus = device.type == "cuda" or torch.cuda.is_initialized()
+        gpus = range(torch.cuda.device_count() if uses_gpus else 0)
+        stack.enter_context(torch.random.fork_rng(gpus))
         torch.manual_seed(config.train.seed)
         prepared: list[Data] = []
         ranks.first(lambda: prepared.append(task.prepare()))  # fills the cache
