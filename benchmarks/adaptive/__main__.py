@@ -4,7 +4,7 @@ python -m benchmarks.adaptive hierarchical [--short]   flat against hierarchical
 python -m benchmarks.adaptive overlap                  parts against all at once, exchange and products alike
 python -m benchmarks.adaptive hot                      hot experts with and without shadows
 python -m benchmarks.adaptive tuner [--points N ...]   24 points, 12 static plans, and the tuner
-python -m benchmarks.adaptive end-to-end               a GPT with K = 8, flags by hand, adaptive, and DeepSpeed's MoE if installed
+python -m benchmarks.adaptive end-to-end [--tokens N]  a GPT with K = 8, flags by hand, adaptive, and DeepSpeed's MoE if installed
 """
 
 import argparse
@@ -175,12 +175,12 @@ END_TO_END: dict[str, dict[str, Any]] = {
 """What `--parallel.*` say of how tokens travel."""
 
 
-def end_to_end() -> None:
-    """Seconds of a training step, and of defaults and adaptive over others."""
+def end_to_end(tokens: int) -> None:
+    """Seconds of a training step of so many tokens per rank, and of defaults and adaptive over others."""
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
-    job = {"kind": "models", "tokens": 1024, "ways": END_TO_END, "deepspeed": has_deepspeed}
+    job = {"kind": "models", "tokens": tokens, "ways": END_TO_END, "deepspeed": has_deepspeed}
     with hosts(2, "200mbit") as names:
-        found = run_ranks(names, 2, job | {"settle": 60, "rounds": 7}, limit_s=1500)
+        found = run_ranks(names, 2, job | {"settle": 60, "rounds": 7}, limit_s=5400)
     seconds = {name: t["seconds"] for name, t in found["times"].items()}
     best = min(s for name, s in seconds.items() if name in END_TO_END and name != "adaptive")
     found["job"] = job
@@ -189,7 +189,7 @@ def end_to_end() -> None:
         name: s / seconds["adaptive"] for name, s in seconds.items() if name != "adaptive"
     }
     print(json.dumps(found))
-    save("end_to_end", found)
+    save(f"end_to_end_{tokens}", found)
 
 
 def main() -> None:
@@ -201,14 +201,17 @@ def main() -> None:
     parser.add_argument(
         "--points", type=int, nargs="+", help="numbers of some of the tuner's points"
     )
+    parser.add_argument("--tokens", type=int, default=4096, help="per rank, end to end")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # hosts go in any case
     if options.what == "hierarchical":
         hierarchical(options.short)
     elif options.what == "tuner":
         tuner(options.points or list(range(len(points_of_tuner()))))
+    elif options.what == "end-to-end":
+        end_to_end(options.tokens)
     else:
-        {"overlap": overlap, "hot": hot, "end-to-end": end_to_end}[options.what]()
+        {"overlap": overlap, "hot": hot}[options.what]()
 
 
 if __name__ == "__main__":

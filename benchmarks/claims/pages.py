@@ -17,6 +17,9 @@ from benchmarks.claims.statistics import (
 )
 from benchmarks.curves import plot
 
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.costs.parameters import count_parameters
+
 Found = dict[str, Any]
 
 
@@ -85,17 +88,20 @@ def _protocol(claim: Claim, ledger: Ledger) -> list[str]:
 
 def _table(claim: Claim, runs: list[Found]) -> list[str]:
     lines = [
-        "| model | seeds | parameters (active), M | M operations per token | tokens, M | nats | bits per byte | copies | CPU, s |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | seeds | parameters (active), M | of experts, M | M operations per token | tokens, M | nats | bits/byte | copies | CPU, s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for arm in claim.arms:
         longest = [r for r in runs if r["arm"] == arm.name and r["part"] == PARTS]
         if not longest:
             continue
         one = longest[0]
+        config = arm.configuration()
+        assert isinstance(config, GPTRunConfig)
         seconds = [r["cpu_seconds"] for r in longest if "cpu_seconds" in r]
         lines.append(
             f"| {arm.name} | {len(longest)} | {one['parameters'] / 1e6:.2f} ({one['active_parameters'] / 1e6:.2f}) "
+            f"| {count_parameters(config.model).experts / 1e6:.2f} "
             f"| {one['forward_flops_per_token'] / 1e6:.2f} | {one['tokens'] / 1e6:.1f} "
             f"| {mean([r['loss'] for r in longest]):.4f} | {mean([r['bits_per_byte'] for r in longest]):.4f} "
             f"| {mean([r['nats_saved_by_repetition'] for r in longest]):.2f} "

@@ -161,11 +161,8 @@ class Runs:
     def folder_of(self, job: Job) -> Path:
         """The run directory of a job."""
         digest = hashlib.sha256(job.key.encode()).hexdigest()[:10]
-        return (
-            self.folder
-            / self.claim.name
-            / f"{job.arm.name.replace(' ', '_').replace(',', '')}_{digest}"
-        )
+        name = job.arm.name.replace(" ", "_").replace(",", "").replace("/", "-")
+        return self.folder / self.claim.name / f"{name}_{digest}"
 
     def configuration(self, job: Job) -> RunConfig:
         """The run of a job."""

@@ -1,9 +1,14 @@
 """Compiling before the race: what is to be compiled, in which shares, and how the autotuner is kept from running."""
 
 import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import triton
+from benchmarks.race.layers import race_shape
+from benchmarks.race.parts import Keep
 from benchmarks.race.shapes import chosen
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
@@ -74,3 +79,18 @@ def test_candidates_are_compiled_and_none_is_run():
     assert [block for _, _, block in asked] == [1, 3]
     assert asked[0][:2] == (("x",), (7,))
     assert Autotuner.run is run
+
+
+def test_a_race_lets_liger_tune_quickly(monkeypatch, tmp_path):
+    """A candidate takes an eighth of a second otherwise, and the part that has 240 of them is killed before it times anything."""
+    tuner = object.__new__(Autotuner)
+    tuner._do_bench = None
+    kernels = {"_up": tuner, "BLOCK_M_TOKEN": 64}
+    for name, members in (("", {}), (".ops", {}), (".ops.fused_moe_kernels", kernels)):
+        module = ModuleType(f"liger_kernel{name}")
+        module.__spec__, module.__path__ = ModuleSpec(module.__name__, None), []
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises((AssertionError, ValueError)):  # no GPU is called "meta"
+        race_shape(Keep(tmp_path / "part.json"), shape="qwen3-8k", device="meta")
+    assert tuner._do_bench is not None

@@ -138,10 +138,14 @@ class Gather:
     def wait(self) -> list[tuple[Tensor, ...]]:
         """The slices of every parameter; waits for them the first time."""
         started, self._started = self._started, []
+        host = self.source.host
         for (shards, pending), name in zip(started, self.source.names, strict=False):
-            wait_for(pending)
-            if self.source.host is not None:
-                self.source.host.joined(shards)
+            # Where copies have a stream of their own, what is sent lies in memory of that one: were it not to wait as well, the
+            # next copy could take the memory while it is still being sent.
+            with nullcontext() if host is None else host.copying():
+                wait_for(pending)
+            if host is not None:
+                host.joined(shards)
             self._whole.append(self.layout.slices(name, shards))
         return self._whole
 
