@@ -1,6 +1,5 @@
 """An encoder-decoder in miniature: trained, killed, resumed, spread over two ranks, evaluated, translating."""
 
-import io
 from pathlib import Path
 
 import pytest
@@ -106,9 +105,9 @@ def learned(corpus):
     return str(folder)
 
 
-def test_lines_of_standard_input(learned, capsys, monkeypatch):
+def test_lines_of_standard_input(learned, capsys, typed):
     for words in (["-"], ["--input", "-"]):
-        monkeypatch.setattr("sys.stdin", io.StringIO("a red dog.\r\n\n"))
+        typed("a red dog.\r\n\n")
         assert main(["translate", "--run", learned, "--to", "xx", *words]) == 0
         assert capsys.readouterr().out == "DOG RED IS HERE!\n\n"
 
