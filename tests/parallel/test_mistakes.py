@@ -81,14 +81,22 @@ def test_a_run_directory_in_use(two_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["dp_replicate_degree", "dp_shard_degree", "tp_degree", "ep_degree", "es_degree"]
+    ("name", "value"),
+    [
+        ("dp_replicate_degree", 2),
+        ("dp_shard_degree", 2),
+        ("tp_degree", 2),
+        ("ep_degree", 2),
+        ("es_degree", 2),
+        ("adaptive", True),
+    ],
 )
-def test_degrees_on_one_process(tmp_path, name):
+def test_options_for_several_ranks_on_one_process(tmp_path, name, value):
     config = RECIPES["gpt-moe-test"]().updated(
-        {f"parallel.{name}": 2, "train.run_dir": str(tmp_path / "run")}
+        {f"parallel.{name}": value, "train.run_dir": str(tmp_path / "run")}
     )
     with pytest.raises(
-        ConfigError, match=f"parallel.{name}=2: there is one rank; start more with torchrun"
+        ConfigError, match=f"parallel.{name}={value}: there is one rank; start more with torchrun"
     ):
         train(config, recipe="test")
 

@@ -444,7 +444,7 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
     """Whether a run fits its ranks.
 
     Raises:
-        ConfigError: batches do not divide over them, one GPU for several, or degrees for several and there is one.
+        ConfigError: batches do not divide over them, one GPU for several, or there is one and the options are for several.
     """
     parallel, train_config = task.config.parallel, task.config.train
     if ranks.size > 1 and train_config.device.startswith("cuda:"):
@@ -461,8 +461,9 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
         ("route_degree", parallel.route_degree),
         ("overlap_degree", parallel.overlap_degree),
         ("shadow_experts", parallel.shadow_experts),
+        ("adaptive", parallel.adaptive),
     ):
-        idle = 0 if name == "shadow_experts" else 1
+        idle = 0 if name in ("shadow_experts", "adaptive") else 1
         if ranks.size == 1 and (degree or idle) > idle:
             raise ConfigError(
                 f"parallel.{name}={degree}: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh"
