@@ -56,7 +56,10 @@ def main() -> int:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # once instead of in the fork of every part; none of them touches a GPU, or parts would get interpreters of their own
     for module in ("torch._dynamo", "benchmarks.race.kernels", "benchmarks.race.train"):
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # of what a machine lacks: the parts that need it say so
+            print(f"{module}: {type(error).__name__}: {error}", flush=True)
 
     (out,) = given.out
 

@@ -7,9 +7,17 @@ from types import ModuleType
 
 import pytest
 import triton
+from benchmarks.race.calls import Setting, plan
 from benchmarks.race.layers import race_shape
 from benchmarks.race.parts import Keep
 from benchmarks.race.shapes import chosen
+from tests.support.experts_builds import (
+    GPU_DTYPES,
+    GPU_SHAPES,
+    gpu_launches,
+    gpu_options,
+    step_launches,
+)
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
@@ -94,3 +102,13 @@ def test_a_race_lets_liger_tune_quickly(monkeypatch, tmp_path):
     with pytest.raises((AssertionError, ValueError)):  # no GPU is called "meta"
         race_shape(Keep(tmp_path / "part.json"), shape="qwen3-8k", device="meta")
     assert tuner._do_bench is not None
+
+
+def test_what_gpu_tests_launch_is_built_before_them():
+    (builds,) = (part for part in plan("kernels", Setting())[0] if part.name == "builds")
+    assert builds.arguments["tests"]
+    launches = gpu_launches("sm_90")
+    assert len({launch.key for launch in launches}) == len(launches)
+    for dtype in GPU_DTYPES:
+        again = step_launches("sm_90", dtype, shape=GPU_SHAPES[1], **gpu_options(1))
+        assert {one.key for one in again} <= {launch.key for launch in launches}
