@@ -2,8 +2,10 @@
 
 import fnmatch
 import gc
+import io
 import os
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -33,6 +35,17 @@ def _seeded():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """A function that gives a text, or bytes, to the standard input."""
+
+    def type_(text):
+        raw = io.BytesIO(text.encode() if isinstance(text, str) else text)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw, encoding="ascii"))
+
+    return type_
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def kernels(s: Setting) -> list[Part]:
     marks = None if s.dry else "not exhaustive"
     found = [
         s.part("machine", "measures:machine", 40, rounds=15),
-        s.part("builds", "warm:builds", 90, shapes=shapes),
+        s.part("builds", "warm:builds", 90, shapes=shapes, tests=True),
         s.part("tests of the experts", "tests:run", 120, paths=first, marks=marks),
         *(s.part(f"kernels {n}", "kernels:table", 45, shape=n, rounds=15) for n in shapes),
         s.part("tests of the rest", "tests:run", 150, paths=others, marks=marks),

@@ -10,6 +10,7 @@ from benchmarks.race.clock import Entry, Sample, Stopwatch, interleaved
 from benchmarks.race.contenders import OURS, Inputs, Racer, WeightSet, field_of
 from benchmarks.race.parts import Keep
 from benchmarks.race.shapes import PHASES, RaceShape, chosen
+from benchmarks.race.warm import tune_quickly
 
 _WARMUP = 2
 
@@ -51,6 +52,8 @@ def race_shape(
 
         install()
         sizes = sizes.tiny()
+    else:
+        tune_quickly()  # or choosing among hundreds of candidates would take the part's time
     num_sets = 2 if tiny else sizes.weight_sets(total_memory(device))
     if not num_sets:
         needed = sizes.peak_bytes(1) / 2**30

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from benchmarks.race.parts import Keep
+from benchmarks.race.warm import jobs
 
 
 class _Results:
@@ -34,7 +35,7 @@ def run(
     marks: str | None,
     device: str,
     tiny: bool = False,
-    workers: int = 8,
+    workers: int | None = None,
 ) -> dict[str, Any]:
     """A part: run test files in several processes.
 
@@ -44,7 +45,7 @@ def run(
         marks: as `-m`.
         device: for the record; tests find theirs themselves.
         tiny: in this process alone.
-        workers: processes otherwise.
+        workers: processes otherwise; None: as many as there are cores, because most of the time is compiling.
 
     Returns:
         {"passed", "skipped", "failed": [{"test", "when", "last"}], "device"}.
@@ -56,7 +57,7 @@ def run(
     # PyTorch's CUDA part warns of its own accord (of TF32, of the synchronisation debug mode): no failure
     options = ["-p", "no:cacheprovider", "-W", "default", "-q"]
     options += ["-m", marks] if marks else []
-    options += [] if tiny else ["-n", str(workers)]
+    options += [] if tiny else ["-n", str(workers or jobs())]
     code = pytest.main([*options, *paths], plugins=[results])
     found = results.found | {"device": device}
     keep(found)

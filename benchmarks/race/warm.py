@@ -54,7 +54,13 @@ def shared_out(share: Callable[[int, int], object], count: int) -> int:
 
 
 def builds(
-    keep: Keep, *, shapes: Sequence[str], device: str, tiny: bool = False, liger: bool = False
+    keep: Keep,
+    *,
+    shapes: Sequence[str],
+    device: str,
+    tiny: bool = False,
+    liger: bool = False,
+    tests: bool = False,
 ) -> dict[str, Any]:
     """A part: compile what these shapes and decoding launch, and what Liger-Kernel's autotuner tries for them.
 
@@ -64,11 +70,16 @@ def builds(
         device: cuda, or cpu with tiny.
         tiny: one build of one kernel only.
         liger: with Liger-Kernel's candidates.
+        tests: with what the experts' GPU tests launch, whose workers would all compile the same at once.
     """
     found, began = chosen(tuple(shapes)), time.monotonic()
-    result: dict[str, Any] = {"processes": jobs()}
+    arch, result = from_outside(), dict[str, Any](processes=jobs())
+    launches = ours_of(found[: 1 if tiny else None], arch)
+    if tests and not tiny:
+        from tests.support.experts_builds import gpu_launches
 
-    launches = ours_of(found[: 1 if tiny else None], from_outside())
+        known = {launch.key for launch in launches}
+        launches += [launch for launch in gpu_launches(arch) if launch.key not in known]
 
     def ours(part: int, of: int) -> None:
         compile_launches(launches, device, part, of, tiny=tiny)
@@ -196,9 +207,12 @@ def tune_quickly() -> None:
     if absent("liger_kernel"):
         return
     import triton
-    from liger_kernel.ops import fused_moe_kernels
     from triton.runtime.autotuner import Autotuner
 
+    try:
+        from liger_kernel.ops import fused_moe_kernels
+    except Exception:  # whatever a foreign package raises: the race says why it is missing
+        return
     warmup, rep = _QUICK_BENCH_MS
     for kernel in vars(fused_moe_kernels).values():
         if isinstance(kernel, Autotuner):

@@ -182,6 +182,15 @@ def test_dry_run():
             [RECIPE, "--model.moe.num-experts", "many"],
             "--model.moe.num-experts many: must be a whole number; ",
         ),
+        (
+            [RECIPE, "--model.moe.num-experts", "0"],
+            "--model.moe.num-experts 0: must be greater than 0; for example 8",
+        ),
+        (
+            [RECIPE, "--model.moe.num-experts", ""],
+            "--model.moe.num-experts '': must not be empty; ",
+        ),
+        ([RECIPE, "--train.freeze", ","], "--train.freeze ,: must not be empty; "),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
@@ -242,6 +251,9 @@ def test_option_parser_raises_in_one_line():
         ("model.moe.top_k=9: no", "--model.moe.top-k 9: no"),
         ("to=models/x: there is no folder", "--to models/x: there is no folder"),
         ("page=/dev/null: is no regular file", "--page /dev/null: is no regular file"),
+        ("max_new_tokens=0: must be at least 1", "--max-tokens 0: must be at least 1"),
+        ("num_beams=2000: must be from 1 to 1000", "--beams 2000: must be from 1 to 1000"),
+        ("top_p=0.0: must be above 0", "--top-p 0.0: must be above 0"),
         (
             "--train.steps 3; runs/train.steps/x; train.stepsize",
             "--train.steps 3; runs/train.steps/x; train.stepsize",

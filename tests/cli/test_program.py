@@ -1,11 +1,16 @@
 """Commands that are suggested work where they are read."""
 
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+from expertmesh.cli.main import VERBS
 from expertmesh.cli.program import program, spell_program
+from expertmesh.cli.train import summary
+from expertmesh.config.family import GPT
+from expertmesh.training.loop import TrainResult
 
 
 @pytest.fixture
@@ -44,3 +49,31 @@ def test_messages(environment):
         said
         == "train it first: .venv/bin/expertmesh train; see /x/expertmesh report and expertmesh."
     )
+
+
+def test_every_verb_is_spelled(environment):
+    for verb in VERBS:
+        assert spell_program(f"expertmesh {verb} x") == f".venv/bin/expertmesh {verb} x"
+
+
+def test_a_module_keeps_its_name(environment):
+    said = "start more with torchrun --nproc-per-node N -m expertmesh train ..."
+    assert spell_program(said) == said
+    assert spell_program("expertmesh exporters") == "expertmesh exporters"
+
+
+def test_what_to_try_next_can_be_copied(environment, tmp_path):
+    result = TrainResult(
+        run_dir=tmp_path / "my runs" / "one",
+        step=1,
+        items=1,
+        seconds=1.0,
+        resumed_from=0,
+        initial_evaluation=None,
+        evaluation=None,
+        skipped_steps=0,
+        stopped_by=None,
+        checkpoint=tmp_path / "step",
+    )
+    last = summary(result, GPT).splitlines()[-1].removeprefix("try: ")
+    assert shlex.split(last)[1:] == ["report", str(result.run_dir)]

@@ -22,6 +22,15 @@ def test_neighbours_share_a_node_and_who_is_bound_stays(local, number, allowed, 
     assert share_of(local, number, NODES, set(allowed)) == cores
 
 
+def test_a_rank_with_a_gpu_goes_near_it():
+    """Four of a machine's eight GPUs are often on one node, where their ranks would be on two."""
+    for local in range(4):
+        assert share_of(local, 4, NODES, set(range(8)), near=NODES[0]) == NODES[0]
+    assert share_of(3, 4, NODES, {0, 1, 4, 5}, near=NODES[0]) == {0, 1}
+    assert share_of(3, 4, NODES, {0, 4, 5}, near={8, 9}) == {4, 5}
+    assert share_of(3, 4, NODES, {4, 5}, near=NODES[0]) is None
+
+
 def test_nodes_are_read_in_the_order_of_their_numbers(tmp_path):
     for node, text in ((10, "6-7,9"), (2, "0-1"), (3, "")):
         (tmp_path / f"node{node}").mkdir()

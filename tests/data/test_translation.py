@@ -99,6 +99,21 @@ def test_a_sample_is_a_line_and_its_translation(corpus):
     assert min(tokenizer.encode("<|de|>", add_special_tokens=False).ids) > MASK_ID + 3
 
 
+def test_what_is_too_long_is_counted(corpus, caplog):
+    whole = data_of(corpus)
+    assert not caplog.records
+    part = data_of(corpus, target_len=20)
+    before, after = (
+        [int(word.replace(",", "")) for word in data.description.split() if word[0].isdigit()]
+        for data in (whole, part)
+    )
+    (record,) = caplog.records
+    assert (
+        f"{before[1] - after[1]:,} training and {before[2] - after[2]:,} validation examples are left out: "
+        "longer than model.max_source_len=64 or model.max_seq_len=20" in record.message
+    ), record.message
+
+
 def test_every_direction_goes_through_its_lines_before_one_comes_again(corpus):
     data = data_of(corpus, pairs=("en-de", "fr-en"))
     whole = Counter()
@@ -276,6 +291,7 @@ def spoil(folder, name, text):
         (lambda f: [p.write_bytes(gzip.compress(b"") if p.suffix == ".gz" else b"") for p in f.glob("train.*")], {}, "no line has two languages"),
         (lambda f: (f / "train.de").unlink(), {"languages": ("de", "en")}, "data.languages=de: no folder"),
         (lambda f: [p.unlink() for p in f.glob("train.*")], {}, "has train files of 0 languages"),
+        (None, {"languages": ("de",)}, "data.languages=de: is one language, .*name another"),
         (lambda f: [p.unlink() for p in f.glob("val.*")], {}, "data.validation_split=val: no folder"),
         (None, {"pairs": ("en-xx",)}, "data.pairs=en-xx: the language xx is not there; known here: de, en, fr"),
         (None, {"pairs": ("ende",)}, "pairs=ende: must be two different languages with a dash"),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError
@@ -217,6 +218,27 @@ def test_text_can_start_like_a_document(gpt: GPT, tokenizer: Tokenizer) -> None:
     assert "".join(pieces) == expected
     with pytest.raises(ConfigError, match="prompt='': is empty"):
         generate_text(gpt, tokenizer, "", start_id=start)
+
+
+class _Asked(TorchDispatchMode):
+    """Counts the single numbers that the host asks for, each of which it would wait for on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(greedy=True), Sampling(seed=1)])
+def test_the_host_asks_for_nothing_but_the_tokens(gpt: GPT, sampling: Sampling) -> None:
+    steps = generate_batch(gpt, [[5, 17], [7, 8]], max_new_tokens=3, sampling=sampling)
+    with _Asked() as asked:
+        next(steps)
+    before = asked.count
+    with asked:
+        next(steps)
+    assert asked.count == before
 
 
 def test_weights_that_are_not_finite_are_an_error() -> None:

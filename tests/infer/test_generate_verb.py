@@ -74,17 +74,6 @@ def test_seed_and_greedy(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert greedy[0] == greedy[1] != texts[0]
 
 
-@pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | bytes], None]:
-    """A function that gives a text to the standard input."""
-
-    def type_(text: str | bytes) -> None:
-        raw = io.BytesIO(text.encode() if isinstance(text, str) else text)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw, encoding="ascii"))
-
-    return type_
-
-
 def test_prompt_from_standard_input(
     run_dir: Path, capsys: pytest.CaptureFixture[str], typed: Callable[[str], None]
 ) -> None:

@@ -1,6 +1,8 @@
 """Experts of every kind in transformers run on ours: against the class's own forward in FP64, by the two-times rule."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tests.support.hub_models import (
     tiny_experts,
     tiny_model,
 )
+from tests.support.patience import PATIENCE_S
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.errors import ConfigError
@@ -333,3 +336,25 @@ def test_a_slice_of_the_hidden_size_gives_its_part_of_the_sum(name):
             setattr(piece, n, torch.nn.Parameter(cut.clone()))
         total += piece(x, ids, weights)
     numerics.assert_close_fp64(total, whole(x, ids, weights), what="sum of the slices")
+
+
+OLDER = """
+import sys
+import transformers.integrations.finegrained_fp8, transformers.integrations.moe, transformers.modeling_utils
+import transformers.models.mixtral.modeling_mixtral as mixtral
+sys.modules["transformers.distributed.expert_parallel"] = None
+from expertmesh.integrations.transformers import register
+from expertmesh.integrations.transformers.experts import fused_activation
+config = mixtral.MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=2, experts_implementation=register())
+experts = mixtral.MixtralExperts(config)
+vars(experts).pop("has_post_expert_norm", None)
+print(fused_activation(experts))
+"""
+
+
+def test_a_transformers_without_the_newest_of_its_experts_is_served():
+    """One of before implementations of expert parallelism, and norms behind the experts."""
+    ended = subprocess.run(
+        [sys.executable, "-c", OLDER], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert ended.stdout.strip() == "swiglu", ended.stderr

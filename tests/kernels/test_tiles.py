@@ -72,6 +72,15 @@ def test_descriptors_need_weights_that_begin_at_16_bytes():
     assert plan.tma
     assert tiles.described(plan, flat[8:], flat).tma
     assert not tiles.described(plan, flat, flat[1:]).tma
+    wide = torch.empty(8, 9, dtype=torch.bfloat16)
+    assert wide[:1, :8].is_contiguous()
+    assert not tiles.described(plan, wide[:1, :8]).tma
+
+
+def test_a_plan_is_chosen_once():
+    sizes = {"rows_per_expert": 512, "dim": 64, "hidden_dim": 64, "num_branches": 2}
+    first, again = (tiles.plan_for("sm_90", torch.bfloat16, **sizes) for _ in range(2))
+    assert first.up is again.up
 
 
 def test_shards_at_odd_places_take_the_path_with_pointers(monkeypatch):

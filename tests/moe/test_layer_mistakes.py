@@ -52,6 +52,7 @@ def make(**kwargs):
         ),
         ({"residual_hidden_dim": 4}, "residual_hidden_dim=4: has no effect with residual=False"),
         ({"dtype": torch.int32}, "dtype=torch.int32 must be float64"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16' must be float64, .* of torch"),
         ({"router": None}, "router is a NoneType; it must be a name or an nn.Module"),
         ({"experts": nn.ModuleList([nn.Linear(D, D)])}, "experts has 1 modules and num_experts=6"),
         ({"experts": nn.Linear(D, D)}, "experts is a Linear; it must be an nn.ModuleList"),

@@ -1,11 +1,13 @@
 """Philox against the published test vectors, its uses, and keys."""
 
 import math
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
 from expertmesh import MoELayer
+from expertmesh.moe.init import reset_custom_modules
 from expertmesh.moe.random import (
     STREAM_RANDOM_DROP,
     STREAM_ROUTER_NOISE,
@@ -174,3 +176,15 @@ def test_the_operator_passes_opcheck():
     words = [torch.randint(0, 2**32, shape) for shape in ((5, 1), (1, 3), (), (5, 3))]
     keys = [torch.tensor(7), torch.tensor(2**32 - 1)]
     torch.library.opcheck(torch.ops.expertmesh.philox4x32, (*words, *keys))
+
+
+def test_nothing_is_said_where_there_are_several_gpus():
+    """Torch warns of a fork of all of them that does not name them."""
+    state = torch.zeros(16, dtype=torch.uint8)
+    gpus = {"device_count": lambda: 2, "get_rng_state": lambda _: state, "set_rng_state": Mock()}
+    with (
+        patch.multiple(torch.cuda, **gpus),
+        patch.multiple(torch.random, _fork_rng_warned_already=False),
+    ):
+        reset_custom_modules(torch.nn.Linear(2, 2), seed=1, name="x")
+    assert gpus["set_rng_state"].call_count == 2

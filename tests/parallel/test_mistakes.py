@@ -2,6 +2,7 @@
 
 import io
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError, PeerError
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.recipes import RECIPES
-from expertmesh.training.loop import train
+from expertmesh.training.loop import check_ranks, train
 
 TINY = {
     "train.steps": 1,
@@ -80,16 +81,33 @@ def test_a_run_directory_in_use(two_ranks, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["dp_replicate_degree", "dp_shard_degree", "tp_degree", "ep_degree", "es_degree"]
+    ("name", "value"),
+    [
+        ("dp_replicate_degree", 2),
+        ("dp_shard_degree", 2),
+        ("tp_degree", 2),
+        ("ep_degree", 2),
+        ("es_degree", 2),
+        ("adaptive", True),
+    ],
 )
-def test_degrees_on_one_process(tmp_path, name):
+def test_options_for_several_ranks_on_one_process(tmp_path, name, value):
     config = RECIPES["gpt-moe-test"]().updated(
-        {f"parallel.{name}": 2, "train.run_dir": str(tmp_path / "run")}
+        {f"parallel.{name}": value, "train.run_dir": str(tmp_path / "run")}
     )
     with pytest.raises(
-        ConfigError, match=f"parallel.{name}=2: there is one rank; start more with torchrun"
+        ConfigError, match=f"parallel.{name}={value}: there is one rank; start more with torchrun"
     ):
         train(config, recipe="test")
+
+
+def test_one_gpu_for_all_ranks():
+    config = RECIPES["gpt-moe-test"]().updated({"train.device": "cuda:1"})
+    ranks = SimpleNamespace(size=2, num_row_parts=2)
+    with pytest.raises(
+        ConfigError, match="train.device=cuda:1 on 2 ranks: .* use train.device=cuda"
+    ):
+        check_ranks(SimpleNamespace(config=config), ranks)
 
 
 def test_two_names_for_one_thing():

@@ -1,5 +1,7 @@
 """Experts in host memory: equal to one process, and never touched by the computation."""
 
+from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,10 +14,12 @@ from tests.support.two_devices import two_devices
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from expertmesh.comm.group import Pending, RankGroup, Traffic
 from expertmesh.config.run import ParallelConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CollectiveError, ConfigError
 from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.experts.gather import Gather, Layout
 from expertmesh.parallel.offload import HostMemory
 from expertmesh.recipes import RECIPES
 
@@ -106,6 +110,48 @@ def pinned_later():
 
 def test_memory_given_later_is_pinned_once(two_ranks):
     assert two_ranks.run(pinned_later) == [(True, True)] * 2
+
+
+class Streams(HostMemory):
+    """Says which stream is the current one, and what the streams waited for."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.current, self.waits = "computation", []
+
+    @contextmanager
+    def copying(self):
+        self.current, before = "copies", self.current
+        yield
+        self.current = before
+
+    def joined(self, tensor):
+        self.waits.append((self.current, "copies"))
+        return tensor
+
+    def wait(self):
+        self.waits.append((self.current, "a collective"))
+
+
+class UnderWay(RankGroup):
+    """Two ranks, whose collectives a stand-in for streams waits for."""
+
+    def __init__(self, streams):
+        super().__init__(None, ranks=(0, 1), rank=0, name="two", timeout_s=1.0, traffic=Traffic())
+        self.streams = streams
+
+    def start(self, *args, **kwargs):
+        assert self.streams.current == "copies"
+        return Pending(self.streams, CollectiveError)
+
+
+def test_the_stream_of_the_copies_waits_for_what_sends_them():
+    """It owns the memory that is being sent, and the next copy takes it as soon as it is free."""
+    streams = Streams()
+    shard = torch.ones(2, 1, 3, 4)
+    source = SimpleNamespace(layer="a layer", names=["w_in"], shards=lambda: [shard], host=streams)
+    Gather(source, Layout(UnderWay(streams), ((0, 1),), 0, 1), torch.float32).wait()
+    assert streams.waits == [("copies", "a collective"), ("computation", "copies")]
 
 
 STEPS = 4

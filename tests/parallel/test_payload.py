@@ -52,6 +52,14 @@ def test_int8_is_off_by_half_a_step_of_its_block(dim, dtype):
         ).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [1, 128, 130])
+def test_a_rank_may_get_one_row_or_none(dim, kind):
+    x_RD = torch.randn(2, dim)
+    assert torch.equal(rounded(x_RD[:1], kind), rounded(x_RD, kind)[:1])
+    assert rounded(x_RD[:0], kind).shape == (0, dim)
+
+
 def test_e4m3_keeps_three_bits_of_each_element():
     x_RD = torch.randn(50, 300)
     y_RD = rounded(x_RD, "float8_e4m3")

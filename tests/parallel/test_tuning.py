@@ -5,11 +5,13 @@ from statistics import median
 import pytest
 import torch
 from tests.support.replicas import world_of
+from torch import nn
 
 from expertmesh.config.way import Way
 from expertmesh.costs.communication import USUAL_NETWORK
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import Routing
+from expertmesh.parallel.apply import resting_bytes
 from expertmesh.parallel.experts import adaptive
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import spread_experts
@@ -64,6 +66,29 @@ def tuned(fullest, capacity_factor, nodes):
 def test_ranks_share_the_memory_of_a_node_and_not_that_of_a_gpu():
     kinds = ("cpu", "cuda")
     assert [adaptive._sharing_memory(kind, (0, 0, 0, 1)) for kind in kinds] == [3, 1]
+
+
+def settled_without_room():
+    """What a tuner settles on where the model itself is going to take all memory."""
+    layer = MoELayer(dim=D, hidden_dim=6, num_experts=E, top_k=K, seed=0)
+    dispatcher = spread_experts(layer, world_of(), nodes=(0, 0))
+    adapt([layer], Way(), USUAL_NETWORK, num_gathers=1, resting_bytes=1e30)
+    for _ in range(2):
+        layer(torch.ones(T, D))
+    return list(dispatcher.chooser.tuner.settled.values()) == [dispatcher.usual]
+
+
+def test_no_way_is_tried_where_the_model_leaves_no_memory(two_ranks):
+    assert two_ranks.run(settled_without_room) == [True] * 2
+
+
+def test_what_a_model_is_still_to_take():
+    """Gradients and moments of what is trained, and weights that are not there yet."""
+    for device, times in (("cpu", 3), ("meta", 4)):
+        model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 2, bias=False))
+        model[1].requires_grad_(False)
+        model = model.to(device)
+        assert resting_bytes(model, num_parts=2) == 4 * (24 * times + 8 * (times - 3)) / 2
 
 
 def test_a_way_that_leaves_the_all_to_all_open_keeps_the_rest():

@@ -1,5 +1,6 @@
 """Every kernel that a training step of the experts launches, for a GPU and a shape, ready to be compiled."""
 
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,6 +25,42 @@ from tests.support.launches import Launch, as_on, recorded_launches
 
 GEMMS = ("up", "rows", "hidden_grad", "rows_transposed")
 """The kernels in which the time goes."""
+
+
+GPU_SHAPES = (
+    (4096, 1024, 768, 64, 8),
+    (1000, 520, 328, 61, 2),
+    (128, 129, 65, 7, 2),
+    (4, 512, 256, 64, 8),
+    (1, 64, 64, 8, 8),
+    (0, 64, 64, 8, 2),
+)
+"""T, D, F, E, K of the tests on a GPU: aligned, with tails in every tile, odd, decoding, a single token, none."""
+GPU_HOT_SHAPE = (2048, 512, 256, 64, 2)
+"""In the place of the first where one expert has all rows."""
+GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def gpu_options(number: int) -> dict[str, Any]:
+    """Bias, branches and activation of the test of a shape."""
+    return {
+        "bias": number % 2 == 1,
+        "interleaved": number % 3 == 0,
+        "activation": "geglu" if number == 1 else "swiglu",
+    }
+
+
+def gpu_launches(target: str) -> list[Launch]:
+    """List what the test of these shapes launches, each build once."""
+    numbered = [*enumerate(GPU_SHAPES), (0, GPU_HOT_SHAPE)]
+    found = {
+        launch.key: launch
+        for dtype in GPU_DTYPES
+        for number, shape in numbered
+        if shape[0]
+        for launch in step_launches(target, dtype, shape=shape, **gpu_options(number))
+    }
+    return list(found.values())
 
 
 def step_launches(

@@ -416,7 +416,7 @@ TERMINAL = {
         ["--prompt-file", "directory", "name a file"],
     ),
     "heat of nothing": Mistake(
-        generating("--temperature", "nan", "def"), ["temperature=nan", "at least 0", "use 0"]
+        generating("--temperature", "nan", "def"), ["--temperature nan", "at least 0", "use 0"]
     ),
     "a seed beyond 64 bits for a text": Mistake(
         generating("--seed", str(2**65), "def"), [str(2**65), "2^63 - 1", "choose another"]
@@ -442,7 +442,8 @@ PLACES = {
         training("--train.run-dir", "/proc/run"), ["/proc/run", ";"], code=1
     ),
     "a cache where no folder can be": Mistake(
-        training("--data.cache-dir", "/proc/cache"), ["/proc/cache", ";"], code=1
+        training("--data.cache-dir", "/proc/cache"),
+        ["--data.cache-dir /proc/cache", "cannot be made", "choose a folder"],
     ),
     "an export where no file can be": Mistake(
         with_run(lambda p: ["export", p.path("run"), "--output", "/proc/out"]),

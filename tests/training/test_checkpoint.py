@@ -12,6 +12,7 @@ import zlib
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.errors import CheckpointError
 from expertmesh.training import checkpoint
@@ -22,6 +23,7 @@ from expertmesh.training.checkpoint import (
     newest_good,
     read_state,
 )
+from expertmesh.training.checkpoint_files import copy_piece
 from expertmesh.training.checkpoint_tensors import read_tensors, write_tensors
 
 
@@ -405,3 +407,30 @@ def test_files_of_tensors_that_are_none_are_refused(store, change, words):
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(CheckpointError, match=words):
         read_tensors(path, {"a": torch.zeros(3, 5)})
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies between tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_gets_a_tensor_in_few_copies(tmp_path):
+    """The host waits for each copy to a GPU; "meta" stands for one."""
+    whole, path = torch.zeros(1 << 10, 1 << 8), tmp_path / "piece"
+    torch.save(whole, path)
+    with _Copies() as copies:
+        copy_piece(
+            torch.empty_like(whole, device="meta"),
+            path,
+            tuple(slice(0, size) for size in whole.shape),
+            offset=0,
+            length=path.stat().st_size,
+            dtype=whole.dtype,
+            sizes=whole.shape,
+        )
+    assert copies.count == 1

@@ -141,6 +141,23 @@ def test_a_wrong_teacher_is_one_line(tiny, tmp_path, teacher, changes, words):
     assert "\n" not in str(error.value)
 
 
+def test_a_teacher_of_another_family_is_named(tiny, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"family": "seq2seq"}')
+    taught = {"distill.teacher": str(tmp_path / "other"), "train.run_dir": str(tmp_path / "run")}
+    with pytest.raises(
+        ConfigError, match=r"distill.teacher=.*other: is of family seq2seq and .*gpt"
+    ):
+        run(tiny(**STUDENT | taught))
+
+
+def test_weights_come_from_one_place():
+    taught = {"distill.teacher": "x", "distill.init_from_teacher": True, "optim.schedule": "wsd"}
+    for name in ("init_from", "branch_from"):
+        with pytest.raises(ConfigError, match=f"conflicts with train.{name}"):
+            RECIPES["gpt-moe-test"]().updated({**taught, f"train.{name}": "y"})
+
+
 def test_options_without_a_teacher_are_refused():
     with pytest.raises(ConfigError, match="beta=2.0: has no effect without a teacher"):
         DistillConfig(beta=2.0)

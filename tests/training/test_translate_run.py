@@ -105,6 +105,13 @@ def learned(corpus):
     return str(folder)
 
 
+def test_lines_of_standard_input(learned, capsys, typed):
+    for words in (["-"], ["--input", "-"]):
+        typed("a red dog.\r\n\n")
+        assert main(["translate", "--run", learned, "--to", "xx", *words]) == 0
+        assert capsys.readouterr().out == "DOG RED IS HERE!\n\n"
+
+
 def test_it_translates(learned, corpus, capsys, tmp_path):
     assert (
         main(["translate", "--run", learned, "--to", "xx", "a red dog.", "", "a green bird."]) == 0
@@ -154,8 +161,8 @@ def test_a_line_is_what_ends_with_a_newline():
         (["--to", "xx", "a dog", "--reference", "nowhere"], "--reference nowhere: is not a file"),
         (["--to", "xx", "a dog", "--reference", __file__], "lines for 1 texts"),
         (["--to", "xx", "--beams", "0", "a dog"], "--beams 0: must be at least 1"),
-        (["--to", "xx", "--beams", "9" * 9, "a dog"], "num_beams=999999999: must be from 1 to"),
-        (["--to", "xx", "--length-penalty", "1e308", "a dog"], "must be from 0 to 10"),
+        (["--to", "xx", "--beams", "9" * 9, "a dog"], "--beams 999999999: must be from 1 to"),
+        (["--to", "xx", "--length-penalty", "1e308", "a dog"], "--length-penalty 1e+308: must"),
         (["--to", "xx", "dog " * 100], "text 1: has"),
     ],
 )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from expertmesh.comm.bind import node_of_gpu
+
 Mark = Literal["yes", "no", ""]
 SYSFS = Path("/sys")
 
@@ -93,7 +95,7 @@ def own_binding(
     gpu = None
     if local_rank < len(gpus):
         properties = gpus[local_rank]
-        gpu = Gpu(local_rank, properties.name, _node_of_gpu(properties, sysfs))
+        gpu = Gpu(local_rank, properties.name, node_of_gpu(properties, sysfs))
     return Binding(platform.node(), cores, mine, len(nodes), torch.get_num_threads(), gpu)
 
 
@@ -125,19 +127,6 @@ def numa_nodes(sysfs: Path = SYSFS) -> dict[int, tuple[int, ...]]:
         for folder in (sysfs / "devices/system/node").glob("node[0-9]*")
     }
     return {node: cores for node, cores in sorted(found.items()) if cores}
-
-
-def _node_of_gpu(properties: object, sysfs: Path) -> int | None:
-    try:
-        domain, bus, device = (
-            int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device")
-        )
-        node = int(
-            read_text(sysfs / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node")
-        )
-    except (AttributeError, ValueError):  # a device without PCI numbers, or unknown to the kernel
-        return None
-    return node if node >= 0 else None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

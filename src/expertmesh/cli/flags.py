@@ -25,6 +25,23 @@ from expertmesh.errors import ConfigError
 
 _WIDE = 60
 """Columns in which a whole usage line fits."""
+_OF_OTHER_VERBS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in [
+        "to",
+        "from",
+        "output",
+        "page",
+        "tasks",
+        "keep",
+        "rates",
+        "temperature",
+        "top_k",
+        "top_p",
+        "length_penalty",
+    ]
+} | {"max_new_tokens": "--max-tokens", "num_beams": "--beams"}
+"""Names with which the library's messages begin, and the options of `generate`, `translate` and others that set them."""
 
 
 class ParsedRun(NamedTuple):
@@ -223,8 +240,10 @@ def spell_options(text: str) -> str:
     text = re.sub(rf"(?<![\w./-])({degrees})(?==\S)", r"parallel.\1", text)
     text = re.sub(r"(?<![\w./-])family=(?=\S)", "--family ", text)
     text = re.sub(
-        r"^(to|from|output|page|tasks|keep|rates)=(?=\S)", r"--\1 ", text
-    )  # of other verbs
+        rf"^({'|'.join(_OF_OTHER_VERBS)})=(?=\S)",
+        lambda found: f"{_OF_OTHER_VERBS[found[1]]} ",
+        text,
+    )
     known = {name for family in FAMILIES.values() for name in option_names(family.config)}
     names = sorted(map(re.escape, known - {"family"}), key=len, reverse=True)
     pattern = rf"(?<![\w./-])({'|'.join(names)})(=(?=\S)|(?![\w./-]))"
@@ -388,6 +407,10 @@ def _value(option: _Option, texts: list[str]) -> Any:
     """The value as the configuration takes it; numbers stay text, which the configuration converts and checks."""
     if option.is_tuple:
         words = [word for text in texts for word in text.split(",") if word]
+        if texts and not words:
+            raise ConfigError(
+                f"{flag_name(option.name)} {shown(texts[0])}: must not be empty; give a value, or leave the option out"
+            )
         return () if [word.lower() for word in words] == ["none"] else tuple(words)
     if len(texts) > 1:
         return tuple(texts)

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-_VERBS = "train|generate|report|export|doctor|translate"
+_VERBS = "train|sweep|generate|translate|classify|report|export|convert|experts|evaluate|data|doctor|bench"
 
 
 def program() -> str:
@@ -20,5 +20,7 @@ def program() -> str:
 
 
 def spell_program(text: str) -> str:
-    """A message whose commands of this program can be copied as they stand."""
-    return re.sub(rf"(?<![\w./-])expertmesh (?={_VERBS})", lambda _: f"{program()} ", text)
+    """A message whose commands of this program can be copied as they stand; behind `-m` it is a module's name and stays."""
+    return re.sub(
+        rf"(?<![\w./-])(?<!-m )expertmesh (?=(?:{_VERBS})\b)", lambda _: f"{program()} ", text
+    )

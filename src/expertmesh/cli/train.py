@@ -1,6 +1,7 @@
 """`expertmesh train RECIPE`: parse, train, print what came out."""
 
 import json
+import shlex
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.begin import parse_and_begin, ready_to_train
@@ -123,7 +124,7 @@ def summary(result: "TrainResult", family: Family) -> str:
         lines.append(f"{result.skipped_steps} steps were skipped (not finite)")
     if result.checkpoint is not None:
         lines.append(f"checkpoint: {result.checkpoint}")
-        lines.append(f"try: {program()} report {result.run_dir}")
+        lines.append(f"try: {program()} report {shlex.quote(str(result.run_dir))}")
     return "\n".join(lines)
 
 

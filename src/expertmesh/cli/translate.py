@@ -90,7 +90,11 @@ def _parser() -> OptionParser:
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
     parser.add_argument("--to", required=True, metavar="LANG", help="language that is wanted")
-    parser.add_argument("--input", metavar="FILE", help="lines to translate, instead of texts")
+    parser.add_argument(
+        "--input",
+        metavar="FILE",
+        help="lines to translate, instead of texts; - reads standard input",
+    )
     parser.add_argument("--output", metavar="FILE", help="where the translations go (the screen)")
     parser.add_argument(
         "--reference", metavar="FILE", help="right translations: prints BLEU and chrF"
@@ -125,10 +129,10 @@ def _texts(options: Any) -> tuple[list[str], list[str] | None, list[str] | None]
     if options.rouge and options.reference is None:
         raise ConfigError("--rouge: needs --reference; add it")
     texts: list[str] = options.text
-    if options.input is not None:
-        texts = _lines(options.input, "--input")
-    elif texts == ["-"]:
+    if texts == ["-"] or options.input == "-":
         texts = lines_of(read_standard_input())
+    elif options.input is not None:
+        texts = _lines(options.input, "--input")
     for text in texts:
         try:
             text.encode()

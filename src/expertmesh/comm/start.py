@@ -50,6 +50,15 @@ def start_group(backend: str, *, timeout_s: float) -> None:
         raise CollectiveError(f"the ranks could not connect: {reason}") from error
 
 
+def abort_groups() -> None:
+    """End all groups of torch without the other ranks; for a rank that an error ends.
+
+    NCCL ends a communicator by agreement of its ranks (torch's `destroy_process_group`): a rank that failed alone would wait there for
+    others that wait for it in a collective, and the launcher, which would end these, for it.
+    """
+    torch.distributed.distributed_c10d._abort_process_group()
+
+
 def _take_gpu() -> None:
     """Make the GPU of this rank's local number the device that "cuda" means, as `torchrun --numa-binding` assumes."""
     number, num_gpus = dist.get_node_local_rank(), torch.cuda.device_count()

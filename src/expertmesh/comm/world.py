@@ -1,6 +1,7 @@
 """The ranks that one model is spread over, and the groups among them."""
 
 import os
+import platform
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -9,11 +10,66 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from expertmesh.comm.collectives import start_all_gather
-from expertmesh.comm.group import RankGroup, Traffic, wait_for
+from expertmesh.comm.group import RankGroup, Traffic
 from expertmesh.errors import ConfigError
 
 DEFAULT_TIMEOUT_S = 300.0
+
+
+def device_type_of(backends: str, *, has_gpu: bool) -> str:
+    """The type of the tensors that a process group is for: "cuda" where NCCL moves those and there is a GPU, else "cpu".
+
+    Args:
+        backends: of the group, as torch writes them: "cpu:gloo,cuda:nccl".
+        has_gpu: whether there is one.
+    """
+    return "cuda" if has_gpu and _backend_of(backends).get("cuda") == "nccl" else "cpu"
+
+
+def check_backend(device_type: str, backends: str) -> None:
+    """Refuse tensors that a process group cannot move.
+
+    Args:
+        device_type: of the tensors.
+        backends: see `device_type_of`.
+
+    Raises:
+        ConfigError: it has no backend for them.
+    """
+    known = _backend_of(backends)
+    if device_type not in known:
+        fix = "nccl" if device_type == "cuda" else "cpu:gloo,cuda:nccl"
+        raise ConfigError(
+            f"tensors on {device_type}: the process group moves those on {', '.join(known)} only; call "
+            f'torch.distributed.init_process_group("{fix}"), or move the model'
+        )
+
+
+def _backend_of(backends: str) -> dict[str, str]:
+    """By type of device."""
+    pairs = (each.partition(":") for each in backends.split(","))
+    return {device: backend for device, _, backend in pairs}
+
+
+def _names_of_node(rank: int) -> tuple[str, ...]:
+    """What this rank knows of its node: number of the agent, name of the host, number of the node's first rank."""
+    local = os.environ.get("LOCAL_RANK")
+    first = 0 if local is None else rank - int(local)
+    return os.environ.get("GROUP_RANK", ""), platform.node(), str(first)
+
+
+def nodes_of(names: Sequence[tuple[str, ...]], ranks: Sequence[int]) -> tuple[int, ...]:
+    """The number of the first rank of each rank's node.
+
+    Args:
+        names: of each rank: number of its agent ("": there is none), name of its host, number of the first rank that its
+            launcher counts together with it.
+        ranks: their numbers.
+    """
+    agents, hosts, _ = (set(column) for column in zip(*names, strict=True))
+    which = 0 if "" not in agents else 1 if len(hosts) > 1 else 2
+    first: dict[str, int] = {}
+    return tuple(first.setdefault(n[which], rank) for n, rank in zip(names, ranks, strict=True))
 
 
 class World:
@@ -26,18 +82,18 @@ class World:
 
     Args:
         group: any process group; None: torch's default group.
-        device_type: of the tensors, "cpu" or "cuda".
+        device_type: of the tensors, "cpu" or "cuda"; None: that which the group is for, see `device_type_of`.
         timeout_s: of collectives on the groups that this makes; the given group keeps its own.
 
     Raises:
-        ConfigError: torch.distributed is not initialised.
+        ConfigError: torch.distributed is not initialised, or the group has no backend for such tensors.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        device_type: str = "cpu",
+        device_type: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         if not dist.is_initialized():
@@ -47,7 +103,12 @@ class World:
             )
         self.ranks = tuple(sorted(dist.get_process_group_ranks(group or dist.group.WORLD)))
         self.position = self.ranks.index(dist.get_rank())
-        self.device_type, self.timeout_s = device_type, timeout_s
+        backends = dist.get_backend_config(group or dist.group.WORLD)
+        if device_type is None:
+            device_type = device_type_of(backends, has_gpu=torch.cuda.is_available())
+        self.device_type = device_type
+        check_backend(self.device_type, backends)
+        self.timeout_s = timeout_s
         self.traffic = Traffic()
         self._made: list[dist.ProcessGroup] = []
         self._nodes: tuple[int, ...] | None = None
@@ -64,16 +125,17 @@ class World:
     def nodes(self) -> tuple[int, ...]:
         """The node of each rank, by the number in torch's world of the node's first rank; every rank must ask.
 
-        As torchrun started them (RANK and LOCAL_RANK); without torchrun all ranks are on one node.
+        Ranks of one agent of torchrun are on one node (GROUP_RANK). Without torchrun those of one host are, or, where all
+        are on one host, those that other launchers count together (LOCAL_RANK, with ranks numbered node by node).
         """
-        if self._nodes is not None:
-            return self._nodes
-        local = os.environ.get("LOCAL_RANK")
-        first = 0 if local is None else dist.get_rank() - int(local)
-        mine = torch.tensor(first, device=self.device_type)
-        all_P, pending = start_all_gather(mine, self.everyone(), where="nodes of the ranks")
-        wait_for(pending)
-        self._nodes = tuple(all_P.tolist())
+        if self._nodes is None:
+            found: list[tuple[str, ...]] = [()] * self.size
+            here, everyone = _names_of_node(dist.get_rank()), self.everyone()
+            if everyone.process_group is None:
+                found = [here]
+            else:
+                dist.all_gather_object(found, here, group=everyone.process_group)
+            self._nodes = nodes_of(found, self.ranks)
         return self._nodes
 
     def everyone(self) -> RankGroup:

@@ -251,11 +251,12 @@ def _holder(config_type: type[BaseModel], location: Location) -> type[BaseModel]
 def _default(config_type: type[BaseModel], location: Location) -> object:
     names = [part for part in location if isinstance(part, str)]
     field = _holder(config_type, tuple(names)).model_fields.get(names[-1]) if names else None
-    return (
-        None
-        if field is None or field.is_required()
-        else field.get_default(call_default_factory=True)
-    )
+    if field is None or field.is_required():
+        return None
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, tuple) and isinstance(location[-1], int):  # one entry is wrong
+        return default[0] if default else None
+    return default
 
 
 def _rule_and_fix(found: ErrorDetails, default: object) -> tuple[str, str]:

@@ -346,6 +346,18 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _check_beginning(self) -> Self:
+        for name in ("init_from", "branch_from"):
+            if getattr(self.train, name) is not None and self.distill.init_from_teacher:
+                raise FieldError(
+                    ("distill", "init_from_teacher"),
+                    True,
+                    f"conflicts with train.{name}, whose weights would take the place of the teacher's",
+                    "leave one of them out",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_schedule(self) -> Self:
         schedule_steps = self.total_schedule_steps
         if self.train.branch_from is not None and self.optim.schedule != "wsd":

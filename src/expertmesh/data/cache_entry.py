@@ -1,5 +1,6 @@
 """Folders that are computed once, however many processes want them, and anew where they are damaged."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -97,13 +98,20 @@ def make_cache(path: Path) -> None:
     """Make the folder of a cache.
 
     Raises:
-        ConfigError: it is a file, or below one.
+        ConfigError: it is a file, or below one, or may not be made.
+        OSError: the disk is full or fails.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ConfigError(
             f"data.cache_dir={path}: is a file or below a file; choose a folder"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
+            raise
+        raise ConfigError(
+            f"data.cache_dir={path}: cannot be made ({error.strerror}); choose a folder that you may write"
         ) from None
 
 

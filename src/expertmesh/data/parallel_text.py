@@ -156,6 +156,10 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
                 f"data.languages={code}: no folder of data.path has {config.train_split}.{code}; known there: {known}"
             )
     given = None if config.encode_with is None else _given(config.encode_with, vocab_size)
+    if len(config.languages) == 1:
+        raise ConfigError(
+            f"data.languages={config.languages[0]}: is one language, and translation needs two; name another, or leave the option out"
+        )
     if len(languages) < 2:
         raise ConfigError(
             f"data.path={' '.join(config.path)}: has {config.train_split} files of {len(languages)} languages; translation "

@@ -1,6 +1,5 @@
 """Text as the data of a language model's run: windows of tokens, and the bytes that validation tokens stand for."""
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,14 +12,12 @@ from expertmesh.config.text import TextConfig
 from expertmesh.data.chat import extras_of
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import Corpus, load_corpus
-from expertmesh.data.labels import MOST_LABELS
+from expertmesh.data.labels import told_apart
 from expertmesh.data.order import shuffled
 from expertmesh.data.paths import distinct, find_paths
 from expertmesh.data.shards import prepare_tokens
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, token_num_bytes
 from expertmesh.data.windows import Windows
-
-_log = logging.getLogger("expertmesh.data")
 
 
 def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | ConversationData":
@@ -129,13 +126,5 @@ def _entries(config: TextConfig) -> tuple[tuple[str, ...], list[int]]:
         return (), []
     places = find_paths(config.path)
     names = {place.entry: place.name for place in places}
-    if len(names) > MOST_LABELS:
-        _log.warning(
-            "data.path: has %d entries, and use of the experts is recorded by entry for at most %d; give folders or patterns in"
-            " their place to see it",
-            len(names),
-            MOST_LABELS,
-        )
-    if not 1 < len(names) <= MOST_LABELS:
-        return (), []
-    return tuple(distinct(names.values())), [place.entry for place in places]
+    labels = told_apart(distinct(names.values()), "entries of data.path")
+    return labels, [place.entry for place in places] if labels else []

@@ -1,6 +1,7 @@
 """Samples of translation and denoising, drawn over languages and tasks by a temperature, from a global sample number."""
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +25,8 @@ from expertmesh.data.parallel_text import (
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
 from expertmesh.errors import ConfigError
 
+_log = logging.getLogger("expertmesh.data")
+
 CHUNK = 4096
 """Samples that are drawn together; within them, neighbours are made equally long."""
 TranslationBatch = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -39,12 +42,14 @@ class Examples:
         target: language that is written; the same for denoising.
         where: (n, 2) number of the corpus and of the line of each example.
         lengths: (n,) tokens of source and target together.
+        num_long: examples that are left out, because the model reads or writes no text so long.
     """
 
     source: str
     target: str
     where: np.ndarray
     lengths: np.ndarray
+    num_long: int = 0
 
     @property
     def name(self) -> str:
@@ -183,6 +188,8 @@ class TranslationData:
         limits = max_source_len - 2, max_target_len - 1
         pairs, every = _directions(config, tokens.texts, tokens.languages)
         translation = [_translation(tokens.training, *pair, limits=limits) for pair in pairs]
+        found = [_translation(tokens.validation, *pair, limits=limits) for pair in every]
+        too_long = [sum(task.num_long for task in tasks) for tasks in (translation, found)]
         for task in translation:
             if not len(task.where) and config.pairs:
                 raise ConfigError(
@@ -207,11 +214,15 @@ class TranslationData:
             shares=(1 - config.denoising, config.denoising),
         )
         self.mixture = Mixture(self._tasks, shares, seed=seed, neighbours=config.neighbours)
-        found = [_translation(tokens.validation, *pair, limits=limits) for pair in every]
         self._validation = [task for task in found if len(task.where)]
         if not self._validation:
             raise ConfigError(
                 f"data.validation_split={config.validation_split}: has no line in two of the languages; add some"
+            )
+        if any(too_long):
+            _log.warning(
+                f"data.path={' '.join(config.path)}: {too_long[0]:,} training and {too_long[1]:,} validation examples are left "
+                f"out: longer than model.max_source_len={max_source_len} or model.max_seq_len={max_target_len}; raise them"
             )
         self.directions = tuple(task.name for task in self._validation)
         self._sentence_ends = _sentence_ends(tokens, vocab_size)
@@ -327,14 +338,17 @@ def _translation(
 ) -> Examples:
     """Lines that both languages have, neither of them too long."""
     where, lengths = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    num_long = 0
     for index, corpus in enumerate(corpora):
         if source not in corpus or target not in corpus:
             continue
         a, b = corpus[source].lengths, corpus[target].lengths
-        lines = np.flatnonzero((a > 0) & (b > 0) & (a <= limits[0]) & (b <= limits[1]))
+        both = (a > 0) & (b > 0)
+        lines = np.flatnonzero(both & (a <= limits[0]) & (b <= limits[1]))
+        num_long += int(both.sum()) - len(lines)
         where.append(np.stack([np.full(len(lines), index), lines], 1))
         lengths.append((a + b)[lines])
-    return Examples(source, target, np.concatenate(where), np.concatenate(lengths))
+    return Examples(source, target, np.concatenate(where), np.concatenate(lengths), num_long)
 
 
 def _denoising(corpora: Sequence[Corpus], code: str, limits: tuple[int, int]) -> Examples:

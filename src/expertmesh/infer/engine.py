@@ -265,17 +265,20 @@ def _steps(
                 source_BS, source_mask_BS = pad_right(sources, device=device)
                 with evaluating(model):
                     model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
+        # copied while a GPU has nothing to do: behind the model's launches the host would wait for them
+        uniform_B = None if sampling.greedy else draw_uniform(generators).to(device)
         with evaluating(model):
             logits_BV = model.next_logits(ids_BS, token_mask_BS=token_mask_BS, cache=cache)
-        if not torch.isfinite(logits_BV).all():
+        chosen_B = choose(logits_BV, sampling, uniform_B=uniform_B)
+        is_finite = torch.isfinite(logits_BV).all()
+        *chosen, all_finite = torch.cat((chosen_B, is_finite[None])).tolist()
+        if not all_finite:
             raise CheckpointError(
                 f"logits after {cache.length} tokens are not finite: the weights are damaged, or the compute dtype is too"
                 " small for them; use another checkpoint or float32"
             )
-        uniform_B = None if sampling.greedy else draw_uniform(generators)
-        chosen_B = choose(logits_BV, sampling, uniform_B=uniform_B)
         step: list[int | None] = []
-        for index, token_id in enumerate(chosen_B.tolist()):
+        for index, token_id in enumerate(chosen):
             running[index] = running[index] and token_id not in ends
             step.append(token_id if running[index] else None)
         if not any(running):

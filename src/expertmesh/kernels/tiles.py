@@ -6,6 +6,7 @@ chosen by hand from the padding waste, the accumulator's registers and the share
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ SHARED_BYTES_KEPT = 1024
 _FLATTENED_BYTES = 128
 """Of further barriers, where the loops over tiles and steps are one: 24 bytes were seen."""
 _SHARED_BYTES_RESERVED = 1024  # of each program, by the driver
+_KEPT_PLANS = 1024
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,46 @@ def plan_for(
     Raises:
         ConfigError: the architecture has no table of that name.
     """
+    plan = _by_table(
+        arch,
+        dtype,
+        rows_per_expert,
+        dim,
+        hidden_dim,
+        num_branches,
+        precision,
+        num_programs,
+        table,
+    )
+    if table != tables.DEFAULT:
+        return plan
+    found = measured.nearest(
+        arch,
+        str(dtype).removeprefix("torch."),
+        rows_per_expert=rows_per_expert,
+        dim=dim,
+        hidden_dim=hidden_dim,
+        num_branches=num_branches,
+    )
+    if found is None:
+        return plan
+    cut: dict[str, Any] = {name: Tile(**tile) for name, tile in found.tiles.items()}
+    return replace(plan, **cut)
+
+
+@lru_cache(maxsize=_KEPT_PLANS)
+def _by_table(
+    arch: str,
+    dtype: torch.dtype,
+    rows_per_expert: float,
+    dim: int,
+    hidden_dim: int,
+    num_branches: int,
+    precision: str,
+    num_programs: int,
+    table: str,
+) -> Plan:
+    """What the table says; kept, because every call of the experts asks up to three times."""
     itemsize = dtype.itemsize
     # Descriptors need strides of a multiple of 16 bytes; other shapes take the path with pointers.
     widths = (dim * itemsize, hidden_dim * itemsize)
@@ -222,7 +264,7 @@ def plan_for(
         tile = replace(tile, **tables.changes(arch, table, gemm, **sizes))
         return _fit_stages(gemm, tile, arch, itemsize, num_branches, tma=tma)
 
-    plan = Plan(
+    return Plan(
         up=fitted("up", up),
         down=fitted("down", one_branch),
         hidden_grad=fitted("hidden_grad", hidden),
@@ -235,30 +277,22 @@ def plan_for(
         interpreted=arch == "interpreter",
         sharing=num_programs,
     )
-    if table != tables.DEFAULT:
-        return plan
-    found = measured.nearest(
-        arch,
-        str(dtype).removeprefix("torch."),
-        rows_per_expert=rows_per_expert,
-        dim=dim,
-        hidden_dim=hidden_dim,
-        num_branches=num_branches,
-    )
-    if found is None:
-        return plan
-    cut: dict[str, Any] = {name: Tile(**tile) for name, tile in found.tiles.items()}
-    return replace(plan, **cut)
 
 
 def described(plan: Plan, *tensors: Tensor) -> Plan:
-    """The plan, without descriptors where one of these tensors does not begin at a multiple of 16 bytes.
+    """The plan, without descriptors where one of these tensors does not begin, or go on, at a multiple of 16 bytes.
 
-    Fresh tensors do; a shard of a flat buffer, or a view, need not. Reads an address on the host; does not synchronise.
+    Fresh tensors do; a shard of a flat buffer, or a view, need not: one row of a wider matrix is contiguous whatever its stride.
+    Reads an address on the host; does not synchronise.
     """
-    if plan.tma and any(tensor.data_ptr() % _DESCRIBED_BYTES for tensor in tensors):
+    if plan.tma and not all(map(_is_described, tensors)):
         return replace(plan, tma=False)
     return plan
+
+
+def _is_described(tensor: Tensor) -> bool:
+    strides = (stride * tensor.itemsize for stride in tensor.stride()[:-1])
+    return not any(place % _DESCRIBED_BYTES for place in (tensor.data_ptr(), *strides))
 
 
 def _rows_tile(arch: str, itemsize: int, rows_per_expert: float, precision: str) -> Tile:

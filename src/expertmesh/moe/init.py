@@ -89,6 +89,6 @@ def reset_custom_modules(module: nn.Module, *, seed: int, name: str) -> None:
     for path, child in module.named_modules():
         reset = getattr(child, "reset_parameters", None)
         if callable(reset):
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(range(torch.cuda.device_count())):
                 torch.manual_seed(_generator(seed, f"{name}.{path}", None).initial_seed())
                 reset()

@@ -277,8 +277,12 @@ def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts:
     words = philox4x32(
         (ids & mask, (ids >> 32) & mask, layer & mask, stream), (seed & mask, (seed >> 32) & mask)
     )
-    steps = [b for b in range(1, num_experts + 1) if math.gcd(b, num_experts) == 1]
-    step_T = torch.tensor(steps, device=ids.device)[words[:, 1] % len(steps)]
+    num_steps = sum(math.gcd(b, num_experts) == 1 for b in range(1, num_experts + 1))
+    # found on the device: a tensor made of the host's list would wait for it
+    b_E = torch.arange(1, num_experts + 1, device=ids.device)
+    is_coprime_E = torch.gcd(b_E, torch.full_like(b_E, num_experts)) == 1
+    steps_E = torch.where(is_coprime_E, b_E, num_experts + 1).sort().values
+    step_T = steps_E[words[:, 1] % num_steps]
     j = torch.arange(top_k, device=ids.device)
     return (words[:, :1] + j * step_T[:, None]) % num_experts
 

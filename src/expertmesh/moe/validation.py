@@ -59,7 +59,7 @@ def check_dtype(dtype: Any) -> None:
     """Raise ConfigError unless a layer's dtype is None or a floating-point type."""
     if dtype is not None and dtype not in _FLOATS:
         raise ConfigError(
-            f"dtype={dtype} must be float64, float32, bfloat16 or float16; choose one of these"
+            f"dtype={dtype!r} must be float64, float32, bfloat16 or float16 of torch; choose one of these"
         )
 
 

@@ -61,7 +61,7 @@ def parallelize(
     Args:
         model: any module; each `MoELayer` with grouped experts inside has them spread.
         config: degrees, see `ParallelConfig`.
-        world: the ranks; None: all of torch.distributed.
+        world: the ranks; None: all of torch.distributed, with tensors where the model is.
         blocks: modules whose dense parameters are gathered together, one after the other (the layers of a
             transformer); the model's other parameters make one more block.
         tensor_plan: the plan of tensor parallelism, needed with a tp_degree above 1, styles of `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`
@@ -94,10 +94,15 @@ def parallelize(
     """
     if adaptive and not config.adaptive:
         config = config.updated({"adaptive": True})
-    world = World(timeout_s=config.timeout_s) if world is None else world
+    if world is None:
+        world = World(device_type=model_device_type(model), timeout_s=config.timeout_s)
     degrees = degrees_of(config, num_ranks=world.size)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-    _spread_layers(moe_layers, config, world, degrees)
+    topology, network = _spread_layers(moe_layers, config, world, degrees)
+    if config.adaptive and topology is not None:
+        on_host = config.offload and world.device_type != "cpu"
+        taken = 0.0 if on_host else resting_bytes(model, num_parts=degrees.dp_shard)
+        _adapt(moe_layers, config, world, topology, network, resting_bytes=taken)
     experts = {p for layer in moe_layers for p in layer.experts.parameters()}
     if degrees.tp > 1:
         tensor_mesh = dense_mesh(world, degrees)["tp"]
@@ -117,13 +122,42 @@ def parallelize(
     return world
 
 
+def model_device_type(model: nn.Module) -> str | None:
+    """The type of the device that a model is on; None: on the meta device, or nowhere.
+
+    Raises:
+        ConfigError: it is on another GPU than the current one, which all that is made here would be on.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("meta"))
+    if device.type == "cuda":
+        check_current(device, torch.cuda.current_device())
+    return None if device.type == "meta" else device.type
+
+
+def check_current(device: torch.device, current: int) -> None:
+    """Refuse another GPU than the current one.
+
+    Args:
+        device: of a model.
+        current: number of the current GPU.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    if device.index not in (None, current):
+        raise ConfigError(
+            f"the model is on {device} and the current device is cuda:{current}; call torch.cuda.set_device({device.index}) "
+            "before the process group is made"
+        )
+
+
 def _spread_layers(
     moe_layers: list[MoELayer],
     config: ParallelConfig,
     world: World,
     degrees: DenseDegrees,
-) -> None:
-    """Spread the experts of all layers, and let the layers choose how their tokens travel if that is asked."""
+) -> tuple[Topology | None, Network]:
+    """Spread the experts of all layers; gives the ranks and their links where a cost model asks for them."""
     prefetcher = Prefetcher()
     per_node, adaptive = config.ranks_per_node, config.adaptive
     nodes = None if per_node is None else [rank // per_node for rank in range(world.size)]
@@ -166,8 +200,23 @@ def _spread_layers(
             offload=config.offload,
             prefetcher=prefetcher,
         )
-    if adaptive and topology is not None:
-        _adapt(moe_layers, config, world, topology, network)
+    return topology, network
+
+
+def resting_bytes(model: nn.Module, *, num_parts: int) -> float:
+    """Memory of a rank that weights, their gradients and two moments are still to take, of a model whose experts are spread.
+
+    Args:
+        model: on the meta device, or there already.
+        num_parts: into which dense parameters are going to be cut.
+    """
+    total = 0.0
+    for parameter in model.parameters():
+        is_cut = isinstance(parameter, DTensor)
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        part_bytes = own.nbytes / (1 if is_cut else num_parts)
+        total += part_bytes * (3 * parameter.requires_grad + own.is_meta)
+    return total
 
 
 def _sum_gradients(model: nn.Module) -> None:
@@ -191,6 +240,8 @@ def _adapt(
     world: World,
     topology: Topology,
     network: Network,
+    *,
+    resting_bytes: float,
 ) -> None:
     """Let layers choose what the configuration leaves open, and keep what they find."""
     ranks = Ranks(world)
@@ -210,6 +261,7 @@ def _adapt(
         pinned,
         network,
         num_gathers=2 if config.zero_stage == 3 else 1,
+        resting_bytes=resting_bytes,
         known=ranks.first(lambda: load_plans(path, model)),
         on_settled=plan_keeper(path, model) if ranks.is_leader else None,
     )

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.comm.collectives import start_all_reduce
 from expertmesh.comm.group import wait_for
-from expertmesh.comm.start import start_group
+from expertmesh.comm.start import abort_groups, start_group
 from expertmesh.comm.world import World
 from expertmesh.errors import CollectiveError, ConfigError, PeerError
 from expertmesh.parallel.clip import clip_grad_norm_
@@ -205,8 +205,10 @@ def open_ranks(
     world = None
     if dist.is_initialized() and (offload or dist.get_world_size() > 1):
         world = World(device_type=device_type, timeout_s=timeout_s)
+    agree = device_type == "cpu"  # gloo ends without the others, and they hear of it at once
     try:
         yield Ranks(world, tp_degree=tp_degree, reduces_once=reduces_once)
+        agree = True
     except RuntimeError as error:
         # FSDP2's collectives and torch's object collectives are not ours to name.
         if world is None or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
@@ -219,7 +221,22 @@ def open_ranks(
             f"{reason}"
         ) from error
     finally:
-        if world is not None:
-            world.close()
+        end_groups(world, ours=ours, agree=agree)
+
+
+def end_groups(world: World | None, *, ours: bool, agree: bool) -> None:
+    """End the groups of a run.
+
+    Args:
+        world: that made them; None: there are none.
+        ours: whether torch's default group is the run's, too; if not, it stays.
+        agree: whether all ranks come here, or need not. After an error of one of them groups that are not ours are left as they are.
+    """
+    if not agree:
         if ours:
-            dist.destroy_process_group()
+            abort_groups()
+        return
+    if world is not None:
+        world.close()
+    if ours:
+        dist.destroy_process_group()

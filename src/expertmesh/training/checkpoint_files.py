@@ -16,6 +16,8 @@ from torch import Tensor
 from expertmesh.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 15
+_BLOCK_BYTES_GPU = 1 << 24
+"""Each block is a copy of its own, for which the host waits."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MAGIC = b"PK\x03\x04"
 
@@ -68,7 +70,7 @@ def copy_piece(
     if not target.numel():
         return
     row_bytes = num_bytes // sizes[0]
-    rows = max(1, _BLOCK_BYTES // row_bytes)
+    rows = max(1, (_BLOCK_BYTES if target.is_cpu else _BLOCK_BYTES_GPU) // row_bytes)
     first, stop = where[0].start, where[0].stop
     for row in range(first, stop, rows):
         end = min(row + rows, stop)

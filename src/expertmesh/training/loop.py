@@ -141,9 +141,12 @@ def train(
             return branch_point(config, family=family) if is_new_branch else None
 
         leaves_from = ranks.first(open_run)
-        stack.enter_context(bind_ranks(config.parallel.bind))
+        stack.enter_context(bind_ranks(config.parallel.bind, has_gpu=device.type == "cuda"))
         stack.enter_context(_threads(config.parallel.num_threads))
-        stack.enter_context(torch.random.fork_rng())
+        # a run on the CPU leaves the GPUs of its machine alone, unless the caller has used them
+        uses_gpus = device.type == "cuda" or torch.cuda.is_initialized()
+        gpus = range(torch.cuda.device_count() if uses_gpus else 0)
+        stack.enter_context(torch.random.fork_rng(gpus))
         torch.manual_seed(config.train.seed)
         prepared: list[Data] = []
         ranks.first(lambda: prepared.append(task.prepare()))  # fills the cache
@@ -441,9 +444,14 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
     """Whether a run fits its ranks.
 
     Raises:
-        ConfigError: batches do not divide over them, or degrees for several and there is one.
+        ConfigError: batches do not divide over them, one GPU for several, or there is one and the options are for several.
     """
     parallel, train_config = task.config.parallel, task.config.train
+    if ranks.size > 1 and train_config.device.startswith("cuda:"):
+        raise ConfigError(
+            f"train.device={train_config.device} on {ranks.size} ranks: each takes the GPU of its number on its host; use"
+            " train.device=cuda"
+        )
     for name, degree in (
         ("dp_replicate_degree", parallel.dp_replicate_degree),
         ("dp_shard_degree", parallel.dp_shard_degree),
@@ -453,8 +461,9 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
         ("route_degree", parallel.route_degree),
         ("overlap_degree", parallel.overlap_degree),
         ("shadow_experts", parallel.shadow_experts),
+        ("adaptive", parallel.adaptive),
     ):
-        idle = 0 if name == "shadow_experts" else 1
+        idle = 0 if name in ("shadow_experts", "adaptive") else 1
         if ranks.size == 1 and (degree or idle) > idle:
             raise ConfigError(
                 f"parallel.{name}={degree}: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh"

@@ -255,7 +255,7 @@ def dotted(values: Any, prefix: str = "") -> dict[str, Any]:
 
 def _random_states() -> dict[str, Tensor]:
     states = {"random.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a run on the CPU leaves the GPUs of its machine alone
         states["random.cuda"] = torch.cuda.get_rng_state()
     return states
 

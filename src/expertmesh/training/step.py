@@ -87,13 +87,14 @@ def training_step(
     scaler.unscale_(optimizer)
     norm = ranks.clip_grad_norm_(model.parameters(), config.optim.grad_clip)
     loss, aux_loss, z_loss, grad_norm = torch.cat((sums, norm.to(sums).reshape(1))).tolist()
+    # before the update, for which the host would wait, too
+    counts = to_lists(counter.counts)
+    dropped = [] if counter.num_dropped is None else counter.num_dropped.tolist()
     is_finite = all(map(math.isfinite, (loss, aux_loss, z_loss, grad_norm)))
     if is_finite:
         scaler.step(optimizer)
         balance_experts(model, counter.counts)
     scaler.update()
-    counts = to_lists(counter.counts)
-    dropped = [] if counter.num_dropped is None else counter.num_dropped.tolist()
     load = measure_load(counts, sum(dropped))
     experts = None
     if counter.watched:

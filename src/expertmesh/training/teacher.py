@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.family import Family
+from expertmesh.config.family import FAMILIES, Family
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Data, Task
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.precision import Precision
-from expertmesh.training.run_dir import Run, load_run
+from expertmesh.training.run_dir import Run, RunDir, load_run
 from expertmesh.training.state import load_weights
 
 _IN_LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.(.*)")
@@ -35,7 +35,13 @@ def open_teacher(
         raise ConfigError(
             f"{name}: family {family.name} does not learn from teachers; leave it out"
         )
-    run = load_run(config.distill.teacher, family)
+    named = None if family.name in FAMILIES else family
+    _, other = RunDir(config.distill.teacher).read_config(named)
+    if other.name != family.name:
+        raise ConfigError(
+            f"{name}: is of family {other.name} and this run of {family.name}; name a teacher of the same"
+        )
+    run = load_run(config.distill.teacher, named)
     _check_vocabulary(run, family, config.model, data, name=name)
     theirs: Task = family.open_task(run.config.model_copy(update={"parallel": config.parallel}))
     theirs.check(ranks.size)

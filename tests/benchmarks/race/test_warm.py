@@ -1,10 +1,23 @@
 """Compiling before the race: what is to be compiled, in which shares, and how the autotuner is kept from running."""
 
 import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import triton
+from benchmarks.race.calls import Setting, plan
+from benchmarks.race.layers import race_shape
+from benchmarks.race.parts import Keep
 from benchmarks.race.shapes import chosen
+from tests.support.experts_builds import (
+    GPU_DTYPES,
+    GPU_SHAPES,
+    gpu_launches,
+    gpu_options,
+    step_launches,
+)
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
@@ -74,3 +87,28 @@ def test_candidates_are_compiled_and_none_is_run():
     assert [block for _, _, block in asked] == [1, 3]
     assert asked[0][:2] == (("x",), (7,))
     assert Autotuner.run is run
+
+
+def test_a_race_lets_liger_tune_quickly(monkeypatch, tmp_path):
+    """A candidate takes an eighth of a second otherwise, and the part that has 240 of them is killed before it times anything."""
+    tuner = object.__new__(Autotuner)
+    tuner._do_bench = None
+    kernels = {"_up": tuner, "BLOCK_M_TOKEN": 64}
+    for name, members in (("", {}), (".ops", {}), (".ops.fused_moe_kernels", kernels)):
+        module = ModuleType(f"liger_kernel{name}")
+        module.__spec__, module.__path__ = ModuleSpec(module.__name__, None), []
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises((AssertionError, ValueError)):  # no GPU is called "meta"
+        race_shape(Keep(tmp_path / "part.json"), shape="qwen3-8k", device="meta")
+    assert tuner._do_bench is not None
+
+
+def test_what_gpu_tests_launch_is_built_before_them():
+    (builds,) = (part for part in plan("kernels", Setting())[0] if part.name == "builds")
+    assert builds.arguments["tests"]
+    launches = gpu_launches("sm_90")
+    assert len({launch.key for launch in launches}) == len(launches)
+    for dtype in GPU_DTYPES:
+        again = step_launches("sm_90", dtype, shape=GPU_SHAPES[1], **gpu_options(1))
+        assert {one.key for one in again} <= {launch.key for launch in launches}

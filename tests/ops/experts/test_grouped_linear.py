@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from tests.support.launches import as_on, recorded_launches
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import grouped_linear
+from expertmesh.kernels import moe_forward, moe_wgrad, route_metadata
+from expertmesh.ops.experts import triton_linear
 from expertmesh.testing import numerics
 
 R, SIZES = 23, (5, 0, 1, 11)
@@ -86,6 +90,26 @@ def test_without_autograd_the_bits_are_the_same():
         with torch.no_grad():
             plain = grouped_linear(x, w, offsets())
         assert torch.equal(grouped_linear(x, w.requires_grad_(), offsets()), plain)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_rows_at_odd_places_take_the_path_with_pointers(offset):
+    """On Hopper descriptors read rows that begin at 16 bytes; a view of somebody's buffer need not."""
+
+    def rows(width):
+        flat = torch.empty(R * width + offset, dtype=torch.bfloat16, device="meta")
+        return flat[offset:].view(R, width)
+
+    x, grad, ends = rows(16), rows(32), torch.empty(4, dtype=torch.int32, device="meta")
+    w = torch.empty(3, 32, 16, dtype=torch.bfloat16, device="meta")
+    with as_on("sm_90"), recorded_launches(moe_forward, moe_wgrad, route_metadata) as launches:
+        triton_linear.forward(x, w, ends, None, transposed=False)
+        triton_linear.weight_grad(grad, x, w, ends, transposed=False)
+    products = [one for one in launches if one.name in ("rows", "rows_transposed")]
+    assert len(products) == 2
+    for one in products:
+        described = any(isinstance(v, TensorDescriptor) for v in one.values.values())
+        assert described == (not offset)
 
 
 def test_wrong_shapes_are_named():

@@ -4,8 +4,9 @@ Ragged: every pair of ranks exchanges as many rows as it has, without padding; t
 dispatch and copied to the host once. Fixed: every pair exchanges equally many rows, and the host never waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from expertmesh.comm.all_to_all.payload import packed, unpacked
 from expertmesh.comm.group import Awaited, Pending, RankGroup, wait_for
+from expertmesh.comm.host_copy import beside, on_host
 from expertmesh.comm.in_flight import InFlight
 from expertmesh.config.way import DispatchDtype
 
@@ -49,16 +51,24 @@ class CountsInFlight:
             self._sent_PC, None, None, group, where=f"{where}, counts"
         )
         self._counts: list[Counts] | None = None
+        self._numbers: Callable[[], list[Any]] | None = None
+        if self._sent_PC.is_cuda and self._pending is not None:
+            # What the computation has to do meanwhile, the router's losses for instance, the host does not wait for.
+            with beside(self._sent_PC.device):
+                self._numbers = self._begin_to_copy()
+
+    def _begin_to_copy(self) -> Callable[[], list[Any]]:
+        wait_for(self._pending)
+        return on_host(torch.stack((self._sent_PC.t(), self._received_PC.t())))
 
     def finish(self) -> list[Counts]:
-        """What is sent and received, for each column, on the host; the first call waits for the ranks and the device.
+        """What is sent and received, for each column, on the host; the first call waits for the ranks.
 
         Raises:
             CollectiveError: a rank is gone or late.
         """
         if self._counts is None:
-            wait_for(self._pending)
-            both_2CP = torch.stack((self._sent_PC.t(), self._received_PC.t())).tolist()
+            both_2CP = (self._numbers or self._begin_to_copy())()
             self._counts = [Counts(*column) for column in zip(*both_2CP, strict=True)]
         return self._counts
 

@@ -42,16 +42,21 @@ def packed(x_RD: Tensor, payload: DispatchDtype) -> Tensor:
     if payload == "int8":
         x_RD = x_RD.nan_to_num(0.0).round()  # their scale is not finite
     rows = x_RD.to(_TYPES[payload]).contiguous().view(torch.uint8)
-    return torch.cat((rows, scale_RB.contiguous().view(torch.uint8)), 1)
+    return torch.cat((rows, _dense(scale_RB).view(torch.uint8)), 1)
 
 
 def unpacked(rows: Tensor, dim: int, dtype: torch.dtype, payload: DispatchDtype) -> Tensor:
     """Rows of `packed` in a floating-point type again, (R, D)."""
     R, blocks = rows.shape[0], _num_blocks(dim)
     values_RD = rows[:, :dim].contiguous().view(_TYPES[payload]).to(torch.float32)
-    scale_RB = rows[:, dim:].contiguous().view(torch.float32)
+    scale_RB = _dense(rows[:, dim:]).view(torch.float32)
     x_RB = pad(values_RD, (0, blocks * BLOCK - dim)).view(R, blocks, BLOCK) * scale_RB[..., None]
     return x_RB.view(R, blocks * BLOCK)[:, :dim].to(dtype)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A copy from the first byte of its memory on; no row and one row are contiguous wherever they begin."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _num_blocks(dim: int) -> int:

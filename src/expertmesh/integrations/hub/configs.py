@@ -192,7 +192,7 @@ def hub_family(values: Values) -> HubFamily:
     if name not in FAMILIES:
         raise ConfigError(
             f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join(FAMILIES)}); run its experts through "
-            "expertmesh.integrations.transformers.apply(model)"
+            "expertmesh.integrations.transformers.apply(model), or make experts of a dense one with expertmesh.models.upcycle"
         )
     return FAMILIES[name]
 

@@ -54,7 +54,7 @@ def save_pretrained(
         checkpoint: of any number of ranks.
         run_dir: has tokenizer.json, and the files beside the weights if the model came from the hub.
         config: of the run.
-        folder: where to; it must not exist.
+        folder: where to; it must not exist. Folders above it are made.
         dtype: of the weights; None: that of the experts in the checkpoint.
         shard_bytes: most bytes of a file.
 
@@ -67,10 +67,8 @@ def save_pretrained(
     family = export_family(config.model)
     if folder.exists():
         raise ConfigError(f"to={folder}: exists already; choose another folder")
-    if not folder.parent.is_dir():
-        raise ConfigError(f"to={folder}: there is no folder {folder.parent}; make it first")
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    partial.mkdir()
+    partial.mkdir(parents=True)
     try:
         written = dtype or _dtype_of(checkpoint)
         _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)

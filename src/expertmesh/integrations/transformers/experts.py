@@ -91,7 +91,7 @@ def forward(
     s_R = top_k_weights.reshape(-1).index_select(0, metadata.slot_of_row_N)
     h_RH = w_in.times(permute(x_TD, metadata), offsets_E)
     gate = experts._apply_gate if experts.has_gate else experts.act_fn
-    if experts.has_post_expert_norm:
+    if _has_norm(experts):
         y_RD = experts.post_expert_norm(w_out.times(gate(h_RH), offsets_E))
         y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
         return combine(y_RD, metadata, top_k_index.shape[1]).to(hidden_states.dtype)
@@ -122,7 +122,7 @@ def fused_activation(experts: Any) -> str | None:
 
     By the class's own gate function and the class of its activation, not by the name of the module's class.
     """
-    if experts.is_transposed or experts.has_post_expert_norm:
+    if experts.is_transposed or _has_norm(experts):
         return None
     act_fn = getattr(experts, "act_fn", None)
     inner = _INNER.get(type(act_fn))
@@ -139,3 +139,8 @@ def _stack(experts: Any, name: str) -> Stack:
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     whole, adapters = weight_and_adapters(experts, name)
     return Stack(whole, bias, adapters, experts.is_transposed)
+
+
+def _has_norm(experts: Any) -> bool:
+    """Whether there is a norm behind the experts; of before there were any, a module does not say."""
+    return bool(getattr(experts, "has_post_expert_norm", False))

@@ -3,12 +3,10 @@
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8ExpertsInterface
 from transformers.integrations.moe import ExpertsInterface
 
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.transformers.dispatch import ExpertMeshEP
 from expertmesh.integrations.transformers.experts import forward
 from expertmesh.integrations.transformers.lora import lend_factors
 
@@ -21,15 +19,26 @@ _MARKS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_ga
 def register() -> str:
     """Add `experts_implementation="expertmesh"` to transformers, for this process; again is no mistake.
 
-    And `ep_implementation="expertmesh"`, for `DistributedConfig`: our exchange brings tokens to the experts of all ranks.
+    And `ep_implementation="expertmesh"`, for `DistributedConfig`, where transformers has such a choice: our exchange brings tokens to
+    the experts of all ranks.
 
     Returns:
         The name, for `from_pretrained(..., experts_implementation=register())`.
     """
     ExpertsInterface.register(NAME, forward)
     FP8ExpertsInterface.register(NAME, _refuse_fp8)
-    EPImplementationInterface.register(NAME, ExpertMeshEP)
+    _register_exchange()
     return NAME
+
+
+def _register_exchange() -> None:
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:  # a transformers of before there were several
+        return
+    from expertmesh.integrations.transformers.dispatch import ExpertMeshEP
+
+    EPImplementationInterface.register(NAME, ExpertMeshEP)
 
 
 def apply(model: nn.Module) -> int:

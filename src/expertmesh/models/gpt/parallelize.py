@@ -9,7 +9,7 @@ from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT, Block, check_sequence
-from expertmesh.parallel.apply import degrees_of, expert_plan, parallelize
+from expertmesh.parallel.apply import degrees_of, expert_plan, model_device_type, parallelize
 from expertmesh.parallel.tensor import (
     SharedSequences,
     Sliced,
@@ -29,7 +29,8 @@ def parallelize_gpt(model: GPT, config: ParallelConfig, *, world: World | None =
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
     """
-    world = World(timeout_s=config.timeout_s) if world is None else world
+    if world is None:
+        world = World(device_type=model_device_type(model), timeout_s=config.timeout_s)
     check_degrees(model.config, config, num_ranks=world.size)
     plan = None
     if config.tp_degree > 1:

@@ -34,7 +34,8 @@ class DropPath(Keyed):
         key = self.key_on(device)
         count = len(self.rates)
         bits = random_bits(key, image_index_B, count, layer_index=0, stream=STREAM_DROP_PATH)
-        rates_K = torch.tensor(self.rates, device=device)
+        # filled, not copied: a tensor made of the host's numbers would wait for a GPU
+        rates_K = torch.stack([torch.full((), rate, device=device) for rate in self.rates])
         keep_BK = uniform(bits, torch.float32) >= rates_K
         return (keep_BK / (1 - rates_K)).T
 

@@ -14,7 +14,7 @@ def forward(
 
     x_RK, w = x_RK.contiguous(), w.contiguous()
     N = w.shape[2] if transposed else w.shape[1]
-    plan = tiles.described(_plan(x_RK, w, dim=N, hidden_dim=x_RK.shape[1]), w)
+    plan = tiles.described(_plan(x_RK, w, dim=N, hidden_dim=x_RK.shape[1]), x_RK, w)
     rows = _rows(x_RK, offsets_E, plan.block_m)
     ones = None if b_EN is None else x_RK.new_ones(x_RK.shape[0], 1)
     y = moe_forward.rows_times_weights(
@@ -35,11 +35,12 @@ def weight_grad(
     grad_RN: Tensor, x_RK: Tensor, w: Tensor, offsets_E: Tensor, *, transposed: bool
 ) -> Tensor:
     """Give the gradient of the weights, contiguous; experts without rows get zeros."""
-    from expertmesh.kernels import moe_wgrad
+    from expertmesh.kernels import moe_wgrad, tiles
 
     x_RK, grad_RN = x_RK.contiguous(), grad_RN.contiguous()
     dense, source = (x_RK, grad_RN) if transposed else (grad_RN, x_RK)
     plan = _plan(x_RK, w, dim=source.shape[1], hidden_dim=dense.shape[1])
+    plan = tiles.described(plan, dense)
     out = torch.empty(w.shape, dtype=x_RK.dtype, device=x_RK.device)
     moe_wgrad.weight_grad(
         dense,

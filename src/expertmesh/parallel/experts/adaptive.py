@@ -39,7 +39,7 @@ SHADOWS = (0, 1, 2)
 EFFORT = Effort()
 PROBE_ROWS, PROBE_S = 256, 0.03
 MEMORY_SHARE = 0.5
-"""Of the memory that is free at the start, what the layers may take beside their shards."""
+"""Of the memory that weights, gradients and optimiser leave free, what the layers may take."""
 
 
 class Stopwatch:
@@ -172,6 +172,7 @@ def adapt(
     network: Network,
     *,
     num_gathers: int,
+    resting_bytes: float = 0.0,
     known: Mapping[str, Way] | None = None,
     on_settled: Any = None,
 ) -> None:
@@ -182,6 +183,7 @@ def adapt(
         pinned: what is not to be chosen.
         network: the links.
         num_gathers: of weights per step, see `LayerShape`.
+        resting_bytes: memory that the model is still to take on this rank, for good.
         known: settled plans, by shape and bucket.
         on_settled: told of all settled plans when there is a new one.
     """
@@ -194,7 +196,9 @@ def adapt(
         storage = dispatcher.storage
         W, world = storage.degrees.num_ranks, storage.world
         if probe is None:
-            free = _agreed_least(world, _free_bytes(world.device_type))
+            sharing = _sharing_memory(world.device_type, dispatcher.nodes)
+            free = _free_bytes(world.device_type) / sharing - resting_bytes
+            free = _agreed_least(world, max(free, 0.0))
             probe = _agreed_least(world, _flops_per_s(layer)), free
         shape = layer_shape(layer, num_ranks=W, num_gathers=num_gathers, num_layers=len(grouped))
         key = shape, pinned.route_degree and dispatcher.usual.route_degree
@@ -208,7 +212,7 @@ def adapt(
                 kinds if pinned.all_to_all in (None, "auto") else (pinned.all_to_all,),
                 SHADOWS if pinned.shadow_experts is None else (pinned.shadow_experts,),
                 _plain(dispatcher.usual),
-                probe[1] * MEMORY_SHARE / _sharing_memory(world.device_type, dispatcher.nodes),
+                probe[1] * MEMORY_SHARE,
             )
             tuners[key] = _new_tuner(
                 shape, choices, Machine(network, probe[0]), settled, on_settled

@@ -52,6 +52,7 @@ from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
 from expertmesh.parallel.experts.shadow import Staying, without_hot
 from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Keep
+from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import compute_device
 
 PIECE_BYTES = 1 << 20
@@ -259,7 +260,7 @@ class ExpertDispatcher:
         if not self.load.is_awaited(value):
             return all_reduce(value, self._everyone, where=where)
         extra = [] if self.chooser is None else self.chooser.to_agree_on()
-        given = torch.cat((value, value.new_tensor(extra))) if extra else value
+        given = torch.cat((value, on_device(extra, value.device).to(value))) if extra else value
         total = all_reduce(given, self._everyone, where=where)
         if extra and self.chooser is not None:
             self.chooser.agreed(total[self.num_experts :])

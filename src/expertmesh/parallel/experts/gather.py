@@ -24,6 +24,7 @@ from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.ops.experts.late import LateWeightGradients
 from expertmesh.parallel.experts.prefetch import Fetch, FetchedLayer, Key, Prefetcher, Visit, Whole
+from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import HostMemory
 
 SLICED_AXIS = {"w_in": 2, "w_out": 2, "b_in": 2, "b_out": 1}
@@ -88,7 +89,10 @@ class Layout:
         for members in self.order:
             first = members[0]
             adjacent = members == tuple(range(first, first + parts))
-            mine = shards[first : first + parts] if adjacent else shards[list(members)]
+            if adjacent:
+                mine = shards[first : first + parts]
+            else:
+                mine = shards.index_select(0, on_device(members, shards.device))
             found.append(mine.flatten(0, 1))
         if name != "b_out":
             return tuple(found)
@@ -113,7 +117,8 @@ class Layout:
             return slices[0].to(wide).reshape(-1, *shard.shape)
         found = slices[0].new_empty(len(self.ranks), *shard.shape, dtype=wide)
         for members, part in zip(self.order, slices, strict=True):
-            found[list(members)] = part.to(wide).unflatten(0, (len(members), -1))
+            part = part.to(wide).unflatten(0, (len(members), -1))
+            found.index_copy_(0, on_device(members, found.device), part)
         return found
 
 
@@ -138,10 +143,14 @@ class Gather:
     def wait(self) -> list[tuple[Tensor, ...]]:
         """The slices of every parameter; waits for them the first time."""
         started, self._started = self._started, []
+        host = self.source.host
         for (shards, pending), name in zip(started, self.source.names, strict=False):
-            wait_for(pending)
-            if self.source.host is not None:
-                self.source.host.joined(shards)
+            # Where copies have a stream of their own, what is sent lies in memory of that one: were it not to wait as well, the
+            # next copy could take the memory while it is still being sent.
+            with nullcontext() if host is None else host.copying():
+                wait_for(pending)
+            if host is not None:
+                host.joined(shards)
             self._whole.append(self.layout.slices(name, shards))
         return self._whole
 
@@ -203,7 +212,7 @@ class GradientBuffers:
         if self._layout.is_by_rank:
             return flat
         return torch.empty_like(flat).index_copy_(
-            0, torch.tensor(self._layout.ranks, device=flat.device), flat
+            0, on_device(self._layout.ranks, flat.device), flat
         )
 
 

@@ -8,6 +8,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from expertmesh.comm.host_copy import on_host
 from expertmesh.config.way import Way
 from expertmesh.costs.communication import RouteShape, TokenLoad
 from expertmesh.errors import ConfigError
@@ -118,9 +119,9 @@ class LoadRecord:
 
     def __init__(self, num_experts: int, *, num_ranks: int) -> None:
         self._num_experts, self._num_ranks = num_experts, num_ranks
-        self._seen: dict[bool, Tensor] = {}
+        self._seen: dict[bool, Callable[[], list[int]]] = {}
         self._read: dict[bool, tuple[int, ...]] = {}
-        self._is_awaited = False
+        self._is_awaited = self._reads = False
 
     def begin(self, *, is_again: bool) -> None:
         """A call begins; is_again: it is the repetition of one."""
@@ -135,16 +136,16 @@ class LoadRecord:
         )
 
     def note(self, counts_E: Tensor) -> None:
-        """Keep the counts of a call; does not synchronise."""
+        """Keep the counts of a call; does not synchronise. If somebody reads them they set out for the host now."""
         mode, self._is_awaited = torch.is_grad_enabled(), False
-        self._seen[mode] = counts_E.detach()
+        self._seen[mode] = on_host(counts_E) if self._reads else counts_E.detach().tolist
         self._read.pop(mode, None)
 
     def counts(self) -> tuple[int, ...] | None:
-        """Of the last call of this mode; None: there was none. Waits for a GPU, which was done with it long ago."""
-        mode = torch.is_grad_enabled()
+        """Of the last call of this mode; None: there was none. On a GPU only the first time waits for what it has to do now."""
+        mode, self._reads = torch.is_grad_enabled(), True
         if mode not in self._read and mode in self._seen:
-            self._read[mode] = tuple(self._seen[mode].tolist())
+            self._read[mode] = tuple(self._seen[mode]())
         return self._read.get(mode)
 
     def token_load(self, top_k: int, capacity_factor: float | None = None) -> TokenLoad | None:

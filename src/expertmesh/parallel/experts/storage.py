@@ -293,7 +293,7 @@ class ExpertStorage(ExpertHolder):
             deposit=lambda name, grad, shard: hand_over(
                 name, grad, shard, main=self.experts.main_grads, host=host
             ),
-            bring=lambda shard: shard if host is None else shard.to(host.device),
+            bring=lambda s: s if host is None else s.to(host.device, non_blocking=True),
             layer=self.layer,
         )
 
