@@ -409,7 +409,7 @@ def _value(option: _Option, texts: list[str]) -> Any:
         words = [word for text in texts for word in text.split(",") if word]
         if texts and not words:
             raise ConfigError(
-                f"{flag_name(option.name)} {shown(texts[0])}: must not be empty; give a value, or leave the option out"
+                f"{flag_name(option.name)} {shown(texts[0])}: must not be empty; give a value, or none, or leave the option out"
             )
         return () if [word.lower() for word in words] == ["none"] else tuple(words)
     if len(texts) > 1:
