@@ -146,7 +146,7 @@ def test_a_label_is_an_entry_of_the_path(tmp_path, caplog):
     alone = TextData(TextConfig(path=pattern, **common), vocab_size=257, seed=0)
     assert alone.labels == () and "entries" not in caplog.text
     many = TextData(TextConfig(path=(b,) * 65, **common), vocab_size=257, seed=0)
-    assert many.labels == () and "data.path: has 65 entries" in caplog.text
+    assert many.labels == () and "has 65 entries of data.path" in caplog.text
 
 
 def test_texts_that_quote_an_end_that_is_no_special_token_keep_their_labels(tmp_path):
