@@ -7,7 +7,7 @@ What a finished run measured is written to docs/results/vision.json at once, and
 `--only glyphs` trains the runs whose names begin so; `--page` writes what the numbers of now say into docs/results/vision.md. Runs of
 other lengths or of other numbers of few images belong into another file (`--out`) and another folder (`--runs`).
 
-* glyphs, animals, digits: beside the nearest neighbours by pixels
+* glyphs, animals, digits: beside the nearest neighbours by pixels; `fine`: the changed attempt at the first two, patches of 2
 * few: `glyphs` fine-tuned on few silhouettes of each class, other ones for each seed: dense, experts tuned, experts frozen
 * union: digits, silhouettes and glyphs, 67 classes; each mixture is measured again with less room for its experts' rows, as that of digits
 """
@@ -82,7 +82,7 @@ class Trial:
 
     Attributes:
         data: "union", "glyphs", "animals", "digits" or "few".
-        kind: "moe" or "dense"; on few images "tuned" or "frozen" experts, or "dense".
+        kind: "moe", "dense", or "fine", a mixture with patches of 2; on few images "tuned" or "frozen" experts, or "dense".
         seed: of the run, and of which images are few.
     """
 
@@ -111,6 +111,7 @@ def trials(plan: Plan) -> Iterator[Trial]:
         yield from (Trial(data, "moe", seed) for data in ("animals", "digits"))
         yield from (Trial("union", kind, seed) for kind in ("moe", "dense"))
         yield from (Trial(data, "dense", seed) for data in ("glyphs", "few"))
+        yield from (Trial(data, "fine", seed) for data in ("animals", "glyphs"))
 
 
 def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
@@ -148,6 +149,8 @@ def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
         "train.init_from": None if begin is None else str(plan.runs / begin.name),
         "train.freeze": ("experts", "router") if trial.kind == "frozen" else (),
     }
+    if trial.kind == "fine":
+        changes |= {"model.patch_size": 2, "data.flip": data == "animals"}
     config = swin_mnist().updated({**changes, **plan.changes})
     found = begun(config, SWIN)
     assert isinstance(found, SwinRunConfig)
@@ -297,10 +300,12 @@ def claims(runs: Mapping[str, Any], neighbours_of: Mapping[str, Any]) -> dict[st
     compare("few labels: tuned experts - dense", ("few_tuned", free), ("few_dense", free))
     compare("few labels: frozen experts - dense", ("few_frozen", free), ("few_dense", free))
     for data, known in neighbours_of.items():
-        mine = [r["right"][free] for name, r in runs.items() if name.startswith(f"{data}_moe_")]
-        if mine:
-            pairs = [(unpacked(m), unpacked(known)) for m in mine]
-            found[f"{data}: mixture - nearest neighbours"] = difference(pairs)
+        for kind, name in (("moe", "mixture"), ("fine", "mixture, patches of 2")):
+            begins = f"{data}_{kind}_"
+            mine = [r["right"][free] for run, r in runs.items() if run.startswith(begins)]
+            if mine:
+                pairs = [(unpacked(m), unpacked(known)) for m in mine]
+                found[f"{data}: {name} - nearest neighbours"] = difference(pairs)
     return found
 
 

@@ -63,8 +63,8 @@ def results(claims, folder):
 def test_every_claim_has_its_runs(claims, folder, results):
     record = json.loads(results.read_text())
     names = {trial.name for trial in claims.trials(plan_of(claims, folder))}
-    assert set(record["runs"]) == names and len(names) == 9
-    assert len(record["claims"]) == 14
+    assert set(record["runs"]) == names and len(names) == 11
+    assert len(record["claims"]) == 16
     assert {name: found["count"] for name, found in record["neighbours"].items()} == {
         data: record["runs"][f"{data}_moe_0"]["right"]["no limit"]["count"]
         for data in ("glyphs", "animals", "digits")
@@ -142,6 +142,16 @@ def test_neighbours_are_compared_image_by_image(claims):
     runs = {"glyphs_moe_0": {"right": {"no limit": bits}}}
     (found,) = claims.claims(runs, {"glyphs": bits}).values()
     assert found["interval"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("data", ["animals", "glyphs"])
+def test_the_changed_attempt_sees_finer_patches(claims, folder, data):
+    plan = plan_of(claims, folder, changes={})
+    first, second = (
+        claims.configuration(plan, claims.Trial(data, kind, 0)) for kind in ("moe", "fine")
+    )
+    assert (first.model.patch_size, second.model.patch_size) == (4, 2)
+    assert second.data.flip == (data == "animals") and not first.data.flip
 
 
 def test_bits_survive(claims):
