@@ -10,7 +10,7 @@ from expertmesh.cli.flags import (
     spell_options,
 )
 from expertmesh.config.base import option_names
-from expertmesh.config.family import GPT
+from expertmesh.config.family import FAMILIES, GPT
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.errors import ConfigError
 
@@ -28,17 +28,18 @@ def test_recipe_alone_is_the_recipe():
         assert parse_run_config([name]) == (name, recipe(), False, GPT, frozenset())
 
 
-def test_every_option_can_be_given():
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_every_option_can_be_given(family):
     """Each option, set to its own default in the command line's spelling, is understood."""
-    config = GPTRunConfig()
+    config = family.config()
     words = []
-    for name in option_names(GPTRunConfig):
+    for name in option_names(family.config):
         value = config
         for part in name.split("."):
             value = getattr(value, part)
         texts = [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
         words += [flag_name(name), *texts]
-    assert parse_run_config(["base", *words], recipes={"base": GPTRunConfig}).config == config
+    assert parse_run_config(["base", *words], recipes={"base": family.config}).config == config
 
 
 @pytest.mark.parametrize(
