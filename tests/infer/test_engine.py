@@ -85,6 +85,15 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(gpt: GPT, sampling: Sampli
         assert [step[row] for step in steps] == alone
 
 
+def test_a_capacity_in_evaluation_drops_nothing_of_what_is_generated(gpt: GPT) -> None:
+    options = {"num_experts": (4,), "top_k": 2, "hidden_dim": 32}
+    capped = make_model(moe=MoEConfig(**options, eval_capacity_factor=0.5, min_capacity=1))
+    steps, capped_steps = (
+        list(generate_batch(model, PROMPTS, max_new_tokens=6)) for model in (gpt, capped)
+    )
+    assert capped_steps == steps
+
+
 def test_end_of_text_ends_each_sequence_by_itself(gpt: GPT) -> None:
     endless = [list(generate(gpt, prompt, max_new_tokens=20)) for prompt in PROMPTS]
     eos = endless[0][4]

@@ -145,9 +145,13 @@ def test_a_padded_batch_equals_the_oracle_on_each_sentence(options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("positions", ["rotary", "untied"])
-def test_cached_beams_that_share_sources_equal_uncached_ones(positions):
-    model = Seq2Seq(config(positions=positions), dtype=torch.float64, seed=1).eval()
+@pytest.mark.parametrize("positions, capacity", [("rotary", None), ("untied", None), ("rotary", 0.5)])
+def test_cached_beams_that_share_sources_equal_uncached_ones(positions, capacity):
+    """Nor does a capacity in evaluation make a translation depend on the texts beside it."""
+    free = Seq2Seq(config(positions=positions), dtype=torch.float64, seed=1).eval()
+    capped = {"eval_capacity_factor": capacity, "min_capacity": 4 if capacity is None else 1}
+    moe = MoEConfig(num_experts=(3, 4), top_k=1, hidden_dim=20, **capped)
+    model = Seq2Seq(config(positions=positions, moe=moe), dtype=torch.float64, seed=1).eval()
     assert isinstance(model, EncoderDecoder)
     source, mask = padded(SOURCES)
     cache = model.new_cache(batch_size=3, max_len=6)
@@ -159,7 +163,7 @@ def test_cached_beams_that_share_sources_equal_uncached_ones(positions):
         new = torch.tensor([row[-1:] for row in rows])
         logits = model.next_logits(new, token_mask_BS=None, cache=cache)
         for row, ids in enumerate(rows):
-            alone = model(torch.tensor([SOURCES[row // 2]]), torch.tensor([ids])).logits_NV[-1]
+            alone = free(torch.tensor([SOURCES[row // 2]]), torch.tensor([ids])).logits_NV[-1]
             assert_close_fp64(logits[row], alone, what=f"step {step}, row {row}")
         order = torch.tensor([1, 0, 2, 2, 5, 4])
         cache.reorder(order)

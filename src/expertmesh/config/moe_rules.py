@@ -114,6 +114,11 @@ class LayerChoices(Config):
         """Whether no capacity is set."""
         return all(getattr(self, name) is None for name in _FACTORS)
 
+    @property
+    def dropless_factor(self) -> float | None:
+        """Capacity factor of a call that drops no token; none where experts choose, who always have a capacity."""
+        return None if self.router == "expert_choice" else math.inf
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.expert_counts:

@@ -145,8 +145,8 @@ def generate_batch(
     """Continue several prompts of any lengths together; of an encoder-decoder, each under its own source.
 
     Shorter prompts are padded on the left; the padding is masked out of attention and experts. Sequence i draws from a
-    generator seeded with sampling.seed + i, so what it gets depends on its own prompt and place alone (with a dropless
-    model; its logits to rounding, or to the bit where the model's config has batch_invariant). Sets the model to evaluation mode while it computes. Synchronises with the device once per token.
+    generator seeded with sampling.seed + i, so what it gets depends on its own prompt and place alone (unless
+    experts choose or max_capacity_factor bounds them; its logits to rounding, or to the bit where the model's config has batch_invariant). Sets the model to evaluation mode while it computes. Synchronises with the device once per token.
 
     Args:
         model: the language model, or encoder-decoder.

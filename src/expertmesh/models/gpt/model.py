@@ -306,8 +306,14 @@ class GPT(nn.Module):
     def next_logits(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache
     ) -> Tensor:
-        """(B, V) logits of the token after the last column; see `expertmesh.models.decoder.CausalLM`."""
-        output: GPTOutput = self(ids_BS, token_mask_BS=token_mask_BS, cache=cache, num_logits=1)
+        """(B, V) logits of the token after the last column, whatever the capacity; see `expertmesh.models.decoder.CausalLM`."""
+        output: GPTOutput = self(
+            ids_BS,
+            token_mask_BS=token_mask_BS,
+            cache=cache,
+            num_logits=1,
+            capacity_factor=self.config.moe.dropless_factor,
+        )
         return output.logits_BSV[:, 0]
 
     def share_sequences(self, shared: SharedSequences) -> None:

@@ -84,11 +84,9 @@ class GPTTask(Task):
         if self.teacher is None or weight == 0.0:
             return None
         assert isinstance(self.teacher, GPT)
-        chooses = (
-            self.teacher.config.moe.router == "expert_choice"
-        )  # experts, which have a capacity
+        factor = self.teacher.config.moe.dropless_factor
         with torch.no_grad():
-            output = self.teacher(ids_BS, capacity_factor=None if chooses else math.inf, **masks)
+            output = self.teacher(ids_BS, capacity_factor=factor, **masks)
         return Lesson(output.logits_BSV, weight, self.config.distill.temperature)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:

@@ -193,6 +193,7 @@ class Layer(nn.Module):
         cache: Seq2SeqCache | None = None,
         source: Tensor | Memory | None = None,
         source_mask: Tensor | None = None,
+        capacity_factor: float | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """(B, S, D) -> (B, S, D), and the routing statistics of a MoE layer.
 
@@ -203,6 +204,7 @@ class Layer(nn.Module):
             cache: of the decoder's tokens so far.
             source: in the decoder: what the encoder made of the sources, or the keys and values of that.
             source_mask: see `CrossAttention`.
+            capacity_factor: see `MoELayer.forward`.
         """
         cos, sin = tokens.rope
         after_attention, after_cross, after_ffn = self.dropouts
@@ -224,7 +226,11 @@ class Layer(nn.Module):
         stats: RoutingStats | None = None
         if self.moe is not None:
             y_TD, stats = self.moe(
-                h_TD, token_mask=tokens.mask_T, token_ids=tokens.ids_T, token_index=tokens.index_T
+                h_TD,
+                token_mask=tokens.mask_T,
+                token_ids=tokens.ids_T,
+                token_index=tokens.index_T,
+                capacity_factor=capacity_factor,
             )
         else:
             assert self.ffn is not None
@@ -341,8 +347,10 @@ class Seq2Seq(nn.Module):
         )
 
     def encode(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache) -> None:
-        """Read the sources; see `expertmesh.models.decoder.EncoderDecoder`."""
-        source_BSD, _ = self._encode(ids_BS, token_mask_BS, None)
+        """Read the sources, whatever the capacity; see `expertmesh.models.decoder.EncoderDecoder`."""
+        source_BSD, _ = self._encode(
+            ids_BS, token_mask_BS, None, capacity_factor=self.config.moe.dropless_factor
+        )
         cache.memory = []
         for layer in self.decoder:
             assert isinstance(layer, Layer) and layer.cross_attention is not None
@@ -352,14 +360,22 @@ class Seq2Seq(nn.Module):
     def next_logits(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache
     ) -> Tensor:
-        """(B, V) logits of the token after the last column; see `expertmesh.models.decoder.CausalLM`."""
+        """(B, V) logits of the token after the last column, whatever the capacity; see `expertmesh.models.decoder.CausalLM`."""
         positions_S, mask = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
         tokens = self._tokens(
             ids_BS, positions_S, token_mask_BS, None, self.target_places, num_keys=cache.length
         )
         x_BSD = self.embedding(ids_BS)
         for layer, memory in zip(self.decoder, cache.memory, strict=True):
-            x_BSD, _ = layer(x_BSD, tokens, mask, cache, memory, cache.memory_mask)
+            x_BSD, _ = layer(
+                x_BSD,
+                tokens,
+                mask,
+                cache,
+                memory,
+                cache.memory_mask,
+                capacity_factor=self.config.moe.dropless_factor,
+            )
         return self._logits(x_BSD[:, -1])
 
     def forward(
@@ -411,7 +427,12 @@ class Seq2Seq(nn.Module):
         return Seq2SeqOutput(self._logits(x), tuple(all_stats))
 
     def _encode(
-        self, ids_BS: Tensor, token_mask_BS: Tensor | None, index_T: Tensor | None
+        self,
+        ids_BS: Tensor,
+        token_mask_BS: Tensor | None,
+        index_T: Tensor | None,
+        *,
+        capacity_factor: float | None = None,
     ) -> tuple[Tensor, list[RoutingStats]]:
         positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
         tokens = self._tokens(ids_BS, positions_S, token_mask_BS, index_T, self.source_places)
@@ -420,7 +441,7 @@ class Seq2Seq(nn.Module):
         x_BSD = self.dropouts[0](self.embedding(ids_BS), index_T)
         all_stats = []
         for layer in self.encoder:
-            x_BSD, stats = layer(x_BSD, tokens, mask)
+            x_BSD, stats = layer(x_BSD, tokens, mask, capacity_factor=capacity_factor)
             all_stats += [] if stats is None else [stats]
         return self.encoder_norm(x_BSD), all_stats
 
