@@ -4,6 +4,7 @@ A wsd schedule is constant until its decay, so a run of 1,000 steps and one of 4
 its decay. The trunk is trained once; each branch takes a checkpoint of it and does its own decay.
 """
 
+from operator import attrgetter
 from pathlib import Path
 
 from expertmesh.config.family import Family
@@ -24,7 +25,7 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
         family: of both.
 
     Raises:
-        ConfigError: the trunk is no run, has another schedule or rate, decays before that step, or kept no checkpoint of it.
+        ConfigError: the trunk is no run, has another schedule, rate or batch size, decays before that step, or kept no checkpoint of it.
         CheckpointError: that checkpoint is damaged.
     """
     trunk_dir = config.train.branch_from
@@ -34,11 +35,12 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
     if not folder.path.is_dir():
         raise ConfigError(f"{option}: does not exist; give the run directory of a trunk")
     trunk, _ = folder.read_config(family)
-    for name in OptimConfig.model_fields:
-        ours, theirs = getattr(config.optim, name), getattr(trunk.optim, name)
-        if name not in _OF_THE_DECAY and ours != theirs:
+    fixed = [f"optim.{name}" for name in OptimConfig.model_fields if name not in _OF_THE_DECAY]
+    for name in (*fixed, "train.batch_size", "train.freeze"):
+        ours, theirs = attrgetter(name)(config), attrgetter(name)(trunk)
+        if ours != theirs:
             raise ConfigError(
-                f"optim.{name}={ours}: the trunk {trunk_dir} has {theirs}; use that value, or train without a branch"
+                f"{name}={ours}: the trunk {trunk_dir} has {theirs}; use that value, or train without a branch"
             )
     step = decay_start(total_steps=config.total_schedule_steps, config=config.optim)
     if trunk.optim.schedule != "wsd":
