@@ -153,6 +153,13 @@ def test_nan_in_the_weights_changes_nothing_and_is_told(tiny):
         assert torch.equal(tensor.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
 
 
+@pytest.mark.parametrize("frozen", [("router",), ()])
+def test_a_frozen_router_keeps_its_balancing_bias(tiny, frozen):
+    config = tiny(**{"model.moe.bias_update_rate": 0.1, "train.freeze": frozen})
+    _, model, _ = run_steps(config, 1)
+    assert model.layers[0].moe.expert_bias_E.any() == (not frozen)
+
+
 def test_a_bad_step_between_good_ones_leaves_weights_and_moments(tiny):
     config = tiny()
 

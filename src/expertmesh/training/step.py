@@ -93,7 +93,8 @@ def training_step(
     is_finite = all(map(math.isfinite, (loss, aux_loss, z_loss, grad_norm)))
     if is_finite:
         scaler.step(optimizer)
-        balance_experts(model, counter.counts)
+        if "router" not in config.train.freeze:  # its balancing bias is a part of it
+            balance_experts(model, counter.counts)
     scaler.update()
     load = measure_load(counts, sum(dropped))
     experts = None
