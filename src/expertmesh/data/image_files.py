@@ -86,6 +86,8 @@ def read_folder(
     names = sorted(p.name for p in path.iterdir())
     if found := {m["split"]: path / m[0] for n in names if (m := _IDX.fullmatch(n))}:
         return _idx_folder(path, found, num_train, validation_fraction)
+    if num_train:
+        raise _has_no_use(num_train, path)
     parts = {side: _below(path, wanted) for side, wanted in enumerate((_TRAIN, _VALIDATION))}
     if parts[0] is None:
         classes, images = _class_folders(path)
@@ -100,6 +102,14 @@ def read_folder(
     others, validation = _class_folders(parts[1], classes)
     del others
     return LabelledFolder(classes, training, validation)
+
+
+def _has_no_use(num_train: int, path: Path) -> ConfigError:
+    """Of a number of training images where it would change nothing."""
+    return ConfigError(
+        f"data.train_images={num_train}: is for IDX files without a split, and {path} has a split or folders of images; leave it out,"
+        " or give 0 for this folder"
+    )
 
 
 def _below(path: Path, names: Sequence[str]) -> Path | None:
@@ -139,6 +149,8 @@ def _idx_folder(
             )
         places = np.arange(total)
         training, validation = images.take(places[:count]), images.take(places[count:])
+    elif num_train:
+        raise _has_no_use(num_train, path)
     largest = int(training.labels_N.max())
     classes = tuple(names or map(str, range(largest + 1)))
     for images in (training, validation):
