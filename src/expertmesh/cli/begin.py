@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 from expertmesh.cli.flags import ParsedRun, parse_run_config
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
 
 
 def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
@@ -28,7 +30,14 @@ def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
             return parsed
         from expertmesh.training.begin import begun
 
-        return parsed._replace(config=begun(parsed.config, parsed.family))
+        config = begun(parsed.config, parsed.family)
+        for name in sorted(parsed.from_words):
+            ours, theirs = attrgetter(name)(parsed.config), attrgetter(name)(config)
+            if name.startswith("model.") and ours != theirs:
+                raise ConfigError(
+                    f"{name}={ours}: train.init_from={config.train.init_from} brings its model, which has {theirs}; leave it out"
+                )
+        return parsed._replace(config=config)
 
 
 @contextmanager

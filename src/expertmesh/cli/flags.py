@@ -53,6 +53,7 @@ class ParsedRun(NamedTuple):
         dry_run: whether it is only to be described.
         family: of the model.
         from_file: dotted names of the options that the file of `--config` gives.
+        from_words: the same of those on the command line.
     """
 
     recipe: str
@@ -60,6 +61,7 @@ class ParsedRun(NamedTuple):
     dry_run: bool
     family: Family
     from_file: frozenset[str] = frozenset()
+    from_words: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     try:
         family = FAMILIES[default.family] if given is None else given
         config = default.updated(values).model_copy(update={"family": family.name})
-        return ParsedRun(words[0], config, "dry-run" in switches, family, frozenset(in_file))
+        dry_run, given_names = "dry-run" in switches, (frozenset(in_file), frozenset(flags))
+        return ParsedRun(words[0], config, dry_run, family, *given_names)
     except FieldError as error:
         raise as_flag_error(error) from None
 
