@@ -1,11 +1,12 @@
 """`expertmesh classify --run DIR IMAGE...`: classes of images by the newest checkpoint of a run."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.generate import precision_of
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.output_file import output_file
+from expertmesh.config.swin import Fit
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def run(argv: list[str]) -> int:
         )
     if options.score and options.top is not None:
         raise ConfigError(f"--top {options.top}: has no effect with --score; leave it out")
+    if options.score and options.fit is not None:
+        raise ConfigError(f"--fit {options.fit}: has no effect with --score; leave it out")
     check_least(options, top=1, batch_size=1)
     picture = None
     if options.picture is not None:
@@ -76,6 +79,11 @@ def _parser() -> OptionParser:
         "image", nargs="*", help="image files; of an IDX file the N-th image is FILE@N, from 0"
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
+    parser.add_argument(
+        "--fit",
+        choices=get_args(Fit),
+        help="what happens to images of another size (that of the training)",
+    )
     parser.add_argument("--top", type=int, metavar="N", help="classes to show (3)")
     parser.add_argument(
         "--picture", metavar="FILE", help="a picture of which expert took which patch (.png)"
@@ -135,14 +143,18 @@ def _open(options: Any) -> Any:
 def _classify(found: Any, options: Any) -> "list[Classified]":
     """What the run's model says of each image."""
     with loading():
-        from expertmesh.data.images import CLASSES_FILE
-        from expertmesh.infer.classify import class_names, classify, read_images
+        from expertmesh.data.images import CLASSES_FILE, class_names
+        from expertmesh.infer.classify import classify, read_images
         from expertmesh.training.trained import open_trained
 
         classes = class_names(found.path / CLASSES_FILE)
         task, model, precision = open_trained(found, precision=precision_of(found, options.device))
     classifier = task.classifier(model)
-    images = read_images(options.image, size=classifier.size, fit=found.config.data.fit)
+    try:
+        fit = options.fit or found.config.data.fit
+        images = read_images(options.image, size=classifier.size, fit=fit)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("data.fit=", "--fit ")) from None
     with precision.autocast():
         return classify(
             classifier, images, options.image, classes=classes, batch_size=options.batch_size
