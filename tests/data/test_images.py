@@ -10,9 +10,9 @@ from tests.support.pictures import stripes, write_folder, write_idx
 from expertmesh.config.swin import ImagesConfig
 from expertmesh.data.augment import mix_of
 from expertmesh.data.image_files import read_folder, read_image, read_image_or_idx
-from expertmesh.data.images import CLASSES_FILE, ImageData, fitted
+from expertmesh.data.images import CLASSES_FILE, ImageData, class_names, fitted
 from expertmesh.errors import ConfigError
-from expertmesh.infer.classify import Classified, class_names
+from expertmesh.infer.classify import Classified
 from expertmesh.infer.expert_picture import save_picture
 
 Image = pytest.importorskip("PIL.Image")
@@ -301,6 +301,11 @@ def test_single_images(idx, tmp_path):
     assert np.array_equal(read_image(tmp_path / "p.png"), np.full((4, 4, 3), 9))
     with pytest.raises(ConfigError, match="leave some on both sides"):
         read_folder(idx, num_train=40, validation_fraction=0.2)
+    split = write_folder(tmp_path / "split", *stripes(12), prefix="train-")
+    write_folder(split, *stripes(6), prefix="test-")
+    for folder in (split, write_class_folders(tmp_path / "folders", {"cat": 3, "dog": 3})):
+        with pytest.raises(ConfigError, match="train_images=2: is for IDX files without a split"):
+            read_folder(folder, num_train=2, validation_fraction=0.2)
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,9 @@ def test_a_padded_batch_equals_the_oracle_on_each_sentence(options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("positions, capacity", [("rotary", None), ("untied", None), ("rotary", 0.5)])
+@pytest.mark.parametrize(
+    "positions, capacity", [("rotary", None), ("untied", None), ("rotary", 0.5)]
+)
 def test_cached_beams_that_share_sources_equal_uncached_ones(positions, capacity):
     """Nor does a capacity in evaluation make a translation depend on the texts beside it."""
     free = Seq2Seq(config(positions=positions), dtype=torch.float64, seed=1).eval()

@@ -127,6 +127,7 @@ def test_it_is_scored_at_other_capacities(learned, capsys):
         (["a.png", "--picture", "x.txt"], "--picture x.txt: its ending is that of no picture"),
         (["a.png", "--top", "0"], "--top 0: must be at least 1"),
         (["--score", "--top", "5"], "--top 5: has no effect with --score"),
+        (["--score", "--fit", "pad"], "--fit pad: has no effect with --score"),
         (["--score", "--capacity", "-1"], "--capacity -1.0: must be greater than 0"),
         (["--score", "--drop-policy", "first"], "nothing is dropped without --capacity"),
         (["--score", "--capacity", "1", "--drop-policy", "luck"], "--drop-policy luck: must be one of"),
@@ -136,6 +137,15 @@ def test_mistakes_are_one_line(learned, words, text, capsys):
     assert main(["classify", "--run", learned, *words]) == 2
     error = capsys.readouterr().err
     assert text in error and error.count("\n") == 1, error
+
+
+def test_an_image_of_another_size_is_fitted_as_asked(learned, tmp_path, capsys):
+    large = tmp_path / "large.png"
+    pytest.importorskip("PIL.Image").new("L", (20, 30)).save(large)
+    words = ["classify", "--run", learned, str(large), "--fit"]
+    assert main([*words, "exact"]) == 2
+    assert "must be that; use --fit resize" in capsys.readouterr().err
+    assert main([*words, "resize"]) == 0
 
 
 def test_other_verbs_answer(learned, capsys):
@@ -209,6 +219,18 @@ def test_fine_tuning_with_other_windows_and_frozen_experts(straight, fine):
     assert new["head.weight"].shape == (3, 16)
 
 
+@pytest.mark.parametrize("data, has_head", [("data", True), ("few", False)])
+def test_a_head_of_other_classes_is_not_taken(folder, fine, tmp_path, data, has_head):
+    """However many there are: by their names, too."""
+    task = SwinTask(
+        run_of(folder, tmp_path, **begin(folder) | {"data.path": (str(folder / data),)})
+    )
+    task.prepare()
+    model = task.build(device="cpu", dtype=torch.float32)
+    found = task.inherited(model, load_run(folder / "straight").config)
+    assert ("head.weight" in found) == bool(model.head.weight.any()) == has_head
+
+
 def test_fine_tuning_on_two_ranks(folder, fine, tmp_path, two_ranks):
     two_ranks.run(fine_main, folder, tmp_path / "run")
     assert_same_lines(lines_of(tmp_path / "run"), lines_of(fine), "loss", "grad_norm", "aux_loss")
@@ -225,6 +247,10 @@ def test_beginning_and_freezing_are_refused_in_one_line(folder, fine, tmp_path, 
     ]
     for more, text in (
         (["--train.init-from", str(tmp_path / "no")], "does not exist"),
+        (
+            ["--train.init-from", str(folder / "straight"), "--model.dim", "24"],
+            "brings its model, which has 8; leave it out",
+        ),
         (["--train.freeze", "heads"], "must be one of experts, router"),
         (["--train.freeze", "router,router"], "names something twice"),
     ):

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.config.base import cache_root
+from expertmesh.config.base import cache_root, parse_json
 from expertmesh.config.swin import Fit, ImagesConfig
 from expertmesh.data.augment import changed, mix_of, mixed
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.image_files import Images, LabelledFolder, read_folder
 from expertmesh.data.order import shuffled, spread
 from expertmesh.data.paths import distinct
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CheckpointError, ConfigError
 
 CLASSES_FILE = "classes.json"
 """The file of a run with the names of its classes."""
@@ -250,6 +250,21 @@ def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tenso
     if short != side:
         square = F.interpolate(square, (side, side), mode="bicubic", antialias=True)
     return square[0].round().clamp(0, 255).to(torch.uint8)
+
+
+def class_names(path: Path) -> tuple[str, ...]:
+    """The names of a run's classes, from its file of them.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    try:
+        names = parse_json(path.read_bytes())
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ValueError("no list of names")
+    except (ValueError, TypeError, OSError) as error:
+        raise CheckpointError(f"{path}: is damaged ({error}); restore it from a copy") from None
+    return tuple(names)
 
 
 def model_input(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tensor:

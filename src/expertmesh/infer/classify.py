@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from expertmesh.config.base import parse_json
 from expertmesh.config.swin import Fit
 from expertmesh.data.image_files import read_image_or_idx
 from expertmesh.data.images import model_input
 from expertmesh.data.news import Progress
-from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.errors import ConfigError
 from expertmesh.models.classifier import Classifier
 
 
@@ -97,18 +95,3 @@ def classify(
             )
     told.finish()
     return found
-
-
-def class_names(path: Path) -> tuple[str, ...]:
-    """The names of a run's classes, from its file of them.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    try:
-        names = parse_json(path.read_bytes())
-        if not names or not all(isinstance(name, str) for name in names):
-            raise ValueError("no list of names")
-    except (ValueError, TypeError, OSError) as error:
-        raise CheckpointError(f"{path}: is damaged ({error}); restore it from a copy") from None
-    return tuple(names)

@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
 from expertmesh.config.swin import SwinRunConfig
-from expertmesh.data.images import ImageData
+from expertmesh.data.images import CLASSES_FILE, ImageData, class_names
 from expertmesh.data.labels import told_apart
 from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.swin.classifier import SwinClassifier
@@ -23,6 +24,7 @@ class SwinTask(Task):
 
     config: SwinRunConfig
     is_built_empty = True
+    _classes: tuple[str, ...] = ()
     _folder_of_class: Tensor
 
     def prepare(self) -> ImageData:
@@ -35,6 +37,7 @@ class SwinTask(Task):
             num_classes=model.num_classes,
             seed=self.config.train.seed,
         )
+        self._classes = data.classes
         folders = tuple(dict.fromkeys(data.folder_of_class))
         self.labels = told_apart(folders, "folders")
         self._folder_of_class = torch.tensor([folders.index(n) for n in data.folder_of_class])
@@ -51,10 +54,16 @@ class SwinTask(Task):
 
     @torch.no_grad()
     def inherited(self, model: nn.Module, begin: RunConfig) -> Mapping[str, Tensor]:
-        """Everything, but the head where it has other classes: that one starts at zero."""
+        """Everything, but the head where it has other classes, by number or name: that one starts at zero.
+
+        Raises:
+            CheckpointError: the list of the other run's classes is damaged.
+        """
         assert isinstance(model, Swin) and isinstance(begin, SwinRunConfig)
         tensors = model.state_dict()
-        if begin.model.num_classes != self.config.model.num_classes:
+        theirs = class_names(expanded(self.config.train.init_from or "") / CLASSES_FILE)
+        sizes = {found.model.num_classes for found in (begin, self.config)}
+        if len(sizes) > 1 or theirs != self._classes:
             for name in ("head.weight", "head.bias"):
                 tensors.pop(name).zero_()
         return tensors
