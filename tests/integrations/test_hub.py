@@ -205,6 +205,9 @@ def test_what_our_gpt_cannot_compute_is_refused_by_name(hub, tmp_path, name, cha
         load_pretrained(folder)
 
 
+GLM = {"score_function": "sigmoid", "bias_update_rate": 1e-3, "num_shared_experts": 1}
+
+
 @pytest.mark.parametrize(
     ("options", "moe", "words"),
     [
@@ -212,6 +215,10 @@ def test_what_our_gpt_cannot_compute_is_refused_by_name(hub, tmp_path, name, cha
         ({}, {"router": "cosine"}, "model.moe.router=cosine"),
         ({}, {"residual": True}, "model.moe.residual=True"),
         ({}, {"num_shared_experts": 1}, "model.moe.num_shared_experts=1"),
+        ({}, {"shared_hidden_dim": 24}, "model.moe.shared_hidden_dim=24"),
+        ({}, {**GLM, "shared_hidden_dim": 24}, "model.moe.shared_hidden_dim=24"),
+        ({}, {**GLM, "shared_gate": True}, "model.moe.shared_gate=True"),
+        ({}, {"top_k": 1}, "model.moe.normalize_weights=auto"),
         ({"num_layers": 2}, {"num_experts": (4, 8)}, "model.moe.num_experts"),
         ({"moe_every": 2}, {}, "model.moe_every=2"),
     ],
@@ -231,6 +238,16 @@ def test_a_configuration_survives_the_way_out_and_in():
     assert back == config.model_copy(
         update={"moe": normalized, "head_dim": 64, "num_kv_heads": 4, "activation": "swiglu"}
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "moe"), [({"qk_norm": True}, {}), ({}, GLM)], ids=["qwen3_moe", "glm4_moe"]
+)
+def test_the_only_choice_of_a_token_keeps_its_probability_outside(options, moe):
+    """With one expert per token `auto` divides nothing."""
+    config = ModelConfig(**options, moe=MoEConfig(num_experts=(4,), top_k=1, **moe))
+    values = hub_config(config, export_family(config), dtype="float32")
+    assert values["norm_topk_prob"] is False
 
 
 def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):

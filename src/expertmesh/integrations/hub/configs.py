@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from expertmesh.config.model import ModelConfig
+from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import ConfigError
 
 _ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
@@ -112,6 +112,12 @@ def _rope(v: Values) -> Values:
     return v.get("rope_parameters") or v.get("rope_scaling") or {}
 
 
+def _normalizes(moe: MoEConfig) -> bool:
+    """Whether a token's weights are divided by their sum, of the routers that go out."""
+    ours = moe.normalize_weights
+    return moe.top_k > 1 if ours == "auto" else ours != "none"
+
+
 def _export_mixtral(c: ModelConfig) -> dict[str, Any]:
     return {
         "num_local_experts": c.moe.num_experts[0],
@@ -128,7 +134,7 @@ def _export_qwen3(c: ModelConfig) -> dict[str, Any]:
         "intermediate_size": c.ffn_hidden_dim,
         "decoder_sparse_step": c.moe_every,
         "mlp_only_layers": [],
-        "norm_topk_prob": c.moe.normalize_weights != "none",
+        "norm_topk_prob": _normalizes(c.moe),
         "attention_bias": False,
         "sliding_window": None,
         "use_sliding_window": False,
@@ -147,7 +153,7 @@ def _export_glm4(c: ModelConfig) -> dict[str, Any]:
         "n_group": moe.num_expert_groups,
         "topk_group": moe.num_limited_groups,
         "routed_scaling_factor": moe.weight_scale,
-        "norm_topk_prob": moe.normalize_weights != "none",
+        "norm_topk_prob": _normalizes(moe),
         "attention_bias": c.qkv_bias,
         "use_qk_norm": c.qk_norm,
         "partial_rotary_factor": c.rope_fraction,
@@ -321,9 +327,7 @@ def _refuse_export(config: ModelConfig) -> None:
     moe = config.moe
     sigmoid = moe.score_function == "sigmoid"
     glm = sigmoid and moe.bias_update_rate > 0
-    normalizes = moe.normalize_weights in ("topk", "kept") or (
-        moe.normalize_weights == "auto" and moe.top_k > 1
-    )
+    shared = moe.num_shared_experts * moe.hidden_dim
     rules: list[tuple[str, Any, bool]] = [
         ("moe.num_experts", moe.num_experts, len(set(moe.num_experts)) == 1),
         ("activation", config.activation, config.activation in _ACTIVATIONS.values()),
@@ -335,10 +339,12 @@ def _refuse_export(config: ModelConfig) -> None:
         ("moe.router", moe.router, moe.router == "topk"),
         ("moe.score_function", moe.score_function, moe.score_function == "softmax" or glm),
         ("moe.bias_update_rate", moe.bias_update_rate, glm or not moe.bias_update_rate),
-        ("moe.normalize_weights", moe.normalize_weights, normalizes or glm or config.qk_norm),
+        ("moe.normalize_weights", moe.normalize_weights, _normalizes(moe) or glm or config.qk_norm),
         ("moe.weight_scale", moe.weight_scale, glm or moe.weight_scale == 1),
         ("moe.num_expert_groups", moe.num_expert_groups, glm or moe.num_expert_groups == 1),
         ("moe.num_shared_experts", moe.num_shared_experts, glm == bool(moe.num_shared_experts)),
+        ("moe.shared_hidden_dim", moe.shared_hidden_dim, moe.shared_hidden_dim in (None, shared)),
+        ("moe.shared_gate", moe.shared_gate, not moe.shared_gate),
         ("moe.logit_temperature", moe.logit_temperature, moe.logit_temperature == 1),
         ("moe.residual", moe.residual, not moe.residual),
         ("moe.bias", moe.bias, not moe.bias),
