@@ -140,6 +140,22 @@ def spoiled(folder, target, change):
 DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_layers_that_predict_further_tokens_are_left_out(hub, tmp_path, more):
+    """GLM-4.5 has one behind its last layer, which config.json counts apart."""
+    ahead = {"model.layers.2.eh_proj.weight": torch.zeros(24, 48)}
+    folder = spoiled(hub["glm4_moe"][0], tmp_path / "ahead", lambda t: t.update(ahead))
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": more}))
+    if not more:
+        with pytest.raises(CheckpointError, match=r"has a tensor model\.layers\.2\.eh_proj"):
+            load_pretrained(folder)
+        return
+    plain = load_pretrained(hub["glm4_moe"][0]).state_dict()
+    for name, tensor in load_pretrained(folder).state_dict().items():
+        assert torch.equal(tensor, plain[name]), name
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

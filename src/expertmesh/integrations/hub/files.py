@@ -61,6 +61,11 @@ class HubFiles:
         for name in names:
             self.entries |= _header(folder / name)
 
+    def leave_out(self, beginnings: tuple[str, ...]) -> None:
+        """Forget the tensors whose names begin so."""
+        kept = {n: entry for n, entry in self.entries.items() if not n.startswith(beginnings)}
+        self.entries = kept
+
     def tensor(self, name: str) -> Tensor:
         """A tensor whose memory is the file; not to be written to."""
         path, dtype, shape, begin = self.entries[name]

@@ -122,8 +122,15 @@ def checked_pieces(folder: Path) -> tuple[list[Piece], HubFiles]:
     files = HubFiles(folder)
     found = list(pieces(config, family.model_type))
     shapes = {piece.theirs: piece.theirs_shape for piece in found}
+    files.leave_out(_ahead(values))
     check_tensors(files, shapes, hub_dtype(values, folder), wide=_WIDE)
     return found, files
+
+
+def _ahead(values: dict[str, Any]) -> tuple[str, ...]:
+    """Beginnings of the names of layers behind the model's last, which predict further tokens; transformers leaves them out, too."""
+    last, more = values["num_hidden_layers"], values.get("num_nextn_predict_layers") or 0
+    return tuple(f"model.layers.{last + i}." for i in range(more))
 
 
 def copy_pieces(found: Iterable[Piece], files: HubFiles, tensors: dict[str, Tensor]) -> None:
