@@ -12,7 +12,7 @@ from torch import nn
 from expertmesh.config.base import shown
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig, with_fitting_warmup
-from expertmesh.data.tokenizer import end_of_text_id
+from expertmesh.data.tokenizer import end_of_text_id, start_of_text
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
@@ -200,7 +200,6 @@ def generate(
             f"prompt: {shown(wrong[0])} is a {type(wrong[0]).__name__}; give a text, or a list of texts"
         )
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    end_id = end_of_text_id(tokenizer)
     with torch.no_grad():
         found = generate_texts(
             model,
@@ -208,7 +207,7 @@ def generate(
             prompts,
             max_new_tokens=max_tokens,
             sampling=sampling,
-            eos_id=end_id,
-            start_id=end_id,
+            eos_id=end_of_text_id(tokenizer),
+            start=start_of_text(tokenizer),
         )
     return found[0].text if isinstance(prompt, str) else [one.text for one in found]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils._python_dispatch import TorchDispatchMode
+from tests.support.sentencepiece_vocabulary import sentencepiece_tokenizer
 
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError
@@ -204,6 +205,26 @@ def test_special_tokens_and_unknown_ids_have_no_text(tokenizer: Tokenizer) -> No
     assert stream.feed(10_000) == ""
 
 
+def test_blanks_that_were_added_to_a_byte_level_vocabulary_are_text(tokenizer: Tokenizer) -> None:
+    """As in OLMoE's, for indentation."""
+    larger = Tokenizer.from_str(tokenizer.to_str())
+    larger.add_tokens(["    ", "日本"])
+    ids = larger.encode("def f:    return '日本'").ids
+    assert not {larger.token_to_id("    "), larger.token_to_id("日本")} - set(ids)
+    stream = TextStream(larger)
+    assert "".join(map(stream.feed, ids)) + stream.finish() == larger.decode(ids)
+
+
+def test_a_vocabulary_of_sentencepiece_is_read() -> None:
+    """The blank of a continuation stays, which decoding it alone would strip."""
+    tok = sentencepiece_tokenizer()
+    ids = tok.encode("some é words", add_special_tokens=False).ids
+    stream = TextStream(tok)
+    pieces = [stream.feed(token_id) for token_id in ids] + [stream.finish()]
+    assert "".join(pieces) == " some é words" == f" {tok.decode(ids)}"
+    assert pieces[5:9] == [" ", "", "é", " w"]
+
+
 def test_byte_alphabet_is_that_of_the_library() -> None:
     table = byte_of_character()
     assert sorted(table) == sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -223,10 +244,10 @@ def test_text_can_start_like_a_document(gpt: GPT, tokenizer: Tokenizer) -> None:
     start = tokenizer.token_to_id("<|endoftext|>")
     ids = [start, *tokenizer.encode(TEXT[:9]).ids]
     expected = tokenizer.decode(list(generate(gpt, ids, max_new_tokens=9)))
-    pieces = generate_text(gpt, tokenizer, TEXT[:9], max_new_tokens=9, start_id=start)
+    pieces = generate_text(gpt, tokenizer, TEXT[:9], max_new_tokens=9, start=[start])
     assert "".join(pieces) == expected
     with pytest.raises(ConfigError, match="prompt='': is empty"):
-        generate_text(gpt, tokenizer, "", start_id=start)
+        generate_text(gpt, tokenizer, "", start=[start])
 
 
 class _Asked(TorchDispatchMode):

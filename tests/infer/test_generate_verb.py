@@ -61,7 +61,7 @@ def test_prints_what_the_engine_generates(
         max_new_tokens=12,
         sampling=Sampling(temperature=0.9, top_k=50, top_p=0.9, seed=3),
         eos_id=END_OF_TEXT_ID,
-        start_id=END_OF_TEXT_ID,
+        start=[END_OF_TEXT_ID],
     )
     words = ("--max-tokens", "12", "--temperature", "0.9", "--top-k", "50", "--top-p", "0.9")
     assert printed(run_dir, *words, "--seed", "3", capsys=capsys) == PROMPT + "".join(pieces) + "\n"

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.hub_models import tiny_model
 from tests.support.memory import peak_bytes
+from tests.support.sentencepiece_vocabulary import END, START, sentencepiece_tokenizer
 from transformers import AutoModelForCausalLM
 
 from expertmesh.config.model import ModelConfig, MoEConfig
@@ -392,6 +393,30 @@ def test_each_of_several_ends_ends_a_text(talker, which):
         model.output.weight[9] = seen[0] / 2
     assert em.generate(model, tokenizer, "a", max_tokens=3, temperature=0) == ""
     assert list(generate(model, prompt, max_new_tokens=1)) == [ends[which]]  # no end was asked for
+
+
+def test_a_text_begins_with_what_the_tokenizer_puts_before_it(hub, tmp_path, capsys):
+    """Mixtral's `<s>`, of `generate` in Python and as a verb, and what is said of it is text."""
+    import expertmesh as em
+    from expertmesh.cli.main import main
+    from expertmesh.infer.text import TextStream
+
+    source = spoiled(hub["mixtral"][0], tmp_path / "hub", lambda tensors: None)
+    tokenizer = sentencepiece_tokenizer()
+    tokenizer.save(str(source / "tokenizer.json"))
+    convert(source, tmp_path / "run")
+    prompt = tokenizer.encode("few words").ids
+    assert prompt[0] == START
+    theirs = AutoModelForCausalLM.from_pretrained(source)
+    how = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
+    found = theirs.generate(torch.tensor([prompt]), **how)[0]
+    stream = TextStream(tokenizer)
+    text = "".join(map(stream.feed, found.tolist()[len(prompt) :])) + stream.finish()
+    model, loaded = em.load(tmp_path / "run")
+    assert em.generate(model, loaded, "few words", max_tokens=5, temperature=0) == text
+    words = ["--run", str(tmp_path / "run"), "--greedy", "--max-tokens", "5", "few words"]
+    assert main(["generate", *words]) == 0
+    assert capsys.readouterr().out == f"few words{text}\n"
 
 
 @pytest.mark.parametrize("given", [True, [0, True], ["</s>"]])

@@ -30,6 +30,9 @@ def test_any_text_survives_encoding_and_the_special_token_in_a_text_is_text():
     assert tokenizer.decode(ids, skip_special_tokens=False) == ODD_TEXT
     sizes = token_num_bytes(tokenizer, 300)
     assert sizes[ids].sum() == len(ODD_TEXT.encode()) and sizes[END_OF_TEXT_ID] == 0
+    tokenizer.add_tokens(["    "])  # text that is no mark, as in OLMoE's tokenizer
+    ids = tokenizer.encode(ODD_TEXT, add_special_tokens=False).ids
+    assert token_num_bytes(tokenizer, 301)[ids].sum() == len(ODD_TEXT.encode())
 
 
 def test_a_saved_tokenizer_encodes_alike(tmp_path):

@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
     import torch
 
     from expertmesh.data.chat import MARKS, OwnFormat, find_format
-    from expertmesh.data.tokenizer import end_of_text_id
+    from expertmesh.data.tokenizer import end_of_text_id, start_of_text
     from expertmesh.infer.engine import generate_text, generate_texts
     from expertmesh.infer.sampling import Sampling
     from expertmesh.models.decoder import EncoderDecoder
@@ -72,7 +72,7 @@ def run(argv: list[str]) -> int:
             seed=options.seed,
         ),
         "eos_id": {end_of_text_id(tokenizer), *(form.ends if options.chat else ())},
-        "start_id": end_of_text_id(tokenizer),
+        "start": start_of_text(tokenizer),
     }
 
     def asked(prompt: str) -> str | list[int]:

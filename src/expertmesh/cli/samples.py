@@ -93,7 +93,7 @@ def sample(
         seed: of the random numbers.
     """
     from expertmesh.data.news import Progress
-    from expertmesh.data.tokenizer import end_of_text_id
+    from expertmesh.data.tokenizer import end_of_text_id, start_of_text
     from expertmesh.errors import ConfigError
     from expertmesh.infer.engine import generate_batch
     from expertmesh.infer.sampling import Sampling
@@ -101,9 +101,9 @@ def sample(
     if not prompts:
         return []
     tokenizer = found.load_tokenizer()
-    end_id = end_of_text_id(tokenizer)
+    end_id, start = end_of_text_id(tokenizer), start_of_text(tokenizer)
     sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
-    prompt_ids = [[end_id, *tokenizer.encode(p).ids] for p in prompts]
+    prompt_ids = [[*start, *tokenizer.encode(p, add_special_tokens=False).ids] for p in prompts]
     longest = max(map(len, prompt_ids))
     if longest >= model.max_seq_len:
         raise ConfigError(

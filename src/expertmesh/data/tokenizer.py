@@ -86,6 +86,24 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
     )
 
 
+def start_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What stands before a text: tokens that the tokenizer itself puts there (`<s>`), else the end of the text before.
+
+    Raises:
+        CheckpointError: see `end_of_text_id`.
+    """
+    found = tokenizer.encode("a")
+    own = tuple(found.ids[: found.special_tokens_mask.index(0)])
+    return own or (end_of_text_id(tokenizer),)
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether each character of its vocabulary stands for a byte."""
+    decoder = tokenizer.decoder
+    kind = {} if decoder is None else json.loads(decoder.__getstate__())
+    return any(one.get("type") == "ByteLevel" for one in (kind, *kind.get("decoders", [])))
+
+
 def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
     """Read a tokenizer that was made elsewhere.
 
@@ -100,9 +118,7 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
         tokenizer = load_tokenizer(path)
     except CheckpointError as error:
         raise ConfigError(f"data.encode_with={error}") from None
-    kind = json.loads(tokenizer.to_str()).get("decoder") or {}
-    kinds = [kind, *kind.get("decoders", [])]
-    if not any(one.get("type") == "ByteLevel" for one in kinds):
+    if not is_byte_level(tokenizer):
         raise ConfigError(
             f"data.encode_with={path}: is no byte-level one, so that bits per byte mean nothing; use a model that has one"
         )
@@ -125,15 +141,17 @@ def token_num_bytes(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
         vocab_size: V of the model, at least the tokenizer's.
 
     Returns:
-        (V,) int64; 0 for the end of text, for marks and for ids without a token.
+        (V,) int64; 0 for the end of text, for marks (special tokens) and for ids without a token.
     """
     sizes = np.zeros(vocab_size, dtype=np.int64)
-    marks = tokenizer.get_added_tokens_decoder()
+    added = tokenizer.get_added_tokens_decoder()
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
-        if token_id not in marks:
+        if token_id not in added:
             sizes[token_id] = len(
                 token
             )  # A byte-level vocabulary writes each byte as one character.
+        elif not added[token_id].special:  # plain text, several blanks for example
+            sizes[token_id] = len(token.encode())
     return sizes
 
 

@@ -41,18 +41,18 @@ def generate_text(
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
     eos_id: int | Collection[int] | None = None,
-    start_id: int | None = None,
+    start: Sequence[int] = (),
 ) -> Iterator[str]:
     """Continue a text.
 
     Args:
         model: the model, as for `generate_batch`.
-        tokenizer: byte-level BPE of the model.
+        tokenizer: of the model.
         prompt: not empty; or its token ids, before which nothing is put.
         max_new_tokens: the most tokens to append, as for `generate_batch`.
         sampling: the rule of sampling, as for `generate_batch`.
         eos_id: the token, or tokens, that end a text, as for `generate_batch`.
-        start_id: put before the prompt, to say that a document begins; None: nothing.
+        start: tokens put before the prompt, to say that a document begins.
 
     Returns:
         Iterator of the pieces of the continuation, none of them empty, cut between characters.
@@ -60,19 +60,19 @@ def generate_text(
     Raises:
         ConfigError: as `generate_batch`, at once and not at the first token.
     """
-    prompt_ids = _encoded(tokenizer, prompt, start_id)
+    prompt_ids = _encoded(tokenizer, prompt, start)
     ids = generate(
         model, prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id
     )
     return _text_pieces(ids, TextStream(tokenizer))
 
 
-def _encoded(tokenizer: Tokenizer, prompt: str | Sequence[int], start_id: int | None) -> list[int]:
+def _encoded(tokenizer: Tokenizer, prompt: str | Sequence[int], start: Sequence[int]) -> list[int]:
     """The ids of a prompt; an empty one stays empty, and is refused later."""
     if not isinstance(prompt, str):
         return list(prompt)
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
-    return [start_id, *ids] if ids and start_id is not None else ids
+    return [*start, *ids] if ids else ids
 
 
 class Continuation(NamedTuple):
@@ -80,7 +80,7 @@ class Continuation(NamedTuple):
 
     Attributes:
         text: of the new tokens.
-        ids: prompt, its start token included, and new tokens.
+        ids: prompt, what is put before it included, and new tokens.
         is_cut: whether it ended at its length, not at the end of the text.
     """
 
@@ -97,14 +97,14 @@ def generate_texts(
     max_new_tokens: int | None = None,
     sampling: Sampling | None = None,
     eos_id: int | Collection[int] | None = None,
-    start_id: int | None = None,
+    start: Sequence[int] = (),
 ) -> list[Continuation]:
     """Continue several texts together; arguments and errors as `generate_text` has them.
 
     Returns:
         One continuation for each prompt, in their order.
     """
-    ids = [_encoded(tokenizer, prompt, start_id) for prompt in prompts]
+    ids = [_encoded(tokenizer, prompt, start) for prompt in prompts]
     new: list[list[int]] = [[] for _ in ids]
     is_cut = [True] * len(ids)
     steps = generate_batch(

@@ -1,12 +1,18 @@
-"""From token ids of a byte-level BPE to text, piece by piece, never half a character."""
+"""From token ids to text, piece by piece, never half a character."""
 
 import codecs
+import re
 from functools import cache
 
 from tokenizers import Tokenizer
 
+from expertmesh.data.tokenizer import is_byte_level
+
 # The bytes that byte-level BPE (Radford et al. 2019, 2.2) writes as themselves; the other 68 become 256, 257, ...
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_BLANK = "\u2581"
 
 
 @cache
@@ -21,10 +27,10 @@ class TextStream:
     """Turns token ids into text as they come, and holds back the bytes of a character that is not complete yet.
 
     Bytes that are no UTF-8 become U+FFFD. Special tokens (end of text, ...) are left out. The pieces joined are the text of
-    the ids joined.
+    the ids joined, as it stands behind other text: a blank at its beginning stays.
 
     Args:
-        tokenizer: byte-level BPE.
+        tokenizer: byte-level BPE, or one that writes blanks as U+2581 and single bytes as <0x0A> (SentencePiece's).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -35,6 +41,7 @@ class TextStream:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
+        self._is_byte_level = tokenizer.decoder is None or is_byte_level(tokenizer)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
@@ -42,8 +49,18 @@ class TextStream:
         token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
         if token is None:
             return ""
-        table = byte_of_character()
-        return self._decoder.decode(bytes(table[character] for character in token))
+        return self._decoder.decode(self._bytes(token))
+
+    def _bytes(self, token: str) -> bytes:
+        """What a token of the vocabulary stands for."""
+        if self._is_byte_level:
+            table = byte_of_character()
+            if all(character in table for character in token):
+                return bytes(table[character] for character in token)
+            return token.encode()  # added to the vocabulary as plain text
+        if _BYTE.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace(_BLANK, " ").encode()
 
     def finish(self) -> str:
         """What is left: U+FFFD for an incomplete character, else ""."""

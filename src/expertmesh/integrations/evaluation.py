@@ -14,6 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from expertmesh.data.tokenizer import start_of_text
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import evaluating, generate_batch, pad_right
 from expertmesh.infer.sampling import Sampling
@@ -35,7 +36,7 @@ class ExpertMeshLM(TemplateLM):
     Args:
         model: the model; computes in the type of its weights, under autocast in that one.
         tokenizer: its tokenizer.
-        end_id: the token that ends a text; it stands before a text without context.
+        end_id: the token that ends a text.
         batch_size: sequences at a time.
     """
 
@@ -56,6 +57,11 @@ class ExpertMeshLM(TemplateLM):
     def eot_token_id(self) -> int:
         """The token that ends a text."""
         return self.end_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context."""
+        return start_of_text(self.tokenizer_file)[-1]
 
     @property
     def max_length(self) -> int:

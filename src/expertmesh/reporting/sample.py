@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.data.news import Progress
-from expertmesh.data.tokenizer import end_of_text_id
+from expertmesh.data.tokenizer import end_of_text_id, start_of_text
 from expertmesh.infer.engine import generate_batch
 from expertmesh.infer.sampling import Sampling
 from expertmesh.infer.text import TextStream
@@ -86,21 +86,21 @@ def sample_of_run(run: Run, trained: Trained, *, seed: int = 0) -> list[dict[str
     model = task.decoder(module)
     if isinstance(model, EncoderDecoder):
         return []  # it writes about what it reads
-    room = min(_TOKENS, model.max_seq_len - 1)
     sampling = Sampling(temperature=0.7, top_p=0.95, seed=seed)
     tokenizer = run.load_tokenizer()
-    end_id = end_of_text_id(tokenizer)
+    end_id, start = end_of_text_id(tokenizer), list(start_of_text(tokenizer))
+    room = min(_TOKENS, model.max_seq_len - len(start))
     with precision.autocast():
         steps = generate_batch(
-            model, [[end_id]], max_new_tokens=room, sampling=sampling, eos_id=end_id
+            model, [start], max_new_tokens=room, sampling=sampling, eos_id=end_id
         )
         told = Progress("written for the page", total=room, unit="tokens")
         ids = [step[0] for step in told.over(steps) if step[0] is not None]
         if not ids:
             return []
-        layers = experts_of_tokens(model, [end_id, *ids])
+        layers = experts_of_tokens(model, [*start, *ids])
     stream = TextStream(tokenizer)
     return [
         {"text": stream.feed(token), "experts": [layer[place] for layer in layers]}
-        for place, token in enumerate(ids, 1)
+        for place, token in enumerate(ids, len(start))
     ]

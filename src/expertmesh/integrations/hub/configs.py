@@ -152,6 +152,7 @@ def _export_glm4(c: ModelConfig) -> dict[str, Any]:
         "first_k_dense_replace": c.first_dense_layers,
         "n_group": moe.num_expert_groups,
         "topk_group": moe.num_limited_groups,
+        "num_nextn_predict_layers": 0,
         "routed_scaling_factor": moe.weight_scale,
         "norm_topk_prob": _normalizes(moe),
         "attention_bias": c.qkv_bias,
