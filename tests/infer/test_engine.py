@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.sentencepiece_vocabulary import sentencepiece_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils._python_dispatch import TorchDispatchMode
-from tests.support.sentencepiece_vocabulary import sentencepiece_tokenizer
 
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError

@@ -380,6 +380,7 @@ def test_a_converted_model_learns_conversations_by_its_own_template(talker, tmp_
 def test_each_of_several_ends_ends_a_text(talker, which):
     import expertmesh as em
     from expertmesh.infer.engine import generate
+    from expertmesh.integrations.transformers import ExpertMeshForCausalLM
 
     run, ends = talker
     model, tokenizer = em.load(run)
@@ -393,6 +394,10 @@ def test_each_of_several_ends_ends_a_text(talker, which):
         model.output.weight[9] = seen[0] / 2
     assert em.generate(model, tokenizer, "a", max_tokens=3, temperature=0) == ""
     assert list(generate(model, prompt, max_new_tokens=1)) == [ends[which]]  # no end was asked for
+    outside = ExpertMeshForCausalLM.from_run(run)
+    outside.gpt.load_state_dict(model.state_dict())
+    found = outside.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)
+    assert found[0, len(prompt) :].tolist() == [ends[which]]
 
 
 def test_a_text_begins_with_what_the_tokenizer_puts_before_it(hub, tmp_path, capsys):

@@ -21,13 +21,6 @@ _MAX_LOG_SCALE = math.log(100.0)  # a temperature of 0.01 (Swin Transformer V2, 
 class _FullPrecisionModule(nn.Module):
     """A module whose floating-point tensors stay FP32 (or FP64) when it is cast to a smaller dtype."""
 
-    arithmetic: RowArithmetic
-    backend: str
-
-    def _linear(self, x_TD: Tensor, w_ED: Tensor) -> Tensor:
-        arithmetic = self.arithmetic.in_mode(self.training)
-        return arithmetic.router_linear(x_TD, w_ED, backend=self.backend)
-
     def _apply(
         self, fn: Callable[[Tensor], Tensor], recurse: bool = True
     ) -> "_FullPrecisionModule":
@@ -44,6 +37,27 @@ def keep_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
         return out
 
     return wrapped
+
+
+class _Projection(nn.Linear):
+    """A router's linear map without bias, called as a module, so that what wraps or loads modules (adapters, offload) reaches it."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_rows: int,
+        *,
+        arithmetic: RowArithmetic,
+        backend: str,
+        device: torch.device | str | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(dim, num_rows, bias=False, device=device, dtype=dtype)
+        self.arithmetic, self.backend = arithmetic, backend
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        arithmetic = self.arithmetic.in_mode(self.training)
+        return arithmetic.router_linear(x_TD, self.weight, backend=self.backend)
 
 
 class LinearRouter(_FullPrecisionModule):
@@ -65,12 +79,13 @@ class LinearRouter(_FullPrecisionModule):
     ) -> None:
         """Make a router without bias; `dtype` is FP32 or FP64."""
         super().__init__()
-        self.arithmetic, self.backend = arithmetic, backend
-        self.proj = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
+        how: dict[str, Any] = {"arithmetic": arithmetic, "backend": backend}
+        self.proj = _Projection(dim, num_experts, device=device, dtype=dtype, **how)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> logits (T, E) in FP32, or FP64 for FP64 input."""
-        return self._linear(x_TD, self.proj.weight)
+        logits_TE: Tensor = self.proj(x_TD)
+        return logits_TE
 
 
 class CosineRouter(_FullPrecisionModule):
@@ -94,7 +109,8 @@ class CosineRouter(_FullPrecisionModule):
         """Make a router that compares in `cosine_dim` dimensions."""
         super().__init__()
         self.arithmetic, self.backend = arithmetic, backend
-        self.proj = nn.Linear(dim, cosine_dim, bias=False, device=device, dtype=dtype)
+        how: dict[str, Any] = {"arithmetic": arithmetic, "backend": backend}
+        self.proj = _Projection(dim, cosine_dim, device=device, dtype=dtype, **how)
         self.expert_embeddings = nn.Parameter(
             torch.empty(num_experts, cosine_dim, device=device, dtype=dtype)
         )
@@ -103,12 +119,13 @@ class CosineRouter(_FullPrecisionModule):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """(T, D) -> logits (T, E) in FP32, or FP64 for FP64 input."""
-        projected = self._linear(x_TD, self.proj.weight)
+        projected = self.proj(x_TD)
         with without_autocast(x_TD.device):
             token = self.arithmetic.in_mode(self.training).unit_rows(projected, eps=1e-6)
             expert = F.normalize(self.expert_embeddings.to(token.dtype), dim=-1, eps=1e-6)
             scale = self.log_scale.to(token.dtype).clamp(max=_MAX_LOG_SCALE).exp()
-            return self._linear(token, expert) * scale
+            arithmetic = self.arithmetic.in_mode(self.training)
+            return arithmetic.router_linear(token, expert, backend=self.backend) * scale
 
 
 class HashRouter(nn.Module):

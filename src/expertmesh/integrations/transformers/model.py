@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from expertmesh.config.base import saved_run
 from expertmesh.config.model import ModelConfig
+from expertmesh.data.tokenizer import end_of_text_id, start_of_text
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.transformers.cache import SequencesOf
 from expertmesh.models.gpt.model import GPT
@@ -125,7 +126,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
     def from_run(
         cls, run: str | Path, *, dtype: torch.dtype | None = None
     ) -> "ExpertMeshForCausalLM":
-        """The model of a run of ours, with the weights of its newest good checkpoint.
+        """The model of a run of ours, with the weights of its newest good checkpoint, that ends a text by the run's tokens.
 
         Args:
             run: the run directory.
@@ -133,7 +134,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises:
             ConfigError: this is no run directory, or not of a GPT.
-            CheckpointError: it has no usable checkpoint.
+            CheckpointError: it has no usable checkpoint, or no tokenizer.
         """
         found = load_run(run)
         model = open_trained(found).model
@@ -141,7 +142,10 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             raise ConfigError(
                 f"run {run}: is of family {found.family.name}; transformers' door takes a gpt"
             )
-        return cls(ExpertMeshConfig(gpt=model.config), model.to(dtype))
+        tokenizer = found.load_tokenizer()
+        ends = list(dict.fromkeys((end_of_text_id(tokenizer), *model.end_ids)))
+        ids = {"bos_token_id": start_of_text(tokenizer)[0], "eos_token_id": ends}
+        return cls(ExpertMeshConfig(gpt=model.config, **ids), model.to(dtype))
 
     def forward(
         self,
@@ -152,7 +156,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
-        return_dict: bool = True,
+        return_dict: bool | None = None,
+        **unused: Any,
     ) -> ExpertMeshOutput:
         """One pass. Synchronises with the device where a mask is given, to see whether it masks anything.
 
@@ -164,16 +169,22 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             use_cache: make a cache if there is none.
             logits_to_keep: only the last so many positions get logits; 0: all.
             num_items_in_batch: predicted tokens of the whole batch, of which this call sees a part; None: this is all of it.
-            return_dict: must be true; transformers passes it.
+            return_dict: not False; transformers passes it.
+            **unused: what peft and others pass to every model, None or False.
 
         Returns:
             Loss (mean over the predicted tokens, plus the routers' share), logits, cache.
 
         Raises:
-            ConfigError: too many tokens, a cache of a fixed size, labels beside logits_to_keep, or a mask of another length.
+            ConfigError: too many tokens, a cache of a fixed size, labels beside logits_to_keep, a mask of another length, or an
+                argument that this model has not.
         """
-        if not return_dict:
+        if return_dict is False:
             raise ConfigError("return_dict=False: this model returns no tuples; leave it out")
+        if asked := [
+            name for name, value in unused.items() if value is not None and value is not False
+        ]:
+            raise ConfigError(f"{asked[0]}: is no argument of a GPT of expertmesh; leave it out")
         if labels is not None and logits_to_keep:
             raise ConfigError(
                 f"logits_to_keep={logits_to_keep}: labels need the logits of all positions; leave one of the two out"

@@ -17,6 +17,7 @@ from expertmesh.models.cache import KVCache
 from expertmesh.models.layers import (
     Attention,
     LayerCache,
+    Linear,
     RMSNorm,
     draw_weights,
     init_transformer,
@@ -251,10 +252,14 @@ class GPT(nn.Module):
             device="meta",
             dtype=dtype,
         )
-        self.output: nn.Linear | None = None
+        self.output: Linear | None = None
         if not config.tie_embeddings:
-            self.output = nn.Linear(
-                config.dim, config.vocab_size, bias=False, device="meta", dtype=dtype
+            self.output = Linear(
+                config.dim,
+                config.vocab_size,
+                arithmetic=self.arithmetic,
+                device="meta",
+                dtype=dtype,
             )
         draw_weights(self, device=device, seed=seed)
 
@@ -448,7 +453,9 @@ class GPT(nn.Module):
                 all_stats.append(stats)
         if num_logits is not None:
             x_BSD = x_BSD[:, x_BSD.shape[1] - num_logits :]
-        if self.output is not None:
-            table_VD = self.output.weight
-            table_VD = table_VD if self.shared is None else self.shared.gather(table_VD)
-        return GPTOutput(arithmetic.linear(self.final_norm(x_BSD), table_VD), tuple(all_stats))
+        x_BSD = self.final_norm(x_BSD)
+        if self.output is not None and self.shared is None:
+            return GPTOutput(self.output(x_BSD), tuple(all_stats))
+        if self.output is not None and self.shared is not None:
+            table_VD = self.shared.gather(self.output.weight)
+        return GPTOutput(arithmetic.linear(x_BSD, table_VD), tuple(all_stats))
