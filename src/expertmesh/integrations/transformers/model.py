@@ -144,7 +144,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             )
         tokenizer = found.load_tokenizer()
         ends = list(dict.fromkeys((end_of_text_id(tokenizer), *model.end_ids)))
-        ids = {"bos_token_id": start_of_text(tokenizer)[0], "eos_token_id": ends}
+        ids: dict[str, Any] = {"bos_token_id": start_of_text(tokenizer)[0], "eos_token_id": ends}
         return cls(ExpertMeshConfig(gpt=model.config, **ids), model.to(dtype))
 
     def forward(
