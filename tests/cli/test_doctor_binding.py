@@ -12,16 +12,15 @@ import pytest
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 
-from expertmesh.cli import binding as module
 from expertmesh.cli import doctor
 from expertmesh.cli.binding import (
     Binding,
     Gpu,
     core_ranges,
-    numa_nodes,
     own_binding,
     threads_verdict,
 )
+from expertmesh.comm.bind import SYSFS, numbers_of
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 needs_two_cores = pytest.mark.skipif(
@@ -52,11 +51,7 @@ ONE_GPU = [SimpleNamespace(name="X", pci_domain_id=0, pci_bus_id=0xDC, pci_devic
 )
 def test_core_ranges(numbers, text):
     assert core_ranges(numbers) == text
-    assert module._numbers(text) == tuple(numbers)
-
-
-def test_nodes_without_cores_are_left_out(sysfs):
-    assert numa_nodes(sysfs) == {0: (0, 1, 2, 3), 1: (4, 5, 6, 7)}
+    assert numbers_of(text) == tuple(numbers)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +154,7 @@ def cores_shown(text):
     assert text.count("Ranks") == 1, text
     found = re.findall(r"rank (\d) +\w* *\S+: cores (\S+?)[, ]", text)
     assert [rank for rank, _ in found] == ["0", "1"], text
-    return [set(module._numbers(cores)) for _, cores in found]
+    return [set(numbers_of(cores)) for _, cores in found]
 
 
 def bound_doctor(parts):
@@ -181,7 +176,7 @@ def test_the_first_rank_shows_the_cores_of_each(tmp_path):
 @needs_two_cores
 def test_numa_binding_of_torchrun_is_what_the_doctor_shows(tmp_path):
     """Torchrun splits the cores between two pretended GPUs; taskset stands in for numactl, which may be absent."""
-    pci = sorted(module.SYSFS.glob("bus/pci/devices/*.0/numa_node"))
+    pci = sorted(SYSFS.glob("bus/pci/devices/*.0/numa_node"))
     if not pci:
         pytest.skip("the kernel shows no PCI device that could be taken for a GPU")
     stand_in = tmp_path / "numactl"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertmesh.comm.bind import cores_of_nodes, share_of
+from expertmesh.comm.bind import numa_nodes, share_of
 
 NODES = [{0, 1, 2, 3}, {4, 5, 6, 7}]
 
@@ -31,8 +31,9 @@ def test_a_rank_with_a_gpu_goes_near_it():
     assert share_of(3, 4, NODES, {4, 5}, near=NODES[0]) is None
 
 
-def test_nodes_are_read_in_the_order_of_their_numbers(tmp_path):
-    for node, text in ((10, "6-7,9"), (2, "0-1"), (3, "")):
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / "cpulist").write_text(text)
-    assert cores_of_nodes(tmp_path) == [{0, 1}, {6, 7, 9}]
+def test_nodes_are_in_the_order_of_their_numbers_and_those_without_cores_left_out(tmp_path):
+    for node, text in ((10, "6-7,9\n"), (2, "0-1\n"), (3, "\n")):
+        folder = tmp_path / "devices/system/node" / f"node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(text)
+    assert list(numa_nodes(tmp_path).items()) == [(2, (0, 1)), (10, (6, 7, 9))]

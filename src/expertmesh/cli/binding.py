@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from expertmesh.comm.bind import node_of_gpu
+from expertmesh.comm.bind import SYSFS, node_of_gpu, numa_nodes
 
 Mark = Literal["yes", "no", ""]
-SYSFS = Path("/sys")
 
 
 @dataclass(frozen=True)
@@ -120,21 +119,6 @@ def allowed_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def numa_nodes(sysfs: Path = SYSFS) -> dict[int, tuple[int, ...]]:
-    """Cores of each NUMA node of the machine; nodes without cores (memory only) are left out."""
-    found = {
-        int(folder.name.removeprefix("node")): _numbers(read_text(folder / "cpulist"))
-        for folder in (sysfs / "devices/system/node").glob("node[0-9]*")
-    }
-    return {node: cores for node, cores in sorted(found.items()) if cores}
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """ "0-2,5" as (0, 1, 2, 5)."""
-    spans = [span.partition("-") for span in text.split(",") if span]
-    return tuple(n for low, _, high in spans for n in range(int(low), int(high or low) + 1))
-
-
 def core_ranges(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] as "0-2,5"."""
     spans: list[list[int]] = []
@@ -144,11 +128,3 @@ def core_ranges(numbers: Sequence[int]) -> str:
         else:
             spans.append([number, number])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-
-
-def read_text(path: Path) -> str:
-    """The text of a file of the kernel, stripped; empty if it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -15,12 +15,11 @@ from expertmesh.cli.binding import (
     Mark,
     allowed_cores,
     core_ranges,
-    numa_nodes,
     own_binding,
-    read_text,
     threads_verdict,
 )
 from expertmesh.cli.flags import OptionParser
+from expertmesh.comm.bind import numa_nodes, read_text
 
 PACKAGES = {
     "torch": "",

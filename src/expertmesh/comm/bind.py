@@ -9,38 +9,50 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 
-SYSFS = Path("/sys/devices/system/node")
+SYSFS = Path("/sys")
 
 
-def cores_of_nodes(sysfs: Path = SYSFS) -> list[set[int]]:
-    """Cores of each NUMA node that has some, in the order of their numbers."""
-    folders = sorted(sysfs.glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
-    return [cores for folder in folders if (cores := _cores(folder))]
+def numa_nodes(sysfs: Path = SYSFS) -> dict[int, tuple[int, ...]]:
+    """Cores of each NUMA node of the machine, ascending; nodes without cores (memory only) are left out.
+
+    Args:
+        sysfs: where the kernel describes the machine.
+    """
+    found = {
+        int(folder.name.removeprefix("node")): numbers_of(read_text(folder / "cpulist"))
+        for folder in (sysfs / "devices/system/node").glob("node[0-9]*")
+    }
+    return {node: cores for node, cores in sorted(found.items()) if cores}
 
 
-def _cores(folder: Path) -> set[int]:
+def numbers_of(text: str) -> tuple[int, ...]:
+    """ "0-2,5" as (0, 1, 2, 5)."""
+    spans = [span.partition("-") for span in text.split(",") if span]
+    return tuple(n for low, _, high in spans for n in range(int(low), int(high or low) + 1))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of the kernel, stripped; empty if it cannot be read."""
     try:
-        spans = (folder / "cpulist").read_text().strip().split(",")
+        return path.read_text().strip()
     except OSError:
-        return set()
-    pairs = [span.partition("-") for span in spans if span]
-    return {n for low, _, high in pairs for n in range(int(low), int(high or low) + 1)}
+        return ""
 
 
-def node_of_gpu(properties: object, sysfs: Path) -> int | None:
+def node_of_gpu(properties: object, sysfs: Path = SYSFS) -> int | None:
     """The number of the NUMA node that a GPU is nearest to; None: the system does not say.
 
     Args:
         properties: of the GPU as PyTorch gives them.
-        sysfs: where the kernel describes the machine, /sys.
+        sysfs: where the kernel describes the machine.
     """
     try:
         domain, bus, device = (
             int(getattr(properties, f"pci_{part}_id")) for part in ("domain", "bus", "device")
         )
         name = f"{domain:04x}:{bus:02x}:{device:02x}.0"
-        node = int((sysfs / "bus/pci/devices" / name / "numa_node").read_text())
-    except (AttributeError, ValueError, OSError):  # no PCI numbers, or unknown to the kernel
+        node = int(read_text(sysfs / "bus/pci/devices" / name / "numa_node"))
+    except (AttributeError, ValueError):  # no PCI numbers, or unknown to the kernel
         return None
     return node if node >= 0 else None
 
@@ -68,13 +80,12 @@ def share_of(
     return allowed & near or mine[local_rank * len(mine) // num_local]
 
 
-def _near_gpu(sysfs: Path = SYSFS) -> set[int]:
-    """Cores of the node of the current GPU."""
+def _near_gpu(nodes: dict[int, set[int]]) -> set[int]:
+    """Cores of the node of the current GPU; none where the system does not say which that is."""
     import torch  # not needed on a CPU
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    node = node_of_gpu(properties, sysfs.parents[2])
-    return set() if node is None else _cores(sysfs / f"node{node}")
+    node = node_of_gpu(torch.cuda.get_device_properties(torch.cuda.current_device()))
+    return set() if node is None else nodes.get(node, set())
 
 
 @contextmanager
@@ -94,8 +105,9 @@ def bind_ranks(how: str, *, has_gpu: bool = False) -> Iterator[None]:
         and hasattr(os, "sched_setaffinity")
     ):
         before = os.sched_getaffinity(0)
-        near = _near_gpu() if has_gpu else set()
-        cores = share_of(int(local), int(number), cores_of_nodes(), before, near=near)
+        nodes = {node: set(own) for node, own in numa_nodes().items()}
+        near = _near_gpu(nodes) if has_gpu else set()
+        cores = share_of(int(local), int(number), list(nodes.values()), before, near=near)
     if cores is None:
         yield
         return
