@@ -43,7 +43,7 @@ def test_an_interpreter_without_a_program_beside_it(environment):
 
 def test_messages(environment):
     said = spell_program(
-        "train it first: expertmesh train; see /x/expertmesh report and expertmesh."
+        "train it first: expertmesh train; see /x/expertmesh report and expertmesh.", VERBS
     )
     assert (
         said
@@ -51,15 +51,14 @@ def test_messages(environment):
     )
 
 
-def test_every_verb_is_spelled(environment):
-    for verb in VERBS:
-        assert spell_program(f"expertmesh {verb} x") == f".venv/bin/expertmesh {verb} x"
+def test_a_verb_of_any_list_is_spelled(environment):
+    assert spell_program("expertmesh new x", ["old", "new"]) == ".venv/bin/expertmesh new x"
 
 
 def test_a_module_keeps_its_name(environment):
     said = "start more with torchrun --nproc-per-node N -m expertmesh train ..."
-    assert spell_program(said) == said
-    assert spell_program("expertmesh exporters") == "expertmesh exporters"
+    assert spell_program(said, VERBS) == said
+    assert spell_program("expertmesh exporters", VERBS) == "expertmesh exporters"
 
 
 def test_what_to_try_next_can_be_copied(environment, tmp_path):

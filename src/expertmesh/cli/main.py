@@ -310,7 +310,7 @@ def _os_error_text(error: OSError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    line = "error: " + spell_program(" ".join(message.split()))
+    line = "error: " + spell_program(" ".join(message.split()), VERBS)
     with suppress(OSError):  # nobody reads, but the exit code tells
         print(line, file=sys.stderr, flush=True)
     tell_launcher(line, is_mistake=code == _MISTAKE)

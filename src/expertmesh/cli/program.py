@@ -4,9 +4,8 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-
-_VERBS = "train|sweep|generate|translate|classify|report|export|convert|experts|evaluate|data|doctor|bench"
 
 
 def program() -> str:
@@ -19,8 +18,15 @@ def program() -> str:
     return str(own) if near.startswith("..") else near
 
 
-def spell_program(text: str) -> str:
-    """A message whose commands of this program can be copied as they stand; behind `-m` it is a module's name and stays."""
+def spell_program(text: str, verbs: Iterable[str]) -> str:
+    """A message whose commands of this program can be copied as they stand; behind `-m` it is a module's name and stays.
+
+    Args:
+        text: the message.
+        verbs: of the program; where none follows its name, no command is meant.
+    """
     return re.sub(
-        rf"(?<![\w./-])(?<!-m )expertmesh (?=(?:{_VERBS})\b)", lambda _: f"{program()} ", text
+        rf"(?<![\w./-])(?<!-m )expertmesh (?=(?:{'|'.join(verbs)})\b)",
+        lambda _: f"{program()} ",
+        text,
     )
