@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.claims.arms import Arm, Claim
-from benchmarks.claims.pages import interval, reported, sweeps
-from benchmarks.claims.runs import PARTS, SWEEP_SEED, Job, Ledger
-from benchmarks.claims.statistics import geometric_mean, token_ratio
-from benchmarks.curves import plot
+from benchmarks.claims.pages import draw, ladders, ratio_cells, reported, sweeps
+from benchmarks.claims.runs import PARTS, SWEEP_SEED, Job, Ledger, evaluated
+from benchmarks.claims.statistics import token_ratio
 from benchmarks.markdown import markdown_table
 
 from expertmesh.config.run import RunConfig
@@ -23,9 +22,8 @@ from expertmesh.infer.translate import translate
 from expertmesh.infer.translation_scores import score
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_twelve
-from expertmesh.training.evaluate import evaluate
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.trained import open_trained
+from expertmesh.training.run_dir import Run
+from expertmesh.training.trained import Trained
 
 Found = dict[str, Any]
 SMALL = {
@@ -113,15 +111,7 @@ def folders(data: str) -> dict[str, Any]:
 def measure(config: RunConfig, job: Job) -> Found:
     """A finished run's losses and costs; of the longest ones the translations' scores, too."""
     assert isinstance(config, Seq2SeqRunConfig)
-    trained = open_trained(load_run(config.train.run_dir))
-    evaluation = evaluate(
-        trained.task,
-        trained.model,
-        trained.task.prepare(),
-        batch_size=config.train.batch_size,
-        max_samples=VALIDATION_SAMPLES,
-        precision=trained.precision,
-    )
+    run, trained, evaluation = evaluated(config, max_samples=VALIDATION_SAMPLES)
     losses = {
         pair: evaluation.get(f"loss_{pair}", evaluation["loss"])
         for pair in (*config.data.pairs, *config.data.without_pairs)
@@ -137,7 +127,7 @@ def measure(config: RunConfig, job: Job) -> Found:
         "forward_flops_per_pair_of_tokens": flops.source_flops + flops.target_flops,
     }
     if job.part == PARTS and job.seed != SWEEP_SEED:
-        found["scores"] = scores(config)
+        found["scores"] = scores(config, run, trained)
     return found
 
 
@@ -156,11 +146,9 @@ def test_lines(folder: Path, domain: str, pair: str) -> list[tuple[str, str]]:
 
 
 @torch.no_grad()
-def scores(config: Seq2SeqRunConfig) -> Found:
+def scores(config: Seq2SeqRunConfig, run: Run, trained: Trained) -> Found:
     """chrF and BLEU of each domain and direction, and the chrF of each line in tenths; greedy decoding."""
-    run = load_run(config.train.run_dir)
-    trained, tokenizer = open_trained(run), run.load_tokenizer()
-    task = trained.task
+    task, tokenizer = trained.task, run.load_tokenizer()
     assert isinstance(task, Seq2SeqTask)
     found: Found = {}
     for (domain, _), folder in zip(FOLDERS.items(), config.data.path, strict=True):
@@ -255,16 +243,8 @@ def write_page(claim: Claim, ledger: Ledger, out: Path) -> None:
         *_gains(claim, runs),
         *_directions(claim, runs),
         "\n".join(sweeps(ledger)),
+        *draw(claim, runs, claim.ladder, out, by="samples", y_label="nats per target token"),
     ]
-    curves = {
-        name: [sorted(_ladder(runs, name, seed).items()) for seed in _seeds(runs, name)]
-        for name in claim.ladder
-    }
-    curves = {name: lines for name, lines in curves.items() if any(len(line) > 1 for line in lines)}
-    if curves:
-        labels = {"x_label": "samples of a finished run", "y_label": "nats per target token"}
-        (out / f"{claim.name}.svg").write_text(plot(curves, **labels, is_log=True))
-        text.append(f"![losses of finished runs against their samples]({claim.name}.svg)")
     (out / f"{claim.name}.md").write_text("\n\n".join(text) + "\n")
 
 
@@ -288,15 +268,6 @@ def _protocol(claim: Claim, ledger: Ledger) -> list[str]:
 def _longest(runs: list[Found], arm: str) -> dict[int, Found]:
     """By seed."""
     return {r["seed"]: r for r in runs if r["arm"] == arm and r["part"] == PARTS}
-
-
-def _seeds(runs: list[Found], arm: str) -> list[int]:
-    return sorted(_longest(runs, arm))
-
-
-def _ladder(runs: list[Found], arm: str, seed: int) -> dict[int, float]:
-    """Finished losses by samples."""
-    return {r["samples"]: r["loss"] for r in runs if r["arm"] == arm and r["seed"] == seed}
 
 
 def _mean_of(values: Iterable[float | None], form: str = ".1f") -> str:
@@ -336,25 +307,14 @@ def _steps(claim: Claim, runs: list[Found]) -> list[str]:
     rows = []
     for name in claim.ladder:
         twin = TWINS[name]
-        seeds = [seed for seed in _seeds(runs, name) if seed in _longest(runs, twin)]
-        ratios = []
-        for seed in seeds:
-            other = _longest(runs, twin)[seed]
-            ladder = _ladder(runs, name, seed)
-            ratios.append(token_ratio(ladder, {other["samples"]: other["loss"]}, other["samples"]))
-        known = [ratio for ratio in ratios if ratio is not None]
-        if not known or len(known) < len(ratios):
-            continue
-        values, bound = [value for value, _ in known], "> " * any(is_bound for _, is_bound in known)
-        rows.append(
-            {
-                "model": name,
-                "than": twin,
-                "each seed": ", ".join(f"{'> ' * b}{v:.2f}" for v, b in known),
-                "mean": f"{bound}{geometric_mean(values):.2f}",
-                "95 %": interval(values, geometric_mean, ".2f"),
-            }
-        )
+        of_mixture, of_twin = ladders(runs, name, "samples"), _longest(runs, twin)
+        found = []
+        for seed in sorted(set(of_mixture) & set(of_twin)):
+            samples, loss = of_twin[seed]["samples"], of_twin[seed]["loss"]
+            found.append(token_ratio(of_mixture[seed], {samples: loss}, samples))
+        if found and None not in found:
+            cells = dict(zip(("each seed", "mean", "95 %"), ratio_cells(found), strict=True))
+            rows.append({"model": name, "than": twin, **cells})
     said = (
         "**Steps.** How many times fewer steps a finished run of a mixture needs for the loss that the dense model has at the end "
         "(finished runs of 1/5, 1/4, 7/20, 1/2 and all of the steps; between them by the logarithm of steps):"

@@ -1,7 +1,7 @@
 """A claim's page: question, protocol, table, ratios with intervals, and a curve."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,26 @@ def reported(ledger: Ledger) -> list[Found]:
     return [run for run in ledger.runs.values() if run["seed"] != SWEEP_SEED]
 
 
-def ladders(runs: list[Found], arm: str) -> dict[int, Ladder]:
-    """Finished losses by tokens, for each seed."""
+def ladders(runs: list[Found], arm: str, by: str = "tokens") -> dict[int, Ladder]:
+    """Finished losses by what was seen, tokens or samples, for each seed."""
     found: dict[int, dict[int, float]] = defaultdict(dict)
     for run in runs:
         if run["arm"] == arm:
-            found[run["seed"]][run["tokens"]] = run["loss"]
+            found[run["seed"]][run[by]] = run["loss"]
     return found
+
+
+def draw(
+    claim: Claim, runs: list[Found], arms: Iterable[str], out: Path, *, by: str, y_label: str
+) -> list[str]:
+    """Writes NAME.svg, the losses of the arms that have several budgets, and returns its line of the page; [] where none has."""
+    curves = {name: [sorted(c.items()) for c in ladders(runs, name, by).values()] for name in arms}
+    curves = {name: lines for name, lines in curves.items() if any(len(line) > 1 for line in lines)}
+    if not curves:
+        return []
+    picture = plot(curves, x_label=f"{by} of a finished run", y_label=y_label, is_log=True)
+    (out / f"{claim.name}.svg").write_text(picture)
+    return [f"![losses of finished runs against their {by}]({claim.name}.svg)"]
 
 
 def write_page(claim: Claim, ledger: Ledger, out: Path) -> None:
@@ -56,18 +69,10 @@ def write_page(claim: Claim, ledger: Ledger, out: Path) -> None:
     else:
         text += ["", *_differences(claim, runs), *_positions(claim, runs)]
     text += ["", *sweeps(ledger)]
-    curves = {
-        arm.name: [sorted(c.items()) for c in ladders(runs, arm.name).values()]
-        for arm in claim.arms
-    }
-    curves = {name: lines for name, lines in curves.items() if any(len(line) > 1 for line in lines)}
-    if curves:
-        labels = {
-            "x_label": "tokens of a finished run",
-            "y_label": "validation loss, nats per token",
-        }
-        (out / f"{claim.name}.svg").write_text(plot(curves, **labels, is_log=True))
-        text += ["", f"![losses of finished runs against their tokens]({claim.name}.svg)"]
+    y_label = "validation loss, nats per token"
+    picture = draw(claim, runs, (arm.name for arm in claim.arms), out, by="tokens", y_label=y_label)
+    if picture:
+        text += ["", *picture]
     (out / f"{claim.name}.md").write_text("\n".join([*text, ""]))
 
 
@@ -134,20 +139,21 @@ def _token_ratios(claim: Claim, runs: list[Found]) -> list[str]:
     ]
     for tokens in sorted(set.intersection(*(set(other[s]) for s in seeds))):
         found = [token_ratio(better[s], other[s], tokens, flops=flops) for s in seeds]
-        known = [f for f in found if f is not None]
-        shown = ", ".join(
-            "above the longest" if f is None else f"{'> ' * f[1]}{f[0]:.2f}" for f in found
-        )
-        row = f"| {tokens / active:.0f} | {shown} | "
-        if len(known) == len(found):
-            values, bound = [f[0] for f in known], "> " * any(f[1] for f in known)
-            row += (
-                f"{bound}{geometric_mean(values):.2f} | {interval(values, geometric_mean, '.2f')} |"
-            )
-        else:
-            row += "| |"
-        lines.append(row)
+        lines.append(f"| {tokens / active:.0f} | {' | '.join(ratio_cells(found))} |")
     return lines
+
+
+def ratio_cells(found: Sequence[tuple[float, bool] | None]) -> tuple[str, str, str]:
+    """Each seed's ratio, as `token_ratio` gives it, their mean and its interval; these two are empty where a ratio is not known."""
+    each = ", ".join(
+        "above the longest" if f is None else f"{'> ' * f[1]}{f[0]:.2f}" for f in found
+    )
+    known = [f for f in found if f is not None]
+    if len(known) < len(found):
+        return each, "", ""
+    values, bound = [value for value, _ in known], "> " * any(is_bound for _, is_bound in known)
+    mean_of = f"{bound}{geometric_mean(values):.2f}"
+    return each, mean_of, interval(values, geometric_mean, ".2f")
 
 
 def interval(values: list[float], statistic: Callable[[Sequence[float]], float], form: str) -> str:

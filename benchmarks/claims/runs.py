@@ -16,7 +16,10 @@ from rich.console import Console
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.costs.parameters import count_parameters
+from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.loop import train
+from expertmesh.training.run_dir import Run, load_run
+from expertmesh.training.trained import Trained, open_trained
 
 PARTS = 20
 """Budgets are twentieths of the longest one; each begins its decay, the last fifth, after so many 25ths of it."""
@@ -57,6 +60,28 @@ class Job:
 
 Measure = Callable[[RunConfig, Job], dict[str, Any]]
 """What a finished run is worth."""
+
+
+def evaluated(
+    config: RunConfig, *, max_samples: int | None = None
+) -> tuple[Run, Trained, Evaluation]:
+    """A finished run, its model, and the model's evaluation.
+
+    Args:
+        config: of the run.
+        max_samples: of validation; None: all.
+    """
+    run = load_run(config.train.run_dir)
+    trained = open_trained(run)
+    found = evaluate(
+        trained.task,
+        trained.model,
+        trained.task.prepare(),
+        batch_size=config.train.batch_size,
+        max_samples=max_samples,
+        precision=trained.precision,
+    )
+    return run, trained, found
 
 
 class Ledger:

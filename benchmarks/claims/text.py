@@ -6,31 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.claims.runs import Job
+from benchmarks.claims.runs import Job, evaluated
 
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.parameters import count_parameters
 from expertmesh.reporting.read import read_run
-from expertmesh.training.evaluate import evaluate
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.trained import open_trained
 
 
 def measure(config: RunConfig, job: Job) -> dict[str, Any]:
     """A finished run on the whole validation split, its costs, and whether it copies."""
     assert isinstance(config, GPTRunConfig)
-    run = load_run(config.train.run_dir)
-    trained = open_trained(run)
-    evaluation = evaluate(
-        trained.task,
-        trained.model,
-        trained.task.prepare(),
-        batch_size=config.train.batch_size,
-        max_samples=None,
-        precision=trained.precision,
-    )
+    run, trained, evaluation = evaluated(config)
     parameters = count_parameters(config.model)
     flops = forward_flops(config.model, seq_len=config.data.seq_len).total_flops
     return {
