@@ -217,6 +217,11 @@ def damage(case, tmp_path):
             Image.fromarray(np.zeros((16, 16), np.uint16)).save(file)
         else:
             file.write_bytes(b"no image" if case == "corrupt" else file.read_bytes()[:100])
+    elif case == "several":
+        write_class_folders(root, {"cat": 8})
+        for i in range(1, 8):
+            Image.fromarray(np.zeros((16, 16), np.uint16)).save(root / "cat" / f"{i}.png")
+        (root / "cat" / "5.png").write_bytes(b"no image")
     elif case == "nothing":
         root.mkdir()
     elif case == "size":
@@ -260,6 +265,7 @@ def damage(case, tmp_path):
         ("corrupt", "2.png: is no image that can be read"),
         ("cut", "2.png: is no image that can be read"),
         ("deep", "has pixels of mode I;16"),
+        ("several", r"7 of 8 images cannot be used: .*/cat/\d.png: .*? \| (.*/cat/\d.png: .*){4} \| and 2 more$"),
         ("size", "image 0: image of 9 x 16 pixels, model of 16 x 16: must be that"),
         ("few labels", "has 7 labels for 20 images"),
         ("no labels", "has no labels-idx1-ubyte.gz beside it"),

@@ -123,6 +123,7 @@ def test_it_is_scored_at_other_capacities(learned, capsys):
         (["a.png", "--score"], "no image, or images and --score"),
         (["nowhere.png"], "nowhere.png: is not there"),
         ([__file__], "is no image that can be read"),
+        ([__file__, "a.png", "b.png"], "3 of 3 images cannot be used"),
         (["--score", "--picture", "x.png"], "--picture x.png: shows images"),
         (["a.png", "--picture", "x.txt"], "--picture x.txt: its ending is that of no picture"),
         (["a.png", "--top", "0"], "--top 0: must be at least 1"),

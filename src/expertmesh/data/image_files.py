@@ -16,11 +16,37 @@ import numpy as np
 from expertmesh.config.base import expanded
 from expertmesh.errors import ConfigError
 
+_NAMED = 5
+"""Images that a message names; of more it says how many there are."""
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _IDX = re.compile(r"(?:(?P<split>\w+)[-.])?images[-.]idx3-ubyte(?:\.gz)?")
 _UNSIGNED_BYTE = 8
 _TRAIN, _VALIDATION = ("train", "training"), ("val", "valid", "validation", "test", "t10k")
 _CLASSES = "classes.txt"
+
+
+class ImageError(ConfigError):
+    """An image cannot be used; the message begins with its name."""
+
+
+def refuse_images(problems: Sequence[str], total: int) -> None:
+    """Say of all images at once which cannot be used.
+
+    Args:
+        problems: messages of their `ImageError`s.
+        total: how many images there are with them.
+
+    Raises:
+        ConfigError: there are some; the first few are named.
+    """
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        more = len(problems) - _NAMED
+        rest = f" | and {more:,} more" if more > 0 else ""
+        raise ConfigError(
+            f"{len(problems):,} of {total:,} images cannot be used: {' | '.join(problems[:_NAMED])}{rest}"
+        )
 
 
 @dataclass(frozen=True)
@@ -272,17 +298,17 @@ def read_image_or_idx(name: str) -> np.ndarray:
     """An image file, or with FILE@N the N-th image of an IDX file; see `read_image`.
 
     Raises:
-        ConfigError: it cannot be read, or the file has no such image.
+        ImageError: it cannot be read, or the file has no such image.
     """
     path, at, number = name.rpartition("@")
     if not at or not number.isdecimal() or Path(name).exists():
         return read_image(name)
     file = expanded(path)
     if not file.is_file():
-        raise ConfigError(f"{path}: is not there; check the path")
+        raise ImageError(f"{path}: is not there; check the path")
     images = _read_idx(file, 3)
     if int(number) >= len(images):
-        raise ConfigError(
+        raise ImageError(
             f"{name}: the file has {len(images):,} images, counted from 0; use a smaller number"
         )
     found: np.ndarray = images[int(number)]
@@ -293,7 +319,8 @@ def read_image(path: str | Path) -> np.ndarray:
     """An image file as uint8, (H, W) where it is grey, else (H, W, 3); transparent parts are black.
 
     Raises:
-        ConfigError: Pillow is not installed, or this is no image that it can read.
+        ImageError: this is no image that can be read.
+        ConfigError: Pillow is not installed.
     """
     try:
         from PIL import Image, UnidentifiedImageError
@@ -303,23 +330,23 @@ def read_image(path: str | Path) -> np.ndarray:
         ) from None
     file = expanded(path)
     if not file.exists():
-        raise ConfigError(f"{path}: is not there; check the path")
+        raise ImageError(f"{path}: is not there; check the path")
     if not file.is_file():
-        raise ConfigError(f"{path}: is no regular file; name an image")
+        raise ImageError(f"{path}: is no regular file; name an image")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(file) as image:
                 return _pixels(image, path)
-    except ConfigError:
+    except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise ConfigError(
+        raise ImageError(
             f"{path}: has more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
         ) from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, EOFError) as error:
         words = str(error).replace(str(file), "it")
-        raise ConfigError(
+        raise ImageError(
             f"{path}: is no image that can be read ({words}); replace or remove it"
         ) from None
 
@@ -331,7 +358,7 @@ def _pixels(image: Any, path: str | Path) -> np.ndarray:
     if image.mode in ("1", "L"):
         return np.array(image.convert("L"))
     if image.mode in ("I", "F", "I;16", "I;16B", "I;16L"):
-        raise ConfigError(
+        raise ImageError(
             f"{path}: has pixels of mode {image.mode}; convert it to 8 bits per channel"
         )
     if image.mode in ("P", "LA", "PA", "RGBA", "La", "RGBa"):

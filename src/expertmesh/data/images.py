@@ -14,7 +14,13 @@ from expertmesh.config.base import cache_root, parse_json
 from expertmesh.config.swin import Fit, ImagesConfig
 from expertmesh.data.augment import changed, mix_of, mixed
 from expertmesh.data.cache_entry import INDEX, fill_once
-from expertmesh.data.image_files import Images, LabelledFolder, read_folder
+from expertmesh.data.image_files import (
+    ImageError,
+    Images,
+    LabelledFolder,
+    read_folder,
+    refuse_images,
+)
 from expertmesh.data.order import shuffled, spread
 from expertmesh.data.paths import distinct
 from expertmesh.errors import CheckpointError, ConfigError
@@ -39,7 +45,7 @@ class ImageData:
         seed: of the order and of the changes.
 
     Raises:
-        ConfigError: a folder, an image or a label is not as it must be, or there are more classes than the head has.
+        ConfigError: a folder, images or a label are not as they must be, or there are more classes than the head has.
 
     Attributes:
         classes: their names.
@@ -75,6 +81,8 @@ class ImageData:
             _Side(folders, is_training=is_training, size=size, fit=config.fit)
             for is_training in (True, False)
         )
+        problems = [problem for side in self._sides for problem in side.load()]
+        refuse_images(problems, sum(map(len, self._sides)))
         dependent = config.model_dump(exclude={"path", "cache_dir"})
         parts = [_FORMAT_VERSION, dependent, size, self.classes, [s.digest for s in self._sides]]
         self.key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -166,11 +174,27 @@ class _Side:
         self.labels_N = torch.from_numpy(np.concatenate(labels))
         self.digest = [images.digest for images in sources]
         self._pixels_NCHW: Tensor | None = None
-        if len(self) * int(np.prod(size)) <= _LARGEST_IN_MEMORY:
-            self._pixels_NCHW = torch.stack([self._read(i) for i in range(len(self))])
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    def load(self) -> list[str]:
+        """Read the images where they are not too many; returns what is wrong with those that cannot be read.
+
+        Raises:
+            ConfigError: one does not fit the model, which an option changes for all.
+        """
+        if len(self) * int(np.prod(self._size)) > _LARGEST_IN_MEMORY:
+            return []
+        pixels, problems = [], []
+        for place in range(len(self)):
+            try:
+                pixels.append(self._read(place))
+            except ImageError as error:
+                problems.append(str(error))
+        if not problems:
+            self._pixels_NCHW = torch.stack(pixels)
+        return problems
 
     @property
     def in_memory(self) -> bool:

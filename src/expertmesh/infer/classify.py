@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.swin import Fit
-from expertmesh.data.image_files import read_image_or_idx
+from expertmesh.data.image_files import ImageError, read_image_or_idx, refuse_images
 from expertmesh.data.images import model_input
 from expertmesh.data.news import Progress
 from expertmesh.errors import ConfigError
@@ -44,15 +44,20 @@ def read_images(names: Sequence[str], *, size: tuple[int, int, int], fit: Fit) -
         fit: see `ImagesConfig`.
 
     Raises:
-        ConfigError: an image cannot be read or does not fit.
+        ConfigError: images cannot be read or do not fit; the first few are named.
     """
-    found = []
+    found, problems = [], []
     for name in Progress("read", total=len(names), unit="images").over(names):
-        pixels = read_image_or_idx(name)
+        try:
+            pixels = read_image_or_idx(name)
+        except ImageError as error:
+            problems.append(str(error))
+            continue
         try:
             found.append(model_input(pixels, size=size, fit=fit))
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
+            problems.append(f"{name}: {error}")
+    refuse_images(problems, len(names))
     return found
 
 
