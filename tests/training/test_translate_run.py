@@ -164,6 +164,8 @@ def test_a_line_is_what_ends_with_a_newline():
         (["--to", "xx", "--beams", "9" * 9, "a dog"], "--beams 999999999: must be from 1 to"),
         (["--to", "xx", "--length-penalty", "1e308", "a dog"], "--length-penalty 1e+308: must"),
         (["--to", "xx", "dog " * 100], "text 1: has"),
+        (["--to", "xx", "dog " * 100, "a dog", "dog " * 99], "texts 1, 3: have up to"),
+        (["--to", "xx", *["dog " * 99] * 25], "19, 20 and 5 more: have up to"),
     ],
 )
 def test_mistakes_are_one_line(learned, words, text, capsys):

@@ -9,6 +9,9 @@ from expertmesh.errors import ConfigError
 from expertmesh.infer.beam import beam_search
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
 
+_NAMED = 20
+"""Texts that are too long whose numbers a message says."""
+
 
 def translate(
     model: CausalLM,
@@ -35,7 +38,7 @@ def translate(
             has room for.
 
     Raises:
-        ConfigError: the model is no encoder-decoder, a text is too long for it, or a value breaks a rule.
+        ConfigError: the model is no encoder-decoder, texts are too long for it, or a value breaks a rule.
     """
     if not isinstance(model, EncoderDecoder):
         raise ConfigError(f"a {type(model).__name__} reads no sources; use an encoder-decoder")
@@ -43,12 +46,7 @@ def translate(
         raise ConfigError(f"batch_size={batch_size}: must be at least 1; 32 is usual")
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     sources = [[*translation.before, *encoding.ids, *translation.after] for encoding in encoded]
-    for number, source in enumerate(sources, start=1):
-        if len(source) > model.max_source_len:
-            raise ConfigError(
-                f"text {number}: has {len(source)} tokens and the model reads at most {model.max_source_len}; shorten it, or "
-                "give its sentences one by one"
-            )
+    _check_lengths(sources, model.max_source_len)
     order = sorted(
         (i for i, text in enumerate(texts) if text.strip()), key=lambda i: len(sources[i])
     )
@@ -74,6 +72,20 @@ def translate(
             found[i] = one_line(tokenizer.decode(output.ids, skip_special_tokens=True))
     told.finish()
     return found
+
+
+def _check_lengths(sources: Sequence[Sequence[int]], limit: int) -> None:
+    """All that are too long are named, so that they are found at one start, before any work."""
+    long = [number for number, source in enumerate(sources, start=1) if len(source) > limit]
+    if not long:
+        return
+    most = max(len(source) for source in sources)
+    named = ", ".join(map(str, long[:_NAMED]))
+    named += f" and {len(long) - _NAMED:,} more" if len(long) > _NAMED else ""
+    who = f"text {named}: has" if len(long) == 1 else f"texts {named}: have up to"
+    raise ConfigError(
+        f"{who} {most} tokens and the model reads at most {limit}; shorten what is longer, or give sentences one by one"
+    )
 
 
 def one_line(text: str) -> str:
