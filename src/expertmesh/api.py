@@ -16,6 +16,7 @@ from expertmesh.data.tokenizer import end_of_text_id, start_of_text
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
+from expertmesh.models.decoder import CausalLM
 from expertmesh.models.own_module import Module, own_family
 from expertmesh.training import loop
 from expertmesh.training.run_dir import TOKENIZER, load_run
@@ -188,10 +189,12 @@ def generate(
         >>> model, tokenizer = em.load("runs/text")
         >>> text = em.generate(model, tokenizer, "To be", max_tokens=5, temperature=0)
     """
-    if not isinstance(tokenizer, Tokenizer):
-        raise ConfigError(
-            f"tokenizer is a {type(tokenizer).__name__}: generate() needs a model that writes text, and its tokenizer; give both of load()"
-        )
+    given = (("tokenizer", tokenizer, Tokenizer), ("model", model, CausalLM))
+    for what, value, kind in given:
+        if not isinstance(value, kind):
+            raise ConfigError(
+                f"{what} is a {type(value).__name__}: generate() needs a model that writes text, and its tokenizer; give both of load()"
+            )
     if not isinstance(prompt, Iterable):
         raise ConfigError(f"prompt is a {type(prompt).__name__}; give a text, or a list of texts")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)

@@ -23,6 +23,7 @@ from expertmesh.moe.adapters import TARGETS, Adapter, ExpertAdapters
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.validation import check_module
 
 __all__ = ["adapters", "add", "merge", "remove"]
 
@@ -150,6 +151,7 @@ def remove(model: nn.Module) -> int:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
+    check_module(model)
     for path, module in model.named_modules():
         if isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):
             yield path, module

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -198,6 +199,23 @@ MODEL = {
         lambda: em.generate(model(), None, "a"),
         ["tokenizer is a NoneType", "writes text", "give both of load()"],
     ),
+    "path for a model that writes": Mistake(
+        lambda: em.generate("runs/x", Tokenizer(BPE()), "a"),
+        ["model is a str", "writes text", "give both of load()"],
+    ),
+    **{
+        f"path for a model, {name}": Mistake(
+            partial(function, "runs/x", **options),
+            ["model is a str", "torch.nn.Module", "load it first"],
+        )
+        for name, function, options in (
+            ("upcycle", em.upcycle, {}),
+            ("moeify", em.moeify, {"names": ["mlp"]}),
+            ("parallelize", em.parallelize, {"config": em.RunConfig().parallel}),
+            ("lora.add", em.lora.add, {}),
+            ("lora.merge", em.lora.merge, {}),
+        )
+    },
     "tokens for a prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), [1, 2]),
         ["prompt: 1 is a int", "give a text"],

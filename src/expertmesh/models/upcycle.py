@@ -20,6 +20,7 @@ from expertmesh.models.gpt.upcycle import upcycle_gpt
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.recognize import RecognizedMLP, recognize_mlp
 from expertmesh.moe.types import RoutingStats
+from expertmesh.moe.validation import check_module
 
 _OWN = (
     "dim",
@@ -145,6 +146,7 @@ def upcycle(
         >>> em.upcycle(model, every=2, num_experts=4)
         ['1']
     """
+    check_module(model)
     check_whole(every=every)
     if every < 1:
         raise ConfigError(f"every={every}: must be at least 1; use 2 for every other block")
@@ -209,6 +211,7 @@ def moeify(
         >>> em.moeify(model, names=["mlp"], num_experts=4)
         ['mlp']
     """
+    check_module(model)
     _check_options(options)
     copies = ExpertCopies(num_experts, top_k, granularity, noise_std, redraw, seed)
     found = [(name, _named(model, name)) for name in names]

@@ -27,6 +27,15 @@ def python_number(value: Any) -> Any:
     return value.item() if isinstance(value, np.number) else value
 
 
+def check_module(model: Any) -> None:
+    """Raise ConfigError unless what a function is given as a model is one, and not its path."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: must be a torch.nn.Module; load it first, for example with expertmesh.load() or "
+            "transformers' from_pretrained()"
+        )
+
+
 def check_top_k(top_k: Any, num_experts: int) -> None:
     """Raise ConfigError unless the top_k of a call is an integer from 1 to num_experts."""
     is_int = isinstance(top_k, (int, torch.SymInt)) and not isinstance(top_k, bool)

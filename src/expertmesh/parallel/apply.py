@@ -23,6 +23,7 @@ from expertmesh.costs.communication import USUAL_NETWORK, Network
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.validation import check_module
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
 from expertmesh.parallel.experts.plan import Plan, make_plan
@@ -92,6 +93,7 @@ def parallelize(
         >>> y, stats = model(torch.randn(5, 8))
         >>> torch.distributed.destroy_process_group()
     """
+    check_module(model)
     if adaptive and not config.adaptive:
         config = config.updated({"adaptive": True})
     if world is None:

@@ -9,6 +9,7 @@ from transformers.integrations.moe import ExpertsInterface
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.transformers.experts import forward
 from expertmesh.integrations.transformers.lora import lend_factors
+from expertmesh.moe.validation import check_module
 
 NAME = "expertmesh"
 """Value of `experts_implementation`."""
@@ -61,6 +62,7 @@ def apply(model: nn.Module) -> int:
         >>> apply(model)
         48
     """
+    check_module(model)
     register()
     found = [m for m in model.modules() if _is_experts(m)]
     packed = [m for m in model.modules() if _is_packed(m)]
