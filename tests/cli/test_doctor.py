@@ -29,6 +29,13 @@ def test_report_names_every_section_and_backend(capsys):
         assert f"  {report.name} " in captured.out
 
 
+def test_a_report_is_as_wide_as_columns_says(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["doctor", "--topology"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 50 < max(map(len, lines)) <= 60, lines
+
+
 def test_versions_are_those_installed(monkeypatch):
     assert details(doctor.versions())["torch"].detail == importlib.metadata.version("torch")
     monkeypatch.setitem(doctor.PACKAGES, "of-nobody", "--data.dataset; extra 'train'")

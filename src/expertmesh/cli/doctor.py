@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ PACKAGES = {
     "zstandard": "texts in .zst; extra 'formats'",
     "sacrebleu": "BLEU and chrF of expertmesh translate; extra 'train'",
 }
+
+WIDTH = 120
+"""Columns of the report where it goes to no terminal and COLUMNS is not set."""
 
 CONNECT_TIMEOUT_S = 60.0
 """For ranks to find one another."""
@@ -94,7 +98,7 @@ def run(argv: list[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=shutil.get_terminal_size((WIDTH, 0)).columns)
     for title, look in sections.items():
         table = Table(
             title=title,
