@@ -208,7 +208,7 @@ def generate(
             model,
             tokenizer,
             prompts,
-            max_new_tokens=max_tokens,
+            max_tokens=max_tokens,
             sampling=sampling,
             eos_id=end_of_text_id(tokenizer),
             start=start_of_text(tokenizer),

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 from torch import nn
 
 import expertmesh as em
@@ -43,6 +43,11 @@ def model():
         moe=MoEConfig(num_experts=(2,), top_k=1, hidden_dim=16),
     )
     return GPT(config, seed=0)
+
+
+def words():
+    """A tokenizer of one word."""
+    return Tokenizer(WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
 
 
 def load(change: Callable[[dict], None]):
@@ -216,6 +221,10 @@ MODEL = {
             ("lora.merge", em.lora.merge, {}),
         )
     },
+    "no token to add": Mistake(
+        lambda: em.generate(model(), words(), "a", max_tokens=0),
+        ["max_tokens=0: must be at least 1", "ask for a token or more"],
+    ),
     "tokens for a prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), [1, 2]),
         ["prompt: 1 is a int", "give a text"],

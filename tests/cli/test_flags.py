@@ -252,7 +252,7 @@ def test_option_parser_raises_in_one_line():
         ("model.moe.top_k=9: no", "--model.moe.top-k 9: no"),
         ("to=models/x: there is no folder", "--to models/x: there is no folder"),
         ("page=/dev/null: is no regular file", "--page /dev/null: is no regular file"),
-        ("max_new_tokens=0: must be at least 1", "--max-tokens 0: must be at least 1"),
+        ("max_tokens=0: must be at least 1", "--max-tokens 0: must be at least 1"),
         ("num_beams=2000: must be from 1 to 1000", "--beams 2000: must be from 1 to 1000"),
         ("top_p=0.0: must be above 0", "--top-p 0.0: must be above 0"),
         (

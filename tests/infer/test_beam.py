@@ -83,7 +83,7 @@ def test_enough_beams_find_the_best_of_all_outputs(alpha):
     sources = [[1], [3, 3], [2]]
     found = beam_search(
         toy, sources, start=[2], end_id=END, num_beams=VOCAB**LONGEST, length_penalty=alpha,
-        max_new_tokens=LONGEST,
+        max_tokens=LONGEST,
     )  # fmt: skip
     lengths = set()
     for (source, *_), hypothesis in zip(sources, found, strict=True):
@@ -97,24 +97,22 @@ def test_enough_beams_find_the_best_of_all_outputs(alpha):
 def test_one_beam_is_greedy_and_few_beams_are_alike_alone_and_together():
     toy = Toy(5)
     sources = [[1], [3], [2]]
-    steps = list(
-        generate_batch(toy, [[2]] * 3, sources=sources, max_new_tokens=LONGEST, eos_id=END)
-    )
+    steps = list(generate_batch(toy, [[2]] * 3, sources=sources, max_tokens=LONGEST, eos_id=END))
     greedy = beam_search(
-        toy, sources, start=[2], end_id=END, num_beams=1, length_penalty=0, max_new_tokens=LONGEST
+        toy, sources, start=[2], end_id=END, num_beams=1, length_penalty=0, max_tokens=LONGEST
     )
     for row, hypothesis in enumerate(greedy):
         assert hypothesis.ids == [step[row] for step in steps if step[row] is not None]
-    together = beam_search(toy, sources, start=[2], end_id=END, num_beams=2, max_new_tokens=7)
+    together = beam_search(toy, sources, start=[2], end_id=END, num_beams=2, max_tokens=7)
     for source, hypothesis in zip(sources, together, strict=True):
-        alone = beam_search(toy, [source], start=[2], end_id=END, num_beams=2, max_new_tokens=7)
+        alone = beam_search(toy, [source], start=[2], end_id=END, num_beams=2, max_tokens=7)
         assert alone == [hypothesis]
 
 
 def test_an_output_that_does_not_end_is_cut_off():
     toy = Toy(1)
     toy.table[..., END] = -1e9
-    (found,) = beam_search(toy, [[1]], start=[2], end_id=END, num_beams=2, max_new_tokens=3)
+    (found,) = beam_search(toy, [[1]], start=[2], end_id=END, num_beams=2, max_tokens=3)
     assert len(found.ids) == 3 and not found.is_finished
 
 
@@ -123,7 +121,7 @@ def test_an_output_that_does_not_end_is_cut_off():
     [
         ({"num_beams": 0}, "num_beams=0: must be from 1 to 1000"),
         ({"length_penalty": -1}, "length_penalty=-1: must be from 0 to 10"),
-        ({"max_new_tokens": 9}, "max_new_tokens=9: with a prompt of 1 tokens it passes"),
+        ({"max_tokens": 9}, "max_tokens=9: with a prompt of 1 tokens it passes"),
         ({"sources": [[1] * 6]}, "source of 6 tokens: the model reads at most 5"),
     ],
 )

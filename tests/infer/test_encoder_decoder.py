@@ -101,7 +101,7 @@ def test_what_the_engine_needs_is_what_the_protocols_say(toy):
 
 @torch.no_grad()
 def test_greedy_decoding_of_uneven_prompts_and_sources_equals_the_uncached_one(toy):
-    steps = list(generate_batch(toy, PROMPTS, sources=SOURCES, max_new_tokens=12))
+    steps = list(generate_batch(toy, PROMPTS, sources=SOURCES, max_tokens=12))
     assert toy.calls == [(3, 6)], "sources are read once"
     assert toy.training, "the mode is put back"
     toy.eval()
@@ -111,7 +111,7 @@ def test_greedy_decoding_of_uneven_prompts_and_sources_equals_the_uncached_one(t
             ids.append(int(uncached_logits(toy, source, ids).argmax()))
         assert [step[row] for step in steps] == ids[len(prompt) :]
         assert len(set(ids)) > 3, "the toy repeats itself too much to show anything"
-    others = list(generate_batch(toy, PROMPTS, sources=SOURCES[::-1], max_new_tokens=12))
+    others = list(generate_batch(toy, PROMPTS, sources=SOURCES[::-1], max_tokens=12))
     assert others != steps, "the sources must matter"
 
 
@@ -129,12 +129,12 @@ def test_cached_logits_equal_uncached_ones_to_rounding(toy):
 
 
 def test_sampled_sequences_depend_on_their_own_source_and_prompt_alone(toy):
-    options = {"max_new_tokens": 10, "sampling": Sampling(temperature=0.8, seed=5)}
+    options = {"max_tokens": 10, "sampling": Sampling(temperature=0.8, seed=5)}
     steps = list(generate_batch(toy, PROMPTS, sources=SOURCES, **options))
     for row in range(3):
         own = Sampling(temperature=0.8, seed=5 + row)
         alone = generate_batch(
-            toy, [PROMPTS[row]], sources=[SOURCES[row]], max_new_tokens=10, sampling=own
+            toy, [PROMPTS[row]], sources=[SOURCES[row]], max_tokens=10, sampling=own
         )
         assert [step[row] for step in steps] == [step[0] for step in alone]
 

@@ -71,18 +71,18 @@ def uncached_greedy(gpt: GPT, prompt: list[int], new_tokens: int) -> list[int]:
 def test_greedy_cached_equals_uncached(gpt: GPT, prompt: list[int]) -> None:
     expected = uncached_greedy(gpt, prompt, 30)
     assert len(set(expected)) > 5, "the test model repeats itself too much to show anything"
-    assert list(generate(gpt, prompt, max_new_tokens=30)) == expected
+    assert list(generate(gpt, prompt, max_tokens=30)) == expected
 
 
 @pytest.mark.parametrize("sampling", [Sampling(greedy=True), Sampling(temperature=0.9, seed=3)])
 def test_a_batch_gives_each_prompt_what_it_gets_alone(gpt: GPT, sampling: Sampling) -> None:
-    steps = list(generate_batch(gpt, PROMPTS, max_new_tokens=12, sampling=sampling))
+    steps = list(generate_batch(gpt, PROMPTS, max_tokens=12, sampling=sampling))
     assert len(steps) == 12
     for row, prompt in enumerate(PROMPTS):
         own = Sampling(
             greedy=sampling.greedy, temperature=sampling.temperature, seed=sampling.seed + row
         )
-        alone = list(generate(gpt, prompt, max_new_tokens=12, sampling=own))
+        alone = list(generate(gpt, prompt, max_tokens=12, sampling=own))
         assert [step[row] for step in steps] == alone
 
 
@@ -90,27 +90,26 @@ def test_a_capacity_in_evaluation_drops_nothing_of_what_is_generated(gpt: GPT) -
     options = {"num_experts": (4,), "top_k": 2, "hidden_dim": 32}
     capped = make_model(moe=MoEConfig(**options, eval_capacity_factor=0.5, min_capacity=1))
     steps, capped_steps = (
-        list(generate_batch(model, PROMPTS, max_new_tokens=6)) for model in (gpt, capped)
+        list(generate_batch(model, PROMPTS, max_tokens=6)) for model in (gpt, capped)
     )
     assert capped_steps == steps
 
 
 def test_end_of_text_ends_each_sequence_by_itself(gpt: GPT) -> None:
-    endless = [list(generate(gpt, prompt, max_new_tokens=20)) for prompt in PROMPTS]
+    endless = [list(generate(gpt, prompt, max_tokens=20)) for prompt in PROMPTS]
     eos = endless[0][4]
-    steps = list(generate_batch(gpt, PROMPTS, max_new_tokens=20, eos_id=eos))
+    steps = list(generate_batch(gpt, PROMPTS, max_tokens=20, eos_id=eos))
     for row, ids in enumerate(endless):
         expected = ids[: ids.index(eos)] if eos in ids else ids
         got = [step[row] for step in steps]
         assert got[: len(expected)] == expected
         assert got[len(expected) :] == [None] * (len(steps) - len(expected))
-    assert list(generate(gpt, PROMPTS[0], max_new_tokens=20, eos_id=eos)) == endless[0][:4]
+    assert list(generate(gpt, PROMPTS[0], max_tokens=20, eos_id=eos)) == endless[0][:4]
 
 
 def test_same_seed_same_text_other_seed_other_text(gpt: GPT) -> None:
     texts = [
-        list(generate(gpt, [5], max_new_tokens=20, sampling=Sampling(seed=seed)))
-        for seed in (0, 0, 1)
+        list(generate(gpt, [5], max_tokens=20, sampling=Sampling(seed=seed))) for seed in (0, 0, 1)
     ]
     assert texts[0] == texts[1] != texts[2]
 
@@ -140,7 +139,7 @@ def test_training_mode_is_put_back(gpt: GPT) -> None:
     expected = uncached_greedy(noisy, [5], 10)
     for training in (True, False):
         noisy.train(training)
-        assert list(generate(noisy, [5], max_new_tokens=10)) == expected
+        assert list(generate(noisy, [5], max_tokens=10)) == expected
         assert noisy.training == training
 
 
@@ -148,7 +147,7 @@ def test_no_gradients_are_kept(gpt: GPT) -> None:
     outputs: list[bool] = []
     handle = gpt.register_forward_hook(lambda *a: outputs.append(a[-1].logits_BSV.requires_grad))
     try:
-        list(generate(gpt, [5], max_new_tokens=3))
+        list(generate(gpt, [5], max_tokens=3))
     finally:
         handle.remove()
     assert outputs == [False] * 3
@@ -162,9 +161,9 @@ def test_no_gradients_are_kept(gpt: GPT) -> None:
         ([[1], []], {}, "prompt='': is empty"),
         ([[300]], {}, "token id 300: must be from 0 to 299"),
         ([[-1]], {}, "token id -1"),
-        ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+        ([[1]], {"max_tokens": 0}, "max_tokens=0: must be at least 1"),
         ([[1] * 48], {}, "prompt of 48 tokens: must be shorter than the model's max_seq_len=48"),
-        ([[1] * 40], {"max_new_tokens": 9}, "max_new_tokens=9: .* ask for at most 8"),
+        ([[1] * 40], {"max_tokens": 9}, "max_tokens=9: .* ask for at most 8"),
     ],
 )
 def test_bad_requests_are_refused_at_once(
@@ -234,8 +233,8 @@ def test_byte_alphabet_is_that_of_the_library() -> None:
 def test_generated_text_is_that_of_the_generated_ids(gpt: GPT, tokenizer: Tokenizer) -> None:
     sampling = Sampling(seed=4)
     ids = tokenizer.encode(TEXT[:9]).ids
-    expected = tokenizer.decode(list(generate(gpt, ids, max_new_tokens=20, sampling=sampling)))
-    pieces = list(generate_text(gpt, tokenizer, TEXT[:9], max_new_tokens=20, sampling=sampling))
+    expected = tokenizer.decode(list(generate(gpt, ids, max_tokens=20, sampling=sampling)))
+    pieces = list(generate_text(gpt, tokenizer, TEXT[:9], max_tokens=20, sampling=sampling))
     assert "".join(pieces) == expected
     assert all(pieces)
 
@@ -243,8 +242,8 @@ def test_generated_text_is_that_of_the_generated_ids(gpt: GPT, tokenizer: Tokeni
 def test_text_can_start_like_a_document(gpt: GPT, tokenizer: Tokenizer) -> None:
     start = tokenizer.token_to_id("<|endoftext|>")
     ids = [start, *tokenizer.encode(TEXT[:9]).ids]
-    expected = tokenizer.decode(list(generate(gpt, ids, max_new_tokens=9)))
-    pieces = generate_text(gpt, tokenizer, TEXT[:9], max_new_tokens=9, start=[start])
+    expected = tokenizer.decode(list(generate(gpt, ids, max_tokens=9)))
+    pieces = generate_text(gpt, tokenizer, TEXT[:9], max_tokens=9, start=[start])
     assert "".join(pieces) == expected
     with pytest.raises(ConfigError, match="prompt='': is empty"):
         generate_text(gpt, tokenizer, "", start=[start])
@@ -262,7 +261,7 @@ class _Asked(TorchDispatchMode):
 
 @pytest.mark.parametrize("sampling", [Sampling(greedy=True), Sampling(seed=1)])
 def test_the_host_asks_for_nothing_but_the_tokens(gpt: GPT, sampling: Sampling) -> None:
-    steps = generate_batch(gpt, [[5, 17], [7, 8]], max_new_tokens=3, sampling=sampling)
+    steps = generate_batch(gpt, [[5, 17], [7, 8]], max_tokens=3, sampling=sampling)
     with _Asked() as asked:
         next(steps)
     before = asked.count

@@ -58,7 +58,7 @@ def test_prints_what_the_engine_generates(
         GPT(config.model, dtype=torch.float32, seed=1),
         tokenizer,
         PROMPT,
-        max_new_tokens=12,
+        max_tokens=12,
         sampling=Sampling(temperature=0.9, top_k=50, top_p=0.9, seed=3),
         eos_id=END_OF_TEXT_ID,
         start=[END_OF_TEXT_ID],

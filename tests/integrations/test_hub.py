@@ -386,14 +386,14 @@ def test_each_of_several_ends_ends_a_text(talker, which):
     model, tokenizer = em.load(run)
     prompt, seen = [0, *tokenizer.encode("a").ids], []
     hook = model.final_norm.register_forward_hook(lambda *call: seen.append(call[2][0, -1]))
-    list(generate(model, prompt, max_new_tokens=1))
+    list(generate(model, prompt, max_tokens=1))
     hook.remove()
     with torch.no_grad():
         model.output.weight.zero_()
         model.output.weight[ends[which]] = seen[0]  # the only logit above zero
         model.output.weight[9] = seen[0] / 2
     assert em.generate(model, tokenizer, "a", max_tokens=3, temperature=0) == ""
-    assert list(generate(model, prompt, max_new_tokens=1)) == [ends[which]]  # no end was asked for
+    assert list(generate(model, prompt, max_tokens=1)) == [ends[which]]  # no end was asked for
     outside = ExpertMeshForCausalLM.from_run(run)
     outside.gpt.load_state_dict(model.state_dict())
     found = outside.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)

@@ -72,7 +72,7 @@ def test_missing_weights_are_refused_by_name(model, tmp_path):
 
 def test_generates_what_our_engine_does_cached_or_not(model):
     prompts = [[5, 9, 200, 31], [77, 8]]
-    steps = list(generate_batch(model.gpt, prompts, max_new_tokens=6, eos_id=None))
+    steps = list(generate_batch(model.gpt, prompts, max_tokens=6, eos_id=None))
     ids = torch.tensor([prompts[0], [0, 0, *prompts[1]]])
     how = {"attention_mask": (ids != 0).long(), "max_new_tokens": 6, "do_sample": False}
     how |= {"eos_token_id": None, "pad_token_id": 0}

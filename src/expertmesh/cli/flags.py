@@ -30,6 +30,7 @@ _OF_OTHER_VERBS = {
     for name in [
         "to",
         "from",
+        "max_tokens",
         "output",
         "page",
         "tasks",
@@ -40,7 +41,7 @@ _OF_OTHER_VERBS = {
         "top_p",
         "length_penalty",
     ]
-} | {"max_new_tokens": "--max-tokens", "num_beams": "--beams"}
+} | {"num_beams": "--beams"}
 """Names with which the library's messages begin, and the options of `generate`, `translate` and others that set them."""
 
 

@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
         print(f"note: --run {options.run}: {_NO_TALK}", file=sys.stderr)
     settings = {
-        "max_new_tokens": options.max_tokens,
+        "max_tokens": options.max_tokens,
         "sampling": Sampling(
             greedy=options.greedy,
             temperature=_TEMPERATURE if options.temperature is None else options.temperature,

@@ -114,7 +114,7 @@ def sample(
     steps = generate_batch(
         model,
         prompt_ids,
-        max_new_tokens=min(num_tokens, model.max_seq_len - longest),
+        max_tokens=min(num_tokens, model.max_seq_len - longest),
         sampling=sampling,
         eos_id=end_id,
     )

@@ -60,7 +60,7 @@ def beam_search(
     end_id: int,
     num_beams: int = 5,
     length_penalty: float = 1.0,
-    max_new_tokens: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[Hypothesis]:
     """The best output that is found for each source.
 
@@ -74,7 +74,7 @@ def beam_search(
         end_id: ends an output.
         num_beams: unfinished outputs that are kept for each source; 1: greedy.
         length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain probabilities, which favour short outputs.
-        max_new_tokens: most tokens of an output, the end included; None: as many as the model has room for.
+        max_tokens: most tokens of an output, the end included; None: as many as the model has room for.
 
     Returns:
         One hypothesis per source: the best finished one, or, if there is none, the best that was cut off.
@@ -90,7 +90,7 @@ def beam_search(
             f"length_penalty={length_penalty}: must be from 0 to {_MOST_PENALTY}; 1 is usual"
         )
     check_sources(model, sources, num_prompts=len(sources))
-    steps = check_room(model, [start], max_new_tokens=max_new_tokens)
+    steps = check_room(model, [start], max_tokens=max_tokens)
     with evaluating(model):
         return _search(model, sources, list(start), end_id, num_beams, length_penalty, steps)
 

@@ -18,7 +18,7 @@ def generate(
     model: CausalLM,
     prompt_ids: Sequence[int],
     *,
-    max_new_tokens: int | None = None,
+    max_tokens: int | None = None,
     sampling: Sampling | None = None,
     eos_id: int | Collection[int] | None = None,
 ) -> Iterator[int]:
@@ -28,7 +28,7 @@ def generate(
         Iterator of the new token ids, the end-of-text id excluded.
     """
     steps = generate_batch(
-        model, [prompt_ids], max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id
+        model, [prompt_ids], max_tokens=max_tokens, sampling=sampling, eos_id=eos_id
     )
     return (step[0] for step in steps if step[0] is not None)
 
@@ -38,7 +38,7 @@ def generate_text(
     tokenizer: Tokenizer,
     prompt: str | Sequence[int],
     *,
-    max_new_tokens: int | None = None,
+    max_tokens: int | None = None,
     sampling: Sampling | None = None,
     eos_id: int | Collection[int] | None = None,
     start: Sequence[int] = (),
@@ -49,7 +49,7 @@ def generate_text(
         model: the model, as for `generate_batch`.
         tokenizer: of the model.
         prompt: not empty; or its token ids, before which nothing is put.
-        max_new_tokens: the most tokens to append, as for `generate_batch`.
+        max_tokens: the most tokens to append, as for `generate_batch`.
         sampling: the rule of sampling, as for `generate_batch`.
         eos_id: the token, or tokens, that end a text, as for `generate_batch`.
         start: tokens put before the prompt, to say that a document begins.
@@ -61,9 +61,7 @@ def generate_text(
         ConfigError: as `generate_batch`, at once and not at the first token.
     """
     prompt_ids = _encoded(tokenizer, prompt, start)
-    ids = generate(
-        model, prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id
-    )
+    ids = generate(model, prompt_ids, max_tokens=max_tokens, sampling=sampling, eos_id=eos_id)
     return _text_pieces(ids, TextStream(tokenizer))
 
 
@@ -94,7 +92,7 @@ def generate_texts(
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[int]],
     *,
-    max_new_tokens: int | None = None,
+    max_tokens: int | None = None,
     sampling: Sampling | None = None,
     eos_id: int | Collection[int] | None = None,
     start: Sequence[int] = (),
@@ -107,9 +105,7 @@ def generate_texts(
     ids = [_encoded(tokenizer, prompt, start) for prompt in prompts]
     new: list[list[int]] = [[] for _ in ids]
     is_cut = [True] * len(ids)
-    steps = generate_batch(
-        model, ids, max_new_tokens=max_new_tokens, sampling=sampling, eos_id=eos_id
-    )
+    steps = generate_batch(model, ids, max_tokens=max_tokens, sampling=sampling, eos_id=eos_id)
     for step in steps:
         for place, token_id in enumerate(step):
             if token_id is None:
@@ -138,7 +134,7 @@ def generate_batch(
     prompts: Sequence[Sequence[int]],
     *,
     sources: Sequence[Sequence[int]] | None = None,
-    max_new_tokens: int | None = None,
+    max_tokens: int | None = None,
     sampling: Sampling | None = None,
     eos_id: int | Collection[int] | None = None,
 ) -> Iterator[list[int | None]]:
@@ -152,16 +148,16 @@ def generate_batch(
         model: the language model, or encoder-decoder.
         prompts: token ids, none of them empty. Those of an encoder-decoder are the beginnings of its outputs.
         sources: token ids that an encoder-decoder reads first, one list per prompt.
-        max_new_tokens: most tokens to generate for each; None: as many as the longest prompt leaves room for.
+        max_tokens: most tokens to generate for each; None: as many as the longest prompt leaves room for.
         sampling: how to choose tokens; None: greedy.
-        eos_id: a sequence ends before this token, or any of these, and before those that the model names (`end_ids`); None: only at
-            max_new_tokens.
+        eos_id: a sequence ends before this token, or any of these, and before those that the model names (`end_ids`); None:
+            only at max_tokens.
 
     Returns:
         Iterator over steps: the next token of every sequence, None for those that have ended.
 
     Raises:
-        ConfigError: an empty prompt or source, an id outside the vocabulary, max_new_tokens below 1, more tokens than the
+        ConfigError: an empty prompt or source, an id outside the vocabulary, max_tokens below 1, more tokens than the
             model's max_seq_len or max_source_len, or sources that the model cannot read, or lacks. Raised at once and
             not at the first token.
         CheckpointError: while generating, when the model's logits are not finite.
@@ -171,7 +167,7 @@ def generate_batch(
         raise ConfigError("prompts=[]: there is nothing to continue; give at least one prompt")
     _check_ids(model, prompts, what="prompt")
     check_sources(model, sources, num_prompts=len(prompts))
-    new_tokens = check_room(model, prompts, max_new_tokens=max_new_tokens)
+    new_tokens = check_room(model, prompts, max_tokens=max_tokens)
     return _steps(model, prompts, sources, new_tokens=new_tokens, sampling=sampling, eos_id=eos_id)
 
 
@@ -213,9 +209,7 @@ def _check_ids(model: CausalLM, prompts: Sequence[Sequence[int]], *, what: str) 
             )
 
 
-def check_room(
-    model: CausalLM, prompts: Sequence[Sequence[int]], *, max_new_tokens: int | None
-) -> int:
+def check_room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> int:
     """The number of new tokens, checked against the longest prompt.
 
     Raises:
@@ -226,14 +220,12 @@ def check_room(
         raise ConfigError(
             f"prompt of {longest} tokens: must be shorter than the model's max_seq_len={limit}; shorten the prompt"
         )
-    new_tokens = limit - longest if max_new_tokens is None else max_new_tokens
+    new_tokens = limit - longest if max_tokens is None else max_tokens
     if new_tokens < 1:
-        raise ConfigError(
-            f"max_new_tokens={new_tokens}: must be at least 1; ask for a token or more"
-        )
+        raise ConfigError(f"max_tokens={new_tokens}: must be at least 1; ask for a token or more")
     if longest + new_tokens > limit:
         raise ConfigError(
-            f"max_new_tokens={new_tokens}: with a prompt of {longest} tokens it passes the model's max_seq_len={limit};"
+            f"max_tokens={new_tokens}: with a prompt of {longest} tokens it passes the model's max_seq_len={limit};"
             f" ask for at most {limit - longest}"
         )
     return new_tokens

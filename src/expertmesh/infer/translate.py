@@ -22,7 +22,7 @@ def translate(
     num_beams: int = 5,
     length_penalty: float = 1.0,
     batch_size: int = 32,
-    max_new_tokens: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[str]:
     """The texts in another language, in their order; a blank one stays blank.
 
@@ -34,7 +34,7 @@ def translate(
         num_beams: see `beam_search`.
         length_penalty: see `beam_search`.
         batch_size: texts that are translated together.
-        max_new_tokens: see `beam_search`; None: twice the tokens of a batch's longest text and 16 more, at most what the model
+        max_tokens: see `beam_search`; None: twice the tokens of a batch's longest text and 16 more, at most what the model
             has room for.
 
     Raises:
@@ -64,9 +64,7 @@ def translate(
             end_id=translation.end_id,
             num_beams=num_beams,
             length_penalty=length_penalty,
-            max_new_tokens=min(room, 2 * longest + 16)
-            if max_new_tokens is None
-            else max_new_tokens,
+            max_tokens=min(room, 2 * longest + 16) if max_tokens is None else max_tokens,
         )
         for i, output in zip(batch, outputs, strict=True):
             found[i] = one_line(tokenizer.decode(output.ids, skip_special_tokens=True))

@@ -176,7 +176,7 @@ class ExpertMeshLM(TemplateLM):
         texts, streams = [""] * len(prompts), [TextStream(self.tokenizer_file) for _ in prompts]
         open_ = set(range(len(prompts)))
         steps = generate_batch(
-            self.model, prompts, max_new_tokens=most, sampling=sampling, eos_id=self.end_id
+            self.model, prompts, max_tokens=most, sampling=sampling, eos_id=self.end_id
         )
         for step in steps:
             for place in list(open_):

@@ -91,9 +91,7 @@ def sample_of_run(run: Run, trained: Trained, *, seed: int = 0) -> list[dict[str
     end_id, start = end_of_text_id(tokenizer), list(start_of_text(tokenizer))
     room = min(_TOKENS, model.max_seq_len - len(start))
     with precision.autocast():
-        steps = generate_batch(
-            model, [start], max_new_tokens=room, sampling=sampling, eos_id=end_id
-        )
+        steps = generate_batch(model, [start], max_tokens=room, sampling=sampling, eos_id=end_id)
         told = Progress("written for the page", total=room, unit="tokens")
         ids = [step[0] for step in told.over(steps) if step[0] is not None]
         if not ids:
