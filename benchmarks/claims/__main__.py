@@ -1,6 +1,7 @@
 """Claims measured on small models, one command each; every finished run is kept at once in docs/results/NAME.json.
 
     .venv/bin/python -m benchmarks.claims moe      # tokens and width that experts are worth
+    .venv/bin/python -m benchmarks.claims moe-muon # the same with Muon in the place of AdamW
     .venv/bin/python -m benchmarks.claims prmoe    # pyramid-residual MoE
     .venv/bin/python -m benchmarks.claims mos      # Mixture-of-Students
     .venv/bin/python -m benchmarks.claims rts      # random token selection

@@ -99,6 +99,7 @@ class Claim:
 
 
 _MANY = {"model.moe.num_experts": (64,), "model.moe.top_k": 2, "model.moe.weight_scale": 2.0}
+_MUON = {"optim.name": "muon"}
 _PYRAMID = {
     "model.num_layers": 4,
     "model.moe.top_k": 1,
@@ -135,6 +136,20 @@ CLAIMS = {
             parts=(20, 14, 10, 7, 5, 4),
             ladder=("MoE", "dense"),
             single=("dense, 2 x", "dense, 4 x", "dense, 8 x"),
+        ),
+        Claim(
+            name="moe-muon",
+            title="Mixture of experts against dense, both trained with Muon",
+            question="At how many times fewer tokens does a mixture of experts reach the loss of a dense model of the same "
+            "operations per token, where Muon trains both, the experts' matrices one by one?",
+            arms=(
+                Arm("MoE", _MANY | _MUON, lr=12e-3),
+                Arm("dense", _MANY | _MUON, is_dense=True, lr=12e-3),
+            ),
+            base="dense",
+            tokens_per_parameter=100,
+            parts=(20, 10, 7, 5, 4),
+            ladder=("MoE", "dense"),
         ),
         Claim(
             name="prmoe",
