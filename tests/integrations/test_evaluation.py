@@ -122,6 +122,34 @@ def test_every_request_equals_the_harness_own_backend(judged):
     assert ours.generate_until(asked) == theirs.generate_until(asked)
 
 
+def test_a_capacity_in_evaluation_changes_no_score(judged):
+    from expertmesh.api import load
+    from expertmesh.integrations.evaluation import ExpertMeshLM
+    from expertmesh.models.gpt.model import GPT
+
+    model, tokenizer = load(judged / "run")
+    moe = model.config.moe.model_copy(update={"eval_capacity_factor": 0.5, "min_capacity": 1})
+    capped = GPT(model.config.model_copy(update={"moe": moe}))
+    capped.load_state_dict(model.state_dict())
+    asked = requests("loglikelihood", *[("a word " * n, "of text") for n in range(1, 6)])
+    free, bound = (
+        ExpertMeshLM(one.eval(), tokenizer, end_id=END, batch_size=5).loglikelihood(asked)
+        for one in (model, capped)
+    )
+    assert bound == free
+
+
+def test_repeated_requests_are_drawn_anew_in_every_batch(judged):
+    from expertmesh.api import load
+    from expertmesh.integrations.evaluation import ExpertMeshLM
+
+    options = {"max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
+    asked = requests("generate_until", *[("a word", options)] * 4)
+    for size in (1, 3):
+        ours = ExpertMeshLM(*load(judged / "run"), end_id=END, batch_size=size)
+        assert len(set(ours.generate_until(asked))) == 4
+
+
 def test_the_verb_judges_a_run(judged, capsys):
     files = [f"{name}.yaml" for name in ("quiz", "text", "write")]
     where = ["--run", "run", "--output", "results.json"]

@@ -85,7 +85,7 @@ class ExpertMeshLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation under its context, and whether greedy decoding would say it."""
+        """Log-probability of each continuation under its context, whatever the capacity, and whether greedy decoding would say it."""
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1] + requests[i][2]))
         for places in _groups(order, self.batch_size):
@@ -105,8 +105,11 @@ class ExpertMeshLM(TemplateLM):
         # cut on the left where the model has no room; the last token is only predicted
         rows = [(before + after)[-(self.max_length + 1) :][:-1] for _, before, after in batch]
         ids_BS, token_mask_BS = pad_right(rows, device=self.model.device)
+        factor = self.model.config.moe.dropless_factor
         with evaluating(self.model):
-            logits_BSV = self.model(ids_BS, token_mask_BS=token_mask_BS).logits_BSV
+            logits_BSV = self.model(
+                ids_BS, token_mask_BS=token_mask_BS, capacity_factor=factor
+            ).logits_BSV
         for row, (_, _, continuation), logits_SV in zip(rows, batch, logits_BSV, strict=True):
             yield _score(logits_SV[len(row) - len(continuation) : len(row)], continuation)
 
@@ -133,7 +136,7 @@ class ExpertMeshLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continue each text until one of its stops, the end of the text or the most tokens.
+        """Continue each text until one of its stops, the end of the text or the most tokens; each draws from a seed of its own.
 
         Raises:
             ConfigError: an option of the generation is unknown, or leaves no room for the prompt.
@@ -142,16 +145,21 @@ class ExpertMeshLM(TemplateLM):
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(place)
+        num_done = 0
         for members in groups.values():
             for places in _groups(members, self.batch_size):
                 options = requests[places[0]].args[1]
-                texts = self._continued([requests[i].args[0] for i in places], options)
+                contexts = [requests[i].args[0] for i in places]
+                texts = self._continued(contexts, options, seed=num_done)
+                num_done += len(places)
                 for place, text in zip(places, texts, strict=True):
                     found[place] = text
                     self.cache_hook.add_partial("generate_until", requests[place].args, text)
         return found
 
-    def _continued(self, contexts: Sequence[str], options: dict[str, Any]) -> list[str]:
+    def _continued(
+        self, contexts: Sequence[str], options: dict[str, Any], *, seed: int
+    ) -> list[str]:
         if unknown := sorted(set(options) - set(_IGNORED)):
             raise ConfigError(
                 f"generation_kwargs.{unknown[0]}={options[unknown[0]]}: is none of {', '.join(_IGNORED)}; leave it out"
@@ -171,6 +179,7 @@ class ExpertMeshLM(TemplateLM):
             temperature=temperature if draws else 1.0,
             top_k=options.get("top_k") or None,
             top_p=options.get("top_p") or None,
+            seed=seed,
         )
         prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-room:] for text in contexts]
         texts, streams = [""] * len(prompts), [TextStream(self.tokenizer_file) for _ in prompts]
