@@ -167,17 +167,19 @@ def test_adapters_travel_between_peft_and_our_gpt(tmp_path):
 
 
 def test_peft_s_adapters_on_all_linear_maps_of_our_model_learn_and_generate():
-    """The router's and the output's among them."""
+    """Those of the router, of the dense parts beside the experts and of the output among them."""
     options = {"vocab_size": 64, "max_seq_len": 32, "dim": 16, "num_layers": 2, "num_heads": 2}
-    moe = {"num_experts": (4,), "hidden_dim": 16}
+    moe = {"num_experts": (4,), "hidden_dim": 16, "residual": True}
+    moe |= {"num_shared_experts": 1, "shared_gate": True}
     gpt = ModelConfig(**options, tie_embeddings=False, init_std=0.3, moe=moe)
     model = ExpertMeshForCausalLM(ExpertMeshConfig(gpt=gpt, eos_token_id=0, pad_token_id=0))
-    where = {"target_modules": ["qkv", "out", "proj", "output"], "init_lora_weights": False}
+    targets = ["qkv", "out", "proj", "shared_gate", "residual_coefficient", "output"]
+    where = {"target_modules": targets, "init_lora_weights": False}
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **where))
     ids = torch.randint(1, 64, (2, 9))
     model(input_ids=ids, labels=ids).loss.backward()
     learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert len(learning) == 2 * (2 * 3 + 1)
+    assert len(learning) == 2 * (2 * 5 + 1)
     assert not [n for n, p in learning.items() if p.grad is None or not p.grad.any()]
     assert model.eval().generate(input_ids=ids, max_new_tokens=2).shape == (2, 11)
     with pytest.raises(ConfigError, match="output_hidden_states: is no argument of a GPT"):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import init_normal_
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
@@ -105,36 +106,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim) in the dtype of x."""
         return self.arithmetic.in_mode(self.training).rms_norm(x, self.weight, eps=self.eps)
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` by the model's arithmetic.
-
-    Args:
-        in_features: K.
-        out_features: N.
-        bias: whether there is a bias (N,).
-        arithmetic: the arithmetic of the product in evaluation.
-        device: the device of the parameters.
-        dtype: the type of the parameters.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = False,
-        arithmetic: RowArithmetic = ORDINARY,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.arithmetic = arithmetic
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
-        return self.arithmetic.in_mode(self.training).linear(x, self.weight, self.bias)
 
 
 def rope_tables(

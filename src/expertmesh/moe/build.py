@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from expertmesh.config.moe_rules import LayerOptions
+from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.experts import DenseMLP, ExpertList, GroupedExperts
 from expertmesh.moe.router import ROUTERS
 from expertmesh.moe.validation import check_modules
@@ -26,11 +27,17 @@ def make_router(options: LayerOptions, *, device: Any, dtype: torch.dtype | None
         dim=options.dim,
         num_experts=options.num_experts,
         cosine_dim=options.cosine_dim,
-        arithmetic=row_arithmetic(options.batch_invariant),
-        backend=options.backend,
+        **_arithmetic(options),
         device=device,
         dtype=accumulate_dtype(dtype or torch.get_default_dtype()),
     )
+
+
+def _arithmetic(options: LayerOptions) -> dict[str, Any]:
+    return {
+        "arithmetic": row_arithmetic(options.batch_invariant),
+        "backend": options.backend,
+    }
 
 
 def _of_all_mlps(options: LayerOptions) -> dict[str, Any]:
@@ -38,8 +45,7 @@ def _of_all_mlps(options: LayerOptions) -> dict[str, Any]:
         "dim": options.dim,
         "activation": options.activation,
         "bias": options.bias,
-        "arithmetic": row_arithmetic(options.batch_invariant),
-        "backend": options.backend,
+        **_arithmetic(options),
     }
 
 
@@ -79,15 +85,15 @@ def make_shared_experts(options: LayerOptions, **place: Any) -> DenseMLP | None:
     return DenseMLP(hidden_dim=hidden_dim, **_of_all_mlps(options), **place)
 
 
-def make_shared_gate(options: LayerOptions, **place: Any) -> nn.Linear | None:
+def make_shared_gate(options: LayerOptions, **place: Any) -> Linear | None:
     """Make the map D -> 1 to the share of the shared experts, if wanted; `place` is device and dtype."""
-    return nn.Linear(options.dim, 1, bias=False, **place) if options.shared_gate else None
+    return Linear(options.dim, 1, **_arithmetic(options), **place) if options.shared_gate else None
 
 
-def make_residual(options: LayerOptions, **place: Any) -> tuple[DenseMLP | None, nn.Linear | None]:
+def make_residual(options: LayerOptions, **place: Any) -> tuple[DenseMLP | None, Linear | None]:
     """Make PR-MoE's residual MLP and the map to its mixture, if wanted; `place` is device and dtype."""
     if not options.residual:
         return None, None
     hidden_dim = options.residual_hidden_dim or options.hidden_dim
     mlp = DenseMLP(hidden_dim=hidden_dim, **_of_all_mlps(options), **place)
-    return mlp, nn.Linear(options.dim, 2, **place)
+    return mlp, Linear(options.dim, 2, bias=True, **_arithmetic(options), **place)

@@ -3,9 +3,44 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` by the model's arithmetic, called as a module, so that what wraps or loads modules (adapters, offload) reaches it.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: whether there is a bias (N,).
+        arithmetic: the arithmetic of the product in evaluation.
+        backend: counts with batch-invariant arithmetic only.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        arithmetic: RowArithmetic = ORDINARY,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.arithmetic, self.backend = arithmetic, backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        arithmetic = self.arithmetic.in_mode(self.training)
+        return arithmetic.linear(x, self.weight, self.bias, backend=self.backend)
 
 
 @dataclass(frozen=True)
@@ -43,16 +78,15 @@ def dense_parts(layer: Any, x_TD: Tensor) -> DenseParts:
 
 
 def _mixture(layer: Any, x_TD: Tensor) -> Tensor:
-    coefficient, backend = layer.residual_coefficient, layer.options.backend
+    raw_T2 = layer.residual_coefficient(x_TD)
     arithmetic = layer.arithmetic.in_mode(layer.training)
-    raw_T2 = arithmetic.linear(x_TD, coefficient.weight, coefficient.bias, backend=backend)
     mix_T2: Tensor = arithmetic.softmax(raw_T2.to(accumulate_dtype(x_TD.dtype)))
     return mix_T2
 
 
 def _share(layer: Any, x_TD: Tensor) -> Tensor:
     """(T, 1) share of the shared experts that each token takes."""
+    raw_T1 = layer.shared_gate(x_TD)
     arithmetic = layer.arithmetic.in_mode(layer.training)
-    raw_T1 = arithmetic.linear(x_TD, layer.shared_gate.weight, backend=layer.options.backend)
     share_T1: Tensor = arithmetic.sigmoid(raw_T1.to(accumulate_dtype(raw_T1.dtype)))
     return share_T1.to(raw_T1.dtype)

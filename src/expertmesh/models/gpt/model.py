@@ -17,12 +17,12 @@ from expertmesh.models.cache import KVCache
 from expertmesh.models.layers import (
     Attention,
     LayerCache,
-    Linear,
     RMSNorm,
     draw_weights,
     init_transformer,
     rope_tables,
 )
+from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed

@@ -14,7 +14,6 @@ from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.layers import (
     Attention,
-    Linear,
     RMSNorm,
     draw_weights,
     init_transformer,
@@ -23,6 +22,7 @@ from expertmesh.models.layers import (
 from expertmesh.models.seq2seq.cache import Seq2SeqCache
 from expertmesh.models.seq2seq.positions import Places, UntiedPositions
 from expertmesh.models.token_dropout import TokenDropout
+from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.layer import MoELayer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from expertmesh.config.swin import SwinConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.layers import Linear, draw_weights
+from expertmesh.models.layers import draw_weights
 from expertmesh.models.swin.drop_path import DropPath, scaled
 from expertmesh.models.swin.windows import (
     from_windows,
@@ -24,6 +24,7 @@ from expertmesh.models.swin.windows import (
     region_mask,
     relative_index,
 )
+from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
