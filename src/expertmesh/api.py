@@ -135,7 +135,8 @@ def load(
         device: auto, cpu, cuda or cuda:N; None: that of the training.
 
     Returns:
-        Model and tokenizer, as a named tuple. The weights are in FP32 (FP64 of a float64 run).
+        Model and tokenizer, as a named tuple. The weights have the type of the checkpoint: FP32 of a run that was trained here (FP64 with
+        float64), that of the hub's files, such as BF16, of one that `expertmesh convert` made.
 
     Raises:
         ConfigError: this is no run directory, or one of another family.

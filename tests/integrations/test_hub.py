@@ -81,18 +81,45 @@ def test_our_gpt_computes_the_same_logits(hub, name):
     )
 
 
+def halved(folder, model, target):
+    """A folder of the hub in BF16, and its model."""
+    model = copy.deepcopy(model).to(torch.bfloat16)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):  # FP32 on the hub
+            module.e_score_correction_bias = module.e_score_correction_bias.float()
+    model.save_pretrained(target)
+    (target / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    return target, model
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
+def test_a_model_that_is_only_used_keeps_the_type_of_its_files(hub, name, tmp_path):
+    import expertmesh as em
+    from expertmesh.cli.generate import load_decoder
+
+    folder, model = halved(*hub[name], tmp_path / "half")
+    convert(folder, tmp_path / "run")
+    ours = em.load(tmp_path / "run").model
+    wide = [n for n, t in ours.state_dict().items() if t.dtype != torch.bfloat16]
+    assert wide and all("router" in n or "expert_bias" in n for n in wide)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    ids = torch.randint(VOCAB, (6, 24))
+    numerics.assert_two_times(
+        logits_of(ours, ids), logits_of(model, ids), logits_of(oracle, ids), what=name
+    )
+    _, decoder, _, precision = load_decoder(str(tmp_path / "run"), None)
+    with precision.autocast():
+        assert torch.equal(logits_of(decoder, ids), logits_of(ours, ids))
+
+
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_round_trip_changes_no_bit(hub, name, dtype, tmp_path):
-    folder, model = hub[name]
+    folder = hub[name][0]
     if dtype == torch.bfloat16:
-        folder = tmp_path / "half"
-        model = copy.deepcopy(model).to(dtype)
-        for module in model.modules():
-            if hasattr(module, "e_score_correction_bias"):  # FP32 on the hub
-                module.e_score_correction_bias = module.e_score_correction_bias.float()
-        model.save_pretrained(folder)
-        (folder / "tokenizer.json").write_bytes((hub[name][0] / "tokenizer.json").read_bytes())
+        folder, _ = halved(*hub[name], tmp_path / "half")
     convert(folder, tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "again")
     before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "again"))

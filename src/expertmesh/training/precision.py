@@ -31,7 +31,8 @@ class Precision:
     Attributes:
         device: where.
         compute_dtype: the type of matrix multiplications.
-        master_dtype: the type of parameters and optimiser state: FP64 for float64, else FP32.
+        master_dtype: the type of parameters and optimiser state: FP64 for float64, else FP32; where a model is only used, the type of its
+            weights in the checkpoint.
         arithmetic: the choice that led to this, to be kept with the run.
     """
 

@@ -130,7 +130,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
 
         Args:
             run: the run directory.
-            dtype: of the parameters (the router keeps FP32); None: FP32, or FP64 of a float64 run.
+            dtype: of the parameters (the router keeps FP32); None: as the checkpoint has them.
 
         Raises:
             ConfigError: this is no run directory, or not of a GPT.
