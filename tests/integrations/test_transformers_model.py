@@ -70,6 +70,26 @@ def test_missing_weights_are_refused_by_name(model, tmp_path):
         ExpertMeshForCausalLM.from_pretrained(tmp_path)
 
 
+def test_weights_that_stay_on_disk_are_not_missing(tmp_path):
+    pytest.importorskip("accelerate")
+    gpt = config_of(num_shared_experts=1, shared_gate=True).model
+    config = ExpertMeshConfig(gpt=gpt.model_copy(update={"qk_norm": True}))
+    model = ExpertMeshForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    where = dict.fromkeys(("gpt.embedding", "gpt.layers.0", "gpt.final_norm"), "cpu")
+    again = ExpertMeshForCausalLM.from_pretrained(
+        tmp_path, device_map=where | {"gpt.layers.1": "disk"}, offload_folder=tmp_path / "disk"
+    )
+    assert again.gpt.layers[1].moe.experts.w_in.is_meta
+    ids = torch.randint(1, 256, (2, 9))
+    with torch.no_grad():
+        found, plain, oracle = (
+            one(ids).logits for one in (again, model, copy.deepcopy(model).double())
+        )
+    # the norms of queries and keys are not taken in one pass with the rotation
+    numerics.assert_two_times(found, plain, oracle, what="logits")
+
+
 def test_generates_what_our_engine_does_cached_or_not(model):
     prompts = [[5, 9, 200, 31], [77, 8]]
     steps = list(generate_batch(model.gpt, prompts, max_tokens=6, eos_id=None))

@@ -263,6 +263,8 @@ class Attention(nn.Module):
         """(B, S, H, head_dim) -> (B, H, S, head_dim), normalised and turned."""
         if norm is not None and not self.norms_heads:
             x_BSHd, norm = norm(x_BSHd.flatten(2)).view(x_BSHd.shape), None
+        elif norm is not None and norm.weight.is_meta:  # on disk until it is called
+            x_BSHd, norm = norm(x_BSHd), None
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         turned = self.arithmetic.in_mode(self.training).norm_and_rope(
             x_BSHd, weight, eps=eps, cos=cos, sin=sin

@@ -144,7 +144,8 @@ def call_of(
     check_input(
         x,
         dim=layer.dim,
-        weight=None if grouped is None else grouped.w_in,
+        # a hook of accelerate brings weights from the disk when the experts are called
+        weight=None if grouped is None or hasattr(grouped, "_hf_hook") else grouped.w_in,
         device=None if grouped is None else grouped.compute_device,
     )
     training, E = layer.training, layer.num_experts

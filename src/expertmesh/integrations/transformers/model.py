@@ -261,8 +261,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             return
         tensors: Mapping[str, Tensor | None] = {**module._parameters, **module._buffers}
         for name, tensor in tensors.items():
-            if tensor is None or getattr(tensor, "_is_hf_initialized", False):
-                continue
+            if tensor is None or tensor.is_meta or getattr(tensor, "_is_hf_initialized", False):
+                continue  # on "meta": in the files, and to stay on disk
             if name in module._non_persistent_buffers_set:
                 tensor.zero_()
                 continue
