@@ -165,8 +165,9 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    batch_size: int = 32,
 ) -> str | list[str]:
-    """Continue a text, or several together.
+    """Continue a text, or several.
 
     It computes in the type of the model's weights; under `torch.autocast` in that one.
 
@@ -179,6 +180,7 @@ def generate(
         top_k: draw from the k most likely tokens; None: all.
         top_p: draw from the fewest tokens with this much of the probability; None: all.
         seed: of the draws.
+        batch_size: texts that are continued together; each draws the same numbers whatever it is.
 
     Returns:
         The continuation without the prompt, or a list of them.
@@ -213,5 +215,6 @@ def generate(
             sampling=sampling,
             eos_id=end_of_text_id(tokenizer),
             start=start_of_text(tokenizer),
+            batch_size=batch_size,
         )
     return found[0].text if isinstance(prompt, str) else [one.text for one in found]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.infer.engine import generate, generate_batch, generate_text
+from expertmesh.infer.engine import generate, generate_batch, generate_text, generate_texts
 from expertmesh.infer.sampling import Sampling
 from expertmesh.infer.text import TextStream, byte_of_character
 from expertmesh.models.gpt.model import GPT
@@ -84,6 +84,23 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(gpt: GPT, sampling: Sampli
         )
         alone = list(generate(gpt, prompt, max_tokens=12, sampling=own))
         assert [step[row] for step in steps] == alone
+
+
+def test_many_texts_are_continued_a_few_at_a_time(gpt: GPT, tokenizer: Tokenizer) -> None:
+    """With the same numbers drawn, and as many tokens as all of them leave room for."""
+    sizes: list[int] = []
+    hook = gpt.embedding.register_forward_hook(lambda module, ids, y: sizes.append(len(y)))
+    prompts = ["def", "x", "return '' + x"]
+    sampling = Sampling(temperature=0.9, seed=2**63 - 1)
+    together, apart = (
+        generate_texts(gpt, tokenizer, prompts, sampling=sampling, batch_size=size)
+        for size in (3, 2)
+    )
+    hook.remove()
+    assert apart == together and len({one.text for one in together}) == 3
+    assert set(sizes[: len(sizes) // 3]) == {3} and set(sizes[len(sizes) // 3 :]) == {1, 2}
+    with pytest.raises(ConfigError, match="batch_size=0: must be at least 1"):
+        generate_texts(gpt, tokenizer, prompts, batch_size=0)
 
 
 def test_a_capacity_in_evaluation_drops_nothing_of_what_is_generated(gpt: GPT) -> None:

@@ -169,7 +169,7 @@ def test_several_prompts_and_a_file_of_them(
     assert main([*words, *prompts]) == 0
     assert capsys.readouterr().out == expected
     (tmp_path / "prompts.txt").write_text("\n\n".join(prompts))
-    assert main([*words, "--prompt-file", str(tmp_path / "prompts.txt")]) == 0
+    assert main([*words, "--prompt-file", str(tmp_path / "prompts.txt"), "--batch-size", "1"]) == 0
     assert capsys.readouterr().out == expected
 
 

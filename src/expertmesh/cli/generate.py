@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.base import FieldError, expanded
 from expertmesh.data.files import lines_of
@@ -97,7 +97,14 @@ def run(argv: list[str]) -> int:
         elif len(prompts) == 1:
             answer(prompts[0], "" if options.chat else prompts[0])
         else:
-            found = generate_texts(model, tokenizer, list(map(asked, prompts)), **settings)
+            with told_of_data():
+                found = generate_texts(
+                    model,
+                    tokenizer,
+                    list(map(asked, prompts)),
+                    batch_size=options.batch_size,
+                    **settings,
+                )
             between = "\n" if options.chat else ""
             for number, (prompt, one) in enumerate(zip(prompts, found, strict=True), 1):
                 print(f"--- {number}\n{prompt}{between}{one.text}")
@@ -108,6 +115,7 @@ def _parse(argv: list[str]) -> Any:
     """The options; says what to do where a prompt was taken for one."""
     try:
         options = _parser().parse_args(argv)
+        check_least(options, batch_size=1)
     except ConfigError as error:
         if not str(error).startswith(f"unknown option {argv[-1]}; see"):
             raise
@@ -180,6 +188,9 @@ def _parser() -> OptionParser:
         help="draw from the fewest tokens with X of the probability (all)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="prompts at a time (32)"
+    )
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
     return parser
 

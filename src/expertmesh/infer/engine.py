@@ -2,12 +2,14 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from expertmesh.data.news import Progress
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.infer.sampling import Sampling, choose, draw_uniform, sequence_generators
 from expertmesh.infer.text import TextStream
@@ -96,22 +98,40 @@ def generate_texts(
     sampling: Sampling | None = None,
     eos_id: int | Collection[int] | None = None,
     start: Sequence[int] = (),
+    batch_size: int = 32,
 ) -> list[Continuation]:
-    """Continue several texts together; arguments and errors as `generate_text` has them.
+    """Continue several texts; other arguments and errors as `generate_text` has them.
+
+    Args:
+        batch_size: texts that are continued together; each draws the same numbers whatever it is.
 
     Returns:
         One continuation for each prompt, in their order.
     """
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: must be at least 1; 32 is usual")
+    sampling = Sampling(greedy=True) if sampling is None else sampling
     ids = [_encoded(tokenizer, prompt, start) for prompt in prompts]
+    new_tokens = _checked(model, ids, max_tokens=max_tokens)
     new: list[list[int]] = [[] for _ in ids]
     is_cut = [True] * len(ids)
-    steps = generate_batch(model, ids, max_tokens=max_tokens, sampling=sampling, eos_id=eos_id)
-    for step in steps:
-        for place, token_id in enumerate(step):
-            if token_id is None:
-                is_cut[place] = False
-            else:
-                new[place].append(token_id)
+    told = Progress("continued", total=len(ids), unit="texts")
+    for first in range(0, len(ids), batch_size):
+        told.at(first)
+        steps = generate_batch(
+            model,
+            ids[first : first + batch_size],
+            max_tokens=new_tokens,
+            sampling=replace(sampling, seed=(sampling.seed + first) % 2**63),
+            eos_id=eos_id,
+        )
+        for step in steps:
+            for place, token_id in enumerate(step, first):
+                if token_id is None:
+                    is_cut[place] = False
+                else:
+                    new[place].append(token_id)
+    told.finish()
     texts = ["".join(_text_pieces(iter(one), TextStream(tokenizer))) for one in new]
     return [
         Continuation(text, [*start, *one], cut)
@@ -163,12 +183,17 @@ def generate_batch(
         CheckpointError: while generating, when the model's logits are not finite.
     """
     sampling = Sampling(greedy=True) if sampling is None else sampling
+    new_tokens = _checked(model, prompts, max_tokens=max_tokens)
+    check_sources(model, sources, num_prompts=len(prompts))
+    return _steps(model, prompts, sources, new_tokens=new_tokens, sampling=sampling, eos_id=eos_id)
+
+
+def _checked(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> int:
+    """The number of new tokens; errors of prompts as `generate_batch` has them."""
     if not prompts:
         raise ConfigError("prompts=[]: there is nothing to continue; give at least one prompt")
     _check_ids(model, prompts, what="prompt")
-    check_sources(model, sources, num_prompts=len(prompts))
-    new_tokens = check_room(model, prompts, max_tokens=max_tokens)
-    return _steps(model, prompts, sources, new_tokens=new_tokens, sampling=sampling, eos_id=eos_id)
+    return check_room(model, prompts, max_tokens=max_tokens)
 
 
 def check_sources(
