@@ -141,6 +141,23 @@ def test_patterns_and_weights(tmp_path):
     assert corpus.digest != plain.digest
 
 
+@pytest.mark.parametrize("pattern", ["**", "**/*", "**/*.txt", "**/[a-z]*"])
+def test_a_pattern_is_as_the_folder_with_all_that_it_matches(pattern, tmp_path):
+    """Files stay whole, and no text is there twice, where folders match with what is in them."""
+    folder = tmp_path / "texts"
+    for i in range(60):
+        path = folder / "sub" / "deep" / f"a{i}.txt" if i % 2 else folder / f"a{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{i} of many\n" * 200)
+    plain = load_corpus(TextConfig(path=str(folder)))
+    corpus = load_corpus(TextConfig(path=f"{folder}/{pattern}"))
+    assert corpus.digest == plain.digest and len(plain.training + plain.validation) == 60
+    (tmp_path / "more.txt").write_text("another text\n" * 200)
+    both = load_corpus(TextConfig(path=(f"{folder}/{pattern}", f"{tmp_path}/more.txt:2")))
+    names = [d.name for d in both.training + both.validation if d.name.startswith("0:")]
+    assert sorted(names) == sorted(f"0:{d.name}" for d in plain.training + plain.validation)
+
+
 def test_a_name_with_a_colon_is_a_path(tmp_path):
     (tmp_path / "a:2").write_text("a text with lines\n" * 200)
     corpus = load_corpus(TextConfig(path=str(tmp_path / "a:2")))

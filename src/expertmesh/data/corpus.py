@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from expertmesh.config.text import TextConfig
 from expertmesh.data.conversation_lines import ConversationLine
 from expertmesh.data.files import (
+    NOT_A_FILE,
     NOT_READABLE,
     NOT_TEXT,
     LeftOut,
@@ -28,7 +29,7 @@ from expertmesh.data.files import (
 )
 from expertmesh.data.formats import COLUMN, is_companion, rows_of
 from expertmesh.data.news import Progress
-from expertmesh.data.paths import find_paths
+from expertmesh.data.paths import WeightedPath, find_paths
 from expertmesh.errors import ConfigError
 
 _PIECE_BYTES = 65_536
@@ -237,29 +238,40 @@ def _candidates(config: TextConfig) -> tuple[str, list[Candidate], LeftOut]:
         return "the source of Python's standard library", _whole(root, files), LeftOut()
     places = find_paths(config.path)
     if len(places) == 1:
-        return str(places[0].path), *_of_path(places[0].path, config)
+        return places[0].name, *_of_place(places[0], config)
     candidates, left_out = [], LeftOut()
     for number, place in enumerate(places):
-        found, without = _of_path(place.path, config)
+        found, without = _of_place(place, config)
         left_out.add_all(without)
         candidates += [Candidate(f"{number}:{name}", read) for name, read in found]
-    return f"{len(places)} places from {places[0].path}", candidates, left_out
+    return f"{len(places)} places from {places[0].name}", candidates, left_out
 
 
-def _of_path(path: Path, config: TextConfig) -> tuple[list[Candidate], LeftOut]:
-    """The documents of a file or a folder."""
-    if not path.is_dir():
-        check_is_file(path, f"data.path={printable(str(path))}")
-        return _of_one_file(path, config), LeftOut()
-    found, left_out = find_files(path)
-    found = [p for p in found if not any(part.startswith(".") for part in p.parts)]
-    found = [p for p in found if not is_companion(path / p)]
-    if not found:
+def _of_place(place: WeightedPath, config: TextConfig) -> tuple[list[Candidate], LeftOut]:
+    """The documents of a file, or of a folder; all that a pattern matches is as one folder."""
+    root, files, left_out = place.root, list[Path](), LeftOut()
+    if len(place.paths) == 1:
+        (root,) = place.paths
+        if not root.is_dir():
+            check_is_file(root, f"data.path={printable(str(root))}")
+            return _of_one_file(root, config), left_out
+    for path in place.paths:
+        if path.is_dir():
+            found, without = find_files(path)
+            left_out.add_all(without)
+            files += [path / p for p in found if not any(n.startswith(".") for n in p.parts)]
+        elif path.is_file():
+            files.append(path)
+        else:
+            left_out.add(NOT_A_FILE, str(path))
+    files = [path for path in files if not is_companion(path)]
+    if not files:
         why = f" ({left_out})" if left_out.total else ""
         raise ConfigError(f"{_option(config)}: the folder has no files{why}; give text files")
-    if len(found) == 1 and not left_out.total:
-        return _of_one_file(path / found[0], config), left_out
-    return list(_of_folder(path, found, config, left_out)), left_out
+    if len(files) == 1 and not left_out.total:
+        return _of_one_file(files[0], config), left_out
+    names = [path.relative_to(root) for path in files]
+    return list(_of_folder(root, names, config, left_out)), left_out
 
 
 def _weighted(training: Sequence[Document], config: TextConfig) -> list[Document]:

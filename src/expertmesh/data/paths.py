@@ -3,7 +3,7 @@
 import glob
 import re
 from collections.abc import Iterable
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,20 +16,20 @@ class WeightedPath(NamedTuple):
     """One of the places of a text.
 
     Attributes:
-        path: a file or a folder that exists.
+        paths: files and folders that exist, none below another; several where a pattern matches them.
+        root: a folder that all of them lie in, which does not depend on what a pattern matches.
         weight: how often each of its documents is trained on per epoch.
-        entry: number of the entry of `data.path` that names it, from 0.
-        name: that entry without its weight.
+        name: its entry of `data.path` without the weight.
     """
 
-    path: Path
+    paths: list[Path]
+    root: Path
     weight: float
-    entry: int
     name: str
 
 
 def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
-    """The files and folders that are meant.
+    """The files and folders that are meant, a place for each entry.
 
     A place is PATH or PATH:WEIGHT. The weight stands with its path, so that places can be added and left out without counting;
     what exists under the whole name is a path, colon and all.
@@ -41,7 +41,7 @@ def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
         ConfigError: nothing is there, or a weight is none.
     """
     found: list[WeightedPath] = []
-    for entry, text in enumerate((given,) if isinstance(given, str) else given):
+    for text in (given,) if isinstance(given, str) else given:
         paths, weight, name = _matching(text), 1.0, text
         named = re.fullmatch(r"(.+):([0-9.]+)", text)
         if not paths and named is not None:
@@ -50,8 +50,9 @@ def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
         if not paths:
             what = "matches nothing" if glob.has_magic(text) else "does not exist"
             raise ConfigError(f"data.path={printable(text)}: {what}; give a text file or a folder")
-        name = str(expanded(name))
-        found += [WeightedPath(path, weight, entry, name) for path in paths]
+        pattern = expanded(name)
+        root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+        found.append(WeightedPath(paths, root, weight, str(pattern)))
     if len(found) == 1 and found[0].weight != 1:
         raise ConfigError(
             f"data.path={printable(str(given))}: a weight says how often beside other paths; leave it out, or name another path"
@@ -86,4 +87,6 @@ def _matching(text: str) -> list[Path]:
         return [path]
     if not glob.has_magic(text):
         return []
-    return [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
+    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
+    folders = {path for path in found if path.is_dir()}
+    return [path for path in found if folders.isdisjoint(path.parents)]  # a folder has them

@@ -71,12 +71,10 @@ class TextData:
         self._num_bytes_V = torch.from_numpy(sizes)
         self._end_id = end_of_text_id(tokenizer)
         self._has_documents = config.document_mask
-        self.labels, entry_of_place = _entries(config)
+        self.labels = _entries(config)
         self._ends = tokens.training.ends
         self._label_of_document = np.array(
-            [entry_of_place[int(d.name.partition(":")[0])] for d in self.corpus.training]
-            if self.labels
-            else [],
+            [int(d.name.partition(":")[0]) for d in self.corpus.training] if self.labels else [],
             dtype=np.int64,
         )
         self.description = (
@@ -120,11 +118,9 @@ class TextData:
         return {"document": (ids_BS == self._end_id).cumsum(1)} if self._has_documents else {}
 
 
-def _entries(config: TextConfig) -> tuple[tuple[str, ...], list[int]]:
-    """Labels of the entries of `data.path`, where there are several to tell apart, and the entry of each place."""
+def _entries(config: TextConfig) -> tuple[str, ...]:
+    """Labels of the entries of `data.path`, where there are several to tell apart."""
     if config.path is None or config.dataset is not None:
-        return (), []
-    places = find_paths(config.path)
-    names = {place.entry: place.name for place in places}
-    labels = told_apart(distinct(names.values()), "entries of data.path")
-    return labels, [place.entry for place in places] if labels else []
+        return ()
+    names = distinct(place.name for place in find_paths(config.path))
+    return told_apart(names, "entries of data.path")
