@@ -42,6 +42,16 @@ def test_a_saved_tokenizer_encodes_alike(tmp_path):
     assert loaded.encode(ODD_TEXT).ids == tokenizer.encode(ODD_TEXT).ids
 
 
+def test_a_tokenizer_that_was_saved_after_a_use_with_a_length_cuts_and_fills_nothing(tmp_path):
+    tokenizer = train_tokenizer(["some text about nothing\n" * 50], vocab_size=300)
+    whole = tokenizer.encode(ODD_TEXT).ids
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=100)
+    tokenizer.save(str(tmp_path / "t.json"))
+    found = load_tokenizer(tmp_path / "t.json").encode_batch_fast([ODD_TEXT, "a"])
+    assert [len(encoding.ids) for encoding in found] == [len(whole), 1]
+
+
 def test_a_damaged_tokenizer_is_one_line(tmp_path):
     path = tmp_path / "t.json"
     path.write_text("{")

@@ -68,6 +68,9 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
         )
     # Not in the file: without it a text that quotes the end-of-text token would become that token.
     tokenizer.encode_special_tokens = True
+    # In the file where it was saved after a use with them: every text would silently be cut, or filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 
