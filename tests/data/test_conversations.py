@@ -193,7 +193,8 @@ def load_without_special(tokenizer):
 
 def test_a_tokenizer_without_marks_writes_them_as_text():
     tokenizer = train_tokenizer(["What is 12 + 1? "], vocab_size=300)
-    (pieces,) = OwnFormat(tokenizer).samples({"messages": talk(1)})
+    messages = [{**message, "tool_calls": None} for message in talk(1)]  # is as without the field
+    (pieces,) = OwnFormat(tokenizer).samples({"messages": messages})
     ids = [i for piece in pieces for i in piece.ids]
     text = tokenizer.decode(ids, skip_special_tokens=False)
     assert text.startswith("<|endoftext|><|user|>What is 1 + 1?<|endoftext|><|assistant|>It is 2.")

@@ -102,7 +102,7 @@ class OwnFormat:
 
     def samples(self, conversation: Conversation) -> list[list[Piece]]:
         """One sequence."""
-        if "tools" in conversation or any("tool_calls" in m for m in conversation[MESSAGES]):
+        if "tools" in conversation or any(m.get("tool_calls") for m in conversation[MESSAGES]):
             raise ConfigError(
                 "calls of tools need the chat template of a converted model; begin with one (train.init_from)"
             )
