@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from expertmesh.cli.program import program, spell_program
 from expertmesh.cli.train import summary
 from expertmesh.config.family import GPT
 from expertmesh.training.loop import TrainResult
+from expertmesh.training.metrics import evaluations
 
 
 @pytest.fixture
@@ -76,3 +78,5 @@ def test_what_to_try_next_can_be_copied(environment, tmp_path):
     )
     last = summary(result, GPT).splitlines()[-1].removeprefix("try: ")
     assert shlex.split(last)[1:] == ["report", str(result.run_dir)]
+    (diverged,) = evaluations([{"step": 1, "eval_loss": None, "eval_bits_per_byte": None}])
+    assert "validation: nan bits per byte\n" in summary(replace(result, evaluation=diverged), GPT)

@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import math
 import pathlib
 import pickle
 import re
@@ -104,7 +105,7 @@ def test_training_may_change_the_tensors_while_they_are_written(make_store):
 
 
 def test_the_last_ones_and_the_best_are_kept(store):
-    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
+    for step, loss in ((1, math.nan), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
         save(store, step, eval_loss=loss)
     assert steps(store) == [2, 4, 5]
     save(store, 6, eval_loss=0.5)

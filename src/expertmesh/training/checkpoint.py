@@ -351,7 +351,7 @@ def _eval_loss(path: Path) -> float | None:
         loss = read_state(path)["eval_loss"]
     except (CheckpointError, KeyError):
         return None
-    return float(loss) if isinstance(loss, int | float) else None
+    return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
 
 
 def _described(error: BaseException | None) -> tuple[Any, ...] | None:

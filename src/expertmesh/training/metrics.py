@@ -140,9 +140,16 @@ def _fits(value: Any) -> bool:
 
 
 def evaluations(lines: list[dict[str, Any]], prefix: str = "eval_") -> list[dict[str, float]]:
-    """The evaluations among the lines of a metrics file, in order; those before the first step have the prefix "initial_eval_"."""
+    """The evaluations among the lines of a metrics file, in order; those before the first step have the prefix "initial_eval_".
+
+    What was not finite, which the file has as null, is NaN.
+    """
     found = (
-        {key.removeprefix(prefix): line[key] for key in line if key.startswith(prefix)}
+        {
+            key.removeprefix(prefix): math.nan if value is None else value
+            for key, value in line.items()
+            if key.startswith(prefix)
+        }
         for line in lines
     )
     return [evaluation for evaluation in found if evaluation]
