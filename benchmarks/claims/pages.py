@@ -122,7 +122,7 @@ def _table(claim: Claim, runs: list[Found]) -> list[str]:
 def _token_ratios(claim: Claim, runs: list[Found]) -> list[str]:
     ours, dense = claim.ladder
     better, other = ladders(runs, ours), ladders(runs, dense)
-    seeds = sorted(set(better) & set(other))
+    seeds = sorted(s for s in set(better) & set(other) if len(better[s]) > 1)
     if not seeds:
         return []
     of = {r["arm"]: r for r in runs}
