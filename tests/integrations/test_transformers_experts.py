@@ -293,6 +293,8 @@ def test_compiled_training_has_the_same_gradients(name):
 
 def test_activation_checkpointing_gives_the_same_gradients():
     model = tiny_model("qwen3_moe").train()
+    # checkpointing switches the cache off, and keys from a cache are laid out otherwise, for which some processors sum in another order
+    model.config.use_cache = False
     ids = torch.randint(61, (2, 7))
     plain = logits_and_gradients(model, ids)
     newer = "activation_checkpointing_enable"  # its name from transformers 5.23 on
