@@ -99,7 +99,7 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_truth(cls, value: Any, info: ValidationInfo) -> Any:
-        """True and false are no numbers, though they are to Python; a text of a number is one where numbers are the choices."""
+        """True and false are no numbers, though they are to Python."""
         several = isinstance(value, list | tuple)
         for place, one in enumerate(value if several else (value,)):
             if not isinstance(one, bool):
@@ -108,6 +108,12 @@ class Config(BaseModel):
             if bool not in wanted and wanted & {int, float}:
                 rule = "must be a number" if float in wanted else "must be a whole number"
                 raise FieldError((place,) if several else (), one, rule, "write one")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_choice(cls, value: Any, info: ValidationInfo) -> Any:
+        """A text of a number is one where numbers are the choices."""
         if not isinstance(value, str):
             return value
         choices = get_args(cls.model_fields[str(info.field_name)].annotation)

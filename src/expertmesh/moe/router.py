@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expertmesh.moe.dense_parts import Linear
 from expertmesh.ops.dtypes import without_autocast
 from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
@@ -39,25 +40,12 @@ def keep_full_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Te
     return wrapped
 
 
-class _Projection(nn.Linear):
-    """A router's linear map without bias, called as a module, so that what wraps or loads modules (adapters, offload) reaches it."""
+class _Projection(Linear):
+    """A router's linear map without bias, in full precision."""
 
-    def __init__(
-        self,
-        dim: int,
-        num_rows: int,
-        *,
-        arithmetic: RowArithmetic,
-        backend: str,
-        device: torch.device | str | None,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(dim, num_rows, bias=False, device=device, dtype=dtype)
-        self.arithmetic, self.backend = arithmetic, backend
-
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         arithmetic = self.arithmetic.in_mode(self.training)
-        return arithmetic.router_linear(x_TD, self.weight, backend=self.backend)
+        return arithmetic.router_linear(x, self.weight, backend=self.backend)
 
 
 class LinearRouter(_FullPrecisionModule):

@@ -454,8 +454,10 @@ class GPT(nn.Module):
         if num_logits is not None:
             x_BSD = x_BSD[:, x_BSD.shape[1] - num_logits :]
         x_BSD = self.final_norm(x_BSD)
-        if self.output is not None and self.shared is None:
-            return GPTOutput(self.output(x_BSD), tuple(all_stats))
-        if self.output is not None and self.shared is not None:
-            table_VD = self.shared.gather(self.output.weight)
-        return GPTOutput(arithmetic.linear(x_BSD, table_VD), tuple(all_stats))
+        if self.output is None:
+            logits_BSV = arithmetic.linear(x_BSD, table_VD)
+        elif self.shared is None:
+            logits_BSV = self.output(x_BSD)
+        else:
+            logits_BSV = arithmetic.linear(x_BSD, self.shared.gather(self.output.weight))
+        return GPTOutput(logits_BSV, tuple(all_stats))
