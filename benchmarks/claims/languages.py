@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.claims.arms import Arm, Claim
-from benchmarks.claims.pages import draw, ladders, ratio_cells, reported, sweeps
+from benchmarks.claims.pages import compared, draw, ladders, ratio_cells, reported, sweeps
 from benchmarks.claims.runs import PARTS, SWEEP_SEED, Job, Ledger, evaluated
 from benchmarks.claims.statistics import token_ratio
 from benchmarks.markdown import markdown_table
@@ -309,7 +309,7 @@ def _steps(claim: Claim, runs: list[Found]) -> list[str]:
         twin = TWINS[name]
         of_mixture, of_twin = ladders(runs, name, "samples"), _longest(runs, twin)
         found = []
-        for seed in sorted(set(of_mixture) & set(of_twin)):
+        for seed in compared(of_mixture, of_twin):
             samples, loss = of_twin[seed]["samples"], of_twin[seed]["loss"]
             found.append(token_ratio(of_mixture[seed], {samples: loss}, samples))
         if found and None not in found:

@@ -1,7 +1,7 @@
 """A claim's page: question, protocol, table, ratios with intervals, and a curve."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def _table(claim: Claim, runs: list[Found]) -> list[str]:
 def _token_ratios(claim: Claim, runs: list[Found]) -> list[str]:
     ours, dense = claim.ladder
     better, other = ladders(runs, ours), ladders(runs, dense)
-    seeds = sorted(s for s in set(better) & set(other) if len(better[s]) > 1)
+    seeds = compared(better, other)
     if not seeds:
         return []
     of = {r["arm"]: r for r in runs}
@@ -141,6 +141,11 @@ def _token_ratios(claim: Claim, runs: list[Found]) -> list[str]:
         found = [token_ratio(better[s], other[s], tokens, flops=flops) for s in seeds]
         lines.append(f"| {tokens / active:.0f} | {' | '.join(ratio_cells(found))} |")
     return lines
+
+
+def compared(ours: dict[int, Ladder], others: Mapping[int, Any]) -> list[int]:
+    """Seeds for which a ratio can be told: both have finished, and ours with several budgets, as one is only a bound."""
+    return sorted(seed for seed in ours if seed in others and len(ours[seed]) > 1)
 
 
 def ratio_cells(found: Sequence[tuple[float, bool] | None]) -> tuple[str, str, str]:

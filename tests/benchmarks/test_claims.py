@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from benchmarks.claims.arms import CLAIMS
-from benchmarks.claims.pages import write_page
+from benchmarks.claims.pages import compared, write_page
 from benchmarks.claims.runs import Ledger, Runs
 from benchmarks.claims.statistics import bootstrap, geometric_mean, mean, token_ratio, tokens_at
 from benchmarks.claims.text import measure
@@ -43,6 +43,12 @@ def test_a_model_that_learns_from_a_quarter_of_the_tokens():
     assert token_ratio(LINE, {800: 5.0}, 800) == (8.0, True)
     assert token_ratio(slow, LINE, 400) == (pytest.approx(0.25), False)
     assert token_ratio(LINE, {800: 1.0}, 800) is None
+
+
+def test_one_budget_alone_tells_no_ratio():
+    ladder = {0: LINE, 1: {800: 5.0}, 2: LINE}
+    assert compared(ladder, {0: LINE, 1: LINE}) == [0]
+    assert compared(ladder, {2: LINE, 0: {800: 5.0}}) == [0, 2]
 
 
 def test_intervals_hold_the_mean_and_shrink_with_agreement():
