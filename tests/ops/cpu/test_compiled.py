@@ -67,6 +67,20 @@ def test_threads_make_them_one_after_the_other():
     assert torch.equal(torch.compile(lambda x: x + 1, backend="eager")(x_MN), x_MN + 1)
 
 
+@pytest.mark.usefixtures("cpp_compiler")
+def test_one_cache_serves_processors_with_other_instructions(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    problems = []
+    for capability in (
+        "avx512",
+        "avx2",
+        "avx512",
+    ):  # where there are no such ones: the processor's own
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        problems.append(make_scaled().problem)
+    assert problems == ["", "", ""]
+
+
 def without_a_compiler(missing):
     """In a process of its own, as torch remembers what it found."""
     from torch._inductor import config

@@ -94,13 +94,22 @@ def _compile(
         from torch._dynamo.convert_frame import compile_lock
         from torch._export.utils import _compiling_state_context
         from torch._inductor import standalone_compile
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
         from torch.fx.experimental.proxy_tensor import make_fx
         from torch.utils._python_dispatch import _disable_current_modes
 
         if disable:
             raise RuntimeError("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
+        # torch's cache knows a loop by its source, not by the instructions for which it was made: sixteen numbers at once, read
+        # back where registers hold eight (a cache that machines share, ATEN_CPU_CAPABILITY), give wrong sums
+        tag = f"{torch.compiler.config.cache_key_tag} {pick_vec_isa()}"
         # compiled functions in other threads go on; modes of the caller, who may count operations, see nothing
-        with compile_lock, _compiling_state_context(), _disable_current_modes():
+        with (
+            compile_lock,
+            torch.compiler.config.patch(cache_key_tag=tag),
+            _compiling_state_context(),
+            _disable_current_modes(),
+        ):
             graph = make_fx(function, tracing_mode="symbolic")(*example)
             return standalone_compile(
                 graph,
