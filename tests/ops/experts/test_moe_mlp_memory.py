@@ -1,5 +1,7 @@
 """What `moe_mlp` saves and the most it holds, against the formulas of docs/kernels.md."""
 
+import functools
+
 import pytest
 import torch
 from tests.support.experts_case import ExpertsCase
@@ -72,6 +74,14 @@ def scratch_bytes(rows, hidden_dim, dtype, *, backward):
     return buffers * 4 * min(rows * hidden_dim, BLOCK_ELEMENTS * torch.get_num_threads())
 
 
+@functools.cache
+def adds_up_in_memory():
+    """Whether oneDNN holds a BF16 product in FP32 until its sums are complete, as without instructions for BF16."""
+    one = torch.ones(256, 256, dtype=torch.bfloat16)
+    out = torch.empty_like(one)
+    return peak_bytes(lambda: torch.mm(one, one, out=out)) >= 4 * out.numel()
+
+
 def product_bytes(rows, shape, dtype):
     """One expert's product before it is copied to its place, and a copy of one factor, where oneDNN multiplies FP32.
 
@@ -80,6 +90,8 @@ def product_bytes(rows, shape, dtype):
     _, D, F, _, _ = shape
     if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         return dtype.itemsize * rows * max(D, F)
+    if dtype == torch.bfloat16 and adds_up_in_memory():
+        return 4 * rows * max(D, G * F)
     if not goes_to_onednn(dtype, torch.device("cpu")):
         return 0
     return 4 * (G * F * max(rows, D) + rows * max(D, F))

@@ -102,11 +102,12 @@ def _compile(
             raise RuntimeError("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
         # torch's cache knows a loop by its source, not by the instructions for which it was made: sixteen numbers at once, read
         # back where registers hold eight (a cache that machines share, ATEN_CPU_CAPABILITY), give wrong sums
-        tag = f"{torch.compiler.config.cache_key_tag} {pick_vec_isa()}"
+        caches: Any = torch.compiler.config
+        tag = f"{caches.cache_key_tag} {pick_vec_isa()}"
         # compiled functions in other threads go on; modes of the caller, who may count operations, see nothing
         with (
             compile_lock,
-            torch.compiler.config.patch(cache_key_tag=tag),
+            caches.patch(cache_key_tag=tag),
             _compiling_state_context(),
             _disable_current_modes(),
         ):
