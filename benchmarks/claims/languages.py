@@ -27,9 +27,10 @@ from expertmesh.training.trained import Trained
 
 Found = dict[str, Any]
 SMALL = {
-    "model.vocab_size": 6000,
-    "model.dim": 128,
-    "model.ffn_hidden_dim": 512,
+    "model.vocab_size": 3000,
+    "model.dim": 64,
+    "model.ffn_hidden_dim": 256,
+    "model.dropout": 0.0,
     "optim.schedule": "wsd",
     "optim.min_lr_ratio": 0.0,
     "optim.warmup_steps": 200,
@@ -59,14 +60,14 @@ class LanguageArm(Arm):
 
 def _arm(name: str, num_experts: int, denoising: float, **changes: Any) -> LanguageArm:
     dense: dict[str, Any] = {"model.moe.num_experts": ()}
-    dense["model.ffn_hidden_dim"] = 528  # with the operations of a router of 32
-    mixture = {"model.moe.num_experts": (num_experts,), "model.moe.hidden_dim": 512}
+    dense["model.ffn_hidden_dim"] = 264  # with the operations of a router of 32
+    mixture = {"model.moe.num_experts": (num_experts,), "model.moe.hidden_dim": 256}
     shape = mixture if num_experts else dense
     swept = "MoE-8" if num_experts else "dense"
     return LanguageArm(
         name,
         {**shape, "data.denoising": denoising, **changes},
-        lr=2e-3,
+        lr=4e-3,
         rate_of=None if name == swept else swept,
     )
 
@@ -253,7 +254,7 @@ def _protocol(claim: Claim, ledger: Ledger) -> list[str]:
     return [
         (
             "**Protocol.** Recipe `translate-twelve`: LibreOffice's help and Multi30k, English from and to eleven languages and German "
-            "from and to French and Czech; Czech and French never meet. 4 + 2 layers, 128 wide, 6,000 tokens, experts (top-1) in "
+            "from and to French and Czech; Czech and French never meet. 4 + 2 layers, 64 wide, 3,000 tokens, experts (top-1) in "
             f"every other layer of both sides; all arms have the same tokens and as many samples. {about['dtype']}, "
             f"{about['threads']} thread(s), torch {about['torch']}. Losses: mean over the directions taught, without label "
             f"smoothing, of finished schedules only, {VALIDATION_SAMPLES:,} lines of validation. Translations: greedy, of lines of the "
