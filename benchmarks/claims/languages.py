@@ -31,6 +31,7 @@ SMALL = {
     "model.dim": 64,
     "model.ffn_hidden_dim": 256,
     "model.dropout": 0.0,
+    "optim.name": "muon",
     "optim.schedule": "wsd",
     "optim.min_lr_ratio": 0.0,
     "optim.warmup_steps": 200,
@@ -67,7 +68,7 @@ def _arm(name: str, num_experts: int, denoising: float, **changes: Any) -> Langu
     return LanguageArm(
         name,
         {**shape, "data.denoising": denoising, **changes},
-        lr=4e-3,
+        lr=12e-3,
         rate_of=None if name == swept else swept,
     )
 
@@ -255,7 +256,7 @@ def _protocol(claim: Claim, ledger: Ledger) -> list[str]:
         (
             "**Protocol.** Recipe `translate-twelve`: LibreOffice's help and Multi30k, English from and to eleven languages and German "
             "from and to French and Czech; Czech and French never meet. 4 + 2 layers, 64 wide, 3,000 tokens, experts (top-1) in "
-            f"every other layer of both sides; all arms have the same tokens and as many samples. {about['dtype']}, "
+            f"every other layer of both sides; all arms have the same tokens and as many samples, and matrices are trained with Muon. {about['dtype']}, "
             f"{about['threads']} thread(s), torch {about['torch']}. Losses: mean over the directions taught, without label "
             f"smoothing, of finished schedules only, {VALIDATION_SAMPLES:,} lines of validation. Translations: greedy, of lines of the "
             "test files evenly spread over them (at most "
