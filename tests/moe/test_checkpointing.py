@@ -89,6 +89,28 @@ def test_a_router_that_changed_chooses_the_same_experts():
     assert not torch.equal(first, second)  # what the policy prevents
 
 
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_losses_that_a_reentrant_checkpoint_cuts_off_are_told(as_tensors):
+    layer, x = make("plain"), tokens()
+
+    def run(x):
+        y, stats = layer(x)
+        return (y, stats.aux_loss) if as_tensors else (y, stats)
+
+    with pytest.warns(UserWarning, match=r"use_reentrant=True\): the losses .* have no gradient"):
+        _, found = checkpoint(run, x, use_reentrant=True)
+    assert (found if as_tensors else found.aux_loss).requires_grad == as_tensors
+
+
+def test_no_other_forward_without_gradients_warns():
+    layer, x = make("plain"), tokens()
+    with torch.no_grad():
+        layer(x)
+        checkpoint(layer, x, use_reentrant=False)
+    layer.eval()
+    checkpoint(layer, x, use_reentrant=True)
+
+
 def test_compiled():
     layer = make("plain")
 

@@ -1,12 +1,16 @@
 """A layer spread over ranks equals the layer in one process: output, losses, counts and all gradients."""
 
+import copy
 import itertools
 import random
+import warnings
 
 import pytest
 import torch
 from tests.support.spread_case import SpreadCase, compare
+from torch.distributed.fsdp import fully_shard
 
+from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 
 LAYERS = {
@@ -83,6 +87,25 @@ def test_other_precisions(four_ranks, dtype):
 def test_fixed_exchange(four_ranks):
     spreads = [{"route_degree": r, "es_degree": 2, "fixed_tokens": 9} for r in (1, 2, 4)]
     four_ranks.run(compare_all, [SpreadCase(LAYERS["four_choices"], s) for s in spreads])
+
+
+def changed_in_place_behind_fsdp():
+    """The user's own FSDP2 around the layer, and `y += x` around that."""
+    layer = MoELayer(dim=7, hidden_dim=6, num_experts=4, top_k=2, seed=0)
+    whole = copy.deepcopy(layer)
+    fully_shard(layer)
+    x = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))
+    for one in (whole, layer):
+        with warnings.catch_warnings(action="error"):
+            y, _ = one(x)
+        y += x
+        y.square().sum().backward()
+    for ours, theirs in zip(layer.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_an_output_behind_fsdp_may_be_changed_in_place(two_ranks):
+    two_ranks.run(changed_in_place_behind_fsdp)
 
 
 def _refused(spread, adapters, words):

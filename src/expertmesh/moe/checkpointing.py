@@ -6,10 +6,17 @@ order and the drops of the forward, and computes weights, scores and losses agai
 """
 
 import functools
+import sys
+import warnings
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointFunction,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 
 from expertmesh.ops import route_metadata, topk
 
@@ -52,6 +59,26 @@ def routing_checkpoint_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> C
     if op in CHOOSING_OPERATORS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def warn_of_lost_losses() -> None:
+    """Warn where a layer in training runs in the forward of a reentrant checkpoint.
+
+    That forward is without gradients, and autograd then gives one to the tensors that the checkpointed function itself
+    returns, not to those inside an object. It is called where gradients are off in training.
+    """
+    if torch.compiler.is_compiling():
+        return
+    forward = CheckpointFunction.forward.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not forward:
+        frame = frame.f_back
+    if frame is not None:
+        warnings.warn(
+            "a MoE layer inside checkpoint(use_reentrant=True): the losses of a RoutingStats have no gradient outside; use"
+            " use_reentrant=False, or let the checkpointed function return aux_loss and z_loss as tensors of their own",
+            stacklevel=2,
+        )
 
 
 routing_checkpoint_contexts = functools.partial(

@@ -30,6 +30,7 @@ from expertmesh.moe.build import (
     make_shared_gate,
 )
 from expertmesh.moe.call import call_of
+from expertmesh.moe.checkpointing import warn_of_lost_losses
 from expertmesh.moe.dense_parts import dense_parts
 from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher, Tokens
 from expertmesh.moe.groups_over_ranks import SharedTokens
@@ -39,7 +40,7 @@ from expertmesh.moe.reset import reset_layer
 from expertmesh.moe.router import keep_full_precision
 from expertmesh.moe.routing import RoutingOptions, route
 from expertmesh.moe.types import Routing, RoutingStats
-from expertmesh.moe.validation import check_dtype, check_parts
+from expertmesh.moe.validation import check_draw, check_dtype, check_parts
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.row_arithmetic import row_arithmetic
 
@@ -293,7 +294,11 @@ class MoELayer(nn.Module):
             seed: None: the one given at construction, else a fresh one from torch's default generator.
             std: standard deviation of all matrices; None: 1 / sqrt(fan_in).
             out_std: the same for the matrices back to D (w_out); None: std's rule.
+
+        Raises:
+            ConfigError: the seed is no integer of 64 bits, or a deviation is negative or not finite.
         """
+        check_draw(seed, std=std, out_std=out_std)
         out_std = std if out_std is None else out_std
         seed = self.options.seed if seed is None else seed
         reset_layer(self, seed, std=std, out_std=out_std, custom=True)
@@ -323,14 +328,19 @@ class MoELayer(nn.Module):
             num_tokens_per_expert_E: (E,) tokens per expert, as in RoutingStats.
 
         Raises:
-            ConfigError: the counts have another shape.
+            ConfigError: the counts are no tensor, or have another shape.
         """
         if self.expert_bias_E is None:
             return
-        if tuple(num_tokens_per_expert_E.shape) != (self.num_experts,):
+        if getattr(num_tokens_per_expert_E, "shape", None) != (self.num_experts,):
+            found = (
+                f"has shape {tuple(num_tokens_per_expert_E.shape)}"
+                if isinstance(num_tokens_per_expert_E, Tensor)
+                else f"is a {type(num_tokens_per_expert_E).__name__}"
+            )
             raise ConfigError(
-                f"num_tokens_per_expert_E has shape {tuple(num_tokens_per_expert_E.shape)}; it must be "
-                f"({self.num_experts},); pass RoutingStats.num_tokens_per_expert_E, summed over calls"
+                f"num_tokens_per_expert_E {found}; it must be a tensor of shape ({self.num_experts},); pass"
+                " RoutingStats.num_tokens_per_expert_E, summed over calls"
             )
         load_E = num_tokens_per_expert_E.to(self.expert_bias_E)
         self.expert_bias_E.add_(
@@ -410,6 +420,8 @@ class MoELayer(nn.Module):
             sum_over_processes=self.dispatcher.sum_over_processes,
             groups=call.groups,
         )
+        if self.training and not torch.is_grad_enabled() and self.loss_options.has_losses:
+            warn_of_lost_losses()
         journey.advance()
         dense = dense_parts(self, call.x_TD)  # while tokens travel
         combined_TD = journey.finish(self.experts)
@@ -427,4 +439,5 @@ class MoELayer(nn.Module):
             topk_weights_TK=routed.topk_weights_TK.detach(),
             kept_expert_ids_TK=assigned.expert_ids_TK,
         )
-        return y_TD.to(x.dtype).reshape(x.shape), stats
+        # no view: what wraps the layer (FSDP2) could not see x += y on one
+        return torch.ops.aten._unsafe_view(y_TD.to(x.dtype).contiguous(), x.shape), stats

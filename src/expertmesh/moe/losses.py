@@ -42,6 +42,11 @@ class LossOptions:
             z_loss_weight=options.z_loss_weight,
         )
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether one of the losses has a weight."""
+        return bool(self.aux_loss_weight or self.z_loss_weight)
+
 
 def weighted_losses(
     routed: RouterOutput,

@@ -72,6 +72,22 @@ def check_dtype(dtype: Any) -> None:
         )
 
 
+def check_draw(seed: Any, *, std: Any, out_std: Any) -> None:
+    """Raise ConfigError unless weights can be drawn with this seed and these standard deviations, each of which may be None."""
+    if seed is not None:
+        whole = isinstance(seed, (int, np.integer)) and not isinstance(seed, bool)
+        if not whole or not -(2**63) <= seed < 2**63:
+            raise ConfigError(f"seed={seed!r} must be an integer of 64 bits; for example 0")
+    for name, value in (("std", std), ("out_std", out_std)):
+        if value is None:
+            continue
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf:
+            raise ConfigError(
+                f"{name}={value!r} must be a finite number of at least 0; leave it out for 1 / sqrt(fan_in)"
+            )
+
+
 def check_parts(router: Any, experts: Any, num_experts: int) -> None:
     """Raise ConfigError unless router and experts are names, modules or functions as `MoELayer` takes them."""
     if not isinstance(router, (str, nn.Module)):
@@ -145,6 +161,11 @@ def check_input(
         raise ConfigError(
             f"x has dtype {x.dtype} and the experts {weight.dtype}; they must be equal outside autocast; "
             "use x.to(...), layer.to(...) or torch.autocast"
+        )
+    if weight is not None and x.dtype == torch.float64 != weight.dtype:
+        raise ConfigError(
+            f"x has dtype {x.dtype} and the experts {weight.dtype}; autocast leaves float64 as it is, and so they must be equal; "
+            "use x.to(...) or layer.to(...)"
         )
 
 
