@@ -8,10 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from expertmesh import MoELayer
 from expertmesh.comm.world import World
+from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, PeerError
+from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.recipes import RECIPES
 from expertmesh.training.loop import check_ranks, train
@@ -135,6 +139,12 @@ def mistakes_of_a_layer():
     spread_experts(spread, world, fixed_tokens=2)
     note(lambda: spread(torch.zeros(2, 7), route_degree=3))
     note(lambda: spread(torch.zeros(3, 7)))
+    note(lambda: spread_experts(spread, world))
+    model = nn.Sequential(nn.Linear(7, 7))
+    note(lambda: parallelize(model, {"ep_degree": 2}, world=world))
+    note(lambda: parallelize(DistributedDataParallel(model), ParallelConfig(), world=world))
+    parallelize(model, ParallelConfig(), world=world)
+    note(lambda: parallelize(model, ParallelConfig(), world=world))
     world.close()
     return messages
 
@@ -145,6 +155,10 @@ def test_a_layer(two_ranks):
         "b_out of shape (4, 7) cannot be cut into 2 equal parts along axis 1",
         "route_degree=3: must divide the 2 ranks",
         "3 tokens on this rank with fixed_tokens=2",
+        "the experts of layer 0 are spread already; spread a layer",
+        "config is a dict: must be a ParallelConfig; give",
+        "model is wrapped in DistributedDataParallel, which would average",
+        "model is a FSDPSequential, spread already; call parallelize once",
     )
     for messages in two_ranks.run(mistakes_of_a_layer):
         assert len(messages) == len(expected)

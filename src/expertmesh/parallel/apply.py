@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from expertmesh.comm.mesh import (
     DenseDegrees,
@@ -73,7 +74,7 @@ def parallelize(
         The world, which counts bytes and can be closed.
 
     Raises:
-        ConfigError: the degrees do not fit the ranks or the model.
+        ConfigError: the degrees do not fit the ranks or the model, or the model is spread or wrapped already.
 
     Example:
         >>> import torch
@@ -93,7 +94,7 @@ def parallelize(
         >>> y, stats = model(torch.randn(5, 8))
         >>> torch.distributed.destroy_process_group()
     """
-    check_module(model)
+    _check_whole(model, config)
     if adaptive and not config.adaptive:
         config = config.updated({"adaptive": True})
     if world is None:
@@ -122,6 +123,24 @@ def parallelize(
         )
     _sum_gradients(model)
     return world
+
+
+def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
+    """Raise ConfigError unless this is a module that nobody has spread, and the options of how to."""
+    check_module(model)
+    if not isinstance(config, ParallelConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}: must be a ParallelConfig; give RunConfig(parallel={{...}}).parallel"
+        )
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ConfigError(
+            "model is wrapped in DistributedDataParallel, which would average the gradients of different experts; give the"
+            " module inside, parallelize sums gradients itself"
+        )
+    if isinstance(model, FSDPModule):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, spread already; call parallelize once, on a model that fully_shard has not seen"
+        )
 
 
 def model_device_type(model: nn.Module) -> str | None:

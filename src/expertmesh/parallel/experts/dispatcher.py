@@ -427,9 +427,13 @@ def spread_experts(
         The dispatcher that the layer now has.
 
     Raises:
-        ConfigError: the degrees do not fit.
+        ConfigError: the degrees do not fit, or the layer is spread already.
     """
     experts = layer.experts
+    if isinstance(layer.dispatcher, ExpertDispatcher):
+        raise ConfigError(
+            f"the experts of layer {layer.layer_index} are spread already; spread a layer, or a model with it, once"
+        )
     if num_replicas < 1 or world.size % num_replicas:
         raise ConfigError(
             f"num_replicas={num_replicas}: must divide the {world.size} ranks; choose a divisor"
