@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -72,6 +73,13 @@ def data_of(page):
     """The runs in a page."""
     found = re.search(r'<script id="data"[^>]*>(.*?)</script>', page.read_text(), re.DOTALL)
     return json.loads(found[1])
+
+
+def test_a_run_whose_name_is_no_text_has_a_page(run, tmp_path):
+    copy = tmp_path / os.fsdecode(b"l\xe4uf")
+    shutil.copytree(run, copy)
+    (found,) = data_of(em.report(copy))
+    assert found["name"] == "l\N{REPLACEMENT CHARACTER}uf"
 
 
 def test_a_page_holds_what_the_run_recorded(run):

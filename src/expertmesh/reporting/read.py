@@ -1,6 +1,7 @@
 """What a page says of a run, as plain values: finished, interrupted, diverged, dense or without a checkpoint, all the same."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ def read_run(path: str | Path) -> dict[str, Any]:
     items = "samples" if family is None else family.items
     metric = "loss" if family is None else family.metric.key
     return {
-        "name": folder.path.name,
+        # what of a name is no text is replaced: a page is UTF-8
+        "name": os.fsencode(folder.path.name).decode(errors="replace"),
         "recipe": recipe,
         "items": items,
         "metric": metric.replace("_", " "),
