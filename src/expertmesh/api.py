@@ -11,13 +11,14 @@ from torch import nn
 
 from expertmesh.config.base import shown
 from expertmesh.config.family import Family, find_family
-from expertmesh.config.run import RunConfig, with_fitting_warmup
+from expertmesh.config.run import RunConfig
 from expertmesh.data.tokenizer import end_of_text_id, start_of_text
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.decoder import CausalLM
 from expertmesh.models.own_module import Module, own_family
+from expertmesh.recipes.changes import changed
 from expertmesh.training import loop
 from expertmesh.training.run_dir import TOKENIZER, load_run
 from expertmesh.training.trackers import Tracker
@@ -113,10 +114,15 @@ def train(
             'train(module): needs options, data and a loss: train(module, {"train.run_dir": ...}, data=..., loss=...)'
         )
     if not isinstance(config, RunConfig):
-        config = RunConfig().updated(with_fitting_warmup(RunConfig(), config))
+        config = changed(RunConfig(), config)
     own = own_family(what, data=data, validation=validation, loss=loss, metric=metric)
-    name = type(what).__name__ if isinstance(what, nn.Module) else what.__name__
+    name = type(what).__name__ if isinstance(what, nn.Module) else _name_of(what)
     return loop.train(config, recipe=name, family=own, console=console, trackers=trackers)
+
+
+def _name_of(function: Any) -> str:
+    """Of what makes a module, `functools.partial` and callable objects among it."""
+    return str(getattr(getattr(function, "func", function), "__name__", type(function).__name__))
 
 
 def load(
@@ -198,7 +204,7 @@ def generate(
             raise ConfigError(
                 f"{what} is a {type(value).__name__}: generate() needs a model that writes text, and its tokenizer; give both of load()"
             )
-    if not isinstance(prompt, Iterable):
+    if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
         raise ConfigError(f"prompt is a {type(prompt).__name__}; give a text, or a list of texts")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     if wrong := [one for one in prompts if not isinstance(one, str)]:

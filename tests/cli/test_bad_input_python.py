@@ -32,6 +32,11 @@ def tokens(dim=D, dtype=torch.float32):
     return torch.zeros(T, dim, dtype=dtype)
 
 
+def in_autocast(function, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        function(x)
+
+
 def model():
     config = ModelConfig(
         vocab_size=300,
@@ -56,6 +61,14 @@ def load(change: Callable[[dict], None]):
     state = target.state_dict()
     change(state)
     target.load_state_dict(state)
+
+
+def own(module=None, config=None, **options):
+    """Trains a module; mistakes come before the first step."""
+    module = partial(nn.Linear, 2, 1) if module is None else module
+    config = {"train.steps": 2, "train.device": "cpu"} if config is None else config
+    given = {"data": torch.zeros(40, 2), "loss": lambda m, x: m(x).mean(), **options}
+    em.train(module, config, **given, quiet=True)
 
 
 @dataclass
@@ -125,6 +138,20 @@ CALL = {
         lambda: layer()(tokens(dtype=torch.bfloat16)),
         ["torch.bfloat16", "torch.float32", "equal outside autocast", "x.to"],
     ),
+    "double precision under autocast": Mistake(
+        lambda: in_autocast(layer(), tokens(dtype=torch.float64)),
+        ["torch.float64", "torch.float32", "autocast leaves float64 as it is", "x.to"],
+    ),
+    "counts in a list": Mistake(
+        lambda: layer(bias_update_rate=0.1).update_expert_bias([1, 2, 3, 4]),
+        ["num_tokens_per_expert_E is a list", "shape (4,)", "pass"],
+    ),
+    "a word for a seed": Mistake(
+        lambda: layer().reset_parameters("a"), ["seed='a'", "integer", "for example 0"]
+    ),
+    "negative deviation": Mistake(
+        lambda: layer().reset_parameters(std=-1.0), ["std=-1.0", "at least 0", "leave it out"]
+    ),
     "layer without memory": Mistake(
         lambda: layer(device="meta")(tokens()), ["cpu", "meta", "to_empty"]
     ),
@@ -152,6 +179,51 @@ CALL = {
     "replay of unknown experts": Mistake(
         lambda: layer()(tokens(), routing=Routing(torch.full((T, 2), 9))),
         ["holds 9", "num_experts=4", "same size"],
+    ),
+}
+
+TRAINING = {
+    "options in a list": Mistake(
+        lambda: em.recipe("gpt-moe-test", ["train.steps"]),
+        ["changes=['train.steps']", "options and their values", "for example"],
+    ),
+    "options in a word": Mistake(
+        lambda: own(config="train.steps=2"), ["changes=train.steps=2", "options and their values"]
+    ),
+    "misspelled option of a section": Mistake(
+        lambda: em.recipe("gpt-moe-test", {"train": {"step": 3}}),
+        ["train.step=3", "did you mean train.steps?"],
+    ),
+    "fewer samples than a split needs": Mistake(
+        lambda: own(data=torch.zeros(3, 2)), ["data: 3 samples", "at least 20", "validation="]
+    ),
+    "a short list for data": Mistake(
+        lambda: own(data=[1.0, 2.0]), ["data: 2 samples", "at least 20", "validation="]
+    ),
+    "inputs without targets": Mistake(
+        lambda: own(data=(torch.zeros(40, 2), torch.zeros(30))),
+        ["tensors of 30, 40 samples", "equally many", "first axes"],
+    ),
+    "nothing to train": Mistake(
+        lambda: own(nn.ReLU), ["ReLU has no parameter", "requires a gradient", "give one"]
+    ),
+    "a loss without a gradient": Mistake(
+        lambda: own(loss=lambda m, x: m(x).mean().detach()),
+        ["loss: depends on no parameter", "without detach()"],
+    ),
+    "a loss and logits": Mistake(
+        lambda: own(loss=lambda m, x: (m(x).mean(), m(x))),
+        ["loss: returned a Tensor after it", "RoutingStats"],
+    ),
+    "no loss": Mistake(
+        lambda: own(loss=lambda m, x: None), ["loss: returned a NoneType", "scalar"]
+    ),
+    "a measure of every sample": Mistake(
+        lambda: own(loss=lambda m, x: (m(x).mean(), {"right": m(x)})),
+        ["right is a tensor of shape (", "a measure must be a number"],
+    ),
+    "a metric that is not measured": Mistake(
+        lambda: own(metric="accuracy"), ["metric=accuracy", "returned loss", "return it"]
     ),
 }
 
@@ -225,6 +297,35 @@ MODEL = {
         lambda: em.generate(model(), words(), "a", max_tokens=0),
         ["max_tokens=0: must be at least 1", "ask for a token or more"],
     ),
+    "half a token to add": Mistake(
+        lambda: em.generate(model(), words(), "a", max_tokens=2.5),
+        ["max_tokens=2.5", "whole", "ask for a token or more"],
+    ),
+    **{
+        f"a text for {name}": Mistake(
+            partial(Sampling, **{name: "1"}), [f"{name}='1'", "number", "give one"]
+        )
+        for name in ("temperature", "top_k", "top_p", "seed")
+    },
+    "half a choice": Mistake(lambda: Sampling(top_k=1.5), ["top_k=1.5", "whole number"]),
+    "half a batch": Mistake(
+        lambda: em.generate(model(), words(), "a", batch_size=0.5), ["batch_size=0.5", "whole"]
+    ),
+    "bytes for a prompt": Mistake(
+        lambda: em.generate(model(), words(), b"a"), ["prompt is a bytes", "give a text"]
+    ),
+    "half a character": Mistake(
+        lambda: em.generate(model(), words(), "a\ud800"), [r"'a\ud800'", "UTF-8", "give text"]
+    ),
+    "one sequence without a batch": Mistake(
+        lambda: model()(torch.tensor([1, 2])), ["ids_BS", "(2,)", "(sequences, tokens)", "[None]"]
+    ),
+    "numbers for ids": Mistake(
+        lambda: model()(torch.zeros(1, 2)), ["ids_BS", "torch.float32", "integer ids"]
+    ),
+    "the whole run for a model": Mistake(
+        lambda: GPT(GPTRunConfig()), ["config is a GPTRunConfig", "ModelConfig", ".model"]
+    ),
     "tokens for a prompt": Mistake(
         lambda: em.generate(model(), Tokenizer(BPE()), [1, 2]),
         ["prompt: 1 is a int", "give a text"],
@@ -252,7 +353,13 @@ MODEL = {
 
 MISTAKES = {
     f"{group}: {name}": mistake
-    for group, table in (("layer", LAYER), ("call", CALL), ("state", STATE), ("model", MODEL))
+    for group, table in (
+        ("layer", LAYER),
+        ("call", CALL),
+        ("state", STATE),
+        ("model", MODEL),
+        ("training", TRAINING),
+    )
     for name, mistake in table.items()
 }
 

@@ -41,6 +41,12 @@ def test_python_knows_the_recipes_of_the_command_line() -> None:
     assert recipe("swin-mnist", {"train.steps": 7}).train.steps == 7
 
 
+def test_a_section_of_changes_leaves_the_rest_of_the_section() -> None:
+    dotted = {"train.steps": 7, "model.moe.top_k": 1, "data.path": "a.txt"}
+    nested = {"train": {"steps": 7}, "model": {"moe": {"top_k": 1}}, "data.path": "a.txt"}
+    assert recipe("gpt-moe-demo", nested) == recipe("gpt-moe-demo", dotted)
+
+
 @pytest.mark.parametrize("name", PUBLISHED_SIZES)
 def test_published_sizes(name: str) -> None:
     """Within the rounding of the printed number, RMSNorm and no biases included."""

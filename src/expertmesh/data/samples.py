@@ -92,6 +92,19 @@ class _Part:
         return self._whole[self._which[index]]
 
 
+def check_split(lengths: Sequence[int]) -> None:
+    """Raise ConfigError unless samples can be divided into training and validation; `lengths` are those of their tensors."""
+    if len(lengths) != 1:
+        raise ConfigError(
+            f"data: tensors of {', '.join(map(str, lengths))} samples: must be equally many; check their first axes"
+        )
+    if lengths[0] < _ONE_IN:
+        raise ConfigError(
+            f"data: {lengths[0]} samples, of which every {_ONE_IN}th is for validation: must be at least {_ONE_IN}; give more, or"
+            " validation=..."
+        )
+
+
 def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
     """What people have as `Data` of a run.
 
@@ -112,6 +125,7 @@ def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
     is_tensors = isinstance(samples, tuple | list) and all(isinstance(t, Tensor) for t in samples)
     if is_tensors:
         if validation is None:
+            check_split(sorted({len(t) if t.ndim else 0 for t in samples}))
             validation = tuple(t[_ONE_IN - 1 :: _ONE_IN] for t in samples)
             samples = tuple(t[[i for i in range(len(t)) if (i + 1) % _ONE_IN]] for t in samples)
         return TensorData(samples, validation, seed=seed)
@@ -121,6 +135,7 @@ def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
             "give tensors or a map-style dataset"
         )
     if validation is None:
+        check_split([len(samples)])
         numbers = range(len(samples))
         validation = _Part(samples, [i for i in numbers if not (i + 1) % _ONE_IN])
         samples = _Part(samples, [i for i in numbers if (i + 1) % _ONE_IN])

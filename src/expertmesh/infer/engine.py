@@ -11,7 +11,13 @@ from torch import Tensor
 
 from expertmesh.data.news import Progress
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.infer.sampling import Sampling, choose, draw_uniform, sequence_generators
+from expertmesh.infer.sampling import (
+    Sampling,
+    choose,
+    draw_uniform,
+    is_number,
+    sequence_generators,
+)
 from expertmesh.infer.text import TextStream
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 
@@ -71,6 +77,10 @@ def _encoded(tokenizer: Tokenizer, prompt: str | Sequence[int], start: Sequence[
     """The ids of a prompt; an empty one stays empty, and is refused later."""
     if not isinstance(prompt, str):
         return list(prompt)
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ConfigError(
+            f"prompt: {ascii(prompt)[:60]} is no text (it holds half a character, or bytes that are not UTF-8); give text in UTF-8"
+        )
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=False).ids
     return [*start, *ids] if ids else ids
 
@@ -108,8 +118,8 @@ def generate_texts(
     Returns:
         One continuation for each prompt, in their order.
     """
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size}: must be at least 1; 32 is usual")
+    if not is_number(batch_size, int) or batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size!r}: must be at least 1, and whole; 32 is usual")
     sampling = Sampling(greedy=True) if sampling is None else sampling
     ids = [_encoded(tokenizer, prompt, start) for prompt in prompts]
     new_tokens = _checked(model, ids, max_tokens=max_tokens)
@@ -246,8 +256,10 @@ def check_room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens:
             f"prompt of {longest} tokens: must be shorter than the model's max_seq_len={limit}; shorten the prompt"
         )
     new_tokens = limit - longest if max_tokens is None else max_tokens
-    if new_tokens < 1:
-        raise ConfigError(f"max_tokens={new_tokens}: must be at least 1; ask for a token or more")
+    if not is_number(new_tokens, int) or new_tokens < 1:
+        raise ConfigError(
+            f"max_tokens={new_tokens!r}: must be at least 1, and whole; ask for a token or more"
+        )
     if longest + new_tokens > limit:
         raise ConfigError(
             f"max_tokens={new_tokens}: with a prompt of {longest} tokens it passes the model's max_seq_len={limit};"

@@ -1,6 +1,7 @@
 """From logits to the next token: greedy, temperature, top-k, top-p."""
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -9,6 +10,12 @@ from expertmesh.errors import ConfigError
 
 # Logits over less than this leave FP32; what is left is the most likely token.
 _COLDEST = 1e-6
+
+
+def is_number(value: object, kind: type) -> bool:
+    """Whether a value is a whole number (`kind` is int), or any (float); true and false are none. NumPy's count."""
+    abstract = Integral if kind is int else Real
+    return isinstance(value, abstract) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Checks the values."""
+        for name, kind in (("temperature", float), ("top_k", int), ("top_p", float), ("seed", int)):
+            value = getattr(self, name)
+            if not is_number(value, kind) and (value is not None or not name.startswith("top")):
+                what = "a whole number" if kind is int else "a number"
+                raise ConfigError(f"{name}={value!r}: must be {what}; give one")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
                 f"temperature={self.temperature}: must be at least 0; use 0 for the most likely token"

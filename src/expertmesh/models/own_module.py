@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ Module = nn.Module | Callable[[], nn.Module]
 """A module, or what makes one when it is called: a class or a function."""
 
 FAMILY_NAME = "module"
+_RETURN = (
+    "return a scalar, the mean over the samples, then RoutingStats and a dictionary of measures"
+)
 
 
 class OwnModule(Task):
@@ -33,6 +37,7 @@ class OwnModule(Task):
         validation: see there.
         loss: called as loss(model, *batch); a scalar mean over the batch's samples, and then, in any order, RoutingStats and a
             dictionary of other means by name.
+        metric: the name of the mean that evaluations are judged by.
     """
 
     def __init__(
@@ -43,10 +48,11 @@ class OwnModule(Task):
         data: Any = None,
         validation: Any = None,
         loss: Callable[..., Any] | None = None,
+        metric: str = "loss",
     ) -> None:
         super().__init__(config)
         self._module, self._samples, self._validation = module, data, validation
-        self._loss = loss
+        self._loss, self._metric = loss, metric
 
     def prepare(self) -> Data:
         """The samples."""
@@ -79,11 +85,20 @@ class OwnModule(Task):
             for tensor in self._module.state_dict().values():
                 digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
             ranks.agree(digest.hexdigest(), what="the module's weights (give its class, not one)")
-        return super().place(device=device, dtype=dtype, ranks=ranks)
+        module = super().place(device=device, dtype=dtype, ranks=ranks)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError(
+                f"module: {type(module).__name__} has no parameter that requires a gradient; there is nothing to train, give one that has"
+            )
+        return module
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """The user's loss, times the samples; the statistics of upcycled blocks are collected."""
         value, stats, _ = self._call(model, batch)
+        if not any(one.requires_grad for one in (value, *(s.aux_loss + s.z_loss for s in stats))):
+            raise ConfigError(
+                "loss: depends on no parameter of the module; compute it from what the model returns, without detach(), item() or no_grad()"
+            )
         return Loss(value * num_samples(batch), stats)
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
@@ -91,6 +106,10 @@ class OwnModule(Task):
         count = num_samples(batch)
         value, _, measures = self._call(model, batch)
         found: dict[str, Tensor | float] = {**measures, "loss": value}
+        if self._metric not in found:
+            raise ConfigError(
+                f"metric={self._metric}: loss returned {', '.join(found)}; name one of these, or return it in the dictionary"
+            )
         return {name: mean * count for name, mean in found.items()} | {"items": count}
 
     def _call(
@@ -105,10 +124,9 @@ class OwnModule(Task):
                 found = self._loss(model, *(batch if isinstance(batch, tuple | list) else (batch,)))
         value, *others = found if isinstance(found, tuple | list) else (found,)
         if not isinstance(value, Tensor) or value.ndim:
-            what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
-            raise ConfigError(
-                f"loss: returned {what}; return a scalar, the mean over the samples, then RoutingStats and a dictionary of measures"
-            )
+            is_tensor = isinstance(value, Tensor)
+            what = f"shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+            raise ConfigError(f"loss: returned {what}; {_RETURN}")
         stats: list[RoutingStats] = []
         measures: dict[str, Any] = {}
         for other in others:
@@ -116,6 +134,17 @@ class OwnModule(Task):
                 measures |= other
             else:
                 stats += other if isinstance(other, tuple | list) else [other]
+        for one in stats:
+            if not isinstance(one, RoutingStats):
+                raise ConfigError(f"loss: returned a {type(one).__name__} after it; {_RETURN}")
+        for name, mean in measures.items():
+            if isinstance(mean, Tensor) and mean.ndim:
+                what = f"tensor of shape {tuple(mean.shape)}"
+            elif isinstance(mean, Tensor | Real):
+                continue
+            else:
+                what = type(mean).__name__
+            raise ConfigError(f"loss: {name} is a {what}; a measure must be a number; {_RETURN}")
         return value, [*stats, *collected.layers], measures
 
 
@@ -127,5 +156,5 @@ def own_family(module: Module, *, metric: str = "loss", **parts: Any) -> Family:
         metric: name of the measure that evaluations are judged by.
         parts: data, validation and loss of `OwnModule`.
     """
-    task = partial(OwnModule, module=module, **parts)
+    task = partial(OwnModule, module=module, metric=metric, **parts)
     return Family(FAMILY_NAME, task=task, metric=Metric(metric, metric, metric[:10]))

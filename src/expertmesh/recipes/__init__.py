@@ -7,8 +7,9 @@ from typing import Any
 from expertmesh.config.base import shown
 from expertmesh.config.family import FAMILIES
 from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.config.run import RunConfig, with_fitting_warmup
+from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
+from expertmesh.recipes.changes import changed
 from expertmesh.recipes.gpt_demo import gpt_dense_demo, gpt_moe_demo, gpt_moe_test
 from expertmesh.recipes.gpt_published import PUBLISHED, gpt_moe_1b
 from expertmesh.recipes.gpt_students import gpt_mos_demo, gpt_prmoe_demo
@@ -29,8 +30,8 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Any:
 
     Args:
         name: as `expertmesh train --help` lists them, for example "gpt-moe-demo".
-        changes: new values by the dotted names of the command line's options. A warm-up that does not fit into fewer steps is
-            shortened with them.
+        changes: new values by the dotted names of the command line's options, or in sections
+            (`{"train": {"steps": 20}}`). A warm-up that does not fit into fewer steps is shortened with them.
 
     Returns:
         A frozen `expertmesh.RunConfig` of the recipe's family, to train with `expertmesh.train`; the `model` of one for text
@@ -50,4 +51,4 @@ def recipe(name: str, changes: Mapping[str, Any] | None = None) -> Any:
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(recipes)}"
         raise ConfigError(f"recipe={shown(name)}: unknown recipe; {hint}")
     default: RunConfig = recipes[name]()
-    return default.updated(with_fitting_warmup(default, changes or {}))
+    return changed(default, changes or {})

@@ -235,6 +235,10 @@ class GPT(nn.Module):
         dtype: torch.dtype | None = None,
         seed: int | None = None,
     ) -> None:
+        if not isinstance(config, ModelConfig):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; it must be a ModelConfig; give recipe(...).model"
+            )
         super().__init__()
         self.config = config
         self.arithmetic = row_arithmetic(config.batch_invariant)
@@ -402,12 +406,10 @@ class GPT(nn.Module):
             Logits and the routing statistics of every MoE layer.
 
         Raises:
-            ConfigError: more tokens than config.max_seq_len, or documents beside a cache, padding or batch_invariant.
+            ConfigError: ids of another shape or type, more tokens than config.max_seq_len, or documents beside a cache, padding
+                or batch_invariant.
         """
-        if ids_BS.shape[1] > self.config.max_seq_len:
-            raise ConfigError(
-                f"a sequence of {ids_BS.shape[1]} tokens: must be at most max_seq_len={self.config.max_seq_len}; shorten it"
-            )
+        _check_ids(ids_BS, self.config.max_seq_len)
         if self.shared is not None and (cache is not None or num_logits is not None):
             raise ConfigError("decoding on ranks that share sequences; use tp_degree=1")
         if cache is not None:
@@ -461,3 +463,16 @@ class GPT(nn.Module):
         else:
             logits_BSV = arithmetic.linear(x_BSD, self.shared.gather(self.output.weight))
         return GPTOutput(logits_BSV, tuple(all_stats))
+
+
+def _check_ids(ids_BS: Tensor, max_seq_len: int) -> None:
+    """Raise ConfigError unless these are integers (sequences, tokens), of sequences that are not too long."""
+    if ids_BS.ndim != 2 or ids_BS.is_floating_point():
+        raise ConfigError(
+            f"ids_BS has shape {tuple(ids_BS.shape)} and dtype {ids_BS.dtype}; it must be (sequences, tokens) of integer ids; one"
+            " sequence is ids[None]"
+        )
+    if ids_BS.shape[1] > max_seq_len:
+        raise ConfigError(
+            f"a sequence of {ids_BS.shape[1]} tokens: must be at most max_seq_len={max_seq_len}; shorten it"
+        )
