@@ -1,12 +1,22 @@
 """Every rule of the configuration: a broken one raises ConfigError with one line that says value, rule and fix."""
 
 import pickle
+from typing import get_args
 
 import pytest
 
-from expertmesh.config.base import Config, FieldError, dotted, nearest_name, option_names, shown
+from expertmesh.config.base import (
+    Config,
+    FieldError,
+    dotted,
+    nearest_name,
+    option_names,
+    saved_run,
+    shown,
+)
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe_rules import NOT_READ_BY, RouterKind
 from expertmesh.errors import ConfigError
 
 # Changes to the default configuration, the field the message must name, and a word of the rule.
@@ -165,7 +175,7 @@ OTHER = {
     "normalize_weights": "kept",
     "router_noise": "gumbel",
     "drop_policy": "first",
-    "balance_loss": "none",
+    "balance_loss": "gshard",
     "balance_loss_scope": "global",
     "backend": "torch",
     "input_jitter": 0.5,
@@ -185,7 +195,14 @@ IDLE = {
     "hash": (
         {"router": "hash"},
         ["num_expert_groups", "bias_update_rate", "router_noise", "input_jitter", "input_dropout"]
-        + ["logit_temperature", "cosine_dim"],
+        + [
+            "logit_temperature",
+            "cosine_dim",
+            "score_function",
+            "balance_loss",
+            "balance_loss_scope",
+        ]
+        + ["aux_loss_weight", "z_loss_weight"],
     ),
     "expert_choice": (
         {"router": "expert_choice", "capacity_factor": 1.0},
@@ -212,6 +229,35 @@ def test_an_option_without_effect_is_refused(where, name):
     with pytest.raises(ConfigError, match=f"^{name}=.*: has no effect .*; leave it at") as caught:
         MoEConfig(**condition | {name: value})
     assert "\n" not in str(caught.value)
+
+
+def test_every_router_says_what_it_does_not_read():
+    assert set(NOT_READ_BY) == set(get_args(RouterKind))
+
+
+def test_what_has_an_effect_or_says_that_there_is_none_is_allowed():
+    MoEConfig(router="hash", balance_loss="none", aux_loss_weight=0.0)
+    MoEConfig(router="cosine", cosine_dim=8, score_function="sigmoid")
+
+
+def test_with_a_router_goes_what_a_recipe_said_of_its_logits():
+    """But for what is given beside it."""
+    recipe = GPTRunConfig(model={"moe": {"z_loss_weight": 0.1, "weight_scale": 2.0}})
+    hashed = recipe.updated({"model.moe.router": "hash"}).model.moe
+    assert hashed == MoEConfig(router="hash", weight_scale=2.0)
+    with pytest.raises(
+        ConfigError, match=r"model\.moe\.z_loss_weight=0.2: has no effect with router"
+    ):
+        recipe.updated({"model.moe.router": "hash", "model.moe.z_loss_weight": 0.2})
+
+
+def test_the_model_of_a_run_with_an_idle_option_is_built():
+    """They were once accepted; so is going on with the run, which has the defaults then."""
+    values = GPTRunConfig().model_dump()
+    values["model"]["moe"] |= {"router": "hash", "input_jitter": 0.1}
+    with saved_run():
+        moe = GPTRunConfig.model_validate(values).model.moe
+    assert moe == MoEConfig(router="hash")
 
 
 def test_decay_fraction_needs_wsd():

@@ -30,6 +30,7 @@ BASE = {
     "aux_loss_weight": 0.5,
     "z_loss_weight": 0.5,
 }
+HASH = {"router": "hash", "aux_loss_weight": 0.0, "z_loss_weight": 0.0}
 TIGHT = {"capacity_factor": 0.6, "min_capacity": 1}
 
 
@@ -183,8 +184,8 @@ FLIPS = {
 }
 MORE_FLIPS = [
     ("normalize_weights", {**TIGHT, "drop_policy": "first"}, "kept", "y"),
-    ("layer_index", {"router": "hash"}, 1, "topk_expert_ids_TK"),
-    ("seed", {"router": "hash"}, 1, "topk_expert_ids_TK"),
+    ("layer_index", HASH, 1, "topk_expert_ids_TK"),
+    ("seed", HASH, 1, "topk_expert_ids_TK"),
     ("drop_policy", TIGHT, "priority", "y"),
     ("drop_policy", TIGHT, "first", "num_dropped"),
     ("residual", {}, True, "eval y"),
@@ -319,7 +320,7 @@ def test_every_field_of_the_configuration_reaches_the_layer(name):
 
 CALLS = {
     "token_mask": ({}, {"token_mask": torch.arange(T) < T - 3}, "y"),
-    "token_ids": ({"router": "hash"}, {"token_ids": torch.arange(T) % 5}, "y"),
+    "token_ids": (HASH, {"token_ids": torch.arange(T) % 5}, "y"),
     "token_index": ({"router_noise": "gumbel"}, {"token_index": torch.arange(T) + 100}, "y"),
     "routing": ({}, {"routing": Routing(torch.arange(T * K).view(T, K) % E)}, "y"),
     "top_k": ({}, {"top_k": 3}, "y"),

@@ -39,7 +39,7 @@ VARIANTS = {
     },
     "cosine": {"router": "cosine", "cosine_dim": 3},
     "expert_choice": {"router": "expert_choice", "routing_group_size": 4},
-    "hash": {"router": "hash"},
+    "hash": {"router": "hash", "z_loss_weight": 0.0},
     "random_kept": {
         "capacity_factor": 0.5,
         "min_capacity": 1,

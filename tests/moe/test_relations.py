@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from expertmesh import MoELayer, Routing
+from expertmesh.config.moe_rules import NOT_READ_BY
 from expertmesh.moe.random import key_noise
 from expertmesh.testing import numerics
 
@@ -48,7 +49,9 @@ NOISES = {
 
 
 def make(name, **more):
-    layer = MoELayer(**{**BASE, **ROUTERS[name], **more})
+    options = {**BASE, **ROUTERS[name], **more}
+    idle = NOT_READ_BY[options.get("router", "topk")]
+    layer = MoELayer(**{option: v for option, v in options.items() if option not in idle})
     with torch.no_grad():
         for key, parameter in layer.named_parameters():
             if key.endswith(("b_in", "b_out", "bias")):

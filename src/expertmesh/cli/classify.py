@@ -109,7 +109,7 @@ def _parser() -> OptionParser:
 
 def _open(options: Any) -> Any:
     """The run, with what its experts may take here."""
-    from expertmesh.config.base import FieldError, saved_run
+    from expertmesh.config.base import FieldError
     from expertmesh.config.swin import SwinRunConfig
     from expertmesh.training.run_dir import load_run
 
@@ -132,8 +132,7 @@ def _open(options: Any) -> Any:
             )
         return found
     try:
-        with saved_run():
-            return found._replace(config=found.config.updated(changes))
+        return found._replace(config=found.config.updated(changes))
     except FieldError as error:
         option = {"eval_capacity_factor": "capacity", "drop_policy": "drop-policy"}
         name = option[str(error.location[-1])]

@@ -61,17 +61,12 @@ _is_saved: ContextVar[bool] = ContextVar("_is_saved", default=False)
 
 @contextmanager
 def saved_run() -> Iterator[None]:
-    """Validate the configuration of a run that exists inside: options without effect were once accepted."""
+    """Validate the configuration of a run that exists inside: options without effect, once accepted, get their defaults."""
     token = _is_saved.set(True)
     try:
         yield
     finally:
         _is_saved.reset(token)
-
-
-def refuses_idle_options() -> bool:
-    """Whether options without effect are mistakes: everywhere but inside `saved_run`."""
-    return not _is_saved.get()
 
 
 class Config(BaseModel):
@@ -153,6 +148,19 @@ class Config(BaseModel):
             return super().model_validate_json(json_data, **options)
         except ValidationError as error:
             raise first_error(error, cls) from None
+
+    def refuse_idle(self, name: str, rule: str, fix: str) -> None:
+        """For validators: an option that changes nothing must have its default. Inside `saved_run` it gets it.
+
+        Raises:
+            FieldError: it has another value.
+        """
+        default, value = type(self).model_fields[name].default, getattr(self, name)
+        if value == default:
+            return
+        if not _is_saved.get():
+            raise FieldError(name, value, rule, fix)
+        object.__setattr__(self, name, default)  # frozen, and not out of its validation yet
 
     def updated(self, changes: Mapping[str, Any]) -> Self:
         """A validated copy with some values replaced.

@@ -156,13 +156,9 @@ class ModelConfig(Config):
                 f"rotary positions need an even head size, this gives {head_dim}",
                 "set head_dim to an even number",
             )
-        if self.qk_norm_scope != "head" and not self.qk_norm:
-            raise FieldError(
-                "qk_norm_scope",
-                self.qk_norm_scope,
-                "has no effect without qk_norm",
-                "leave it at head, or set qk_norm",
-            )
+        if not self.qk_norm:
+            fix = "leave it at head, or set qk_norm"
+            self.refuse_idle("qk_norm_scope", "has no effect without qk_norm", fix)
         turning = head_dim * self.rope_fraction
         if turning != int(turning) or turning % 2:
             raise FieldError(

@@ -8,11 +8,12 @@ import numbers
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from expertmesh.config.base import Config, FieldError, refuses_idle_options
+from expertmesh.config.base import Config, FieldError
 
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "relu2", "silu"]
 ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
@@ -148,8 +149,7 @@ class LayerChoices(Config):
             self._check_first_choice()
         if self.batch_invariant:
             self.check_invariant()
-        if refuses_idle_options():
-            self._check_effects()
+        self._check_effects()
         return self
 
     def _check_counts(self, fewest: int) -> None:
@@ -199,13 +199,9 @@ class LayerChoices(Config):
                 continue
             for name in row.names or [n for n in type(self).model_fields if n != "num_experts"]:
                 field = type(self).model_fields.get(name)
-                if field is not None and getattr(self, name) != field.default:
-                    raise FieldError(
-                        name,
-                        getattr(self, name),
-                        f"has no effect {row.because.format(**vars(self))}",
-                        f"leave it at {field.default}",
-                    )
+                if field is not None and getattr(self, name) != _OFF.get(name, field.default):
+                    rule = f"has no effect {row.because.format(**vars(self))}"
+                    self.refuse_idle(name, rule, f"leave it at {field.default}")
 
     def check_invariant(self, *, under: tuple[str, ...] = ()) -> None:
         """Refuse what makes a token's result depend on its batch in evaluation.
@@ -326,19 +322,32 @@ class NoEffect:
     because: str
 
 
+def _has_router(router: RouterKind, choices: LayerChoices) -> bool:
+    return choices.router == router
+
+
+NOT_READ_BY: dict[RouterKind, tuple[str, ...]] = {
+    "topk": ("cosine_dim",),
+    "cosine": (),
+    "expert_choice": ("cosine_dim", "num_expert_groups", "bias_update_rate"),
+    "hash": (
+        *("cosine_dim", "num_expert_groups", "bias_update_rate", "score_function"),
+        *("router_noise", "input_jitter", "input_dropout", "logit_temperature"),
+        *("balance_loss", "balance_loss_scope", "aux_loss_weight", "z_loss_weight"),
+    ),
+}
+"""Options that change nothing with a router. Ids have neither logits nor scores, so that nothing perturbs or balances them."""
+
+_OFF = {"balance_loss": "none", "aux_loss_weight": 0.0}
+"""Values that say themselves that there is no effect, beside the default."""
+
 NO_EFFECT = (
     NoEffect((), lambda c: not c.expert_counts, "in a dense model (num_experts is empty)"),
-    NoEffect(
-        ("num_expert_groups", "bias_update_rate"),
-        lambda c: c.router in ("hash", "expert_choice"),
-        "with router={router}",
+    *(
+        NoEffect(names, partial(_has_router, router), "with router={router}")
+        for router, names in NOT_READ_BY.items()
+        if names
     ),
-    NoEffect(
-        ("router_noise", "input_jitter", "input_dropout", "logit_temperature"),
-        lambda c: c.router == "hash",
-        "with router={router}",
-    ),
-    NoEffect(("cosine_dim",), lambda c: c.router != "cosine", "with router={router}"),
     NoEffect(("router_noise_std",), lambda c: c.router_noise == "none", "with router_noise=none"),
     NoEffect(
         ("min_capacity", "drop_policy"),

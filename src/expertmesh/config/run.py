@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from expertmesh.config.base import Config, FieldError, refuses_idle_options
+from expertmesh.config.base import Config, FieldError, saved_run
 from expertmesh.config.way import AllToAll, DispatchDtype
 from expertmesh.errors import ConfigError
 
@@ -62,14 +62,10 @@ class OptimConfig(Config):
             "momentum": ("name=adamw", "name=muon", self.name == "adamw"),
         }
         for name, (given, needed, is_idle) in idle.items():
-            usual = type(self).model_fields[name].default
-            if is_idle and getattr(self, name) != usual and refuses_idle_options():
-                raise FieldError(
-                    name,
-                    getattr(self, name),
-                    f"has no effect with {given}",
-                    f"leave it at {usual}, or use {needed}",
-                )
+            if is_idle:
+                usual = type(self).model_fields[name].default
+                fix = f"leave it at {usual}, or use {needed}"
+                self.refuse_idle(name, f"has no effect with {given}", fix)
         return self
 
 
@@ -272,15 +268,10 @@ class DistillConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_not_empty("teacher", self.teacher)
-        if self.teacher is None and refuses_idle_options():
-            for name, field in type(self).model_fields.items():
-                if getattr(self, name) != field.default:
-                    raise FieldError(
-                        name,
-                        getattr(self, name),
-                        "has no effect without a teacher",
-                        "leave it out, or give distill.teacher",
-                    )
+        if self.teacher is None:
+            for name in type(self).model_fields:
+                fix = "leave it out, or give distill.teacher"
+                self.refuse_idle(name, "has no effect without a teacher", fix)
         return self
 
     def weight(self, step: int, *, total_steps: int) -> float:
@@ -319,7 +310,7 @@ class RunConfig(Config):
     distill: DistillConfig = DistillConfig()
 
     def updated(self, changes: Mapping[str, Any]) -> Self:
-        """A validated copy with some values replaced; with the experts goes what a recipe said of them.
+        """A validated copy with some values replaced; what has no effect with these goes with its cause, unless it is among them.
 
         Args:
             changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`.
@@ -327,9 +318,9 @@ class RunConfig(Config):
         Raises:
             ConfigError: A name is unknown or a value breaks a rule.
         """
-        if changes.get("model.moe.num_experts", None) == ():
-            changes = {"model.moe": {}, **changes}
-        return super().updated(changes)
+        with saved_run():
+            fitting = super().updated(changes)
+        return super(RunConfig, fitting).updated(changes)
 
     @property
     def total_schedule_steps(self) -> int:

@@ -132,11 +132,8 @@ class Seq2SeqConfig(Config):
                 f"must be at least {_BYTES_AND_MARKS}: the 256 bytes, the end of a text and the mask",
                 "raise it",
             )
-        usual = type(self).model_fields["rope_base"].default
-        if self.positions == "untied" and self.rope_base != usual:
-            raise FieldError(
-                "rope_base", self.rope_base, "has no effect with positions=untied", "leave it out"
-            )
+        if self.positions == "untied":
+            self.refuse_idle("rope_base", "has no effect with positions=untied", "leave it out")
         given = len(self.moe.num_experts)
         if given and not self.num_moe_layers:
             raise FieldError(
@@ -217,18 +214,10 @@ class ParallelTextConfig(Config):
                         "must be two different languages with a dash between",
                         "write it as en-de",
                     )
-        idle = [
-            name
-            for name in ("noise_fraction", "mean_span", "permute_sentences")
-            if getattr(self, name) != type(self).model_fields[name].default
-        ]
-        if idle and not self.denoising:
-            raise FieldError(
-                idle[0],
-                getattr(self, idle[0]),
-                "has no effect without denoising",
-                "leave it out, or give data.denoising",
-            )
+        if not self.denoising:
+            for name in ("noise_fraction", "mean_span", "permute_sentences"):
+                fix = "leave it out, or give data.denoising"
+                self.refuse_idle(name, "has no effect without denoising", fix)
         return self
 
 

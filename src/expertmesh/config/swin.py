@@ -243,10 +243,8 @@ class ImagesConfig(Config):
                 f"must have one entry, or one per folder ({len(self.path)})",
                 "add or remove entries",
             )
-        if self.mix != 1.0 and not self.mixup and not self.cutmix:
-            raise FieldError(
-                "mix", self.mix, "has no effect without mixup or cutmix", "leave it out"
-            )
+        if not self.mixup and not self.cutmix:
+            self.refuse_idle("mix", "has no effect without mixup or cutmix", "leave it out")
         return self
 
 
