@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "residual": {"moe": {"residual": True}},
     "residual-bias": {"moe": {"residual": True, "bias": True}},
     "shared": {"moe": {"num_shared_experts": 2, "bias": True}},
+    "shared-gate": {"moe": {"num_shared_experts": 2, "shared_gate": True}},
     "relu2": {"activation": "relu2"},
     "qk-norm-untied": {"qk_norm": True, "tie_embeddings": False},
     "wide-heads": {"head_dim": 10, "num_kv_heads": 1},
@@ -77,7 +78,7 @@ def test_parameters_equal_the_model(name: str) -> None:
     assert count.dense_ffn == sum_of(".ffn.")
     assert count.router == sum_of(".router.")
     assert count.experts == sum_of(".experts.")
-    assert count.shared == sum_of(".shared_experts.")
+    assert count.shared == sum_of(".shared_experts.", ".shared_gate.")
     assert count.residual == sum_of(".residual_")
 
 
@@ -134,6 +135,27 @@ def test_moe_flops_are_those_of_a_dense_model_of_k_experts_width(name: str) -> N
     )
     per_layer = forward_flops(wide, seq_len=SEQ).dense_ffn_flops // wide.num_layers
     assert forward.experts_flops == len([e for e in cfg.experts_per_layer() if e]) * per_layer
+
+
+@pytest.mark.parametrize(
+    "router, most", [("topk", None), ("expert_choice", None), ("expert_choice", 1.5)]
+)
+def test_experts_count_as_often_as_they_are_passed(router: str, most: float | None) -> None:
+    """A capacity above 1 makes room for tokens that choose, and is filled by experts that do."""
+    moe = {"router": router, "capacity_factor": 1.25, "max_capacity_factor": most}
+    cfg = config(moe=moe | {"num_experts": (5, 5, 2, 2)}, num_layers=4)
+    stats = GPT(cfg, seed=0).train()(torch.randint(128, (BATCH, 40))).stats
+    rows = [s.num_tokens_per_expert_E.sum().item() / (BATCH * 40) for s in stats]
+    per_row = forward_flops(config(moe={"top_k": 1}), seq_len=SEQ).experts_flops / 4
+    assert forward_flops(cfg, seq_len=SEQ).experts_flops == sum(rows) * per_row
+
+
+def test_a_gate_of_shared_experts_counts() -> None:
+    gated, plain = (
+        forward_flops(config(moe={"num_shared_experts": 1, "shared_gate": gate}), seq_len=SEQ)
+        for gate in (True, False)
+    )
+    assert gated.shared_flops - plain.shared_flops == 4 * 2 * 32 * 1
 
 
 def test_causal_attention_counts_the_visible_keys() -> None:

@@ -195,7 +195,7 @@ def test_published_sizes(name, billions):
 _WITH = {"top_k": 1, "hidden_dim": 20}
 OF_A_LAYER = [
     {"num_experts": ()},
-    {"num_experts": (3, 4), "num_shared_experts": 1, **_WITH},
+    {"num_experts": (3, 4), "num_shared_experts": 1, "shared_gate": True, **_WITH},
     {"num_experts": (3,), "residual": True, **_WITH},
     {"num_experts": (3,), "router": "cosine", "cosine_dim": 8, **_WITH},
 ]

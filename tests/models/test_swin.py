@@ -316,6 +316,22 @@ def test_published_multiply_adds():
             assert round(count_multiply_adds(cfg) / 1e9, 1) == billions
 
 
+def test_what_stands_beside_experts_is_multiplied_too():
+    """As often as their matrices have elements, once for each token of the last stage."""
+    plain, beside = (
+        Swin(config(moe=MoEConfig(num_experts=(3, 4), top_k=1, **options)), device="meta")
+        for options in ({}, {"num_shared_experts": 1, "shared_gate": True, "residual": True})
+    )
+    extra = 0
+    for name, parameter in beside.named_parameters():
+        is_matrix = parameter.ndim > 1 and not name.endswith(("b_in", "b_out"))
+        if is_matrix and name not in dict(plain.named_parameters()):
+            stage = int(name.split(".")[1])
+            extra += plain.config.map_sides[stage] ** 2 * parameter.numel()
+    found = [count_multiply_adds(model.config) for model in (plain, beside)]
+    assert extra and found[1] - found[0] == extra
+
+
 def test_the_position_bias_of_another_window_is_interpolated():
     """A larger window measures offsets by the old one: at an offset that both have, the bias is the same."""
     old = shaken(Swin(config(window_size=2), dtype=torch.float64, seed=1))

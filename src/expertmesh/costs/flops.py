@@ -1,14 +1,13 @@
 """Floating-point operations of a GPT per token, from its configuration alone.
 
 Only matrix multiplications count, two operations per multiply-add, as is usual (Narayanan et al. 2021, appendix).
-Routed experts count K times per token: nothing is spent on experts that a token does not use. Under a capacity this is an
-upper bound, because dropped rows are not computed.
+Routed experts count as often as tokens pass them (`rows_per_token`): nothing is spent on experts that a token does not use.
+Under a capacity this is an upper bound, because dropped rows are not computed.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
-from expertmesh.config.model import ModelConfig
+from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.costs.parameters import HasFeedForwards, mlp_parameters
 
 
@@ -21,8 +20,8 @@ class ForwardFlops:
         attention_flops: scores and weighted values.
         dense_ffn_flops: feed-forward layers without experts.
         router_flops: router logits.
-        experts_flops: K routed experts per MoE layer.
-        shared_flops: shared experts, residual MLPs and residual coefficients.
+        experts_flops: routed experts, K per MoE layer where tokens choose.
+        shared_flops: shared experts and their gates, residual MLPs and residual coefficients.
         output_flops: logits over the vocabulary.
     """
 
@@ -73,6 +72,31 @@ def router_flops(config: HasFeedForwards, num_experts: int) -> int:
     return 2 * config.dim * num_experts
 
 
+def rows_per_token(moe: MoEConfig, num_experts: int) -> float:
+    """Mean number of a layer's routed experts that a token passes in training, with nothing dropped.
+
+    K where tokens choose. Where experts choose, they take as many rows as their capacity holds: K times its factor, at most E.
+    """
+    if moe.router != "expert_choice":
+        return moe.top_k
+    factors = (moe.capacity_factor or 1.0, moe.max_capacity_factor)
+    return min(moe.top_k * min(f for f in factors if f is not None), num_experts)
+
+
+def experts_flops(config: HasFeedForwards, num_experts: int) -> int:
+    """Operations of one layer's routed experts per token."""
+    per_row = mlp_flops(config, config.moe.hidden_dim)
+    return round(rows_per_token(config.moe, num_experts) * per_row)
+
+
+def shared_flops(config: HasFeedForwards) -> int:
+    """Operations beside the routed experts of a MoE layer per token: shared experts, a residual MLP, and what mixes them."""
+    moe, dim = config.moe, config.dim
+    hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
+    found = mlp_flops(config, hidden_dim) + (2 * dim if moe.shared_gate else 0)
+    return found + (mlp_flops(config, config.ffn_hidden_dim) + 4 * dim if moe.residual else 0)
+
+
 def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> ForwardFlops:
     """Operations of a forward pass over sequences of one length, per token.
 
@@ -85,23 +109,19 @@ def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> 
     Returns:
         Operations per token; attention is rounded down to a whole number.
     """
-    moe, dim = config.moe, config.dim
-    layers = config.experts_per_layer()
+    dim, layers = config.dim, config.experts_per_layer()
     moe_layers = [experts for experts in layers if experts]
     heads = config.num_heads + 2 * config.kv_heads
     width = config.num_heads * config.head_size
     # Two products of S x head_size per head: scores and values.
     attention = 4 * width * seq_len if not causal else 2 * width * (seq_len + 1)
 
-    mlp = partial(mlp_flops, config)
-    shared = mlp(moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim)
-    shared += mlp(config.ffn_hidden_dim) + 4 * dim if moe.residual else 0
     return ForwardFlops(
         projections_flops=len(layers) * 2 * dim * (heads * config.head_size + width),
         attention_flops=len(layers) * attention,
-        dense_ffn_flops=(len(layers) - len(moe_layers)) * mlp(config.ffn_hidden_dim),
+        dense_ffn_flops=(len(layers) - len(moe_layers)) * mlp_flops(config, config.ffn_hidden_dim),
         router_flops=sum(router_flops(config, experts) for experts in moe_layers),
-        experts_flops=len(moe_layers) * moe.top_k * mlp(moe.hidden_dim),
-        shared_flops=len(moe_layers) * shared,
+        experts_flops=sum(experts_flops(config, experts) for experts in moe_layers),
+        shared_flops=len(moe_layers) * shared_flops(config),
         output_flops=2 * dim * config.vocab_size,
     )

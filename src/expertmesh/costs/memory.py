@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import Optimizer, ParallelConfig
+from expertmesh.costs.flops import rows_per_token
 from expertmesh.costs.parameters import (
     GATED_ACTIVATIONS,
     ParameterShape,
@@ -91,7 +92,8 @@ def layer_activation_bytes(
     if not num_experts:
         return bytes_per_token + _mlp_elements(config.ffn_hidden_dim, config) * compute
     branches = 2 if config.activation in GATED_ACTIVATIONS else 1
-    elements = config.dim + (0 if moe.recompute_h else moe.top_k * branches * moe.hidden_dim)
+    rows = 0 if moe.recompute_h else rows_per_token(moe, num_experts)
+    elements = config.dim + round(rows * branches * moe.hidden_dim)
     if moe.num_shared_experts or moe.shared_hidden_dim:
         hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
         elements += _mlp_elements(hidden_dim, config)

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from expertmesh.config.seq2seq import Seq2SeqConfig, Seq2SeqRunConfig
-from expertmesh.costs.flops import mlp_flops, router_flops
+from expertmesh.costs.flops import (
+    experts_flops,
+    mlp_flops,
+    router_flops,
+    rows_per_token,
+    shared_flops,
+)
 from expertmesh.costs.memory import memory_by_size
 from expertmesh.costs.parameters import ParameterShape, feed_forward_shapes
 from expertmesh.costs.run import RunCosts
@@ -98,12 +104,8 @@ def _feed_forward_flops(config: Seq2SeqConfig, num_experts: int) -> int:
     """Of one layer per token."""
     if not num_experts:
         return mlp_flops(config, config.ffn_hidden_dim)
-    moe = config.moe
-    found = router_flops(config, num_experts) + moe.top_k * mlp_flops(config, moe.hidden_dim)
-    found += mlp_flops(config, moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim)
-    return found + (
-        mlp_flops(config, config.ffn_hidden_dim) + 4 * config.dim if moe.residual else 0
-    )
+    routed = router_flops(config, num_experts) + experts_flops(config, num_experts)
+    return routed + shared_flops(config)
 
 
 def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
@@ -163,8 +165,8 @@ def _activation_elements(config: Seq2SeqConfig) -> int:
     wider = 3 if config.positions == "untied" else 0
     for tokens, counts, parts in zip((S, T), config.experts_per_layer(), (9, 15), strict=True):
         for num_experts in counts:
-            hidden = (
-                config.moe.top_k * config.moe.hidden_dim if num_experts else config.ffn_hidden_dim
-            )
-            total += tokens * ((parts + wider) * D + 2 * hidden)
+            hidden: float = config.ffn_hidden_dim
+            if num_experts:
+                hidden = rows_per_token(config.moe, num_experts) * config.moe.hidden_dim
+            total += tokens * ((parts + wider) * D + round(2 * hidden))
     return total

@@ -89,15 +89,25 @@ def count_multiply_adds(config: SwinConfig) -> int:
     for stage, counts in enumerate(config.experts_per_block()):
         dim, tokens = config.stage_dims[stage], config.map_sides[stage] ** 2
         window = config.windows[stage] ** 2
-        mlp = 2 * tokens * dim * round(config.mlp_ratio * dim)
+        hidden = round(config.mlp_ratio * dim)
+        mlp = 2 * tokens * dim * hidden
         total += len(counts) * tokens * (4 * dim * dim + 2 * window * dim + 2 * dim)
         for num_experts in counts:
             share = moe.top_k * (moe.capacity_factor or 1.0) if num_experts else 1.0
             total += round(mlp * share) + tokens * dim * num_experts
+            if num_experts:
+                total += tokens * _multiply_adds_beside(config, dim, hidden)
         if stage + 1 < len(config.depths):
             total += tokens // 4 * (8 * dim * dim + norm * dim)
     last = config.stage_dims[-1]
     return total + config.map_sides[-1] ** 2 * last + last * config.num_classes
+
+
+def _multiply_adds_beside(config: SwinConfig, dim: int, hidden: int) -> int:
+    """Per token of a MoE block: shared experts and their gate, a residual MLP and its coefficient."""
+    moe = config.moe
+    width = 2 * (moe.shared_hidden_dim or moe.num_shared_experts * hidden) + moe.shared_gate
+    return dim * (width + (2 * hidden + 2 if moe.residual else 0))
 
 
 def _activation_elements(config: SwinConfig) -> int:
