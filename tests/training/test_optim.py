@@ -108,6 +108,18 @@ def test_no_warm_up_and_one_step():
     assert learning_rate(0, total_steps=10, config=config) == 1.0
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize(
+    "warmup, total, expected",
+    [(0, 1, [1.0]), (0, 2, [1.0, 0.1]), (1, 2, [1.0, 0.1]), (2, 2, [0.5, 1.0]), (2, 3, [0.5, 1.0, 0.1])],
+)  # fmt: skip
+def test_schedules_of_few_steps(schedule, warmup, total, expected):
+    """A decay that rounds to no step has one all the same, and what comes after the schedule has the last rate."""
+    config = OptimConfig(lr=1.0, warmup_steps=warmup, schedule=schedule)
+    rates = [learning_rate(s, total_steps=total, config=config) for s in range(total + 2)]
+    assert rates == pytest.approx([*expected, expected[-1], expected[-1]])
+
+
 def test_balancing_moves_the_bias_against_the_load():
     net = model(bias_update_rate=0.5)
     counts = [torch.tensor([10, 0, 2, 4]), torch.tensor([1, 1, 1, 1])]

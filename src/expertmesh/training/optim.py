@@ -79,21 +79,23 @@ def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
     Warm-up: lr (step + 1) / warmup_steps. Then, with p in [0, 1] the share of the remaining steps that is done:
 
     * cosine (Loshchilov and Hutter 2017, eq. 5): lr (r + (1 - r) (1 + cos(pi p)) / 2), r = min_lr_ratio;
-    * wsd (Hu et al. 2024, 4.3): lr, then from step total_steps (1 - decay_fraction) on a line down to lr r.
+    * wsd (Hu et al. 2024, 4.3): lr, then from `decay_start` on a line down to lr r.
 
-    The last step has p = 1, hence the rate lr r.
+    The last step has p = 1, hence the rate lr r, unless it is the only one, or one of the warm-up: then the rate never decays.
 
     Args:
         step: 0 ... total_steps - 1; larger steps have the last rate.
         total_steps: length of the schedule.
         config: its form.
     """
+    step = min(step, total_steps - 1)
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     start = config.warmup_steps
     if config.schedule == "wsd":
         start = decay_start(total_steps=total_steps, config=config)
-    done = min(max((step - start) / max(total_steps - 1 - start, 1), 0.0), 1.0)
+    steps = total_steps - 1 - start
+    done = max((step - start) / steps, 0.0) if steps > 0 else float(0 < step >= start)
     ratio = config.min_lr_ratio
     if config.schedule == "cosine":
         return config.lr * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * done)))
@@ -101,13 +103,16 @@ def learning_rate(step: int, *, total_steps: int, config: OptimConfig) -> float:
 
 
 def decay_start(*, total_steps: int, config: OptimConfig) -> int:
-    """Steps that a wsd schedule has behind it where its decay begins.
+    """Steps that a wsd schedule has behind it where its decay begins: of decay_fraction of the steps, at least one.
+
+    A warm-up that reaches into the decay shortens it.
 
     Args:
         total_steps: length of the schedule.
         config: its form.
     """
-    return max(config.warmup_steps, total_steps - round(total_steps * config.decay_fraction))
+    num_decay = max(round(total_steps * config.decay_fraction), 1)
+    return max(config.warmup_steps, total_steps - num_decay)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
