@@ -298,6 +298,21 @@ def test_conversations_and_texts_are_not_mixed(tmp_path):
         load_corpus(config_of(tmp_path, tmp_path))
 
 
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_empty_turn_is_read_and_not_learned(hub_tokenizer, content):
+    """Else a model learns to say nothing."""
+    messages = [*talk(1)[:1], {"role": "assistant", "content": content}, *talk(2)]
+    for form in (OwnFormat(hub_tokenizer), TemplateFormat(hub_tokenizer, CHATML, {})):
+        (with_it,) = form.samples({"messages": messages})
+        without = form.samples({"messages": talk(2)})[0]
+        learned, expected = ([p.ids for p in one if p.is_learned] for one in (with_it, without))
+        assert learned == expected and len(expected) == 2
+        written = hub_tokenizer.decode(
+            [i for p in with_it for i in p.ids], skip_special_tokens=False
+        )
+        assert written.count("assistant") == 3
+
+
 def test_what_is_cut_and_left_out_is_said(hub_tokenizer, tmp_path, caplog):
     (tmp_path / "hub").mkdir()
     hub_tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -307,6 +322,7 @@ def test_what_is_cut_and_left_out_is_said(hub_tokenizer, tmp_path, caplog):
     lines += [line([{"role": "user", "content": "<|im_end|>"}, *talk(1)])]
     lines += [line([{"role": "user", "content": "why? " * 99}, *talk(1)[1:]])]
     lines += [line([*talk(2), {"role": "assistant", "content": "more " * 99}])]
+    lines += [line([{"role": "assistant", "content": ""}, *talk(3)])]
     (tmp_path / "a.jsonl").write_text("".join(lines))
     encoded = {"encode_with": str(tmp_path / "tokenizer.json"), "validation_fraction": 0.3}
     with caplog.at_level(logging.WARNING):
@@ -319,6 +335,7 @@ def test_what_is_cut_and_left_out_is_said(hub_tokenizer, tmp_path, caplog):
     assert "they quote a special token of the model (for example a.jsonl:32)" in told
     assert "in their first tokens; raise data.seq_len" in told and "a.jsonl:33" in told
     assert "1 sequences are cut after 129 tokens" in told and "a.jsonl:34" in told
+    assert "1 conversations have an empty turn of the assistant, which is not learned" in told
     assert "hub/chat_template.jinja" in data.files
     assert bool(data.batch(0, 20)[2]["counts"].any(1).all())
 

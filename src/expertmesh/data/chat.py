@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from tokenizers import Tokenizer
 
 from expertmesh.config.base import parse_json
-from expertmesh.data.conversation_lines import MESSAGES, ROLES, Conversation
+from expertmesh.data.conversation_lines import MESSAGES, ROLES, Conversation, is_answer
 from expertmesh.data.tokenizer import end_of_text_id
 from expertmesh.errors import ConfigError
 
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
     Attributes:
         ids: of the tokens.
-        is_learned: whether they are the assistant's.
+        is_learned: whether they are the assistant's, who says something there.
     """
 
     ids: list[int]
@@ -110,7 +110,7 @@ class OwnFormat:
         for message in conversation[MESSAGES]:
             pieces.append(Piece(self._mark(message["role"]), False))
             ids = [*self._encode(message["content"]), self._end]
-            pieces.append(Piece(ids, message["role"] == "assistant"))
+            pieces.append(Piece(ids, is_answer(message)))
         return [pieces]
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -177,7 +177,7 @@ class TemplateFormat:
     def samples(self, conversation: Conversation) -> list[list[Piece]]:
         """One sequence, or one for each turn."""
         messages, tools = conversation[MESSAGES], conversation.get("tools")
-        turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+        turns = [i for i, message in enumerate(messages) if is_answer(message)]
         bounds = []
         for i in turns:
             before = self._render(messages[:i], tools, asks=True)

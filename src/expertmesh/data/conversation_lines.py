@@ -6,7 +6,7 @@ template.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,13 @@ def holds_conversation(line: bytes) -> bool | None:
     if not isinstance(values, dict):
         return None
     return MESSAGES in values and not isinstance(values.get("text"), str)
+
+
+def is_answer(message: Mapping[str, Any]) -> bool:
+    """Whether it is the assistant's and says something, or calls for a tool."""
+    return message["role"] == "assistant" and bool(
+        message["content"].strip() or message.get("tool_calls")
+    )
 
 
 def checked(line: bytes) -> Conversation:

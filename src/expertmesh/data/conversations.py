@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from expertmesh.config.base import cache_root, expanded, parse_json
 from expertmesh.config.text import TextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.chat import MARKS, ChatFormat, extras_of, find_format
-from expertmesh.data.conversation_lines import MESSAGES, Conversation
+from expertmesh.data.conversation_lines import MESSAGES, Conversation, is_answer
 from expertmesh.data.corpus import Corpus, Document
 from expertmesh.data.news import Progress, say
 from expertmesh.data.order import shuffled, spread
@@ -31,11 +31,12 @@ from expertmesh.data.tokenizer import (
 )
 from expertmesh.errors import ConfigError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _SIDES = ("training", "validation")
 _NO_ANSWER = "have no turn of the assistant that says something"
 _CUT_AWAY = "have no turn of the assistant in their first tokens"
 _CUT = "are cut"
+_EMPTY = "have an empty turn of the assistant, which is not learned"
 
 _log = logging.getLogger("expertmesh.data")
 
@@ -193,7 +194,7 @@ def _notes(
 ) -> list[str]:
     notes = []
     for reason, count in counts.items():
-        what = "are left out: they" if reason != _CUT else ""
+        what = "" if reason in (_CUT, _EMPTY) else "are left out: they"
         fix = {
             _CUT: f"after {seq_len + 1} tokens; for all of them raise data.seq_len and model.max_seq_len",
             _CUT_AWAY: "; raise data.seq_len and model.max_seq_len",
@@ -241,13 +242,6 @@ def _write(
     return {"sequences": len(starts) - 1, "tokens": starts[-1], "learned": learned}
 
 
-def _is_answer(message: Mapping[str, Any]) -> bool:
-    """Whether the assistant says something, or calls for a tool."""
-    return message["role"] == "assistant" and bool(
-        message["content"].strip() or message.get("tool_calls")
-    )
-
-
 def _rows(
     document: Document,
     form: ChatFormat,
@@ -265,9 +259,12 @@ def _rows(
     if (problem := form.problem(conversation)) is not None:
         count(problem)
         return
-    if not any(_is_answer(message) for message in conversation[MESSAGES]):
+    messages = conversation[MESSAGES]
+    if not any(map(is_answer, messages)):
         count(_NO_ANSWER)
         return
+    if any(message["role"] == "assistant" and not is_answer(message) for message in messages):
+        count(_EMPTY)
     try:
         samples = form.samples(conversation)
     except ConfigError as error:
