@@ -141,6 +141,24 @@ def test_patterns_and_weights(tmp_path):
     assert corpus.digest != plain.digest
 
 
+def test_a_text_stays_on_its_side_when_a_place_is_added(tmp_path):
+    """One of validation is never trained on, in the other place neither, whatever it is called there."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    for i in range(60):
+        (first / f"b{i}.txt").write_text(f"text {i}\n")
+        (second / f"a{i}.txt").write_text(f"text {i}\n" if i % 2 else f"other {i}\n")
+    alone, both = (
+        load_corpus(TextConfig(path=places, validation_fraction=0.3))
+        for places in (str(first), (str(first), str(second)))
+    )
+    trained = set(texts(both.training))
+    assert len(alone.validation) > 9 and trained.isdisjoint(texts(alone.validation))
+    assert trained.issuperset(texts(alone.training))
+    assert any(text.startswith("other") for text in texts(both.validation))
+
+
 @pytest.mark.parametrize("pattern", ["**", "**/*", "**/*.txt", "**/[a-z]*"])
 def test_a_pattern_is_as_the_folder_with_all_that_it_matches(pattern, tmp_path):
     """Files stay whole, and no text is there twice, where folders match with what is in them."""

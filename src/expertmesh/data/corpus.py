@@ -48,12 +48,16 @@ class Document:
         num_bytes: length of the text in UTF-8.
         digest: SHA-256 of the text.
         read: returns the text.
+        place: number of its entry of `data.path`; its name begins with it where there are several.
+        own_name: its name in that place alone.
     """
 
     name: str
     num_bytes: int
     digest: bytes
     read: Callable[[], str] = field(compare=False)
+    place: int = 0
+    own_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def load_corpus(config: TextConfig) -> Corpus:
     kinds: dict[bool, str] = {}
     progress = Progress("read", total=config.max_bytes)
     ordered = sorted(candidates, key=lambda c: (_hash("order", c[0]), c[0]))
-    for number, (name, read) in enumerate(ordered):
+    for number, (name, read, place, own_name) in enumerate(ordered):
         if config.max_bytes is not None and num_bytes >= config.max_bytes:
             left_unread = len(ordered) - number
             break
@@ -117,7 +121,10 @@ def load_corpus(config: TextConfig) -> Corpus:
         kinds.setdefault(isinstance(read, ConversationLine), name)
         num_bytes += len(data)
         progress.at(num_bytes)
-        documents.append(Document(name, len(data), hashlib.sha256(data).digest(), _reader(read)))
+        digest_of_text = hashlib.sha256(data).digest()
+        documents.append(
+            Document(name, len(data), digest_of_text, _reader(read), place, own_name or name)
+        )
     progress.finish()
     if not documents:
         why = (
@@ -186,8 +193,9 @@ def split_documents(
 ) -> tuple[list[Document], list[Document]]:
     """Training and validation documents, in the given order; equal texts are on one side.
 
-    The side depends on the name only (of the smallest name of that text), so a file stays on its side when others come
-    or go. Should chance leave a side empty, the text whose name is nearest to the border changes sides.
+    The side depends on the name in its place only (of a text that is there several times: that in the first place, the smallest
+    one there), so a document stays on its side when other files come or go, and when places are added behind its own. Should
+    chance leave a side empty, the text whose name is nearest to the border changes sides.
 
     Args:
         documents: with unique names.
@@ -196,10 +204,11 @@ def split_documents(
     Returns:
         Training, validation. One of them is empty only if there are fewer than two different texts.
     """
-    owner: dict[bytes, str] = {}
+    owner: dict[bytes, tuple[int, str]] = {}
     for document in documents:
-        owner[document.digest] = min(document.name, owner.get(document.digest, document.name))
-    place = {digest: _hash("split", name) / 2**64 for digest, name in owner.items()}
+        mine = (document.place, document.own_name or document.name)
+        owner[document.digest] = min(mine, owner.get(document.digest, mine))
+    place = {digest: _hash("split", name) / 2**64 for digest, (_, name) in owner.items()}
     border = validation_fraction
     if len(place) > 1:
         places = sorted(place.values())
@@ -222,10 +231,14 @@ class Candidate(NamedTuple):
     Attributes:
         name: see `Document`.
         read: returns its text; None: it is not text.
+        place: see `Document`.
+        own_name: see `Document`; empty: the name.
     """
 
     name: str
     read: Callable[[], str | None]
+    place: int = 0
+    own_name: str = ""
 
 
 def _candidates(config: TextConfig) -> tuple[str, list[Candidate], LeftOut]:
@@ -243,7 +256,7 @@ def _candidates(config: TextConfig) -> tuple[str, list[Candidate], LeftOut]:
     for number, place in enumerate(places):
         found, without = _of_place(place, config)
         left_out.add_all(without)
-        candidates += [Candidate(f"{number}:{name}", read) for name, read in found]
+        candidates += [Candidate(f"{number}:{c.name}", c.read, number, c.name) for c in found]
     return f"{len(places)} places from {places[0].name}", candidates, left_out
 
 
@@ -283,7 +296,7 @@ def _weighted(training: Sequence[Document], config: TextConfig) -> list[Document
         return list(training)
     copies: list[list[Document]] = [[] for _ in range(math.ceil(max(weights)))]
     for document in training:
-        weight = weights[int(document.name.partition(":")[0])]
+        weight = weights[document.place]
         chance = _hash("weight", document.name) / 2**64
         for number in range(int(weight) + (chance < weight % 1)):
             copies[number].append(document)

@@ -73,10 +73,7 @@ class TextData:
         self._has_documents = config.document_mask
         self.labels = _entries(config)
         self._ends = tokens.training.ends
-        self._label_of_document = np.array(
-            [int(d.name.partition(":")[0]) for d in self.corpus.training] if self.labels else [],
-            dtype=np.int64,
-        )
+        self._label_of_document = np.array([d.place for d in self.corpus.training], dtype=np.int64)
         self.description = (
             f"{tokens.corpus.source}: {len(tokens.training.tokens_N):,} training and "
             f"{len(tokens.validation.tokens_N):,} validation tokens"
