@@ -1,6 +1,7 @@
 """Our GPT as a model of transformers: the same numbers, saved and loaded to the bit, generating and trained by transformers' own means."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -88,6 +89,12 @@ def test_weights_that_stay_on_disk_are_not_missing(tmp_path):
         )
     # the norms of queries and keys are not taken in one pass with the rotation
     numerics.assert_two_times(found, plain, oracle, what="logits")
+    tied = where | {"gpt.layers.1": "cpu", "gpt.embedding": "disk"}
+    tied = ExpertMeshForCausalLM.from_pretrained(
+        tmp_path, device_map=tied, offload_folder=tmp_path / "disk"
+    )
+    with pytest.raises(ConfigError, match="gpt.embedding rests on the CPU or on disk"):
+        tied(ids)
 
 
 def test_generates_what_our_engine_does_cached_or_not(model):
@@ -147,6 +154,26 @@ def test_the_trainer_learns_real_text(tmp_path):
     again = ExpertMeshForCausalLM.from_pretrained(tmp_path / "out")
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_the_trainer_smooths_labels_of_the_next_tokens(tmp_path, caplog):
+    """It takes the labels then, and must shift them itself; of the routers' losses it knows nothing."""
+    pytest.importorskip("accelerate")
+    model, ids = (
+        ExpertMeshForCausalLM(config_of(aux_loss_weight=0.3)),
+        torch.randint(1, 256, (2, 9)),
+    )
+    options = {"label_smoothing_factor": 0.1, "use_cpu": True, "report_to": []}
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **options))
+    model.train()
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = trainer.compute_loss(model, dict(batch), num_items_in_batch=torch.tensor(16))
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, expected)
+    assert sum("without the routers' losses" in message for message in caplog.messages) == 1
 
 
 def test_the_trainer_moves_balancing_biases(tmp_path):

@@ -1,5 +1,6 @@
 """Our GPT as a model of transformers: saved, loaded, generating and trained by transformers' own means; nothing is downloaded."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput
 
 from expertmesh.config.base import saved_run
@@ -30,6 +32,7 @@ from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
 
 _IGNORED = -100
+_log = logging.getLogger("expertmesh.integrations")
 
 
 class ExpertMeshConfig(PreTrainedConfig):
@@ -119,6 +122,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: ExpertMeshConfig, gpt: GPT | None = None) -> None:
         super().__init__(config)
         self.gpt = GPT(config.model) if gpt is None else gpt
+        self._has_warned = False
         self._draws_itself = self.gpt.device.type != "meta"
         self.post_init()
 
@@ -176,8 +180,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             Loss (mean over the predicted tokens, plus the routers' share), logits, cache.
 
         Raises:
-            ConfigError: too many tokens, a cache of a fixed size, labels beside logits_to_keep, a mask of another length, or an
-                argument that this model has not.
+            ConfigError: too many tokens, a cache of a fixed size, labels beside logits_to_keep, a mask of another length, an
+                argument that this model has not, or a tied embedding that a device_map has left without a device.
         """
         if return_dict is False:
             raise ConfigError("return_dict=False: this model returns no tuples; leave it out")
@@ -188,6 +192,11 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None and logits_to_keep:
             raise ConfigError(
                 f"logits_to_keep={logits_to_keep}: labels need the logits of all positions; leave one of the two out"
+            )
+        if self.gpt.output is None and self.gpt.embedding.weight.is_meta and not input_ids.is_meta:
+            raise ConfigError(
+                "device_map: gpt.embedding rests on the CPU or on disk, and is the output projection, too (tie_embeddings); give it a "
+                "device that computes"
             )
         mask_BK = None if attention_mask is None else attention_mask.bool()
         if mask_BK is not None and bool(mask_BK.all()):
@@ -206,6 +215,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         if output.stats:
             balance, z = routing_losses(output.stats, output.logits_BSV)
             aux_loss = balance + z
+        if labels is None and num_items_in_batch is not None and aux_loss is not None:
+            self._warn_of_loss()
         if labels is not None:
             loss = self._loss(output.logits_BSV, labels, aux_loss, num_items_in_batch)
         return ExpertMeshOutput(loss, output.logits_BSV, past_key_values, aux_loss)
@@ -227,6 +238,16 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         whole = whole.to(total.device) if isinstance(whole, Tensor) else whole
         loss = total / whole
         return loss if aux_loss is None else loss + aux_loss.to(loss) * count / whole
+
+    def _warn_of_loss(self) -> None:
+        """Say once that Trainer takes the loss itself."""
+        weights = self.config.model.moe.aux_loss_weight, self.config.model.moe.z_loss_weight
+        if self.training and any(weights) and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "Trainer takes the loss itself (label_smoothing_factor or compute_loss_func), without the routers' losses: leave it "
+                "to the model, add outputs.aux_loss in a compute_loss_func, or balance by bias_update_rate"
+            )
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding."""
@@ -272,5 +293,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             )
 
 
+# Trainer shifts labels for models of this table alone where it takes the loss itself (label_smoothing_factor).
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ExpertMeshConfig.model_type] = ExpertMeshForCausalLM.__name__
 AutoConfig.register(ExpertMeshConfig.model_type, ExpertMeshConfig, exist_ok=True)
 AutoModelForCausalLM.register(ExpertMeshConfig, ExpertMeshForCausalLM, exist_ok=True)
