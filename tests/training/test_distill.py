@@ -1,20 +1,26 @@
 """Mixture-of-Students: what a teacher adds to the loss and when, on one process and on two; mistakes are one line."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.support.runs import lines_of, train_quietly
 
-from expertmesh.config.family import SEQ2SEQ
+from expertmesh.cli.train import describe
+from expertmesh.config.family import GPT, SEQ2SEQ
 from expertmesh.config.run import DistillConfig
 from expertmesh.config.seq2seq import Seq2SeqRunConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.token_losses import Lesson, token_losses
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
-from expertmesh.training.teacher import open_teacher
+from expertmesh.training.begin import save_as_run
+from expertmesh.training.precision import resolve_precision
+from expertmesh.training.teacher import open_teacher, teacher_bytes, teacher_dtype
 
 RELATIVE = 1e-9
 
@@ -98,6 +104,41 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn_from_it(tiny, tmp_path, teac
     assert relative_error(losses[0][0]["initial_eval_loss"], ended) <= FP64_RELATIVE
     assert relative_error(losses[0][0]["loss"], losses[1][0]["loss"]) <= FP64_RELATIVE
     assert relative_error(losses[0][1]["loss"], losses[1][1]["loss"]) > RELATIVE
+
+
+@pytest.mark.parametrize("moe", [{"router": "hash"}, {"bias_update_rate": 0.1}], ids=str)
+def test_a_teacher_has_the_compute_type_and_a_student_its_unrounded_weights(tiny, tmp_path, moe):
+    """The key of a hash and a balancing bias are the teacher's, too: they say who its experts are."""
+    options = {f"model.moe.{name}": value for name, value in moe.items()}
+    config = tiny(**options, **{"train.run_dir": str(tmp_path / "teacher")})
+    theirs = GPTTask(config).build(device="cpu", dtype=torch.float32)
+    for layer in theirs.layers:
+        if layer.moe.expert_bias_E is not None:
+            layer.moe.expert_bias_E.normal_()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    files = {"tokenizer.json": tmp_path / "tokenizer.json"}
+    save_as_run(theirs, config, recipe="test", files=files)
+    changes = {"distill.teacher": config.train.run_dir, "distill.init_from_teacher": True}
+    task = GPTTask(config.updated({**changes, "train.seed": 7, "train.dtype": "bfloat16"}))
+    student = task.build(device="cpu", dtype=torch.float32)
+    teacher = open_teacher(
+        GPT,
+        task,
+        SimpleNamespace(files=files),
+        precision=resolve_precision(task.config.train),
+        ranks=Ranks(),
+        student=student,
+    )
+    for name, parameter in teacher.named_parameters():
+        expected = torch.float32 if "router" in name else torch.bfloat16
+        assert parameter.dtype == expected, name
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(student.state_dict()[name], tensor), name
+    at_rest = sum(p.numel() * 2 for p in teacher.parameters())
+    told = teacher_bytes(task.config, GPT, num_ranks=1, compute_dtype=torch.bfloat16)
+    assert told == at_rest
+    assert teacher_dtype(torch.float16) == torch.float32  # sums over layers leave FP16's range
+    assert f"teacher     {told / 1024:.1f} KiB" in describe(task.config, GPT, recipe="test")
 
 
 def student_run(config):

@@ -64,6 +64,7 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
     """
     from expertmesh.training.precision import resolve_precision
     from expertmesh.training.run_dir import RunDir
+    from expertmesh.training.teacher import teacher_bytes
 
     family.open_task(config).check(num_ranks)
     precision = resolve_precision(
@@ -81,6 +82,11 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
             f"training    {costs.num_items:,} {family.items}, {costs.flops_per_item / 1e9:,.3f} GFLOP per {item}",
             f"memory      {_memory(costs, num_ranks)}",
         ]
+    taught = teacher_bytes(
+        config, family, num_ranks=num_ranks, compute_dtype=precision.compute_dtype
+    )
+    if taught:
+        lines.append(f"teacher     {_bytes(taught)} of weights on each rank, beside these")
     return "\n".join(
         [*lines, "configuration", json.dumps(config.model_dump(mode="json"), indent=2)]
     )

@@ -43,7 +43,7 @@ from expertmesh.training.state import (
 )
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
-from expertmesh.training.teacher import copy_layers, open_teacher
+from expertmesh.training.teacher import open_teacher
 from expertmesh.training.trackers import Files, OwnTracker, Tracker, open_tensorboard
 
 # More of them only wait for one another; a test may want a few more than there are.
@@ -186,9 +186,9 @@ class _Trainer:
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
         self.data, self.precision = data, precision
         model = task.place(device=precision.device, dtype=precision.master_dtype, ranks=ranks)
-        task.teacher = open_teacher(family, task, data, precision=precision, ranks=ranks)
-        if task.teacher is not None and config.distill.init_from_teacher:
-            copy_layers(model, task.teacher)
+        task.teacher = open_teacher(
+            family, task, data, precision=precision, ranks=ranks, student=model
+        )
         freeze(model, config.train.freeze)
         optimizer = build_optimizer(model, config.optim)
         follow_optimizer(model, optimizer)

@@ -8,13 +8,14 @@ from expertmesh.config.base import ranks_on_host
 from expertmesh.config.family import Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
+from expertmesh.training.teacher import teacher_bytes
 
 # Activations are an estimate, and a system may swap: refuse only what is far beyond.
 _FAR = 4
 
 
 def check_room(family: Family, config: RunConfig, device: torch.device, *, num_ranks: int) -> None:
-    """Refuse a model whose weights, gradients and optimiser are larger than the memory that there is.
+    """Refuse a model whose weights, gradients, optimiser and teacher are larger than the memory that there is.
 
     Args:
         family: says what the run costs; one that cannot tell is let through.
@@ -23,7 +24,7 @@ def check_room(family: Family, config: RunConfig, device: torch.device, *, num_r
         num_ranks: of the world.
 
     Raises:
-        ConfigError: it is too large.
+        ConfigError: it is too large, or its teacher's configuration is unreadable.
     """
     costs = family.costs_of(config, num_ranks=num_ranks, dtype="float32")
     if costs is None:
@@ -36,14 +37,17 @@ def check_room(family: Family, config: RunConfig, device: torch.device, *, num_r
         memory = torch.cuda.mem_get_info(device)[1]
     each = costs.alone if costs.each is None else costs.each
     weights = each.weights_bytes if costs.each is None else each.parameters_bytes
-    fixed = weights + each.gradients_bytes + each.optimizer_bytes
+    # where the type is still to be measured, the smaller one
+    dtype = torch.bfloat16 if config.train.dtype == "auto" else getattr(torch, config.train.dtype)
+    taught = teacher_bytes(config, family, num_ranks=num_ranks, compute_dtype=dtype)
+    fixed = weights + each.gradients_bytes + each.optimizer_bytes + taught
     whole = fixed + costs.alone.activations_bytes // num_ranks
     where = "this machine" if on_host else f"{device}"
     for needed, limit, what, fix in (
         (
             fixed,
             memory,
-            "weights, gradients and optimiser",
+            "weights, gradients" + (", optimiser and teacher" if taught else " and optimiser"),
             "make the model smaller, or use more ranks",
         ),
         (

@@ -3,14 +3,18 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from expertmesh.config.family import FAMILIES, Family
+from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Data, Task
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.training.checkpoint_tensors import read_tensors
 from expertmesh.training.precision import Precision
 from expertmesh.training.run_dir import Run, RunDir, load_run
 from expertmesh.training.state import load_weights
@@ -19,9 +23,23 @@ _IN_LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.(.*)")
 
 
 def open_teacher(
-    family: Family, task: Task, data: Data, *, precision: Precision, ranks: Ranks
+    family: Family,
+    task: Task,
+    data: Data,
+    *,
+    precision: Precision,
+    ranks: Ranks,
+    student: nn.Module | None = None,
 ) -> nn.Module | None:
     """The model of the run that distill.teacher names, spread over the ranks, in evaluation mode; None: it names none.
+
+    Args:
+        family: of both.
+        task: of the student.
+        data: of the student.
+        precision: of the student; see `teacher_dtype`.
+        ranks: of the student.
+        student: gets the teacher's weights, as its checkpoint has them, where distill.init_from_teacher asks for it.
 
     Raises:
         ConfigError: there is no such run, or it is of another family or vocabulary, or the family has no lessons.
@@ -45,9 +63,43 @@ def open_teacher(
     _check_vocabulary(run, family, config.model, data, name=name)
     theirs: Task = family.open_task(run.config.model_copy(update={"parallel": config.parallel}))
     theirs.check(ranks.size)
-    teacher = theirs.place(device=precision.device, dtype=precision.master_dtype, ranks=ranks)
+    dtype = teacher_dtype(precision.compute_dtype)
+    teacher = theirs.place(device=precision.device, dtype=dtype, ranks=ranks)
     load_weights(run.checkpoint, teacher)
+    if student is not None and config.distill.init_from_teacher:
+        copy_layers(student, teacher, run.checkpoint)
     return teacher.eval()
+
+
+def teacher_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """The type of a teacher's weights, but its routers': BF16 in a run that computes in BF16.
+
+    Else that of a student's. FP16 has not the range for sums over layers, which take the type of the weights.
+    """
+    return compute_dtype if compute_dtype == torch.bfloat16 else accumulate_dtype(compute_dtype)
+
+
+def teacher_bytes(
+    config: RunConfig, family: Family, *, num_ranks: int, compute_dtype: torch.dtype
+) -> int:
+    """Bytes of the weights of a run's teacher on each rank, at rest; 0 where there is none that `open_teacher` takes, or its size is unknown.
+
+    Raises:
+        ConfigError: its configuration is unreadable.
+    """
+    if config.distill.teacher is None or not RunDir(config.distill.teacher).config.exists():
+        return 0
+    named = None if family.name in FAMILIES else family
+    theirs, other = RunDir(config.distill.teacher).read_config(named)
+    if other.name != family.name:
+        return 0
+    theirs = theirs.model_copy(update={"parallel": config.parallel})
+    costs = family.costs_of(theirs, num_ranks=num_ranks, dtype="float32")
+    if costs is None:
+        return 0
+    alone: int = costs.alone.weights_bytes
+    in_fp32: int = alone if costs.each is None else costs.each.parameters_bytes
+    return in_fp32 * teacher_dtype(compute_dtype).itemsize // 4
 
 
 def _check_vocabulary(run: Run, family: Family, model: object, data: Data, *, name: str) -> None:
@@ -64,57 +116,62 @@ def _check_vocabulary(run: Run, family: Family, model: object, data: Data, *, na
             )
 
 
-@torch.no_grad()
-def copy_layers(student: nn.Module, teacher: nn.Module) -> None:
+def copy_layers(student: nn.Module, teacher: nn.Module, checkpoint: Path) -> None:
     """Set a student's weights to its teacher's: of each layer, those of the layer of the same shapes that is nearest in depth.
 
+    A balancing bias and the key of a hash come along where both have one.
+
     Args:
-        student: spread over ranks as the teacher is, or not at all.
-        teacher: usually of more layers.
+        student: spread over ranks, or not at all.
+        teacher: usually of more layers; its own weights may be rounded.
+        checkpoint: of the teacher, from which the weights are read.
 
     Raises:
-        ConfigError: the student has a layer, or a tensor outside the layers, that the teacher has not in this shape.
+        ConfigError: the student has a layer, or a parameter outside the layers, that the teacher has not in this shape.
     """
-    mine, theirs = (dict(model.named_parameters()) for model in (student, teacher))
+    mine, theirs = (_shapes(model) for model in (student, teacher))
     my_layers, their_layers = _layers(mine), _layers(theirs)
     depth = {side: max(index for s, index in their_layers if s == side) for side, _ in their_layers}
-    for (side, index), tensors in my_layers.items():
+    sources = {name: name for name in mine if _IN_LAYER.match(name) is None}
+    for (side, index), shapes in my_layers.items():
         place = index * depth.get(side, 0) / max(max(i for s, i in my_layers if s == side), 1)
         fitting = [
             (abs(other - place), other)
             for (s, other), found in their_layers.items()
-            if s == side and _shapes(found) == _shapes(tensors)
+            if s == side and found == shapes
         ]
         if not fitting:
             raise ConfigError(
                 f"distill.init_from_teacher: the teacher has no layer of the shapes of {side}.{index}; leave it out"
             )
-        for suffix, source in their_layers[side, min(fitting)[1]].items():
-            _copy(tensors[suffix], source)
-    for name, tensor in mine.items():
-        if _IN_LAYER.match(name) is None:
-            if name not in theirs or theirs[name].shape != tensor.shape:
-                raise ConfigError(
-                    f"distill.init_from_teacher: the teacher has no {name} of shape {tuple(tensor.shape)}; leave it out"
-                )
-            _copy(tensor, theirs[name])
+        nearest = min(fitting)[1]
+        tensors = [n for n in student.state_dict() if n.startswith(f"{side}.{index}.")]
+        sources |= {n: n.replace(f"{side}.{index}.", f"{side}.{nearest}.", 1) for n in tensors}
+    targets, saved = student.state_dict(), teacher.state_dict()
+    rounds: list[dict[str, Tensor]] = []  # several layers may have one source
+    for name, source in sources.items():
+        if source not in saved or saved[source].shape != targets[name].shape:
+            if name not in mine:
+                continue  # a buffer that the teacher has not
+            raise ConfigError(
+                f"distill.init_from_teacher: the teacher has no {name} of shape {mine[name]}; leave it out"
+            )
+        fresh = next((one for one in rounds if f"model.{source}" not in one), None)
+        if fresh is None:
+            rounds.append(fresh := {})
+        fresh[f"model.{source}"] = targets[name]
+    for one in rounds:
+        read_tensors(checkpoint, one)
 
 
-def _layers(parameters: Mapping[str, Tensor]) -> dict[tuple[str, int], dict[str, Tensor]]:
-    """The parameters of each layer by the rest of their names."""
-    found: dict[tuple[str, int], dict[str, Tensor]] = {}
-    for name, parameter in parameters.items():
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _layers(shapes: Mapping[str, tuple[int, ...]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """The shapes of each layer's parameters by the rest of their names."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for name, shape in shapes.items():
         if match := _IN_LAYER.match(name):
-            found.setdefault((match[1], int(match[2])), {})[match[3]] = parameter
+            found.setdefault((match[1], int(match[2])), {})[match[3]] = shape
     return found
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Of spread tensors, which lie alike, this rank's parts."""
-    parts = (t.to_local() if hasattr(t, "to_local") else t for t in (target, source))
-    first, second = parts
-    first.copy_(second)
