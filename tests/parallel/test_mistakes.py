@@ -93,6 +93,9 @@ def test_a_run_directory_in_use(two_ranks, tmp_path):
         ("ep_degree", 2),
         ("es_degree", 2),
         ("adaptive", True),
+        ("shadow_experts", 1),
+        ("all_to_all", "hierarchical"),
+        ("expert_order", "experts_inner"),
     ],
 )
 def test_options_for_several_ranks_on_one_process(tmp_path, name, value):

@@ -214,7 +214,7 @@ def refused():
         with pytest.raises(ConfigError, match=said):
             spread_experts(build(SpreadCase(), torch.float64), world_of(False), **options)
 
-    for options in ({"dispatch_dtype": "int8"}, {"adaptive": True}):
+    for options in ({"dispatch_dtype": "int8"}, {"adaptive": True}, {"route_degree": 1}):
         (name,) = options
         with pytest.raises(
             ConfigError, match=f"{name}=.* has no effect in a model without .*leave"

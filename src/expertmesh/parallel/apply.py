@@ -43,6 +43,12 @@ from expertmesh.planner.cache import (
 
 _KEEP: dict[int, Keep] = {1: "until_step", 2: "until_step", 3: "regather"}
 
+_OF_EXPERTS = (
+    *("ep_degree", "es_degree", "route_degree", "expert_order"),
+    *("overlap_degree", "all_to_all", "shadow_experts", "dispatch_dtype"),
+)
+"""Options that are about experts alone."""
+
 
 def parallelize(
     model: nn.Module,
@@ -184,10 +190,12 @@ def _spread_layers(
     nodes = None if per_node is None else [rank // per_node for rank in range(world.size)]
     models_cost = bool(moe_layers) and (adaptive or config.all_to_all == "auto")
     topology, network = _network(world, nodes) if models_cost else (None, USUAL_NETWORK)
-    if config.dispatch_dtype != "same" and not moe_layers:
-        raise ConfigError(
-            f"parallel.dispatch_dtype={config.dispatch_dtype}: has no effect in a model without experts; leave it out"
-        )
+    for name in _OF_EXPERTS:
+        value = getattr(config, name)
+        if not moe_layers and value != type(config).model_fields[name].default:
+            raise ConfigError(
+                f"parallel.{name}={value}: has no effect in a model without experts; leave it out"
+            )
     if adaptive and not any(isinstance(m.experts, GroupedExperts) for m in moe_layers):
         raise ConfigError(
             "parallel.adaptive=True: has no effect in a model without grouped experts; leave it out"

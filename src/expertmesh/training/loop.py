@@ -25,6 +25,7 @@ from expertmesh.training.checkpoint import (
     CheckpointStore,
     list_checkpoints,
     newest_good,
+    step_of,
 )
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
@@ -281,7 +282,7 @@ class _Trainer:
         Raises:
             TrainingDivergedError: none of these steps changed a weight, or no state of the run was worth saving.
         """
-        progress, paths = self.state.progress, list_checkpoints(self.run_dir.checkpoints)
+        progress, paths = self.state.progress, self._checkpoints()
         bad = progress.bad_steps_in_row
         kept = f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
         if stop.signal is None and bad and (bad >= progress.step - first or not paths):
@@ -372,7 +373,7 @@ class _Trainer:
         if progress.bad_steps_in_row < self.config.train.max_bad_steps:
             return
         self.store.wait()
-        paths = list_checkpoints(self.run_dir.checkpoints)
+        paths = self._checkpoints()
         good = f"the last good checkpoint is {paths[-1]}" if paths else "no checkpoint was saved"
         raise TrainingDivergedError(
             f"step {progress.step}: {progress.bad_steps_in_row} steps in a row had a non-finite loss or gradient; {good};"
@@ -402,6 +403,11 @@ class _Trainer:
         )
         self.saved_step = progress.step
 
+    def _checkpoints(self) -> list[Path]:
+        """The run's, oldest first; damaged ones that are left of further steps are none."""
+        paths = list_checkpoints(self.run_dir.checkpoints)
+        return [path for path in paths if step_of(path) <= self.state.progress.step]
+
     def _description(self, first: int) -> str:
         parameters = sum(p.numel() for p in self.state.model.parameters())
         start = f"resuming after step {first}" if first else "starting"
@@ -424,7 +430,7 @@ class _Trainer:
         progress = self.state.progress
         lines = read_metrics(self.run_dir.metrics)
         initial, evaluated = evaluations(lines, "initial_eval_"), evaluations(lines, "eval_")
-        paths = list_checkpoints(self.run_dir.checkpoints)
+        paths = self._checkpoints()
         return TrainResult(
             run_dir=self.run_dir.path,
             step=progress.step,
@@ -462,9 +468,12 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
         ("overlap_degree", parallel.overlap_degree),
         ("shadow_experts", parallel.shadow_experts),
         ("adaptive", parallel.adaptive),
+        ("all_to_all", parallel.all_to_all),
+        ("expert_order", parallel.expert_order),
     ):
-        idle = 0 if name in ("shadow_experts", "adaptive") else 1
-        if ranks.size == 1 and (degree or idle) > idle:
+        idle = [None, type(parallel).model_fields[name].default]
+        idle += [1] if name.endswith("_degree") else []
+        if ranks.size == 1 and degree not in idle:
             raise ConfigError(
                 f"parallel.{name}={degree}: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh"
                 " train ..."
