@@ -113,6 +113,27 @@ def test_the_last_ones_and_the_best_are_kept(store):
     assert not [p for p in store.folder.iterdir() if p.name.startswith(".")]
 
 
+def test_damaged_ones_of_further_steps_push_nothing_out(store):
+    """A run that went on from before them, and is stopped early, must keep what it has just saved."""
+    for step in (4, 6):
+        save(store, step)
+    for path in store.paths():
+        damage_manifest(path)
+    for step in (2, 3):
+        save(store, step)
+    assert newest_good(store.folder).name == "step_00000003"
+    assert steps(store) == [2, 3, 4, 6]
+
+
+def test_a_file_that_cannot_be_read_is_named(store):
+    save(store, 1)
+    (path,) = store.paths()
+    (path / "worn").symlink_to("/proc/self/mem")  # a file whose first byte is an error
+    manifest = {"files": {"worn": {"size": 0, "sha256": ""}}}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert find_damage(path) == "worn cannot be read: Input/output error"
+
+
 def test_saving_a_step_again_replaces_it(store):
     save(store, 1)
     store.save(1, tensors(5.0), {}, eval_loss=None)

@@ -198,7 +198,7 @@ class CheckpointStore:
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            self._prune()
+            self._prune(step_of(partial.with_name(partial.name.removeprefix(_PARTIAL))))
         else:
             record = partial / f"{_RECORD}{self.ranks.position}"
             unfinished = record.with_suffix(".partial")
@@ -236,8 +236,9 @@ class CheckpointStore:
             time.sleep(_POLL_S)
         return cast("tuple[list[Any], dict[str, Any]]", read_plain(path))
 
-    def _prune(self) -> None:
-        paths = self.paths()
+    def _prune(self, newest: int) -> None:
+        """Delete what is not to be kept. Those after the newest are damaged, or the run had gone on from them: they count for nothing."""
+        paths = [path for path in self.paths() if step_of(path) <= newest]
         keep = set(paths[-self.keep_last :])
         rated = [(loss, path) for path in paths if (loss := _eval_loss(path)) is not None]
         if rated:
@@ -311,8 +312,9 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
     Returns:
         What is wrong, or None.
     """
+    name = "manifest.json"
     try:
-        files = parse_json((path / "manifest.json").read_bytes())["files"]
+        files = parse_json((path / name).read_bytes())["files"]
         for name, expected in sorted(files.items())[share[0] :: share[1]]:
             file = path / name
             if not file.is_file():
@@ -321,7 +323,11 @@ def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
                 return f"{name} has {file.stat().st_size} bytes, not {expected['size']}"
             if _sha256(file) != expected["sha256"]:
                 return f"{name} has another checksum"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except OSError as error:
+        if name != "manifest.json":
+            return f"{name} cannot be read: {error.strerror or error}"
+        return "manifest.json is missing or unreadable"
+    except (ValueError, KeyError, TypeError, AttributeError):
         return "manifest.json is missing or unreadable"
     return None
 
