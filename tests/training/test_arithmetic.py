@@ -123,7 +123,10 @@ def test_the_library_of_a_run_is_followed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"device": "cpu"}', '{"device": "cpu", "dtype": "float32", "library": "x"}']
+    "text",
+    ["", "[]", '{"device": "cpu"}', '{"device": "cpu", "dtype": "float32", "library": "x"}']
+    + ['{"device": "cpu", "dtype": "float31", "library": "blas"}']
+    + ['{"device": "cpu", "dtype": "float32", "library": "blas", "seconds": 3}'],
 )
 def test_a_damaged_record_is_one_line(tmp_path, text):
     (record := tmp_path / "arithmetic.json").write_text(text)

@@ -18,7 +18,7 @@ from tests.support.runs import lines_of
 from expertmesh.data.text import TextData
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.training import stop
+from expertmesh.training import stop, trackers
 from expertmesh.training.checkpoint import list_checkpoints
 from expertmesh.training.metrics import MetricsFile, measure_load, read_metrics
 from expertmesh.training.run_dir import RunDir, load_run
@@ -291,6 +291,16 @@ def test_a_run_leaves_the_callers_random_state_and_threads(tiny, run_quietly):
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     run_quietly(tiny(**{"train.steps": 2, "parallel.num_threads": 2}))
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
+
+
+def test_a_tensorboard_that_cannot_be_imported_is_one_line(tmp_path):
+    pytest.importorskip("tensorboard")
+
+    def fail(*_, **__):
+        raise ImportError("No module named 'pkg_resources'")
+
+    with pytest.raises(ConfigError, match="pkg_resources.*; mend its installation, or use"):
+        trackers.open_tensorboard(tmp_path, last_step=0, make=fail)
 
 
 def test_tensorboard_gets_the_same_numbers(tiny, run_quietly):

@@ -184,7 +184,12 @@ def read_arithmetic(path: Path) -> Arithmetic | None:
     try:
         values = parse_json(path.read_bytes())
         found = Arithmetic(**values)
-        if found.library not in ("blas", "onednn") or found.device not in ("cpu", "cuda"):
+        if (
+            found.library not in ("blas", "onednn")
+            or found.device not in ("cpu", "cuda")
+            or found.dtype not in ("float32", "bfloat16", "float16", "float64")
+            or not isinstance(found.seconds, dict)
+        ):
             raise ValueError(path)
     except FileNotFoundError:
         return None

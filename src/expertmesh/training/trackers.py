@@ -1,10 +1,11 @@
 """Where the numbers of a run go: its own files, TensorBoard, and what a user fills in."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from expertmesh.errors import ConfigError
 from expertmesh.training.expert_use import ExpertUse
 from expertmesh.training.metrics import MetricsFile
 
@@ -81,8 +82,24 @@ class TensorBoard:
         self._writer.close()
 
 
-def open_tensorboard(folder: Path, *, last_step: int) -> list[OwnTracker]:
-    """TensorBoard where it is installed, else nothing."""
+def open_tensorboard(
+    folder: Path, *, last_step: int, make: Callable[..., OwnTracker] = TensorBoard
+) -> list[OwnTracker]:
+    """TensorBoard where it is installed, else nothing.
+
+    Args:
+        folder: see `TensorBoard`.
+        last_step: see `TensorBoard`.
+        make: opens it.
+
+    Raises:
+        ConfigError: it is installed, and cannot be imported.
+    """
     if importlib.util.find_spec("tensorboard") is None:
         return []
-    return [TensorBoard(folder, last_step=last_step)]
+    try:
+        return [make(folder, last_step=last_step)]
+    except ImportError as error:
+        raise ConfigError(
+            f"train.tensorboard=True: importing tensorboard failed: {error}; mend its installation, or use train.tensorboard=False"
+        ) from error
