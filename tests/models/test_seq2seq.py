@@ -3,16 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.waits import waits
 
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.seq2seq import Seq2SeqConfig, Seq2SeqRunConfig
 from expertmesh.costs.seq2seq import forward_flops, parameter_shapes, seq2seq_costs
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder
+from expertmesh.models.family import Part
 from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.token_dropout import TokenDropout
 from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes.translation import RECIPES
 from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 from expertmesh.training.muon import matrix_parameters
@@ -293,6 +297,61 @@ def test_recipes_are_consistent(name):
     cfg = RECIPES[name]()
     assert type(cfg).model_validate_json(cfg.model_dump_json()) == cfg
     assert cfg.train.run_dir == f"runs/{name}"
+
+
+def batch_of(*, device="cpu"):
+    (source, mask), (target, target_mask) = padded(SOURCES), padded(TARGETS)
+    tasks = torch.tensor([1, 0, 1])
+    batch = source, mask.sum(1), target, target_mask.sum(1), tasks
+    return tuple(t.to(device) for t in batch)
+
+
+def task_of(cfg):
+    task = Seq2SeqTask(Seq2SeqRunConfig(model=cfg))
+    task._directions = ("de-en", "en-de")
+    return task
+
+
+def test_the_host_waits_for_no_number_of_targets():
+    moe = MoEConfig(num_experts=(4,), top_k=1, hidden_dim=32, backend="triton")
+    task = task_of(config(dim=32, dropout=0.1, moe=moe))
+    model = Seq2Seq(task.config.model, device="meta", dtype=torch.bfloat16)
+    model.to_empty(device="meta")  # the keys of the noise, too
+    key_noise(model, seed=0, step=0)
+    batch = batch_of(device="meta")
+    for counted in (True, False):
+        part = Part(0, slice(0, 3), Ranks(), sum(map(len, TARGETS)) if counted else None)
+        with waits() as watch:
+            try:
+                task.loss(model, batch, part).total.backward()
+            except RuntimeError:  # of values that are not there
+                assert not counted
+        assert (watch.found == []) == counted, watch.found
+
+
+def test_targets_at_places_equal_those_of_the_mask_to_the_bit():
+    task = task_of(config(dropout=0.1))
+    model = Seq2Seq(task.config.model, seed=1)
+    key_noise(model, seed=0, step=0)
+    source, source_lengths, target, lengths, _ = batch = batch_of()
+    part = Part(0, slice(0, 3), Ranks(), int(lengths.sum()))
+    found = task.loss(model, batch, part).total
+    gradients = torch.autograd.grad(found, list(model.parameters()))
+    source_mask, mask = (
+        torch.arange(ids.shape[1]) < n[:, None]
+        for ids, n in ((source, source_lengths), (target, lengths))
+    )
+    before = torch.cat((torch.zeros_like(target[:, :1]), target[:, :-1]), 1)
+    output = model(source, before, source_mask_BS=source_mask, target_mask_BS=mask)
+    expected = token_losses(output.logits_NV[None], target[mask][None], label_smoothing=0.1).sum()
+    assert torch.equal(found, expected)
+    others = torch.autograd.grad(expected, list(model.parameters()))
+    assert all(map(torch.equal, gradients, others))
+    with torch.no_grad():
+        sums = task.measure(model.eval(), batch, part)
+        assert sums["items_de-en"] == len(TARGETS[1]) and sums["items"] == sum(map(len, TARGETS))
+        alone = task.measure(model, tuple(t[1:2] for t in batch), Part(0, slice(1, 2), Ranks()))
+    torch.testing.assert_close(sums["nats_de-en"], alone["nats"])
 
 
 def test_dropout_depends_on_the_token_alone():

@@ -73,11 +73,13 @@ class Part:
         step: the step of the run, from 0.
         rows: its samples in the whole batch.
         ranks: the ranks that work on the batch.
+        num_items: in training, `Task.num_items` of these samples, counted before they went to the device; None: they were not.
     """
 
     step: int
     rows: slice
     ranks: Ranks
+    num_items: int | None = None
 
     def token_index(self, tokens_per_sample: int, device: torch.device) -> Tensor:
         """(T,) int64 indices of its tokens in the whole batch, which key the noise of routers."""

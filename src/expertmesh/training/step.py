@@ -141,10 +141,11 @@ def accumulate_gradients(
         rows = ranks.rows(start, stop)
         ranks.announce_micro_batch(model, is_last=stop == size)
         mine = each_tensor(batch, itemgetter(rows))
-        share = task.num_items(mine) / (ranks.tp_degree * num_items)
+        num_mine = task.num_items(mine)
+        share = num_mine / (ranks.tp_degree * num_items)
         mine = each_tensor(mine, lambda t: t.to(precision.device, non_blocking=True))
         with precision.autocast():
-            found = task.loss(model, mine, Part(step, rows, ranks))
+            found = task.loss(model, mine, Part(step, rows, ranks, num_mine))
         loss = found.total / num_items
         aux_loss, z_loss = (part * share for part in routing_losses(found.stats, loss))
         scaler.scale(loss + aux_loss + z_loss).backward()

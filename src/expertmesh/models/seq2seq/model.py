@@ -387,6 +387,7 @@ class Seq2Seq(nn.Module):
         target_mask_BS: Tensor | None = None,
         source_index_T: Tensor | None = None,
         target_index_T: Tensor | None = None,
+        target_places_N: Tensor | None = None,
     ) -> Seq2SeqOutput:
         """Logits of the next target token after every one that is given.
 
@@ -397,6 +398,8 @@ class Seq2Seq(nn.Module):
             target_mask_BS: the same of the targets; padding gets no logits.
             source_index_T: (B * S,) int64 global token indices that key noise and dropout; None: 0, 1, 2, ...
             target_index_T: (B * S',) the same of the targets.
+            target_places_N: (N,) int64 places of the target tokens that get logits, row by row; None: those of the mask, whose
+                number the host waits for.
 
         Returns:
             Logits and the routing statistics of every MoE layer.
@@ -423,7 +426,11 @@ class Seq2Seq(nn.Module):
             # Padding is on the right, so the causal order hides it from all that counts.
             x_BSD, stats = layer(x_BSD, tokens, None, None, source_BSD, source_mask)
             all_stats += [] if stats is None else [stats]
-        x = x_BSD.flatten(0, 1) if target_mask_BS is None else x_BSD[target_mask_BS]
+        x = x_BSD.flatten(0, 1)
+        if target_places_N is not None:
+            x = x.index_select(0, target_places_N)
+        elif target_mask_BS is not None:
+            x = x_BSD[target_mask_BS]
         return Seq2SeqOutput(self._logits(x), tuple(all_stats))
 
     def _encode(

@@ -69,12 +69,12 @@ class Seq2SeqTask(Task):
 
     def measure(self, model: nn.Module, batch: Batch, part: Part) -> dict[str, Tensor | float]:
         """Nats and target tokens, in all and of each direction."""
-        output, targets_N, mask_BS = self._forward(model, batch, part)
+        output, targets_N, rows_N = self._forward(model, batch, part)
         losses_N = token_losses(output.logits_NV[None], targets_N[None])
-        tasks_N = batch[4][:, None].expand_as(mask_BS)[mask_BS]
+        _, _, _, lengths_B, tasks_B = batch
         count = len(self._directions)
-        nats = losses_N.new_zeros(count).index_add_(0, tasks_N, losses_N)
-        items = torch.bincount(tasks_N, minlength=count)
+        nats = losses_N.new_zeros(count).index_add_(0, tasks_B[rows_N], losses_N)
+        items = lengths_B.new_zeros(count).index_add_(0, tasks_B, lengths_B)
         found: dict[str, Tensor | float] = {"nats": losses_N.sum(), "items": len(losses_N)}
         for index, name in enumerate(self._directions if count > 1 else ()):
             found[f"nats_{name}"], found[f"items_{name}"] = nats[index], items[index]
@@ -91,13 +91,19 @@ class Seq2SeqTask(Task):
     def _forward(
         self, model: nn.Module, batch: Batch, part: Part
     ) -> tuple[Seq2SeqOutput, Tensor, Tensor]:
-        """Output, the tokens that should follow, and which places of the batch they have."""
+        """Output, the N tokens that should follow, and the row of the batch that each is of."""
         source_BS, source_lengths_B, target_BS, target_lengths_B, _ = batch
         device = source_BS.device
         source_mask_BS, target_mask_BS = (
             torch.arange(ids.shape[1], device=device) < lengths[:, None]
             for ids, lengths in ((source_BS, source_lengths_B), (target_BS, target_lengths_B))
         )
+        num_targets = part.num_items
+        if num_targets is None:
+            num_targets = int(target_lengths_B.sum())
+        # the n-th of them is where the count of target tokens first is n: the host need not know the mask
+        ordinals_N = torch.arange(1, num_targets + 1, device=device)
+        places_N = torch.searchsorted(target_mask_BS.flatten().cumsum(0), ordinals_N)
         start_B1 = torch.full_like(target_BS[:, :1], END_OF_TEXT_ID)
         output = model(
             source_BS,
@@ -106,8 +112,9 @@ class Seq2SeqTask(Task):
             target_mask_BS=target_mask_BS,
             source_index_T=part.token_index(source_BS.shape[1], device),
             target_index_T=part.token_index(target_BS.shape[1], device),
+            target_places_N=places_N,
         )
-        return output, target_BS[target_mask_BS], target_mask_BS
+        return output, target_BS.flatten()[places_N], places_N // target_BS.shape[1]
 
     def decoder(self, model: nn.Module) -> CausalLM:
         """The model itself."""
