@@ -3,6 +3,7 @@
 import gzip
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -268,6 +269,19 @@ def test_the_mark_at_the_beginning_of_a_file_is_no_text(tmp_path):
     assert read_lines(tmp_path / "a") == ["one", "\u2028two\x0c"]
 
 
+def test_a_line_of_blanks_is_not_translated(tmp_path):
+    keys = []
+    for blank in ("", " \t", "\u3000\u00a0"):
+        path = Path(write(tmp_path / "corpus", lines=20))
+        lines = (path / "train.de").read_text().splitlines()
+        text = "\r\n".join([blank, *lines[1:6], blank, blank, *lines[8:], ""])
+        (path / "train.de").write_bytes(text.encode())
+        data = data_of((str(path), str(tmp_path / "cache")), pairs=("de-en",))
+        assert data.description.startswith(f"{path}: 3 languages, 17 training")
+        keys.append(data.key)
+    assert len(set(keys)) == 1, "they are the same text"
+
+
 def test_a_given_tokenizer_is_the_same_wherever_it_lies(corpus, tmp_path):
     known = data_of(corpus)
     (tmp_path / "moved").mkdir()
@@ -276,6 +290,11 @@ def test_a_given_tokenizer_is_the_same_wherever_it_lies(corpus, tmp_path):
         shutil.copy(known.files["tokenizer.json"], folder)
         keys.add(data_of(corpus, encode_with=str(folder / "tokenizer.json")).key)
     assert len(keys) == 1 and keys != {known.key}
+    others = write(tmp_path / "others", languages=("it", "pt_BR"), lines=20), corpus[1]
+    with pytest.raises(
+        ConfigError, match="data.languages=it pt_BR: none .* which writes de, en, fr"
+    ):
+        data_of(others, encode_with=str(tmp_path / "tokenizer.json"))
 
 
 def spoil(folder, name, text):
@@ -300,6 +319,7 @@ def spoil(folder, name, text):
         (None, {"path": ()}, "data.path=none: translation needs parallel text"),
         (None, {"path": ("nowhere",)}, "data.path=nowhere: there is no such folder .*expertmesh data lohelp"),
         (None, {"mean_span": 2.0}, "mean_span=2.0: has no effect without denoising"),
+        (None, {"mean_span": 900, "denoising": 0.5}, "mean_span=900"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(tmp_path, change, options, words):

@@ -173,7 +173,7 @@ class ParallelTextConfig(Config):
     """Share of the samples that repair noised text of one language instead of translating."""
     noise_fraction: float = Field(default=0.35, gt=0, lt=1)
     """Share of a noised text's tokens that are masked."""
-    mean_span: float = Field(default=3.0, ge=1)
+    mean_span: float = Field(default=3.0, ge=1, le=500)
     """Mean length of a masked span in tokens (Poisson); each becomes one mask."""
     permute_sentences: bool = True
     """Put the sentences of a noised text in a random order."""

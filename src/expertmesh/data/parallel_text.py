@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import logging
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ _OTHER_ENDINGS = frozenset(
     {"txt", "bak", "old", "tmp", "csv", "tsv", "log", "md", "gz", "xz", "zip", "tar"}
 )
 """Endings that have a language's form and hardly ever are one; data.languages names those that are (bak, Bashkir)."""
+_BLANKS = re.compile(rb"\n(?:[ \t\f\v]|\xc2\xa0|\xe3\x80\x80)+(?=\r?\n)")
+"""Lines of blanks alone: usual ones, and those that do not break or are as wide as a sign (U+00A0, U+3000)."""
 _NO_LANGUAGE = "have endings that are no languages as en, zh_Hans"
 _log = logging.getLogger("expertmesh.data")
 
@@ -234,14 +237,16 @@ def read_lines(path: Path) -> list[str]:
 
 
 def _bytes(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        return path.read_bytes()
-    try:
-        return gzip.decompress(path.read_bytes())
-    except (EOFError, OSError, zlib.error):
-        raise ConfigError(
-            f"{path}: is damaged, or was not packed by gzip; restore it from a copy"
-        ) from None
+    """Of a text file, unpacked; a line of blanks alone is an empty one, which is not translated."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, OSError, zlib.error):
+            raise ConfigError(
+                f"{path}: is damaged, or was not packed by gzip; restore it from a copy"
+            ) from None
+    return _BLANKS.sub(b"\n", b"\n" + data)[1:]
 
 
 def _files(

@@ -323,6 +323,11 @@ def _directions(
                     )
     usual = [(a, b) for a, b in permutations(texts, 2) if b in tagged]
     every = [(a, b) for a, b in (given["pairs"] or usual)]
+    if not every:
+        raise ConfigError(
+            f"data.languages={' '.join(texts)}: none of them has a tag in the given tokenizer, which writes "
+            f"{', '.join(tagged)}; take one of these in, or learn another vocabulary"
+        )
     kept = [pair for pair in every if pair not in given["without_pairs"]]
     if not kept:
         left_out = " ".join(config.without_pairs)
