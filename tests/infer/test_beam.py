@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from expertmesh.errors import ConfigError
 from expertmesh.infer.beam import beam_search, length_penalty_of
@@ -114,6 +115,53 @@ def test_an_output_that_does_not_end_is_cut_off():
     toy.table[..., END] = -1e9
     (found,) = beam_search(toy, [[1]], start=[2], end_id=END, num_beams=2, max_tokens=3)
     assert len(found.ids) == 3 and not found.is_finished
+
+
+def test_each_source_has_its_own_limit_as_if_it_were_alone():
+    toy = Toy(5)
+    toy.table[1, ..., END] = -1e9
+    sources, limits = [[1], [3], [2], [1]], [2, 7, 1, 4]
+    options = {"start": [2], "end_id": END, "num_beams": 2, "length_penalty": 2.0}
+    together = beam_search(toy, sources, max_tokens=limits, **options)
+    for source, limit, hypothesis in zip(sources, limits, together, strict=True):
+        (alone,) = beam_search(toy, [source], max_tokens=limit, **options)
+        assert alone == hypothesis
+    assert [len(together[row].ids) for row in (0, 3)] == [2, 4]
+    with pytest.raises(ConfigError, match="max_tokens: 1 for 4 sources"):
+        beam_search(toy, sources, max_tokens=[3], **options)
+
+
+class Asked(TorchFunctionMode):
+    """Counts what the host asks for, and would wait for on a GPU."""
+
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__bool__)
+        return func(*args, **(kwargs or {}))
+
+
+class Silent(Toy):
+    """Asks for nothing, and never ends."""
+
+    logits = torch.tensor([-1e9, 1.0, 2.0, 3.0]).expand(2, VOCAB)
+
+    def new_cache(self, *, batch_size, max_len):
+        cache = Cache(batch_size)
+        cache.reorder = lambda rows: None
+        return cache
+
+    def next_logits(self, ids_BS, *, token_mask_BS, cache):
+        return self.logits
+
+
+def test_the_host_asks_once_per_token():
+    counts = []
+    for limit in (3, 5):
+        with Asked() as asked:
+            beam_search(Silent(0), [[1]], start=[2], end_id=END, num_beams=2, max_tokens=limit)
+        counts.append(asked.count)
+    assert counts[1] - counts[0] == 2, "one more for each of two more tokens"
 
 
 @pytest.mark.parametrize(

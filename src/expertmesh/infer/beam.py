@@ -60,7 +60,7 @@ def beam_search(
     end_id: int,
     num_beams: int = 5,
     length_penalty: float = 1.0,
-    max_tokens: int | None = None,
+    max_tokens: int | Sequence[int] | None = None,
 ) -> list[Hypothesis]:
     """The best output that is found for each source.
 
@@ -74,7 +74,7 @@ def beam_search(
         end_id: ends an output.
         num_beams: unfinished outputs that are kept for each source; 1: greedy.
         length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain probabilities, which favour short outputs.
-        max_tokens: most tokens of an output, the end included; None: as many as the model has room for.
+        max_tokens: most tokens of an output, the end included, of all or of each source; None: as many as the model has room for.
 
     Returns:
         One hypothesis per source: the best finished one, or, if there is none, the best that was cut off.
@@ -90,9 +90,15 @@ def beam_search(
             f"length_penalty={length_penalty}: must be from 0 to {_MOST_PENALTY}; 1 is usual"
         )
     check_sources(model, sources, num_prompts=len(sources))
-    steps = check_room(model, [start], max_tokens=max_tokens)
+    given = max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * len(sources)
+    if len(given) != len(sources):
+        raise ConfigError(
+            f"max_tokens: {len(given)} for {len(sources)} sources; give one for all, or one per source"
+        )
+    room = {most: check_room(model, [start], max_tokens=most) for most in set(given)}
+    limits = [room[most] for most in given]
     with evaluating(model):
-        return _search(model, sources, list(start), end_id, num_beams, length_penalty, steps)
+        return _search(model, sources, list(start), end_id, num_beams, length_penalty, limits)
 
 
 def _search(
@@ -102,9 +108,9 @@ def _search(
     end_id: int,
     K: int,
     alpha: float,
-    steps: int,
+    limits: Sequence[int],
 ) -> list[Hypothesis]:
-    B, device = len(sources), model.device
+    B, device, steps = len(sources), model.device, max(limits)
     cache = model.new_cache(batch_size=B, max_len=len(start) + steps)
     if not isinstance(cache, BeamCache):
         raise ConfigError(f"a {type(cache).__name__} has no beams; use generate_batch")
@@ -113,8 +119,12 @@ def _search(
     cache.branch(K)
     new_RS = torch.tensor([start] * (B * K), device=device)
     first_row_B1 = torch.arange(0, B * K, K, device=device)[:, None]
+    limits_B = torch.tensor(limits, device=device)
+    penalties = [length_penalty_of(limit, alpha) for limit in limits]
+    penalties_B = torch.tensor(penalties, dtype=torch.float64, device=device)
     running: _Hypotheses | None = None
     finished: _Hypotheses | None = None
+    cut: _Hypotheses | None = None  # the best unfinished one of each source when it was cut off
     for step in range(steps):
         logits_RV = model.next_logits(new_RS, token_mask_BS=None, cache=cache)
         logp_BKV = logits_RV.to(accumulate_dtype(logits_RV.dtype)).log_softmax(-1).view(B, K, -1)
@@ -124,42 +134,50 @@ def _search(
             none = torch.empty(B, K, 0, dtype=torch.int64, device=device)
             running = _Hypotheses(scores_BK, none)
             finished = _Hypotheses(torch.full_like(scores_BK, float("-inf")), none)
-        assert finished is not None
+            cut = _Hypotheses(finished.scores_BK[:, :1], none[:, :1])
+        assert finished is not None and cut is not None
         total_BKV = running.scores_BK[..., None] + logp_BKV
-        if torch.isnan(total_BKV).any():
-            raise CheckpointError(
-                f"logits after {cache.length} tokens are not finite: the weights are damaged, or the compute dtype is too"
-                " small for them; use another checkpoint or float32"
-            )
         # Of 2 K candidates at most K are ends, one of each beam; only one among the best K finishes an output.
         scores_BN, flat_BN = total_BKV.flatten(1).topk(2 * K, dim=1)
         beam_BN, token_BN = flat_BN // logp_BKV.shape[2], flat_BN % logp_BKV.shape[2]
         is_end_BN = token_BN == end_id
         ids_BNS = torch.cat((_rows(running.ids_BKS, beam_BN), token_BN[..., None]), 2)
         ended_BK = (scores_BN[:, :K] / length_penalty_of(step + 1, alpha)).masked_fill(
-            ~is_end_BN[:, :K], float("-inf")
+            ~is_end_BN[:, :K] | (limits_B[:, None] <= step), float("-inf")
         )
         finished = finished.best_of(ended_BK, ids_BNS[:, :K], K)
         scores_BK, order_BK = scores_BN.masked_fill(is_end_BN, float("-inf")).topk(K, dim=1)
         running = _Hypotheses(scores_BK, _rows(ids_BNS, order_BK))
-        longest = length_penalty_of(steps, alpha)
-        if (scores_BK[:, 0] / longest <= finished.scores_BK[:, -1]).all():
+        at_limit_B1 = (limits_B == step + 1)[:, None]
+        cut = cut.best_of(
+            scores_BK[:, :1].masked_fill(~at_limit_B1, float("-inf")), running.ids_BKS[:, :1], 1
+        )
+        can_be_B = scores_BK[:, 0] / penalties_B.to(scores_BK.dtype)
+        is_done_B = (can_be_B <= finished.scores_BK[:, -1]) | (limits_B <= step + 1)
+        is_bad, is_done = torch.stack((total_BKV.isnan().any(), is_done_B.all())).tolist()
+        if is_bad:
+            raise CheckpointError(
+                f"logits after {cache.length} tokens are not finite: the weights are damaged, or the compute dtype is too"
+                " small for them; use another checkpoint or float32"
+            )
+        if is_done:
             break
         cache.reorder((first_row_B1 + beam_BN.gather(1, order_BK)).flatten())
         new_RS = running.ids_BKS[:, :, -1].reshape(B * K, 1)
-    assert running is not None and finished is not None
-    return _best(running, finished, length_penalty_of(steps, alpha))
+    assert cut is not None and finished is not None
+    return _best(cut, finished, penalties)
 
 
-def _best(running: _Hypotheses, finished: _Hypotheses, penalty: float) -> list[Hypothesis]:
+def _best(cut: _Hypotheses, finished: _Hypotheses, penalties: Sequence[float]) -> list[Hypothesis]:
     found = []
-    ended, cut = finished.scores_BK[:, 0].tolist(), running.scores_BK[:, 0].tolist()
+    ended, unfinished = finished.scores_BK[:, 0].tolist(), cut.scores_BK[:, 0].tolist()
     for row, score in enumerate(ended):
-        if score > float("-inf"):
-            ids = [i for i in finished.ids_BKS[row, 0].tolist() if i >= 0]
+        is_finished = score > float("-inf")
+        ids = [i for i in (finished if is_finished else cut).ids_BKS[row, 0].tolist() if i >= 0]
+        if is_finished:
             found.append(Hypothesis(ids[:-1], score, True))
         else:
-            found.append(Hypothesis(running.ids_BKS[row, 0].tolist(), cut[row] / penalty, False))
+            found.append(Hypothesis(ids, unfinished[row] / penalties[row], False))
     return found
 
 

@@ -1,6 +1,6 @@
 """Translation of texts by an encoder-decoder: tokens, batches of about one length, beam search, text again."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
@@ -34,8 +34,7 @@ def translate(
         num_beams: see `beam_search`.
         length_penalty: see `beam_search`.
         batch_size: texts that are translated together.
-        max_tokens: see `beam_search`; None: twice the tokens of a batch's longest text and 16 more, at most what the model
-            has room for.
+        max_tokens: see `beam_search`; None: twice the tokens of each text and 16 more, at most what the model has room for.
 
     Raises:
         ConfigError: the model is no encoder-decoder, texts are too long for it, or a value breaks a rule.
@@ -46,17 +45,17 @@ def translate(
         raise ConfigError(f"batch_size={batch_size}: must be at least 1; 32 is usual")
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     sources = [[*translation.before, *encoding.ids, *translation.after] for encoding in encoded]
-    _check_lengths(sources, model.max_source_len)
     order = sorted(
         (i for i, text in enumerate(texts) if text.strip()), key=lambda i: len(sources[i])
     )
+    _check_lengths({i + 1: len(sources[i]) for i in order}, model.max_source_len)
     room = model.max_seq_len - len(translation.start)
     found = [""] * len(texts)
     told = Progress("translated", total=len(order), unit="texts")
     for first in range(0, len(order), batch_size):
         told.at(first)
         batch = order[first : first + batch_size]
-        longest = max(len(sources[i]) for i in batch)
+        usual = [min(room, 2 * len(sources[i]) + 16) for i in batch]
         outputs = beam_search(
             model,
             [sources[i] for i in batch],
@@ -64,7 +63,7 @@ def translate(
             end_id=translation.end_id,
             num_beams=num_beams,
             length_penalty=length_penalty,
-            max_tokens=min(room, 2 * longest + 16) if max_tokens is None else max_tokens,
+            max_tokens=usual if max_tokens is None else max_tokens,
         )
         for i, output in zip(batch, outputs, strict=True):
             found[i] = one_line(tokenizer.decode(output.ids, skip_special_tokens=True))
@@ -72,12 +71,12 @@ def translate(
     return found
 
 
-def _check_lengths(sources: Sequence[Sequence[int]], limit: int) -> None:
-    """All that are too long are named, so that they are found at one start, before any work."""
-    long = [number for number, source in enumerate(sources, start=1) if len(source) > limit]
+def _check_lengths(lengths: Mapping[int, int], limit: int) -> None:
+    """All that are too long are named by their numbers, so that they are found at one start, before any work."""
+    long = sorted(number for number, length in lengths.items() if length > limit)
     if not long:
         return
-    most = max(len(source) for source in sources)
+    most = max(lengths.values())
     named = ", ".join(map(str, long[:_NAMED]))
     named += f" and {len(long) - _NAMED:,} more" if len(long) > _NAMED else ""
     who = f"text {named}: has" if len(long) == 1 else f"texts {named}: have up to"
