@@ -29,7 +29,9 @@ def test_words_of_any_script_are_whole():
     assert values(rouge(["ក\u200bខ"], ["ក ខ"], language="xx"))[0] == 100.0
 
 
-@pytest.mark.parametrize("language", ["zh_CN", "zh-TW", "zh", "ja", "th", "lo", "km", "my"])
+@pytest.mark.parametrize(
+    "language", ["zh_CN", "zh-TW", "zho_Hans", "JA", "th", "lao_Laoo", "km", "my"]
+)
 def test_without_blanks_characters_are_compared(language):
     (one, _), *_ = rouge(["长城高大"], ["长江高大"], language=language)
     assert one.value == 75.0 and "tok:char" in one.signature
@@ -39,6 +41,8 @@ def test_without_blanks_characters_are_compared(language):
 def test_a_region_does_not_change_bleu():
     one, other = (score(["长城 高"], ["长城 高"], language=code) for code in ("zh", "zh_CN"))
     assert one == other and "tok:zh" in one[0].signature
+    for code in ("zho_Hant", "jpn_Jpan", "kor_Hang"):
+        assert "tok:13a" not in score(["长城 高"], ["长城 高"], language=code)[0].signature
 
 
 def test_nothing_has_no_score():

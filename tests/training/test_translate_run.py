@@ -10,10 +10,12 @@ from tests.support.runs import assert_same_lines, lines_of, mortal, train_quietl
 from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ, Family
 from expertmesh.data import files
-from expertmesh.infer.translate import one_line
+from expertmesh.infer.translate import one_line, translate
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_test
 from expertmesh.training.expert_use import read_use
+from expertmesh.training.run_dir import load_run
+from expertmesh.training.trained import open_trained
 
 WORDS = ("dog", "cat", "bird", "fish"), ("red", "blue", "green")
 
@@ -107,9 +109,9 @@ def learned(corpus):
 
 def test_lines_of_standard_input(learned, capsys, typed):
     for words in (["-"], ["--input", "-"]):
-        typed("a red dog.\r\n\n")
+        typed("\ufeff\r\na red dog.\r\n\n")  # an editor's mark, and nothing behind it
         assert main(["translate", "--run", learned, "--to", "xx", *words]) == 0
-        assert capsys.readouterr().out == "DOG RED IS HERE!\n\n"
+        assert capsys.readouterr().out == "\nDOG RED IS HERE!\n\n"
 
 
 def test_it_translates(learned, corpus, capsys, tmp_path):
@@ -137,6 +139,46 @@ def test_it_translates(learned, corpus, capsys, tmp_path):
     assert capsys.readouterr().out.count("rouge") == 6
     assert main([*words, "--reference", str(data / "val.xx"), "--compare", str(output)]) == 0
     assert capsys.readouterr().out.count("p = 1.0000") == 2, "a system is no better than itself"
+
+
+def test_lines_that_are_not_translated_are_not_scored(learned, capsys, tmp_path):
+    for name, lines in (
+        ("de", ("a red dog.", "", "a green bird.", "a blue cat.")),
+        ("xx", ("DOG RED IS HERE!", "CAT RED IS HERE!", " ", "CAT BLUE IS HERE!")),
+    ):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    words = [
+        "translate",
+        "--run",
+        learned,
+        "--to",
+        "xx",
+        "--input",
+        str(tmp_path / "de"),
+        "--rouge",
+    ]
+    reference = str(tmp_path / "xx")
+    for more in ([], ["--compare", reference]):
+        assert main([*words, "--reference", reference, *more]) == 0
+        out, error = capsys.readouterr()
+        assert out.count(" 100.00") == (10 if more else 5), out
+        assert error.count("note: 2 of 4 lines are not scored") == 1
+    (tmp_path / "xx").write_text("\nDOG\n\n\n")
+    assert main([*words, "--reference", reference]) == 2
+    assert "has no line for a text that is not blank" in capsys.readouterr().err
+
+
+def test_a_translation_does_not_depend_on_the_texts_beside_it(learned):
+    """Of a text without an end, too: its length is bounded by its own."""
+    found = load_run(learned)
+    task, model, _ = open_trained(found)
+    tokenizer = found.load_tokenizer()
+    translation = task.translation(tokenizer, to="xx")._replace(end_id=1)
+    texts = ["a red dog.", "a blue cat. " * 4]
+    together = translate(model, tokenizer, translation, texts)
+    alone = [translate(model, tokenizer, translation, [text])[0] for text in texts]
+    assert together == alone and len(set(map(len, alone))) == 2
+    assert translate(model, tokenizer, translation, [" " * 999]) == [""], "blanks are not too long"
 
 
 def test_a_line_is_what_ends_with_a_newline():

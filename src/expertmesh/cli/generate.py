@@ -222,7 +222,7 @@ def _prompts(options: Any) -> list[str]:
 
 
 def read_standard_input() -> str:
-    """All of standard input, in UTF-8 wherever the terminal is.
+    """All of standard input, in UTF-8 wherever the terminal is, without the mark that editors on Windows begin a text with.
 
     Raises:
         ConfigError: it is no UTF-8 text.
@@ -230,7 +230,7 @@ def read_standard_input() -> str:
     try:
         raw = getattr(sys.stdin, "buffer", None)
         text: str = sys.stdin.read() if raw is None else raw.read().decode("utf-8")
-        return text
+        return text.removeprefix("\ufeff")
     except UnicodeError:
         raise ConfigError(_NO_UTF_8) from None
 

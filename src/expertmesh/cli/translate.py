@@ -1,5 +1,6 @@
 """`expertmesh translate --run DIR --to de "..."`: translates with the newest checkpoint of a run."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser, check_least
@@ -52,6 +53,14 @@ def run(argv: list[str]) -> int:
     elif output is not None:
         write_whole(output, text)
     if references is not None:
+        scored = _scored(texts, references)
+        if left_out := len(texts) - len(scored):
+            print(
+                f"note: {left_out:,} of {len(texts):,} lines are not scored: the text or its reference is blank",
+                file=sys.stderr,
+            )
+        found, references = ([lines[i] for i in scored] for lines in (found, references))
+        others = others and [others[i] for i in scored]
         _print_scores(found, references, others, options.to, with_rouge=options.rouge)
     return 0
 
@@ -148,7 +157,17 @@ def _texts(options: Any) -> tuple[list[str], list[str] | None, list[str] | None]
                 f"{flag} {name}: has {len(lines):,} lines for {len(texts):,} texts; give the file that belongs to them"
             )
         others.append(lines)
+    if others[0] is not None and not _scored(texts, others[0]):
+        raise ConfigError(
+            f"--reference {options.reference}: has no line for a text that is not blank, so there is nothing to score; give one"
+        )
     return texts, others[0], others[1]
+
+
+def _scored(texts: list[str], references: list[str]) -> list[int]:
+    """Which lines have both: files of parallel text are blank where a line is not translated."""
+    pairs = zip(texts, references, strict=True)
+    return [i for i, (text, right) in enumerate(pairs) if text.strip() and right.strip()]
 
 
 def _lines(name: str, flag: str) -> list[str]:

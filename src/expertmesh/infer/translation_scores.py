@@ -11,6 +11,11 @@ import numpy as np
 
 from expertmesh.errors import ConfigError
 
+_SHORTER = {
+    **dict.fromkeys(("zho", "chi", "cmn", "yue"), "zh"),
+    "jpn": "ja", "kor": "ko", "tha": "th", "lao": "lo", "khm": "km", "mya": "my", "bur": "my",
+}  # fmt: skip
+"""Codes of three letters of the languages below: zho_Hans is zh."""
 TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char"}
 """sacreBLEU's tokenizer for Chinese, Japanese and Korean; all other languages have 13a."""
 BY_CHARACTER = (*TOKENIZERS, "th", "lo", "km", "my")
@@ -230,8 +235,9 @@ def _metrics(hypotheses: Sequence[str], references: Sequence[str], language: str
 
 
 def _plain(language: str) -> str:
-    """The code without region or use: "zh" of "zh_CN"."""
-    return re.split("[_-]", language)[0]
+    """The code without region or use, of two letters where it is one of the above: "zh" of "zh_CN" and of "zho_Hans"."""
+    code = re.split("[_-]", language)[0].lower()
+    return _SHORTER.get(code, code)
 
 
 def _check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> None:
