@@ -262,6 +262,7 @@ def test_every_keyword_is_documented():
 
 
 CHOICE_EXTRAS = {
+    "router": {"aux_loss_weight": 0.0, "z_loss_weight": 0.0},
     "score_function": {"normalize_weights": "none"},
     "normalize_weights": {**TIGHT, "drop_policy": "first"},
     "drop_policy": TIGHT,
