@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -15,12 +16,12 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def runs_plainly(*tensors: Tensor | None) -> bool:
-    """Whether nothing watches a call with these tensors: no compiler, no tracing, no autograd, no other device.
+    """Whether nothing watches a call with these tensors: no compiler, no tracing, no autograd, no mode, no other device.
 
     Every way of a `torch.library` operator through PyTorch's dispatcher costs 20 us with warm caches and several
     times that with cold ones, which is what generating one token at a time has; on a CPU that is as much as an
     expert takes to read.
     """
-    if not is_plain(*tensors):
+    if not is_plain(*tensors) or is_in_torch_dispatch_mode():
         return False
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))

@@ -1,0 +1,92 @@
+"""PyTorch's FLOP counter sees our operators: import this module, and `FlopCounterMode` counts their products.
+
+    import expertmesh.integrations.flop_counter
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode() as counter:
+        model(batch).loss.backward()
+    counter.get_total_flops()
+
+As for PyTorch's own operators, a multiplication and its addition are two, only matrix products count, and what a backward
+computes again counts again. Rows that were dropped or never routed cost nothing.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.utils.flop_counter
+
+# These make the operators.
+import expertmesh.ops.experts.adapted_linear
+import expertmesh.ops.experts.grouped_linear
+import expertmesh.ops.experts.operator
+import expertmesh.ops.invariant.experts
+import expertmesh.ops.router_linear  # noqa: F401
+
+Shape = tuple[int, ...]
+_OPERATORS = torch.ops.expertmesh
+
+
+def _count(*operators: Any) -> Any:
+    return torch.utils.flop_counter.register_flop_formula(operators)
+
+
+def _of_row(*matrices: Shape) -> int:
+    """Operations of a row with one matrix of each shape, (E, ...)."""
+    return sum(2 * prod(shape[1:]) for shape in matrices)
+
+
+def _num_rows(maps: Sequence[Shape]) -> int:
+    return maps[1][0]
+
+
+@_count(_OPERATORS.moe_mlp, _OPERATORS.invariant_moe_mlp)
+def _moe_mlp(_x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_: Any) -> int:
+    _b_in, _b_out, maps, *_ignored = rest
+    return _num_rows(maps) * _of_row(*w_in, *w_out)
+
+
+@_count(_OPERATORS.moe_mlp_backward, _OPERATORS.moe_mlp_backward_into)
+def _moe_mlp_backward(
+    _x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_: Any
+) -> int:
+    _b_in, _b_out, maps, _activation, _backend, _grad, hidden, needs, *_main = rest
+    need_x, _need_weights, *need_parameters = needs
+    again = [w for w, h in zip(w_in, hidden, strict=True) if h[0] == 0]
+    wanted = [w for w, needed in zip((*w_in, *w_out), need_parameters, strict=False) if needed]
+    return _num_rows(maps) * _of_row(*w_out, *again, *wanted, *(w_in if need_x else ()))
+
+
+@_count(_OPERATORS.grouped_linear)
+def _grouped_linear(x_RK: Shape, w: Shape, *_: Any, **__: Any) -> int:
+    return x_RK[0] * _of_row(w)
+
+
+@_count(_OPERATORS.grouped_linear_weight_grad)
+def _grouped_linear_weight_grad(_grad: Shape, x_RK: Shape, w: Shape, *_: Any, **__: Any) -> int:
+    return x_RK[0] * _of_row(w)
+
+
+@_count(_OPERATORS.adapted_linear)
+def _adapted_linear(x: Shape, w: Shape, _: Shape, a: Shape, b: Shape, *__: Any, **___: Any) -> int:
+    return x[0] * _of_row(w, a, b)
+
+
+@_count(_OPERATORS.adapted_linear_backward)
+def _adapted_linear_backward(_grad: Shape, x: Shape, *rest: Any, **_: Any) -> int:
+    _low, w, _offsets, a, b, _scaling, needs_x = rest
+    return x[0] * _of_row(a, b, b, *((w, a) if needs_x else ()))
+
+
+@_count(_OPERATORS.router_linear, _OPERATORS.router_linear_split)
+def _router_linear(x_TD: Shape, w_ED: Shape, *_: Any, **__: Any) -> int:
+    return 2 * x_TD[0] * prod(w_ED)
+
+
+@_count(_OPERATORS.router_linear_split_grads)
+def _router_gradients(
+    _grad: Shape, x_TD: Shape, w_ED: Shape, need_x: bool, need_w: bool, **_: Any
+) -> int:
+    return (need_x + need_w) * 2 * x_TD[0] * prod(w_ED)
