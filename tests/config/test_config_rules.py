@@ -128,11 +128,6 @@ BROKEN = [
         "train.freeze=('experts', 'router')",
         "a hash learns nothing",
     ),
-    (
-        {"parallel.route_degree": 1, "parallel.overlap_degree": 2},
-        "parallel.overlap_degree=2",
-        "no effect on tokens that stay",
-    ),
     ({"train.stepz": 1}, "train.stepz=1", "did you mean train.steps?"),
     ({"trian.steps": 1}, "trian.steps=1", "did you mean train.steps?"),
     ({"model.top_k": 1}, "model.top_k=1", "did you mean model.moe.top_k?"),

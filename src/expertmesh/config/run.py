@@ -220,10 +220,6 @@ class ParallelConfig(Config):
                 f"conflicts with ep_degree={shown}, which names the same thing",
                 "give only one of the two",
             )
-        if self.route_degree == 1 and not self.adaptive:
-            for name in ("overlap_degree", "all_to_all", "shadow_experts"):
-                rule = "has no effect on tokens that stay, with route_degree=1"
-                self.refuse_idle(name, rule, "leave it out, or raise route_degree")
         if self.ranks_per_node is not None and self.all_to_all == "flat" and not self.adaptive:
             raise FieldError(
                 "ranks_per_node",
