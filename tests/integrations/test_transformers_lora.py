@@ -152,13 +152,9 @@ def test_adapters_travel_between_peft_and_our_gpt(tmp_path):
         mine = ours.eval()(ids).logits_BSV
     # a logit is a sum whose parts cancel
     parts = seen.hidden_states[-1].abs() @ theirs.get_output_embeddings().weight.abs().T
-    numerics.assert_two_times(
-        mine,
-        found[torch.float32],
-        found[torch.float64],
-        what="logits",
-        scale=float(parts.detach().max()),
-    )
+    # two programs of many layers in FP32: a few hundred roundings of the size of the parts
+    atol = 256 * 2**-24 * float(parts.detach().max())
+    torch.testing.assert_close(mine.double(), found[torch.float64], rtol=0, atol=atol)
     theirs.to(torch.float32).save_pretrained(tmp_path / "again")
     again = load_pretrained(tmp_path / "hub")
     load_adapters(again, tmp_path / "again")
