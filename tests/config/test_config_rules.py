@@ -5,6 +5,8 @@ from typing import get_args
 
 import pytest
 
+from expertmesh import MoELayer
+from expertmesh.cli.flags import parse_run_config
 from expertmesh.config.base import (
     Config,
     FieldError,
@@ -16,7 +18,8 @@ from expertmesh.config.base import (
 )
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig, MoEConfig
-from expertmesh.config.moe_rules import NOT_READ_BY, RouterKind
+from expertmesh.config.moe_rules import NOT_READ_BY, LayerOptions, RouterKind
+from expertmesh.config.run import TrainConfig
 from expertmesh.errors import ConfigError
 
 # Changes to the default configuration, the field the message must name, and a word of the rule.
@@ -296,6 +299,55 @@ def test_the_same_error_from_every_door():
         assert "\n" not in str(caught.value)
 
 
+TEXTS = {
+    "9": "top_k='9': must be a whole number; for example 2",
+    "many": "top_k=many: must be a whole number; for example 2",
+    "None": "top_k='None': must be a whole number; for example 2",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_that_reads_as_a_number_is_shown_with_its_quotes(text):
+    with pytest.raises(ConfigError) as caught:
+        MoELayer(dim=8, hidden_dim=8, num_experts=2, top_k=text)
+    assert str(caught.value) == TEXTS[text]
+
+
+def test_on_the_command_line_no_value_has_quotes():
+    with pytest.raises(ConfigError, match=r"^--train\.steps -3: must be greater than 0"):
+        parse_run_config(["gpt-moe-test", "--train.steps", "-3"])
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"dim": "wide"}, "num_experts=None: must be given; give one"),
+        ({"num_experts": 2.5, "dim": 8}, "num_experts=2.5: must be a whole number; change it"),
+    ],
+)
+def test_nobody_is_told_to_leave_out_what_is_required(values, says):
+    with pytest.raises(ConfigError) as caught:
+        LayerOptions(**values)
+    assert str(caught.value) == says
+
+
+@pytest.mark.parametrize(
+    ("door", "named"),
+    [
+        (lambda: GPTRunConfig(train="x"), "train=x"),
+        (lambda: GPTRunConfig().updated({"train": 3}), "train=3"),
+        (lambda: GPTRunConfig.model_validate({"train": None}), "train=None"),
+        (lambda: TrainConfig.model_validate("x"), "configuration=x"),
+        (lambda: TrainConfig.model_validate_json("[1]"), "configuration=[1]"),
+    ],
+)
+def test_a_section_that_is_no_mapping_is_named(door, named):
+    with pytest.raises(ConfigError) as caught:
+        door()
+    rule = "must be a mapping of options to their values; for example {'steps': ...}"
+    assert str(caught.value) == f"{named}: {rule}"
+
+
 def test_broken_json_is_one_line():
     with pytest.raises(ConfigError, match="Invalid JSON") as caught:
         GPTRunConfig.model_validate_json('{"model": {"dim":')
@@ -313,6 +365,30 @@ def test_updated_leaves_the_original():
     config = GPTRunConfig()
     assert config.updated({"train.steps": 60}).train.steps == 60
     assert config == GPTRunConfig()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"steps": 77}, "model": {"moe": {"top_k": 1}}},
+        {"train": {"steps": 77}, "model.moe": {"top_k": 1}},
+        {"train": {"steps": 77}, "model.moe.top_k": 1},
+    ],
+    ids=str,
+)
+def test_of_a_section_what_is_not_named_stays(changes):
+    config = GPTRunConfig(train={"seed": 5}, model={"moe": {"weight_scale": 2.0}})
+    changed = config.updated(changes)
+    assert changed.train == TrainConfig(seed=5, steps=77)
+    assert changed.model == ModelConfig(moe=MoEConfig(weight_scale=2.0, top_k=1))
+    assert config.model.updated({"moe": {"top_k": 1}}) == changed.model
+    assert config.updated({"train": TrainConfig(steps=77)}).train == TrainConfig(steps=77)
+
+
+@pytest.mark.parametrize("changes", [{"train": {"stepz": 3}}, {"train": {3: 3}}, {3: 3}], ids=str)
+def test_an_unknown_name_in_a_section_is_an_error(changes):
+    with pytest.raises(ConfigError, match=r"3: unknown option; "):
+        GPTRunConfig().updated(changes)
 
 
 def test_every_option_has_a_help_text():

@@ -32,7 +32,7 @@ def make(**kwargs):
         ({"num_experts": 0}, "num_experts=0: must be greater than 0"),
         ({"dim": -4}, "dim=-4: must be greater than 0"),
         ({"hidden_dim": 2.0}, "hidden_dim=2.0: must be a whole number"),
-        ({"max_capacity_factor": "2"}, "max_capacity_factor=2: must be a finite number"),
+        ({"max_capacity_factor": "2"}, "max_capacity_factor='2': must be a finite number"),
         ({"activation": "swigul"}, "activation=swigul: .* did you mean swiglu?"),
         ({"normalize_weights": None}, "normalize_weights=None: must be one of"),
         ({"bias": "yes"}, "bias=yes: must be true or false"),

@@ -42,7 +42,8 @@ class FieldError(ConfigError):
         self.value = value
         self.rule = rule
         self.fix = fix
-        super().__init__(f"{dotted(self.location)}={shown(value)}: {rule}; {fix}")
+        text = repr(value) if _reads_as_another(value) else shown(value)
+        super().__init__(f"{dotted(self.location)}={text}: {rule}; {fix}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by the four parts, because the base class keeps only the text."""
@@ -166,13 +167,14 @@ class Config(BaseModel):
         """A validated copy with some values replaced.
 
         Args:
-            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`.
+            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`, or in sections: of one that is
+                given as a mapping, what is not named stays. A whole configuration takes a section's place.
 
         Raises:
             ConfigError: A name is unknown or a value breaks a rule.
         """
         values = self.model_dump()
-        for name, value in changes.items():
+        for name, value in flat_changes(self, changes).items():
             *sections, field = name.split(".")
             group = values
             for section in sections:
@@ -182,6 +184,20 @@ class Config(BaseModel):
                 group = inner
             group[field] = value
         return type(self)(**values)
+
+
+def flat_changes(config: Config, changes: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Changes to a configuration by dotted names alone, sections that are given as mappings opened."""
+    found: dict[str, Any] = {}
+    for name, value in changes.items():
+        inner: Any = config
+        for part in str(name).split("."):
+            inner = getattr(inner, part, None)
+        if isinstance(inner, Config) and isinstance(value, Mapping):
+            found |= flat_changes(inner, value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def option_names(config_type: type[BaseModel], prefix: str = "") -> list[str]:
@@ -219,7 +235,14 @@ def first_error(error: ValidationError, config_type: type[BaseModel]) -> FieldEr
     if found["type"] == "extra_forbidden":
         prefix = "".join(f"{part}." for part in location[:-1])
         return _unknown(location, value, option_names(_holder(config_type, location), prefix))
-    rule, fix = _rule_and_fix(found, _default(config_type, location))
+    if found["type"] in ("model_type", "model_attributes_type"):
+        rule = "must be a mapping of options to their values"
+        inside = next(iter(_holder(config_type, (*location, "")).model_fields), "name")
+        fix = f"for example {{{inside!r}: ...}}"
+        return FieldError(location or "configuration", value, rule, fix)
+    if found["type"] == "missing":
+        return FieldError(location, None, "must be given", "give one")
+    rule, fix = _rule_and_fix(found, _other_value(config_type, location))
     return FieldError(location, value, rule, fix)
 
 
@@ -250,6 +273,17 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _reads_as_another(value: object) -> bool:
+    """Whether a text without its quotes looks like a number, or like a word of Python's."""
+    if not isinstance(value, str):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return value in ("True", "False", "None")
+    return True
+
+
 def _unknown(location: Location, value: object, names: list[str]) -> FieldError:
     near = nearest_name(dotted(location), names)
     fix = f"{_MEANT}{near}?" if near else f"known here: {', '.join(names)}"
@@ -265,18 +299,20 @@ def _holder(config_type: type[BaseModel], location: Location) -> type[BaseModel]
     return config_type
 
 
-def _default(config_type: type[BaseModel], location: Location) -> object:
+def _other_value(config_type: type[BaseModel], location: Location) -> str:
+    """What to do with an option whose value is wrong."""
     names = [part for part in location if isinstance(part, str)]
     field = _holder(config_type, tuple(names)).model_fields.get(names[-1]) if names else None
-    if field is None or field.is_required():
-        return None
-    default = field.get_default(call_default_factory=True)
+    if field is not None and field.is_required():
+        return "change it"
+    default = None if field is None else field.get_default(call_default_factory=True)
     if isinstance(default, tuple) and isinstance(location[-1], int):  # one entry is wrong
-        return default[0] if default else None
-    return default
+        default = default[0] if default else None
+    usable = default is not None and not isinstance(default, BaseModel)
+    return f"for example {shown(default)}" if usable else "change it or leave it out"
 
 
-def _rule_and_fix(found: ErrorDetails, default: object) -> tuple[str, str]:
+def _rule_and_fix(found: ErrorDetails, other_value: str) -> tuple[str, str]:
     """Our words for pydantic's error types; anything else keeps pydantic's own sentence."""
     kind, limits = found["type"], found.get("ctx", {})
     if kind == "literal_error":
@@ -301,12 +337,9 @@ def _rule_and_fix(found: ErrorDetails, default: object) -> tuple[str, str]:
         rule = "must be a finite number"
     elif kind.startswith("bool_"):
         rule = "must be true or false"
-    elif kind == "missing":
-        rule = "must be given"
     else:
         rule = found["msg"][:1].lower() + found["msg"][1:]
-    usable = default is not None and not isinstance(default, BaseModel)
-    return rule, f"for example {shown(default)}" if usable else "change it or leave it out"
+    return rule, other_value
 
 
 def expanded(path: str | Path) -> Path:

@@ -313,7 +313,8 @@ class RunConfig(Config):
         """A validated copy with some values replaced; what has no effect with these goes with its cause, unless it is among them.
 
         Args:
-            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`.
+            changes: New values by dotted name, e.g. `{"train.steps": 20, "model.moe.top_k": 1}`, or in sections: of one that is
+                given as a mapping, what is not named stays. A whole configuration takes a section's place.
 
         Raises:
             ConfigError: A name is unknown or a value breaks a rule.

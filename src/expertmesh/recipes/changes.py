@@ -1,9 +1,9 @@
 """A configuration with some values changed, as Python's users write them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from expertmesh.config.base import Config, shown
+from expertmesh.config.base import flat_changes, shown
 from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.errors import ConfigError
 
@@ -22,14 +22,5 @@ def changed(default: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
         raise ConfigError(
             f"changes={shown(changes)}: must be options and their values; for example {{'train.steps': 20}}"
         )
-    flat = dict(_flat(default, changes, ""))
+    flat = flat_changes(default, changes)
     return default.updated(with_fitting_warmup(default, flat))
-
-
-def _flat(section: Config, changes: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in changes.items():
-        inner = getattr(section, name, None) if isinstance(name, str) else None
-        if isinstance(inner, Config) and isinstance(value, Mapping):
-            yield from _flat(inner, value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
