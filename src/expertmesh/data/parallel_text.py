@@ -252,18 +252,24 @@ def _bytes(path: Path) -> bytes:
 def _files(
     folder: Path, split: str, languages: Sequence[str], left_out: LeftOut
 ) -> dict[str, Path]:
-    """The files of a split by language; of the given languages only, if any: no others are then worth a word."""
+    """The files of a split by language; of the given languages only, if any: no others are then worth a word.
+
+    Raises:
+        ConfigError: a language has two, one of them packed.
+    """
     found: dict[str, Path] = {}
     for path in sorted(folder.glob(f"{split}.*")):
         code = path.name.removeprefix(f"{split}.").removesuffix(".gz")
         if not path.is_file():
             continue
-        if languages:
-            if code in languages:
-                found.setdefault(code, path)
-        elif LANGUAGE.fullmatch(code) is not None and code not in _OTHER_ENDINGS:
-            found.setdefault(code, path)
-        else:
+        is_language = LANGUAGE.fullmatch(code) is not None and code not in _OTHER_ENDINGS
+        if code in languages or (not languages and is_language):
+            if code in found:
+                raise ConfigError(
+                    f"{path}: there is {found[code].name} beside it, for the same language; remove one of the two"
+                )
+            found[code] = path
+        elif not languages:
             left_out.add(_NO_LANGUAGE, path.name)
     return found
 
