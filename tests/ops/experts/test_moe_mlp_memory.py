@@ -75,23 +75,27 @@ def scratch_bytes(rows, hidden_dim, dtype, *, backward):
 
 
 @functools.cache
-def adds_up_in_memory():
-    """Whether oneDNN holds a BF16 product in FP32 until its sums are complete, as without instructions for BF16."""
-    one = torch.ones(256, 256, dtype=torch.bfloat16)
-    out = torch.empty_like(one)
-    return peak_bytes(lambda: torch.mm(one, one, out=out)) >= 4 * out.numel()
+def library_bytes(rows, D, F):
+    """The most that oneDNN itself holds during one expert's BF16 products.
+
+    Measured, because it depends on the instructions and on the threads: copies of factors in the order of its tiles, sums in FP32,
+    both for each thread where there are several.
+    """
+    h, x = torch.ones(rows, G * F, dtype=torch.bfloat16), torch.ones(rows, D, dtype=torch.bfloat16)
+    w_in, w_out = torch.ones(G * F, D, dtype=h.dtype), torch.ones(D, F, dtype=h.dtype)
+    products = ((x, w_in.T), (h[:, :F], w_out.T), (h, w_in), (x, w_out), (h.T, x), (x.T, h[:, :F]))
+    outs = [torch.empty(len(a), b.shape[1], dtype=h.dtype) for a, b in products]
+    return max(
+        peak_bytes(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
+        for (a, b), out in zip(products, outs, strict=True)
+    )
 
 
 def product_bytes(rows, shape, dtype):
-    """One expert's product before it is copied to its place, and a copy of one factor, where oneDNN multiplies FP32.
-
-    With AMX oneDNN also copies a factor of BF16 products into its tiles' order.
-    """
+    """One expert's product before it is copied to its place, and a copy of one factor, where oneDNN multiplies FP32."""
     _, D, F, _, _ = shape
-    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return dtype.itemsize * rows * max(D, F)
-    if dtype == torch.bfloat16 and adds_up_in_memory():
-        return 4 * rows * max(D, G * F)
+    if dtype == torch.bfloat16:
+        return library_bytes(rows, D, F)
     if not goes_to_onednn(dtype, torch.device("cpu")):
         return 0
     return 4 * (G * F * max(rows, D) + rows * max(D, F))
