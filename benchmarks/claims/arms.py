@@ -107,7 +107,7 @@ _PYRAMID = {
     "model.moe.hidden_dim": 128,
 }
 _RESIDUAL = _PYRAMID | {"model.moe.num_experts": (16, 16, 16, 32), "model.moe.residual": True}
-_TEACHER = _RESIDUAL | {"model.num_layers": 8, "model.moe_every": 2}
+_TEACHER = _RESIDUAL | _MUON | {"model.num_layers": 8, "model.moe_every": 2}
 _STUDENT = _TEACHER | {"model.num_layers": 7, "model.moe.num_experts": (16, 16, 32)}
 
 
@@ -179,15 +179,33 @@ CLAIMS = {
             question="Is a student of 7 layers that its teacher of 8 teaches for 70 % of the steps within 0.02 nats of it, "
             "and 0.02 nats better than the same model without a teacher?",
             arms=(
-                Arm("student, taught until 0.7", _STUDENT, teacher="teacher", until=0.7),
-                Arm("student, taught to the end", _STUDENT, teacher="teacher"),
-                Arm("student alone", _STUDENT),
-                Arm("student alone, equal compute", _STUDENT, longer=1.25),
-                Arm("teacher", _TEACHER),
+                Arm(
+                    "student, taught until 0.7",
+                    _STUDENT,
+                    lr=6e-3,
+                    teacher="teacher",
+                    until=0.7,
+                    rate_of="student alone",
+                ),
+                Arm(
+                    "student, taught to the end",
+                    _STUDENT,
+                    lr=6e-3,
+                    teacher="teacher",
+                    rate_of="student alone",
+                ),
+                Arm("student alone", _STUDENT, lr=6e-3),
+                Arm(
+                    "student alone, equal compute",
+                    _STUDENT,
+                    lr=6e-3,
+                    longer=1.25,
+                    rate_of="student alone",
+                ),
+                Arm("teacher", _TEACHER, lr=6e-3, rate_of="student alone"),
             ),
             base="student alone",
             tokens_per_parameter=25,
-            sweeps=False,
         ),
         Claim(
             name="rts",
