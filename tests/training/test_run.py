@@ -1,9 +1,11 @@
 """Whole runs: resume, locks, what is refused, what is written."""
 
+import fcntl
 import json
 import logging
 import math
 import os
+import shutil
 import signal
 import sys
 from multiprocessing import Pipe
@@ -138,9 +140,9 @@ def test_resume_warns_of_the_damaged_checkpoint(tiny, run_quietly, caplog):
     assert "step_00000008" in caplog.text and "damaged" in caplog.text
 
 
-def snapshot(folder):
+def snapshot(folder, *, without="lock"):
     return {
-        p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "lock"
+        p: p.is_file() and p.read_bytes() for p in sorted(folder.rglob("*")) if p.name != without
     }
 
 
@@ -166,6 +168,57 @@ def test_a_run_that_does_not_fit_is_refused_and_nothing_is_written(
     message = str(info.value)
     assert all(word in message for word in words) and "\n" not in message, message
     assert snapshot(RunDir(config.train.run_dir).path) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.resume": "required"},
+        {"data.path": "nowhere"},
+        {"model.vocab_size": 257, "data.encode_with": "nowhere.json"},
+        {"distill.teacher": "nowhere"},
+        {"distill.teacher": "the finished run", "model.vocab_size": 290},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", ["new", "made/by/the user", "new/and/deep"])
+def test_a_run_that_is_refused_leaves_nothing(
+    tiny, finished, run_quietly, tmp_path, changes, place
+):
+    if changes.get("distill.teacher") == "the finished run":
+        changes = {**changes, "distill.teacher": finished[2].train.run_dir}
+    (tmp_path / "made" / "by" / "the user").mkdir(parents=True)
+    before = snapshot(tmp_path, without=None)
+    with pytest.raises(ConfigError):
+        run_quietly(tiny(**{"train.run_dir": str(tmp_path / place), **changes}))
+    assert snapshot(tmp_path, without=None) == before
+
+
+def test_a_refusal_leaves_no_lock_in_a_run_of_others(finished, run_quietly, tmp_path):
+    """One that was copied or converted has none."""
+    shutil.copytree(finished[2].train.run_dir, tmp_path / "copy")
+    (tmp_path / "copy" / "lock").unlink()
+    before = snapshot(tmp_path, without=None)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_quietly(finished[2].updated({"train.run_dir": str(tmp_path / "copy")}))
+    assert snapshot(tmp_path, without=None) == before
+
+
+def test_a_lock_that_its_holder_has_just_removed_is_made_anew(tmp_path):
+    """Who locked the removed file would hold nothing that others see."""
+    lock, removed = tmp_path / "run" / "lock", []
+
+    def remove(frame, event, function):
+        if event == "c_call" and function is fcntl.flock and not removed:
+            removed.append(lock.unlink())
+
+    before = sys.getprofile()
+    sys.setprofile(remove)
+    try:
+        with RunDir(lock.parent).locked():
+            assert removed and lock.read_text().strip() == str(os.getpid())
+    finally:
+        sys.setprofile(before)
 
 
 def test_required_without_a_checkpoint_and_a_file_as_folder(tiny, run_quietly, tmp_path):

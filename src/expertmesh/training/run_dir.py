@@ -6,10 +6,10 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from tokenizers import Tokenizer
 
@@ -43,35 +43,58 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.lock = self.path / "lock"
+        self._is_described = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the directory for this process. The system drops the lock when the process dies, however it dies.
 
+        What was made inside is gone afterwards unless the run was described: one that was refused leaves nothing.
+
         Raises:
             ConfigError: another process holds it, or the path is no folder that can be made.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise ConfigError(
-                f"train.run_dir={self.path}: is a file or below a file; choose a folder"
-            ) from None
-        with self.lock.open("a+") as file:
+        files = (self.lock, self.arithmetic, self.config, self.versions)
+        folders = (self.path, *self.path.parents)
+        new_files, new_folders = ([p for p in ps if not p.exists()] for ps in (files, folders))
+        with self._hold() as file:
+            try:
+                file.seek(0)
+                file.truncate()
+                file.write(f"{os.getpid()}\n")
+                file.flush()
+                yield
+            finally:
+                if not self._is_described:
+                    for path in new_files:
+                        path.unlink(missing_ok=True)
+                    with suppress(OSError):  # somebody else has put something there
+                        for folder in new_folders:
+                            folder.rmdir()
+
+    def _hold(self) -> TextIO:
+        """The locked file, open."""
+        while True:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise ConfigError(
+                    f"train.run_dir={self.path}: is a file or below a file; choose a folder"
+                ) from None
+            file = self.lock.open("a+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
+                with file:
+                    file.seek(0)
+                    holder = file.read().strip() or "unknown"
                 raise ConfigError(
                     f"train.run_dir={self.path}: is in use by process {holder}; wait for it, or choose another"
                     " directory"
                 ) from None
-            file.seek(0)
-            file.truncate()
-            file.write(f"{os.getpid()}\n")
-            file.flush()
-            yield
+            if self.lock.exists() and os.path.samestat(self.lock.stat(), os.fstat(file.fileno())):
+                return file
+            file.close()  # its holder has just removed it
 
     def has_run(self) -> bool:
         """Whether there is anything of a run that must not be overwritten."""
@@ -107,6 +130,7 @@ class RunDir:
             partial = target.with_suffix(".partial")
             shutil.copyfile(source, partial)
             partial.rename(target)
+        self._is_described = True
 
     def read_values(self) -> tuple[dict[str, Any], str]:
         """The resolved configuration as plain values, and the recipe's name.
