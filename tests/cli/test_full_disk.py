@@ -1,6 +1,7 @@
 """A disk that is full, for real: a small file system in memory. One line, nothing lost, nothing left behind."""
 
 import os
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from expertmesh.cli.main import main
 from expertmesh.config.output_file import output_file
 from expertmesh.errors import ConfigError
+from expertmesh.training.metrics import MetricsFile
+from expertmesh.training.run_dir import RunDir
 
 
 @pytest.fixture
@@ -88,12 +91,53 @@ def test_one_line_says_that_the_disk_is_full(place, disk, call, capfd):
     assert main(words) == 1
     said = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error:")]
     assert len(said) == 1 and "No space left on device" in said[0] and "free some" in said[0]
+    assert f"({disk}/" in said[0], "it names the file"
     leftovers = [p.name for p in disk.rglob("*") if ".partial" in p.name]
     assert leftovers == []
     assert not (disk / "new").exists()
     for name in ("out.safetensors", "page.html"):
         if (disk / name).exists():
             assert (disk / name).read_text() == "precious"
+
+
+@pytest.fixture
+def size_limit():
+    """A function that lets files grow to so many bytes only: writing fails as on a full disk, without any right."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+WRITERS = {
+    "out.safetensors": ["export", "run", "--output", "out.safetensors"],
+    "page.html": ["report", "run", "--page", "page.html"],
+    "hub": ["convert", "--from", "run", "--to", "hub"],
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_file_that_cannot_grow_is_named(place, name, size_limit, capfd, monkeypatch):
+    monkeypatch.chdir(place.folder)
+    place.with_run()
+    size_limit(1 << 14)
+    before = sorted(place.folder.iterdir())
+    assert main(WRITERS[name]) == 1
+    said = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error:")]
+    assert said == [f"error: File too large ({name}); files may not be so large here: raise the limit (ulimit -f), or choose another disk"]  # fmt: skip
+    assert sorted(place.folder.iterdir()) == before
+
+
+def test_files_of_a_run_are_named(tmp_path, size_limit):
+    folder = RunDir(tmp_path / "run")
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", last_step=0)
+    size_limit(0)
+    with pytest.raises(OSError) as caught, folder.locked():
+        raise AssertionError("locked")
+    assert caught.value.filename == str(folder.lock) and not folder.path.exists()
+    for write in (lambda: metrics.write({"step": 1}), metrics.close):
+        with pytest.raises(OSError) as caught:
+            write()
+        assert caught.value.filename == str(metrics.path)
 
 
 @pytest.mark.parametrize("disk", [1 << 20], indirect=True)

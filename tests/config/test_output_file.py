@@ -1,10 +1,12 @@
 """Files for answers: refused before the work where nothing can be written, complete or not there afterwards."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
-from expertmesh.config.output_file import complete, output_file, write_whole
+from expertmesh.config.output_file import complete, naming, output_file, write_whole
 from expertmesh.errors import ConfigError
 
 
@@ -56,3 +58,20 @@ def test_what_fails_leaves_all_as_it_was(folder):
     with pytest.raises(UnicodeEncodeError):
         write_whole(folder / "text", "half \udcff")
     assert sorted(folder.iterdir()) == before and (folder / "text").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "error, named",
+    [
+        (OSError(errno.ENOSPC, "full"), "new"),
+        (OSError(errno.ENOSPC, "full", "/p/.new.partial/a"), "new"),
+        (OSError(errno.ENOSPC, "full", "source", None, "/p/.new.partial/a"), "new"),
+        (OSError(errno.EACCES, "closed", "source"), "source"),
+        (OSError("another one"), None),
+    ],
+    ids=str,
+)
+def test_an_error_of_writing_names_what_the_user_knows(error, named):
+    with pytest.raises(type(error)) as caught, naming(Path("new"), Path("/p/.new.partial")):
+        raise error
+    assert (caught.value.errno, caught.value.filename) == (error.errno, named)

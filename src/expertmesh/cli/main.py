@@ -292,6 +292,7 @@ def _os_error_text(error: OSError) -> str:
     fixes: dict[int | None, str] = {
         errno.ENOSPC: "free some space or choose another folder",
         errno.EDQUOT: "free some space or choose another folder",
+        errno.EFBIG: "files may not be so large here: raise the limit (ulimit -f), or choose another disk",
         errno.EACCES: "choose a folder that you may write, or change its permissions",
         errno.EPERM: "choose a folder that you may write, or change its permissions",
         errno.EROFS: "choose a folder on a disk that can be written",

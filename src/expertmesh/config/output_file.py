@@ -37,15 +37,34 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
 
 
 @contextmanager
+def naming(path: Path, partial: Path | None = None) -> Iterator[None]:
+    """Have an `OSError` of writing name what is written: the system's own names no file, one that is gone, or the source of a copy.
+
+    Args:
+        path: what the user knows, a file or a folder.
+        partial: what it is until it is complete; None: itself.
+    """
+    try:
+        yield
+    except OSError as error:
+        named = error.filename if error.filename2 is None else error.filename2
+        ours = named is None or str(named).startswith(str(path if partial is None else partial))
+        if error.errno is None or not ours:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
 def complete(path: Path) -> Iterator[Path]:
     """A name to write under inside; what is there becomes the file afterwards, and is gone where something failed."""
     target = path.resolve()  # a link stays one
     partial = target.with_name(f".{target.stem}.partial-{os.getpid()}{target.suffix}")
-    try:
-        yield partial
-        partial.rename(target)
-    finally:
-        partial.unlink(missing_ok=True)
+    with naming(path, partial):
+        try:
+            yield partial
+            partial.rename(target)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from expertmesh.config.base import parse_json
+from expertmesh.config.output_file import naming
 from expertmesh.data.news import Progress
 from expertmesh.errors import ConfigError
 
@@ -42,7 +43,7 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     if _damage(folder) is None:
         return
     make_cache(folder.parent)
-    with exclusive(folder.with_name(f"{folder.name}.lock")):
+    with naming(folder), exclusive(folder.with_name(f"{folder.name}.lock")):
         damage = _damage(folder)
         if damage is None:
             return

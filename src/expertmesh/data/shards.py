@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from expertmesh.config.base import cache_root, expanded, parse_json
+from expertmesh.config.output_file import naming
 from expertmesh.config.text import TextConfig
 from expertmesh.data.cache_entry import exclusive, make_cache, remove_leftovers, sha256_of
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
@@ -108,7 +109,7 @@ def prepare_tokens(
     folder = base / f"tokens-{key}"
     if damage_of_cache(folder) is not None:
         make_cache(base)
-        with exclusive(base / f"tokens-{key}.lock"):
+        with naming(folder), exclusive(base / f"tokens-{key}.lock"):
             damage = damage_of_cache(folder)
             if damage is not None:
                 if folder.exists():

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from expertmesh.config.family import FAMILIES, Family
+from expertmesh.config.output_file import naming
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.training.checkpoint import CheckpointStore
@@ -65,7 +66,8 @@ def save_as_run(
         raise ConfigError(f"{run_dir.path}: exists already; choose another folder")
     run_dir.path.mkdir(parents=True)
     try:
-        _write(run_dir, model, config, recipe=recipe, files=files, make=make)
+        with naming(run_dir.path):
+            _write(run_dir, model, config, recipe=recipe, files=files, make=make)
     except BaseException:  # half a run is none
         shutil.rmtree(run_dir.path, ignore_errors=True)
         raise

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from expertmesh.config.output_file import complete
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.training.checkpoint import find_damage
 from expertmesh.training.checkpoint_tensors import tensor_dtypes, tensor_shapes, whole_tensors
@@ -75,9 +76,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
     shapes, dtypes = tensor_shapes(checkpoint), tensor_dtypes(checkpoint)
     names = sorted(name for name in shapes if name.startswith(_MODEL))
     header = _header(names, shapes, dtypes, _texts(state))
-    target = output.resolve()  # a link stays one
-    partial = target.with_name(f".{output.name}.partial-{os.getpid()}")
-    try:
+    with complete(output) as partial:
         with partial.open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
             for tensor in whole_tensors(checkpoint, names):
@@ -86,9 +85,6 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
             file.flush()
             os.fsync(file.fileno())
         _check_output(output, overwrite=overwrite)
-        partial.rename(target)
-    finally:
-        partial.unlink(missing_ok=True)
     return Exported(checkpoint, int(state["step"]), len(names), output.stat().st_size)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from expertmesh.config.base import parse_json
+from expertmesh.config.output_file import naming
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,14 @@ class MetricsFile:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Append one line of plain values, without NaN and infinities; "step" is among them."""
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with naming(self.path):
+            self._file.close()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -8,13 +8,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.family import FAMILIES, GPT, Family
+from expertmesh.config.output_file import naming
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
@@ -59,10 +61,9 @@ class RunDir:
         new_files, new_folders = ([p for p in ps if not p.exists()] for ps in (files, folders))
         with self._hold() as file:
             try:
-                file.seek(0)
-                file.truncate()
-                file.write(f"{os.getpid()}\n")
-                file.flush()
+                with naming(self.lock):
+                    file.truncate(0)
+                    file.write(f"{os.getpid()}\n".encode())
                 yield
             finally:
                 if not self._is_described:
@@ -72,7 +73,7 @@ class RunDir:
                         for folder in new_folders:
                             folder.rmdir()
 
-    def _hold(self) -> TextIO:
+    def _hold(self) -> FileIO:
         """The locked file, open."""
         while True:
             try:
@@ -81,13 +82,13 @@ class RunDir:
                 raise ConfigError(
                     f"train.run_dir={self.path}: is a file or below a file; choose a folder"
                 ) from None
-            file = self.lock.open("a+")
+            file = self.lock.open("a+b", buffering=0)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 with file:
                     file.seek(0)
-                    holder = file.read().strip() or "unknown"
+                    holder = file.read().decode().strip() or "unknown"
                 raise ConfigError(
                     f"train.run_dir={self.path}: is in use by process {holder}; wait for it, or choose another"
                     " directory"
@@ -122,14 +123,15 @@ class RunDir:
     ) -> None:
         """Write config.json, versions.json and copies of the data's files, each by one rename."""
         values = {"recipe": recipe, **config.model_dump(mode="json")}
-        _write_json(self.config, values)
-        _write_json(self.versions, versions())
-        for name, source in files.items():
-            target = self.path / name
-            target.parent.mkdir(exist_ok=True)
-            partial = target.with_suffix(".partial")
-            shutil.copyfile(source, partial)
-            partial.rename(target)
+        with naming(self.path):
+            _write_json(self.config, values)
+            _write_json(self.versions, versions())
+            for name, source in files.items():
+                target = self.path / name
+                target.parent.mkdir(exist_ok=True)
+                partial = target.with_suffix(".partial")
+                shutil.copyfile(source, partial)
+                partial.rename(target)
         self._is_described = True
 
     def read_values(self) -> tuple[dict[str, Any], str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from expertmesh.config.base import parse_json
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig
+from expertmesh.config.output_file import naming
 from expertmesh.data.chat import EXTRAS, MARKS, OWN_TEMPLATE, find_format
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer
 from expertmesh.errors import ConfigError
@@ -68,14 +69,15 @@ def save_pretrained(
     if folder.exists():
         raise ConfigError(f"to={folder}: exists already; choose another folder")
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    partial.mkdir(parents=True)
-    try:
-        written = dtype or _dtype_of(checkpoint)
-        _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)
-        _write_rest(run_dir, config.model, family, partial, written)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with naming(folder, partial):
+        partial.mkdir(parents=True)
+        try:
+            written = dtype or _dtype_of(checkpoint)
+            _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)
+            _write_rest(run_dir, config.model, family, partial, written)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return family
 
 
