@@ -28,4 +28,5 @@ if __name__ == "__main__":
     y = 2 * (x[:, 0] > 0) + (x[:, 1] > 0)  # the quarter of the plane of two coordinates
     run = {"train.run_dir": "runs/quadrants", "train.resume": "auto", "train.steps": 200}
     result = em.train(Classifier, {**run, "optim.lr": 1e-2}, data=(x, y), loss=loss)
-    print(f"{result.evaluation['accuracy']:.1%} right after {result.step} steps")
+    if result.is_leader:  # of several ranks, one says it
+        print(f"{result.evaluation['accuracy']:.1%} right after {result.step} steps")

@@ -1,5 +1,7 @@
 """Every example of examples/ runs, or parses, and torchrun and our command line take the words in it."""
 
+import contextlib
+import io
 import os
 import runpy
 import subprocess
@@ -116,6 +118,18 @@ def test_train_your_own(tmp_path, monkeypatch, capsys):
     x = torch.randn(500, 16)
     y = 2 * (x[:, 0] > 0) + (x[:, 1] > 0)
     assert names["loss"](model, x, y)[2]["accuracy"] > 0.75
+
+
+def said_on_a_rank(folder):
+    """What the example prints, line by line."""
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(EXAMPLES / "train_your_own.py"), run_name="__main__")
+    return said.getvalue().splitlines()
+
+
+def test_of_several_ranks_one_prints(tmp_path, two_ranks):
+    first, second = two_ranks.run(said_on_a_rank, tmp_path)
+    assert first[-1].endswith("% right after 200 steps") and second == []
 
 
 def test_layer_in_your_model(capsys):
