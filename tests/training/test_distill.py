@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.calls import calls_of
 from tests.support.runs import lines_of, train_quietly
 
 from expertmesh.cli.train import describe
@@ -15,6 +16,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.token_losses import Lesson, token_losses
+from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
@@ -164,6 +166,29 @@ def test_a_student_on_two_ranks_learns_what_it_learns_on_one(tiny, tmp_path, tea
     assert whole[:3] == alone[:3] and whole[3]["loss"] > alone[3]["loss"]
     copied = student_run(student("copied", **{"distill.init_from_teacher": True}))
     assert copied[0]["loss"] != alone[0]["loss"]
+
+
+def memory_that_is_taken(config):
+    """What each call of `adapt` counts as taken."""
+    with calls_of(adapt) as calls:
+        train_quietly(config)
+    return [variables["resting_bytes"] for variables, _ in calls]
+
+
+def test_who_chooses_how_tokens_travel_counts_the_teacher(tiny, tmp_path, teacher, two_ranks):
+    def student(name, **changes):
+        places = {
+            "train.run_dir": str(tmp_path / name),
+            "train.steps": 2,
+            "parallel.adaptive": True,
+        }
+        return tiny(**STUDENT | places | changes)
+
+    taught = student("taught", **{"distill.teacher": teacher.train.run_dir})
+    (alone,) = two_ranks.run(memory_that_is_taken, student("alone"))[0]
+    ours, theirs = two_ranks.run(memory_that_is_taken, taught)[0]
+    needed = teacher_bytes(taught, GPT, num_ranks=2, compute_dtype=torch.float64)
+    assert ours - alone == needed > 0
 
 
 @pytest.mark.parametrize(

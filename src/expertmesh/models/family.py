@@ -121,6 +121,8 @@ class Task(ABC):
     """Kinds of samples, languages or domains, for which the use of the experts is recorded apart; set by `prepare`."""
     teacher: nn.Module | None = None
     """A model of the family in evaluation mode, placed as the model is, where distill.teacher names one."""
+    bytes_beside: float = 0.0
+    """Memory of a rank that the teacher's weights are going to take beside the model; set before `place`."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -228,7 +230,13 @@ class Task(ABC):
 
     def spread(self, model: nn.Module, world: World) -> None:
         """Spread a model over ranks, in place."""
-        parallelize(model, self.config.parallel, world=world, blocks=self.blocks(model))
+        parallelize(
+            model,
+            self.config.parallel,
+            world=world,
+            blocks=self.blocks(model),
+            bytes_beside=self.bytes_beside,
+        )
 
     def inherited(self, model: nn.Module, begin: RunConfig) -> Mapping[str, Tensor]:
         """What a model takes from the run that it begins with (train.init_from), by name; here, everything.

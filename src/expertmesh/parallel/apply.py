@@ -58,6 +58,7 @@ def parallelize(
     blocks: Iterable[nn.Module] = (),
     tensor_plan: TensorPlan | None = None,
     adaptive: bool = False,
+    bytes_beside: float = 0.0,
 ) -> World:
     """Spread a model over all ranks of a world, in place. Every rank must call.
 
@@ -75,6 +76,7 @@ def parallelize(
         tensor_plan: the plan of tensor parallelism, needed with a tp_degree above 1, styles of `torch.distributed.tensor.parallel` or `expertmesh.parallel.tensor`
             by name of module, see `TensorPlan`. Modules without one run on this rank's tokens with whole parameters.
         adaptive: as `config.adaptive`: each layer chooses how its tokens travel, by its load.
+        bytes_beside: memory of a rank that something else is still to take for good, which no way may count on.
 
     Returns:
         The world, which counts bytes and can be closed.
@@ -110,7 +112,8 @@ def parallelize(
     topology, network = _spread_layers(moe_layers, config, world, degrees)
     if config.adaptive and topology is not None:
         on_host = config.offload and world.device_type != "cpu"
-        taken = 0.0 if on_host else resting_bytes(model, num_parts=degrees.dp_shard)
+        own = resting_bytes(model, num_parts=degrees.dp_shard)
+        taken = 0.0 if on_host else own + bytes_beside
         _adapt(moe_layers, config, world, topology, network, resting_bytes=taken)
     experts = {p for layer in moe_layers for p in layer.experts.parameters()}
     if degrees.tp > 1:

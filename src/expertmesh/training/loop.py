@@ -44,7 +44,7 @@ from expertmesh.training.state import (
 )
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
-from expertmesh.training.teacher import open_teacher
+from expertmesh.training.teacher import open_teacher, teacher_bytes
 from expertmesh.training.trackers import Files, OwnTracker, Tracker, open_tensorboard
 
 # More of them only wait for one another; a test may want a few more than there are.
@@ -186,6 +186,9 @@ class _Trainer:
         self.family, self.task, self.ranks = family, task, ranks
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
         self.data, self.precision = data, precision
+        task.bytes_beside = teacher_bytes(
+            config, family, num_ranks=ranks.size, compute_dtype=precision.compute_dtype
+        )
         model = task.place(device=precision.device, dtype=precision.master_dtype, ranks=ranks)
         task.teacher = open_teacher(
             family, task, data, precision=precision, ranks=ranks, student=model

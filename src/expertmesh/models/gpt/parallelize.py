@@ -20,7 +20,13 @@ from expertmesh.parallel.tensor import (
 )
 
 
-def parallelize_gpt(model: GPT, config: ParallelConfig, *, world: World | None = None) -> World:
+def parallelize_gpt(
+    model: GPT,
+    config: ParallelConfig,
+    *,
+    world: World | None = None,
+    bytes_beside: float = 0.0,
+) -> World:
     """Spread a GPT over all ranks, in place; see `expertmesh.parallel.apply.parallelize`.
 
     With a tp_degree the model is called with whole sequences, the same on the ranks that share them, and each rank gets
@@ -37,7 +43,14 @@ def parallelize_gpt(model: GPT, config: ParallelConfig, *, world: World | None =
         group = tensor_group(world, config.tp_degree)
         plan = _tensor_plan(model, group)
         model.share_sequences(SharedSequences(group))
-    return parallelize(model, config, world=world, blocks=model.layers, tensor_plan=plan)
+    return parallelize(
+        model,
+        config,
+        world=world,
+        blocks=model.layers,
+        tensor_plan=plan,
+        bytes_beside=bytes_beside,
+    )
 
 
 def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:

@@ -55,7 +55,7 @@ class GPTTask(Task):
     def spread(self, model: nn.Module, world: World) -> None:
         """Sequences and dense layers, too, where there is a tp_degree."""
         assert isinstance(model, GPT)
-        parallelize_gpt(model, self.config.parallel, world=world)
+        parallelize_gpt(model, self.config.parallel, world=world, bytes_beside=self.bytes_beside)
 
     def num_items(self, batch: Batch) -> int:
         """Tokens that are predicted; of conversations, the assistant's."""
