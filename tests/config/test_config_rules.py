@@ -382,7 +382,8 @@ def test_of_a_section_what_is_not_named_stays(changes):
     assert changed.train == TrainConfig(seed=5, steps=77)
     assert changed.model == ModelConfig(moe=MoEConfig(weight_scale=2.0, top_k=1))
     assert config.model.updated({"moe": {"top_k": 1}}) == changed.model
-    assert config.updated({"train": TrainConfig(steps=77)}).train == TrainConfig(steps=77)
+    whole = config.updated({"train": TrainConfig(steps=77), "train.keep_last": 5})
+    assert whole.train == TrainConfig(steps=77, keep_last=5)
 
 
 @pytest.mark.parametrize("changes", [{"train": {"stepz": 3}}, {"train": {3: 3}}, {3: 3}], ids=str)

@@ -11,6 +11,7 @@ from tests.support.pictures import stripes, write_folder
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
 
 from expertmesh.config.family import FAMILIES
+from expertmesh.config.run import DistillConfig
 from expertmesh.recipes.translation import translate_test
 from expertmesh.recipes.vision import swin_test
 
@@ -168,7 +169,7 @@ def test_trained_broken_off_gone_on_with_on_two_ranks_and_evaluated(names, folde
     config, family = miniature(names[0], folder)
     if config.distill.teacher is not None and not (folder / "teacher").exists():
         teacher = config.updated(
-            {"distill": {}, "model.num_layers": 6, "model.moe.num_experts": (3, 3, 6)}
+            {"distill": DistillConfig(), "model.num_layers": 6, "model.moe.num_experts": (3, 3, 6)}
         )
         train_quietly(teacher.updated({"train.run_dir": str(folder / "teacher"), "train.steps": 2}))
     run_dir = folder / names[0]

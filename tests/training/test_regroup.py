@@ -11,6 +11,7 @@ from torch import nn
 
 from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ
+from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.translation import translate_test
 from expertmesh.recipes.vision import swin_test
@@ -233,7 +234,8 @@ def test_mistakes_are_one_line(trained, tmp_path, words, text, capsys):
 
 
 def test_models_without_such_experts_are_refused(trained, tmp_path):
-    train_quietly(vision(trained, tmp_path / "dense", **{"model.moe": {"num_experts": ()}}))
+    dense = {"model.moe": MoEConfig(num_experts=())}
+    train_quietly(vision(trained, tmp_path / "dense", **dense))
     with pytest.raises(ConfigError, match="its model has no experts"):
         prune(tmp_path / "dense", tmp_path / "made", keep=2)
     with pytest.raises(ConfigError, match="exists already"):

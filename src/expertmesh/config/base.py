@@ -182,7 +182,7 @@ class Config(BaseModel):
                 if not isinstance(inner, dict):
                     raise _unknown((name,), value, option_names(type(self)))
                 group = inner
-            group[field] = value
+            group[field] = value.model_dump() if isinstance(value, Config) else value
         return type(self)(**values)
 
 
