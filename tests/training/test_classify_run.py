@@ -1,5 +1,7 @@
 """A Swin Transformer in miniature: trained, killed, resumed, spread over two ranks, evaluated, classifying."""
 
+import shutil
+
 import pytest
 import torch
 from tests.support.agent import Agent
@@ -9,6 +11,7 @@ from tests.support.runs import assert_same_lines, lines_of, mortal, train_quietl
 
 from expertmesh.cli.main import main
 from expertmesh.config.family import SWIN, Family
+from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.swin.task import SwinTask
 from expertmesh.recipes.vision import swin_test
@@ -220,6 +223,14 @@ def test_fine_tuning_with_other_windows_and_frozen_experts(straight, fine):
     assert new["head.weight"].shape == (3, 16)
 
 
+def test_fine_tuning_goes_on_without_what_it_began_with(folder, straight, fine, tmp_path):
+    shutil.copytree(fine, tmp_path / "run")
+    changes = begin(folder) | {"train.init_from": "gone", "train.steps": 4, "train.resume": "auto"}
+    result = train_quietly(run_of(folder, tmp_path / "run", **FINE | changes))
+    assert (result.resumed_from, result.step) == (3, 4)
+    assert weights_of(tmp_path / "run").config == weights_of(fine).config
+
+
 @pytest.mark.parametrize("data, has_head", [("data", True), ("few", False)])
 def test_a_head_of_other_classes_is_not_taken(folder, fine, tmp_path, data, has_head):
     """However many there are: by their names, too."""
@@ -258,7 +269,7 @@ def test_beginning_and_freezing_are_refused_in_one_line(folder, fine, tmp_path, 
         assert main([*words, *more]) == 2
         error = capsys.readouterr().err
         assert text in error and error.count("\n") == 1, error
-    dense = {"model.moe": {"num_experts": ()}, "train.freeze": ("router",)}
+    dense = {"model.moe": MoEConfig(num_experts=()), "train.freeze": ("router",)}
     with pytest.raises(ConfigError, match="train.freeze=.*: the model has no experts"):
         run_of(folder, tmp_path, **dense)
     config = run_of(folder, tmp_path, **dense, **{"train.init_from": "what may have some"})

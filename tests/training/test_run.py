@@ -107,6 +107,25 @@ def test_another_batch_size_goes_on_where_the_data_stopped(tiny, run_quietly):
     ] == [(12, 6), (18, 6)]
 
 
+def test_a_run_goes_on_without_the_one_that_it_began_with(tiny, run_quietly, tmp_path):
+    run_quietly(tiny(**{"train.run_dir": str(tmp_path / "first"), "model.dim": 16}))
+    common = {"train.init_from": str(tmp_path / "first"), "train.checkpoint_every": 2}
+    straight = tiny(**common, **{"train.run_dir": str(tmp_path / "straight")})
+    half = tiny(**common, **{"train.steps": 4, "optim.schedule_steps": 8})
+    run_quietly(straight)
+    run_quietly(half)
+    shutil.move(tmp_path / "first", tmp_path / "away")
+    rest = {"train.steps": 6, "train.resume": "auto"}
+    run_quietly(half.updated(rest))
+    saved = load_run(half.train.run_dir).config
+    assert saved.train.init_from == str(tmp_path / "first")
+    run_quietly(saved.updated({"train.steps": 8}))
+    ours, theirs = ([line["loss"] for line in lines(run)] for run in (half, straight))
+    assert ours == theirs and len(ours) == 8
+    with pytest.raises(ConfigError, match="first: does not exist"):
+        run_quietly(tiny(**common, **{"train.run_dir": str(tmp_path / "other")}))
+
+
 def test_a_finished_run_has_nothing_left_to_do(tiny, run_quietly):
     config = tiny(**{"train.resume": "auto"})
     first = run_quietly(config)

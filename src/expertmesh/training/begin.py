@@ -7,13 +7,14 @@ from pathlib import Path
 
 from torch import nn
 
+from expertmesh.config.base import expanded
 from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.output_file import naming
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
-from expertmesh.training.checkpoint import CheckpointStore
+from expertmesh.training.checkpoint import CheckpointStore, list_checkpoints
 from expertmesh.training.checkpoint_tensors import Make
-from expertmesh.training.run_dir import RunDir, load_run
+from expertmesh.training.run_dir import TOKENIZER, RunDir, load_run
 from expertmesh.training.state import RunProgress
 
 _MODEL = "model."
@@ -21,6 +22,8 @@ _MODEL = "model."
 
 def begun(config: RunConfig, family: Family) -> RunConfig:
     """The configuration with what the weights of the run that it begins with (`train.init_from`) fix, if there is one.
+
+    A run that goes on has all of that itself; the other one need not be there any more.
 
     Args:
         config: of the run.
@@ -33,8 +36,26 @@ def begun(config: RunConfig, family: Family) -> RunConfig:
     begin = config.train.init_from
     if begin is None:
         return config
-    other = load_run(begin, None if family.name in FAMILIES else family)
-    return family.begun_with(config, other.config, where=begin)
+    named = None if family.name in FAMILIES else family
+    own = RunDir(config.train.run_dir)
+    if config.train.resume == "never" or not _can_go_on(own, family):
+        return family.begun_with(config, load_run(begin, named).config, where=begin)
+    saved, _ = own.read_config(named)
+    changes: dict[str, str | None] = {"train.init_from": str(own.path)}
+    given = getattr(config.data, "encode_with", None)
+    if given is not None and expanded(given).resolve() in _tokenizers(begin, own.path):
+        changes["data.encode_with"] = None
+    found = family.begun_with(config.updated(changes), saved, where=str(own.path))
+    return found.updated({"train.init_from": begin})
+
+
+def _can_go_on(own: RunDir, family: Family) -> bool:
+    is_whole = own.config.exists() and all((own.path / name).is_file() for name in family.files)
+    return is_whole and bool(list_checkpoints(own.checkpoints))
+
+
+def _tokenizers(*runs: str | Path) -> list[Path]:
+    return [(expanded(run) / TOKENIZER).resolve() for run in runs]
 
 
 def save_as_run(
