@@ -1,5 +1,7 @@
 """Mixture-of-Students: what a teacher adds to the loss and when, on one process and on two; mistakes are one line."""
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -189,6 +191,24 @@ def test_who_chooses_how_tokens_travel_counts_the_teacher(tiny, tmp_path, teache
     ours, theirs = two_ranks.run(memory_that_is_taken, taught)[0]
     needed = teacher_bytes(taught, GPT, num_ranks=2, compute_dtype=torch.float64)
     assert ours - alone == needed > 0
+
+
+def test_a_teacher_is_the_same_however_its_folder_is_written(tiny, tmp_path, teacher, monkeypatch):
+    path = Path(teacher.train.run_dir)
+    places = {"train.run_dir": str(tmp_path / "student"), "train.resume": "auto"}
+    run(tiny(**STUDENT | places | {"distill.teacher": str(path), "train.steps": 2}))
+    monkeypatch.chdir(path.parent)
+    (tmp_path / "link").symlink_to(path)
+    for steps, name in enumerate(
+        (path.name, f"{path}/", f"../{path.parent.name}/{path.name}", "link"), 3
+    ):
+        name = str(tmp_path / name) if name == "link" else name
+        taught = {"distill.teacher": name, "train.steps": steps}
+        assert len(run(tiny(**STUDENT | places | taught))) == steps
+    shutil.copytree(path, tmp_path / "other")
+    taught = {"distill.teacher": str(tmp_path / "other"), "train.steps": 7}
+    with pytest.raises(ConfigError, match="distill.teacher=.*other: the run in .* has .*link; use"):
+        run(tiny(**STUDENT | places | taught))
 
 
 @pytest.mark.parametrize(

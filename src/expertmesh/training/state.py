@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.base import saved_run
+from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.family import GPT, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
@@ -19,7 +19,8 @@ from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
 
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
 _MUON = ("momentum_buffer",)
-
+_RUNS = ("distill.teacher", "train.init_from", "train.branch_from")
+"""Options that name the folder of another run."""
 
 _VALUES: dict[str, type | tuple[type, ...]] = {
     "step": int,
@@ -217,7 +218,7 @@ def check_same_run(
             "optim.name",
             *family.fixed,
         )
-        if is_fixed and name not in family.free and old_fields.get(name) != value:
+        if is_fixed and name not in family.free and differs(name, old_fields.get(name), value):
             raise ConfigError(
                 f"{name}={value}: the run in {where} has {old_fields.get(name)}; use that value, or another"
                 " train.run_dir"
@@ -228,6 +229,13 @@ def check_same_run(
             f"train.dtype={config.train.dtype}: the run in {where} keeps its weights in "
             f"{'float64' if doubles[0] else 'float32'}; use a dtype that does, or another train.run_dir"
         )
+
+
+def differs(name: str, before: Any, now: Any) -> bool:
+    """Whether an option, by its dotted name, has another value; a run is the same however its folder is written."""
+    if name in _RUNS and isinstance(before, str) and isinstance(now, str):
+        return before != now and expanded(before).resolve() != expanded(now).resolve()
+    return bool(before != now)
 
 
 def check_same_data(saved_key: str, data: Data, *, where: Path) -> None:

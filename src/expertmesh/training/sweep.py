@@ -17,7 +17,7 @@ from expertmesh.errors import ConfigError, TrainingDivergedError
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.run_dir import RunDir
-from expertmesh.training.state import dotted
+from expertmesh.training.state import differs, dotted
 
 TABLE_NAME = "sweep.json"
 _FREE = frozenset(
@@ -121,7 +121,7 @@ def _check_same_options(config: RunConfig, family: Family) -> None:
     before = run_dir.read_config(family)[0]
     old, new = (dotted(run.model_dump(mode="json")) for run in (before, config))
     for name, value in new.items():
-        if name not in (*_FREE, *family.free) and old.get(name) != value:
+        if name not in (*_FREE, *family.free) and differs(name, old.get(name), value):
             raise ConfigError(
                 f"{name}={value}: the run in {run_dir.path} has {old.get(name)}, and rates are compared with all else equal; use that"
                 " value, or another train.run_dir"
