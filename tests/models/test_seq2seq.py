@@ -329,6 +329,16 @@ def test_the_host_waits_for_no_number_of_targets():
         assert (watch.found == []) == counted, watch.found
 
 
+def test_an_evaluation_waits_for_no_number_of_targets():
+    task = task_of(config(moe=MoEConfig(num_experts=())))
+    model = Seq2Seq(task.config.model, device="meta", dtype=torch.bfloat16)
+    part = Part(0, slice(0, 3), Ranks(), task.num_measured(batch_of()))
+    batch = batch_of(device="meta")
+    with waits() as watch, torch.no_grad():
+        task.measure(model, batch, part)
+    assert watch.found == []
+
+
 def test_targets_at_places_equal_those_of_the_mask_to_the_bit():
     task = task_of(config(dropout=0.1))
     model = Seq2Seq(task.config.model, seed=1)

@@ -75,8 +75,9 @@ class _Made(TorchFunctionMode):
     ) -> Any:
         """Call a function of torch."""
         result = func(*args, **(kwargs or {}))
-        if func is torch.tensor and result.is_meta:
-            self._found.append("torch.tensor")
+        is_made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
+        if is_made and result.is_meta:
+            self._found.append(func.__name__)
         return result
 
 

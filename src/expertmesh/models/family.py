@@ -73,7 +73,8 @@ class Part:
         step: the step of the run, from 0.
         rows: its samples in the whole batch.
         ranks: the ranks that work on the batch.
-        num_items: in training, `Task.num_items` of these samples, counted before they went to the device; None: they were not.
+        num_items: counted before these samples went to the device: in training by `Task.num_items`, in evaluations by
+            `Task.num_measured`; None: they were not.
     """
 
     step: int
@@ -180,6 +181,10 @@ class Task(ABC):
     def num_items(self, batch: Batch) -> int:
         """Items in a batch on the CPU, over which the loss is a mean; here, its samples."""
         return num_samples(batch)
+
+    def num_measured(self, batch: Batch) -> int | None:
+        """Items in some validation samples on the CPU, where `measure` needs their number on the host; here, it does not."""
+        return None
 
     def label_of(self, batch: Batch) -> Tensor:
         """(B,) int64, which of the `labels` each sample has; asked where there are any.

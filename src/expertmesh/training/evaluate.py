@@ -71,16 +71,21 @@ def evaluate(
             # A rank without a sample joins the others with one that does not count.
             counts = rows.stop > rows.start
             rows = rows if counts else slice(0, 1)
-            part = each_tensor(batch, itemgetter(rows))
-            part = each_tensor(part, lambda t: t.to(precision.device))
+            mine = each_tensor(batch, itemgetter(rows))
+            part = Part(0, rows, ranks, task.num_measured(mine))
+            mine = each_tensor(mine, lambda t: t.to(precision.device, non_blocking=True))
             with precision.autocast():
-                found = task.measure(model, part, Part(0, rows, ranks))
+                found = task.measure(model, mine, part)
             names = tuple(found)
-            values = [
-                torch.as_tensor(value, dtype=torch.float64, device=precision.device)
-                for value in found.values()
-            ]
+            values = [_on_device(value, precision.device) for value in found.values()]
             sums = sums + torch.stack(values) * counts
     assert isinstance(sums, Tensor), "validation data are never empty"
     totals = ranks.sum_(sums, what="the evaluation").tolist()
     return task.evaluation(dict(zip(names, totals, strict=True)))
+
+
+def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
+    """A sum in FP64; a number of the host is filled in, because copying it would wait for the device."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)

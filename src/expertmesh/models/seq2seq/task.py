@@ -51,6 +51,10 @@ class Seq2SeqTask(Task):
         """Target tokens, the end of each text among them."""
         return int(batch[3].sum())
 
+    def num_measured(self, batch: Batch) -> int:
+        """Target tokens, as in training."""
+        return self.num_items(batch)
+
     def label_of(self, batch: Batch) -> Tensor:
         """Its direction; of a text that is repaired, its language."""
         found: Tensor = batch[4]
