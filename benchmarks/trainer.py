@@ -344,7 +344,7 @@ def main(
     """Check, time, write.
 
     Args:
-        recipe: whose model, batch, data and optimiser.
+        recipe: whose model, batch and data; all contenders have AdamW.
         threads: of PyTorch; 0: its default.
         clock: wall, or cpu (one thread's CPU time).
         rounds: timed steps.
@@ -359,7 +359,7 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     keep_freed_memory()  # as the trainer does; it serves all contenders
-    config = RECIPES[recipe]()
+    config = RECIPES[recipe]().updated({"optim.name": "adamw", "optim.lr": 2e-3})  # as the peers
     data = GPTTask(config).prepare()
     size = config.train.batch_size
     batches = [data.batch(i * size, size) for i in range(check_steps + rounds + 1)]

@@ -21,6 +21,7 @@ SMALL = {
     "model.ffn_hidden_dim": 128,
     "model.moe.hidden_dim": 64,
     "data.seq_len": 256,
+    "optim.name": "adamw",
     "optim.schedule": "wsd",
     "optim.min_lr_ratio": 0.0,
     "optim.warmup_steps": 100,
@@ -205,7 +206,7 @@ CLAIMS = {
                 Arm("teacher", _TEACHER, lr=6e-3, rate_of="student alone"),
             ),
             base="student alone",
-            tokens_per_parameter=25,
+            tokens_per_parameter=13,
         ),
         Claim(
             name="rts",

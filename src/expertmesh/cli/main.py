@@ -119,7 +119,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     ),
     "sweep": (
         _sweep,
-        "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 1e-3,2e-3,4e-3",
+        "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3",
     ),
     "generate": (
         _generate,

@@ -52,7 +52,7 @@ def gpt_moe_demo() -> GPTRunConfig:
             moe=MoEConfig(num_experts=(32,), top_k=2, hidden_dim=64, weight_scale=2.0),
         ),
         data=TextConfig(seq_len=128),
-        optim=OptimConfig(lr=2e-3, warmup_steps=50),
+        optim=OptimConfig(name="muon", lr=12e-3, warmup_steps=50),
         train=TrainConfig(
             steps=640,
             batch_size=32,

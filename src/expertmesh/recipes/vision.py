@@ -78,10 +78,15 @@ def swin_mnist() -> SwinRunConfig:
             shear=0.12,
         ),
         optim=OptimConfig(
-            lr=3e-3, warmup_steps=150, min_lr_ratio=0.01, weight_decay=0.05, beta2=0.98
+            name="muon",
+            lr=6e-3,
+            warmup_steps=150,
+            min_lr_ratio=0.01,
+            weight_decay=0.05,
+            beta2=0.98,
         ),
         train=TrainConfig(
-            steps=2400,
+            steps=1200,
             batch_size=64,
             run_dir="runs/swin-mnist",
             checkpoint_every=200,
@@ -102,6 +107,7 @@ def swin_union67() -> SwinRunConfig:
             "model.num_heads": (2, 4, 8),
             "model.moe.num_experts": (16,),
             "model.moe.router_noise_std": 1 / 16,
+            "optim.name": "adamw",  # Muon's products cost more than these batches do
             "optim.lr": 2e-3,
             "data.path": ("mnist10k", "animals", "glyphs"),
             "data.train_images": (8000, 7000, 0),
