@@ -1,4 +1,4 @@
-"""Do experts learn more from the same tokens at the same cost? `gpt-moe-demo` against its dense twin.
+"""Do experts learn more from the same tokens at the same cost? `gpt-moe-demo` against its dense twin, with AdamW.
 
     .venv/bin/python -m benchmarks.equal_learning
 
@@ -71,6 +71,8 @@ def configuration(recipe: str, *, seed: int, steps: int | None, run_dir: Path) -
             "train.eval_every": max(1, steps // 10),
             "train.checkpoint_every": max(1, steps // 2),
             "train.tensorboard": False,
+            "optim.name": "adamw",
+            "optim.lr": 2e-3,
             "optim.warmup_steps": min(config.optim.warmup_steps, steps),
         }
     )
