@@ -7,9 +7,10 @@ What a finished run measured is written to docs/results/vision.json at once, and
 `--only glyphs` trains the runs whose names begin so; `--page` writes what the numbers of now say into docs/results/vision.md. Runs of
 other lengths or of other numbers of few images belong into another file (`--out`) and another folder (`--runs`).
 
-* glyphs, animals, digits: beside the nearest neighbours by pixels; `fine`: the changed attempt at the first two, patches of 2
+* glyphs, animals, digits: beside the nearest neighbours by pixels
 * few: `glyphs` fine-tuned on few silhouettes of each class, other ones for each seed: dense, experts tuned, experts frozen
 * union: digits, silhouettes and glyphs, 67 classes; each mixture is measured again with less room for its experts' rows, as that of digits
+* narrow: the same with models of half the width, which have less room without experts, for twice the steps
 """
 
 import json
@@ -45,9 +46,13 @@ FOLDERS = {
     "digits": {"mnist10k": 8000},
 }
 """Folders of each set of data, and how many images of each to learn from; 0: its own split."""
-CLASSES = {"union": 67, "glyphs": 47, "animals": 10, "digits": 10}
+FOLDERS["narrow"] = FOLDERS["union"]
+CLASSES = {"union": 67, "narrow": 67, "glyphs": 47, "animals": 10, "digits": 10}
 BESIDE_NEIGHBOURS = ("glyphs", "animals", "digits")
 NUM_EXPERTS = 16
+RATES = (3e-3, 6e-3, 12e-3)
+SWEEP_SEED = 99
+"""Of the runs on the union that choose a rate; it is not reported."""
 CAPACITIES = ((1.25, "priority"), (0.5, "priority"), (0.5, "first"), (0.25, "priority"), (0.25, "first"))  # fmt: skip
 RESAMPLES = 2000
 BEGIN, END = "<!-- what benchmarks.vision_claims found -->", "<!-- end -->"
@@ -61,19 +66,23 @@ class Plan:
         images: folder of the folders of images.
         runs: folder of the run directories.
         seeds: each arm is trained with each.
-        steps: of the runs on each set of data; those on few images are "few". 2,400 are the recipe's own.
+        steps: of the runs on each set of data; those on few images are "few". 1,200 are the recipe's own.
         per_class: images of each class that are few.
         changes: other options of all runs, by dotted name.
+        rates: peak learning rates of "moe" and of "dense"; on few images a third.
     """
 
     images: Path
     runs: Path
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: Mapping[str, int] = field(
-        default_factory=lambda: dict.fromkeys(BESIDE_NEIGHBOURS, 2400) | {"union": 600, "few": 150}
+        default_factory=lambda: (
+            dict.fromkeys(BESIDE_NEIGHBOURS, 1200) | {"union": 600, "narrow": 1200, "few": 150}
+        )
     )
     per_class: int = 20
     changes: Mapping[str, Any] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=lambda: {"moe": 6e-3, "dense": 6e-3})
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,8 @@ class Trial:
     """One run.
 
     Attributes:
-        data: "union", "glyphs", "animals", "digits" or "few".
-        kind: "moe", "dense", or "fine", a mixture with patches of 2; on few images "tuned" or "frozen" experts, or "dense".
+        data: "union", "narrow" (the union for a model of half the width), "glyphs", "animals", "digits" or "few".
+        kind: "moe" or "dense"; on few images "tuned" or "frozen" experts, or "dense".
         seed: of the run, and of which images are few.
     """
 
@@ -110,8 +119,8 @@ def trials(plan: Plan) -> Iterator[Trial]:
         yield from (Trial("few", kind, seed) for kind in ("tuned", "frozen"))
         yield from (Trial(data, "moe", seed) for data in ("animals", "digits"))
         yield from (Trial("union", kind, seed) for kind in ("moe", "dense"))
+        yield from (Trial("narrow", kind, seed) for kind in ("moe", "dense"))
         yield from (Trial(data, "dense", seed) for data in ("glyphs", "few"))
-        yield from (Trial(data, "fine", seed) for data in ("animals", "glyphs"))
 
 
 def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
@@ -132,7 +141,7 @@ def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
         "model.moe": moe,
         "data.path": tuple(map(str, folders)),
         "data.train_images": tuple(folders.values()),
-        "optim.lr": 1e-3 if of_few else 3e-3,
+        "optim.lr": plan.rates["dense" if trial.kind == "dense" else "moe"] / (3 if of_few else 1),
         "optim.warmup_steps": min(steps // 4, 100 if data == "union" else 150),
         "train.steps": steps,
         "train.batch_size": 32 if of_few else 64,
@@ -149,8 +158,8 @@ def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
         "train.init_from": None if begin is None else str(plan.runs / begin.name),
         "train.freeze": ("experts", "router") if trial.kind == "frozen" else (),
     }
-    if trial.kind == "fine":
-        changes |= {"model.patch_size": 2, "data.flip": data == "animals"}
+    if data == "narrow":
+        changes["model.dim"] = 16
     config = swin_mnist().updated({**changes, **plan.changes})
     found = begun(config, SWIN)
     assert isinstance(found, SwinRunConfig)
@@ -203,7 +212,7 @@ def run(plan: Plan, trial: Trial) -> dict[str, Any] | None:
         "multiply_adds": count_multiply_adds(config.model),
         "right": {"no limit": right(config, {})},
     }
-    if trial.data in ("union", "digits") and trial.kind == "moe":
+    if trial.data in ("union", "narrow", "digits") and trial.kind == "moe":
         for capacity, policy in CAPACITIES:
             changes = {
                 "model.moe.eval_capacity_factor": capacity,
@@ -289,6 +298,8 @@ def claims(runs: Mapping[str, Any], neighbours_of: Mapping[str, Any]) -> dict[st
 
     free = "no limit"
     compare("67 classes: mixture - dense twin", ("union_moe", free), ("union_dense", free))
+    narrow = "67 classes, half the width, twice the steps: mixture - dense twin"
+    compare(narrow, ("narrow_moe", free), ("narrow_dense", free))
     for room in ("0.5", "0.25"):
         first, priority = ("union_moe", f"{room} first"), ("union_moe", f"{room} priority")
         compare(f"room {room}, batch-prioritised - no limit", priority, ("union_moe", free))
@@ -300,13 +311,21 @@ def claims(runs: Mapping[str, Any], neighbours_of: Mapping[str, Any]) -> dict[st
     compare("few labels: tuned experts - dense", ("few_tuned", free), ("few_dense", free))
     compare("few labels: frozen experts - dense", ("few_frozen", free), ("few_dense", free))
     for data, known in neighbours_of.items():
-        for kind, name in (("moe", "mixture"), ("fine", "mixture, patches of 2")):
-            begins = f"{data}_{kind}_"
-            mine = [r["right"][free] for run, r in runs.items() if run.startswith(begins)]
-            if mine:
-                pairs = [(unpacked(m), unpacked(known)) for m in mine]
-                found[f"{data}: {name} - nearest neighbours"] = difference(pairs)
+        mine = [r["right"][free] for run, r in runs.items() if run.startswith(f"{data}_moe_")]
+        if mine:
+            pairs = [(unpacked(m), unpacked(known)) for m in mine]
+            found[f"{data}: mixture - nearest neighbours"] = difference(pairs)
     return found
+
+
+def table_of_rates(sweep: Mapping[str, Mapping[str, float]]) -> str:
+    """Accuracies on the union of the runs that chose the rates."""
+    rows = [
+        {"peak rate, on the union": kind}
+        | {rate: f"{100 * share:.1f}" for rate, share in found.items()}
+        for kind, found in sweep.items()
+    ]
+    return markdown_table(rows)
 
 
 def table_of_runs(runs: Mapping[str, Any]) -> str:
@@ -408,6 +427,7 @@ def write_page(results: Path) -> None:
     text = [
         " ".join(machines(runs)) + " Accuracy in %, by seed.",
         table_of_runs(runs),
+        table_of_rates(record["sweep"]),
         *([table_of_neighbours(known)] if known else []),
         table_of_claims(claims(runs, known)),
     ]
@@ -435,7 +455,29 @@ def learn(
     record = json.loads(results.read_text()) if results.exists() else {}
     runs = record.setdefault("runs", {})
     known = record.setdefault("neighbours", {})
+    sweep = record.setdefault("sweep", {})
     check_record(plan, runs)
+
+    def keep() -> None:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        partial = results.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.rename(results)
+
+    for kind in ("moe", "dense"):
+        shares = sweep.setdefault(kind, {})
+        for rate in RATES:
+            if f"{rate:g}" in shares:
+                continue
+            print(f"== rate {rate:g}, {kind}", flush=True)
+            at_rate = replace(plan, rates={kind: rate}, runs=plan.runs / f"rate_{rate:g}")
+            found = train_one(at_rate, Trial("union", kind, SWEEP_SEED))
+            if found is None:
+                return False
+            shares[f"{rate:g}"] = found["right"]["no limit"]["accuracy"]
+            keep()
+    best = {kind: float(max(shares, key=lambda r: shares[r])) for kind, shares in sweep.items()}
+    plan = replace(plan, rates=best)
     for trial in trials(plan):
         if trial.name in runs or not trial.name.startswith(only):
             continue
@@ -447,10 +489,7 @@ def learn(
         if trial.data in BESIDE_NEIGHBOURS and trial.data not in known:
             known[trial.data] = neighbours(plan, trial.data)
         record["claims"] = claims(runs, known)
-        results.parent.mkdir(parents=True, exist_ok=True)
-        partial = results.with_suffix(".partial")
-        partial.write_text(json.dumps(record, indent=1) + "\n")
-        partial.rename(results)
+        keep()
     return True
 
 
