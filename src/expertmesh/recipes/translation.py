@@ -55,10 +55,15 @@ def translate_multi30k() -> Seq2SeqRunConfig:
             path=("multi30k",), languages=("de", "en"), pairs=("en-de",), neighbours=128
         ),
         optim=OptimConfig(
-            lr=2e-3, warmup_steps=400, min_lr_ratio=0.02, weight_decay=0.05, beta2=0.98
+            name="muon",
+            lr=12e-3,
+            warmup_steps=100,
+            min_lr_ratio=0.02,
+            weight_decay=0.05,
+            beta2=0.98,
         ),
         train=TrainConfig(
-            steps=4000,
+            steps=2000,
             batch_size=128,
             run_dir="runs/translate-multi30k",
             checkpoint_every=500,
@@ -93,6 +98,7 @@ def translate_twelve() -> Seq2SeqRunConfig:
             "data.temperature": 3.0,
             "data.denoising": 0.3,
             "data.neighbours": 64,
+            "train.steps": 4000,
             "train.batch_size": 64,
             "train.run_dir": "runs/translate-twelve",
         }
