@@ -98,7 +98,8 @@ def ours(config: GPTRunConfig, dtype: str) -> Trainee:
     precision = resolve_precision(config.train)
     task = GPTTask(config)
     model = task.build(device="cpu", dtype=precision.master_dtype)
-    optimizer, scaler = build_optimizer(model, config.optim), precision.scaler()
+    optimizer = build_optimizer(model, config.optim, compute_dtype=precision.compute_dtype)
+    scaler = precision.scaler()
     norms = sum(
         p.numel()
         for name, p in model.named_parameters()

@@ -85,7 +85,9 @@ class Trainee:
             if name.endswith("norm.weight"):
                 # V2's blocks begin as the identity, whatever their experts do
                 nn.init.ones_(parameter)
-        self.optimizer = build_optimizer(self.model, config.optim)
+        self.optimizer = build_optimizer(
+            self.model, config.optim, compute_dtype=self.precision.compute_dtype
+        )
         self.num_steps = 0
 
     def step(self, batch: Any) -> float:

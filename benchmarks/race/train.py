@@ -68,7 +68,8 @@ def ours(config: GPTRunConfig, *, compiled: bool) -> Callable[[Batch], float]:
     precision = resolve_precision(config.train)
     task = GPTTask(config)
     model = task.build(device=precision.device, dtype=precision.master_dtype)
-    optimizer, scaler = build_optimizer(model, config.optim), precision.scaler()
+    optimizer = build_optimizer(model, config.optim, compute_dtype=precision.compute_dtype)
+    scaler = precision.scaler()
     backend = (
         "inductor" if precision.device.type == "cuda" else "eager"
     )  # no C++ compiler for a dry run

@@ -31,6 +31,53 @@ def orthogonalized_by_singular_values(matrix):
     return u @ torch.diag(s) @ vt
 
 
+@pytest.mark.parametrize(
+    "shape", [(24, 24), (24, 35), (24, 36), (36, 24), (24, 200), (200, 24), (1, 9)]
+)
+@pytest.mark.parametrize("last", [0, -3, -6])
+def test_singular_values_of_every_size_end_near_one(shape, last):
+    """Of FP32 matrices, wide ones by way of their Gram matrices, whose least eigenvalue is 1e-12 of the largest."""
+    draws = torch.Generator().manual_seed(len(shape) + shape[0])
+    u, _, vt = torch.linalg.svd(
+        torch.randn(shape, generator=draws, dtype=torch.float64), full_matrices=False
+    )
+    x = u @ torch.diag(torch.logspace(0, last, len(vt), dtype=torch.float64)) @ vt
+    matrices = torch.stack(
+        [x, torch.zeros_like(x), 1e-5 * x, x[:, :1] @ x[:1]]
+    )  # the last of rank 1
+    found = muon.orthogonalized(matrices.float()).double()
+    assert not found[1].any()
+    for one, matrix in zip(found, matrices, strict=True):
+        expected = orthogonalized_by_singular_values(matrix.float().double())
+        assert torch.linalg.matrix_norm(one - expected, 2) < 0.01
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 24), (3, 24, 100), (3, 100, 24)])
+def test_in_a_run_of_bf16_it_is_computed_in_bf16(shape):
+    """Off by what BF16 rounds; FP64 stays FP64."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = muon.orthogonalized(x, dtype=torch.bfloat16)
+    for one, matrix in zip(found.double(), x.double(), strict=True):
+        expected = orthogonalized_by_singular_values(matrix)
+        assert 1e-3 < torch.linalg.matrix_norm(one - expected, 2) < 0.1
+    exact = muon.orthogonalized(x.double())
+    assert torch.equal(muon.orthogonalized(x.double(), dtype=torch.bfloat16), exact)
+
+
+def test_the_optimiser_of_a_run_of_bf16_and_its_copy():
+    updates = []
+    for compute_dtype in (torch.float32, torch.bfloat16, torch.bfloat16):
+        layer = nn.Linear(24, 40, bias=False)
+        nn.init.zeros_(layer.weight)
+        pair = layer, build_optimizer(layer, CONFIG, compute_dtype=compute_dtype)
+        layer, optimizer = copy.deepcopy(pair) if len(updates) == 2 else pair
+        layer.weight.grad = torch.randn(40, 24, generator=torch.Generator().manual_seed(1))
+        optimizer.step()
+        updates.append(layer.weight.detach() / CONFIG.lr)
+    assert 1e-4 < (updates[0] - updates[1]).abs().max() < 0.1
+    assert torch.equal(updates[1], updates[2])
+
+
 def update_of_one(matrix, gradients):
     """Where plain Muon leads a single matrix."""
     w, moment = matrix.clone(), torch.zeros_like(matrix)

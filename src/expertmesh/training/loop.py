@@ -194,7 +194,7 @@ class _Trainer:
             family, task, data, precision=precision, ranks=ranks, student=model
         )
         freeze(model, config.train.freeze)
-        optimizer = build_optimizer(model, config.optim)
+        optimizer = build_optimizer(model, config.optim, compute_dtype=precision.compute_dtype)
         follow_optimizer(model, optimizer)
         self.state = TrainState(model, optimizer, precision.scaler(ranks), RunProgress(), ranks)
         self.store = CheckpointStore(

@@ -1,6 +1,7 @@
 """Muon for the matrices of a model, one expert at a time, and AdamW for everything else."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ STEPS = 5
 """Iterations."""
 EPS = 1e-7
 """Least norm that a matrix is divided by."""
+WIDE = 1.5
+"""Matrices this many times wider than tall are iterated by their Gram matrices."""
 
 _OTHERS = frozenset(
     {"output", "head", "lm_head", "classifier", "patches"}
@@ -39,7 +42,7 @@ def matrix_parameters(model: nn.Module) -> set[str]:
     return found
 
 
-def orthogonalized(x: Tensor) -> Tensor:
+def orthogonalized(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Each matrix with singular values near 1: five steps of Newton and Schulz (Jordan et al. 2024).
 
     With X = U S V^T the result is U p(p(...S / |S|)) V^T, p(s) = a s + b s^3 + c s^5, whose singular values are in 0.7 to 1.2
@@ -47,20 +50,46 @@ def orthogonalized(x: Tensor) -> Tensor:
 
     Args:
         x: (..., A, B); a matrix of zeros gives zeros.
+        dtype: what it is computed in, unless x is FP64; None: x's type (FP32 at least), on a GPU BF16.
 
     Returns:
-        (..., A, B) in x's type, computed in it (FP32 at least), on a GPU in BF16. Does not synchronise.
+        (..., A, B) in x's type. Does not synchronise.
     """
     a, b, c = COEFFICIENTS
-    dtype = torch.bfloat16 if x.is_cuda and x.dtype != torch.float64 else accumulate_dtype(x.dtype)
+    if dtype is None:
+        dtype = torch.bfloat16 if x.is_cuda else accumulate_dtype(x.dtype)
+    dtype = torch.float64 if x.dtype == torch.float64 else dtype
     y = x.to(dtype).reshape(-1, *x.shape[-2:])
     is_tall = y.shape[1] > y.shape[2]
     y = y.mT if is_tall else y
     y = y / torch.linalg.vector_norm(y, dim=(1, 2), keepdim=True).clamp_min(EPS)
-    for _ in range(STEPS):
-        gram = y @ y.mT
-        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    # in BF16 small singular values would be lost in the Gram matrix, which squares them
+    if dtype != torch.bfloat16 and y.shape[2] >= WIDE * y.shape[1]:
+        y = _by_gram_matrix(y)
+    else:
+        for _ in range(STEPS):
+            gram = y @ y.mT
+            y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
     return (y.mT if is_tall else y).reshape(x.shape).to(x.dtype)
+
+
+def _by_gram_matrix(y: Tensor) -> Tensor:
+    """The same iteration with two products as long as y's rows instead of ten.
+
+    Every iterate of Y (..., A, B) is Q Y for a polynomial Q of G = Y Y^T, so with P = a + b G + c G^2 the next Q is P Q and the
+    next G is P G P, all of them (A, A).
+    """
+    a, b, c = COEFFICIENTS
+    gram = y @ y.mT
+    product: Tensor | None = None
+    for step in range(STEPS):
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        polynomial.diagonal(dim1=1, dim2=2).add_(a)
+        product = polynomial if product is None else polynomial @ product
+        if step + 1 < STEPS:
+            gram = polynomial @ gram @ polynomial
+    assert product is not None
+    return product @ y
 
 
 class Muon(torch.optim.Optimizer):
@@ -79,6 +108,7 @@ class Muon(torch.optim.Optimizer):
         momentum: m.
         betas: AdamW's.
         eps: AdamW's.
+        dtype: of the orthogonalisation, as `orthogonalized` takes it.
     """
 
     def __init__(
@@ -89,7 +119,9 @@ class Muon(torch.optim.Optimizer):
         momentum: float,
         betas: tuple[float, float],
         eps: float,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        self.dtype = dtype
         super().__init__(groups, {"lr": lr, "is_matrix": False, "momentum": momentum})
         for group in self.param_groups:
             if not group["is_matrix"]:
@@ -104,6 +136,10 @@ class Muon(torch.optim.Optimizer):
         adamw = torch.optim.AdamW(others, fused=True)
         adamw.state = self.state
         return adamw
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy begins with."""
+        return {**super().__getstate__(), "dtype": self.dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a state, as `load_state_dict` does, which makes groups and state anew."""
@@ -137,7 +173,11 @@ class Muon(torch.optim.Optimizer):
         lr, m = group["lr"], group["momentum"]
         moment, gradient = own_part(state["momentum_buffer"]), own_part(gradient)
         moment.lerp_(gradient, 1 - m)
-        update = on_whole_matrices(orthogonalized, gradient.lerp(moment, m), parameter=parameter)
+        update = on_whole_matrices(
+            partial(orthogonalized, dtype=self.dtype),
+            gradient.lerp(moment, m),
+            parameter=parameter,
+        )
         weight = own_part(parameter)
         weight.mul_(1 - lr * group["weight_decay"])
         weight.add_(update, alpha=-0.2 * lr * max(parameter.shape[-2:]) ** 0.5)

@@ -39,7 +39,9 @@ def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
             getattr(layer, part).requires_grad_(False)
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, *, compute_dtype: torch.dtype | None = None
+) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), fused, or Muon for the matrices and AdamW for the rest.
 
     The groups: decayed and not decayed, matrices of Muon and others (and per mesh on several ranks).
@@ -47,6 +49,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     Args:
         model: parameters that require no gradient are left out.
         config: learning rate, betas, epsilon, momentum and decay.
+        compute_dtype: of the model's products; Muon's are BF16 where these are, and on a GPU.
 
     Returns:
         The optimiser; its learning rate is set before each step by the loop.
@@ -69,7 +72,14 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     ]
     betas = config.beta1, config.beta2
     if config.name == "muon":
-        return Muon(params, lr=config.lr, momentum=config.momentum, betas=betas, eps=config.eps)
+        return Muon(
+            params,
+            lr=config.lr,
+            momentum=config.momentum,
+            betas=betas,
+            eps=config.eps,
+            dtype=torch.bfloat16 if compute_dtype == torch.bfloat16 else None,
+        )
     return torch.optim.AdamW(params, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
