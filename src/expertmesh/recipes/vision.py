@@ -107,11 +107,9 @@ def swin_union67() -> SwinRunConfig:
             "model.num_heads": (2, 4, 8),
             "model.moe.num_experts": (16,),
             "model.moe.router_noise_std": 1 / 16,
-            "optim.name": "adamw",  # Muon's products cost more than these batches do
-            "optim.lr": 2e-3,
             "data.path": ("mnist10k", "animals", "glyphs"),
             "data.train_images": (8000, 7000, 0),
-            "train.steps": 6000,
+            "train.steps": 3000,
             "train.run_dir": "runs/swin-union67",
         }
     )
