@@ -6,6 +6,7 @@
     .venv/bin/python -m benchmarks.claims mos      # Mixture-of-Students
     .venv/bin/python -m benchmarks.claims rts      # random token selection
     .venv/bin/python -m benchmarks.claims languages --data FOLDER    # translation; lohelp and multi30k below it
+    .venv/bin/python -m benchmarks.claims languages-narrow --data FOLDER    # with more tokens per parameter
 
 Stop them at any time; the same command goes on.
 """
@@ -26,7 +27,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("claim", choices=[*CLAIMS, languages.LANGUAGES.name])
+    parser.add_argument("claim", choices=[*CLAIMS, *languages.CLAIMS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="that are reported")
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"), help="run directories")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="results")
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page only; train nothing")
     options = parser.parse_args()
     is_of_text = options.claim in CLAIMS
-    claim = CLAIMS[options.claim] if is_of_text else languages.LANGUAGES
+    claim = {**CLAIMS, **languages.CLAIMS}[options.claim]
     measure, write_page = (
         (text.measure, pages.write_page)
         if is_of_text

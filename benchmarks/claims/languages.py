@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ def _arm(name: str, num_experts: int, denoising: float, **changes: Any) -> Langu
 
 
 DENOISING = 0.3
+_NARROW = {"model.dim": 32, "model.ffn_hidden_dim": 128}
 _ALONE = {"data.without_pairs": ()}
 LANGUAGES = Claim(
     name="languages",
@@ -96,6 +97,23 @@ LANGUAGES = Claim(
     ladder=("MoE-32, denoising", "MoE-8, denoising", "MoE-32", "MoE-8"),
     single=("MoE-32", "MoE-8", "dense", "dense, en-de alone", "dense, en-fr alone"),
 )
+NARROW = replace(
+    LANGUAGES,
+    name="languages-narrow",
+    title="Twelve languages, 32 wide: the same question after more tokens for each parameter",
+    question="At 64 wide a model saw 7 tokens for each active parameter. How much earlier does a mixture of experts reach the dense "
+    "model's loss, and how much better does it translate, after 60?",
+    arms=(
+        _arm("MoE-32", 32, 0.0, **_NARROW | {"model.moe.hidden_dim": 128}),
+        _arm("dense", 0, 0.0, **_NARROW | {"model.ffn_hidden_dim": 136}),
+    ),
+    steps=6000,
+    ladder=("MoE-32",),
+    single=("MoE-32", "dense"),
+    sweeps=False,
+)
+"""Rates are the best of `LANGUAGES`."""
+CLAIMS = {claim.name: claim for claim in (LANGUAGES, NARROW)}
 TWINS = {
     "MoE-32, denoising": "dense, denoising",
     "MoE-8, denoising": "dense, denoising",
@@ -252,11 +270,14 @@ def write_page(claim: Claim, ledger: Ledger, out: Path) -> None:
 
 def _protocol(claim: Claim, ledger: Ledger) -> list[str]:
     about = ledger.about
+    config = claim.arms[0].configuration()
+    assert isinstance(config, Seq2SeqRunConfig)
     return [
         (
             "**Protocol.** Recipe `translate-twelve`: LibreOffice's help and Multi30k, English from and to eleven languages and German "
-            "from and to French and Czech; Czech and French never meet. 4 + 2 layers, 64 wide, 3,000 tokens, experts (top-1) in "
-            f"every other layer of both sides; all arms have the same tokens and as many samples, and matrices are trained with Muon. {about['dtype']}, "
+            f"from and to French and Czech; Czech and French never meet. 4 + 2 layers, {config.model.dim} wide, "
+            f"{config.model.vocab_size:,} tokens, experts (top-1) in every other layer of both sides; all arms have the same tokens "
+            f"and as many samples, and matrices are trained with Muon. {about.get('steps') or claim.steps:,} steps, {about['dtype']}, "
             f"{about['threads']} thread(s), torch {about['torch']}. Losses: mean over the directions taught, without label "
             f"smoothing, of finished schedules only, {VALIDATION_SAMPLES:,} lines of validation. Translations: greedy, of lines of the "
             "test files evenly spread over them (at most "
