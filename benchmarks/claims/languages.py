@@ -102,12 +102,12 @@ NARROW = replace(
     name="languages-narrow",
     title="Twelve languages, 32 wide: the same question after more tokens for each parameter",
     question="At 64 wide a model saw 7 tokens for each active parameter. How much earlier does a mixture of experts reach the dense "
-    "model's loss, and how much better does it translate, after 60?",
+    "model's loss, and how much better does it translate, after 100?",
     arms=(
         _arm("MoE-32", 32, 0.0, **_NARROW | {"model.moe.hidden_dim": 128}),
         _arm("dense", 0, 0.0, **_NARROW | {"model.ffn_hidden_dim": 136}),
     ),
-    steps=6000,
+    steps=8000,
     ladder=("MoE-32",),
     single=("MoE-32", "dense"),
     sweeps=False,
