@@ -326,6 +326,7 @@ def main(
     out: Path = Path("docs/results/vision_detector.json"),
     to: Path = Path("docs/results/vision.md"),
     page: bool = False,
+    seed: int = 0,
 ) -> int:
     """Train what is missing, or write the page.
 
@@ -335,6 +336,7 @@ def main(
         out: file of the results.
         to: page for the tables.
         page: only write the tables.
+        seed: of bodies, scenes and detectors; each seed needs folder and file of its own.
     """
     torch.set_num_threads(1)
     try:
@@ -342,7 +344,7 @@ def main(
             write_page(out, to)
             return 0
         keep_freed_memory()
-        return 0 if learn(Plan(images, runs), out) else 143
+        return 0 if learn(Plan(images, runs, seed), out) else 143
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
