@@ -6,10 +6,12 @@ import json
 import struct
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+import zstandard
 
 import expertmesh as em
 from expertmesh.config.text import TextConfig
@@ -38,8 +40,6 @@ def packed_json_lines(folder):
 
 
 def json_lines_in_zstandard(folder):
-    import zstandard
-
     (folder / "a.ndjson.zst").write_bytes(zstandard.compress(LINES.encode()))
     return folder / "a.ndjson.zst", {}
 
@@ -50,6 +50,13 @@ def parquet(folder):
 
     parquet.write_table(pyarrow.table({"id": range(60), "text": TEXTS}), folder / "a.parquet")
     return folder / "a.parquet", {}
+
+
+def packed_parquet(folder):
+    path, _ = parquet(folder)
+    (folder / "a.parquet.gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    return folder / "a.parquet.gz", {}
 
 
 def token_files(folder):
@@ -73,8 +80,9 @@ def token_files(folder):
 WRITERS = [
     json_lines,
     packed_json_lines,
-    pytest.param(json_lines_in_zstandard, marks=needs("zstandard")),
+    json_lines_in_zstandard,
     pytest.param(parquet, marks=needs("pyarrow")),
+    pytest.param(packed_parquet, marks=needs("pyarrow")),
     token_files,
 ]
 
@@ -92,11 +100,10 @@ def test_the_texts_of_a_file_are_documents(write, tmp_path):
 def test_they_are_found_in_a_folder_beside_plain_text(write, tmp_path):
     path, options = write(tmp_path)
     (tmp_path / "plain.txt").write_text("plain\n")
-    for name in ("tokenizer.json",):
-        if (tmp_path / name).exists():
-            (tmp_path.parent / f"{tmp_path.name}.json").write_bytes((tmp_path / name).read_bytes())
-            (tmp_path / name).unlink()
-            options = {"tokenizer": str(tmp_path.parent / f"{tmp_path.name}.json")}
+    if options:
+        elsewhere = tmp_path.with_suffix(".json")
+        Path(options["tokenizer"]).rename(elsewhere)
+        options = {"tokenizer": str(elsewhere)}
     corpus = load_corpus(TextConfig(path=str(tmp_path), validation_fraction=0.2, **options))
     found = [*texts(corpus.training), *texts(corpus.validation)]
     assert sorted(found) == sorted([*TEXTS, "plain\n"]), path
@@ -109,6 +116,7 @@ def test_they_are_found_in_a_folder_beside_plain_text(write, tmp_path):
         ('{"text": 3}', "no text in the field 'text'"),
         ('["text"]', "not a JSON object"),
         ('{"text": "x', "not a JSON object"),
+        ('{"text": "\\ud800"}', "not UTF-8 text"),
     ],
 )
 def test_a_line_without_a_text_is_left_out_and_said(line, why, tmp_path):
@@ -189,6 +197,7 @@ def test_a_name_with_a_colon_is_a_path(tmp_path):
         ("nothing:2", "does not exist; give a text file"),
         (("a.txt:0", "b.txt"), "the weight must be above 0"),
         (("a.txt:1.2.3", "b.txt"), "the weight must be above 0"),
+        (("a.txt:0.00001", "b.txt:0.00001"), "the weights leave no document to train on"),
         ("a.txt:2", "a weight says how often beside other paths"),
         ((), "must name a text"),
         (("a.txt", " "), "must not be empty"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 
 from expertmesh.config.text import TextConfig
 from expertmesh.data.cache_entry import exclusive
@@ -129,15 +130,31 @@ def not_packed_at_all(folder):
     return 12, ["cannot be read", "fake.gz"]
 
 
+def cut_off_by_zstandard(folder):
+    (folder / "cut.zst").write_bytes(zstandard.compress(os.urandom(400))[:-20])
+    return 12, ["cannot be read, damaged: it is cut off", "cut.zst"]
+
+
+def not_packed_by_zstandard(folder):
+    (folder / "fake.jsonl.zst").write_text("text")
+    return 12, ["cannot be read, damaged", "fake.jsonl.zst"]
+
+
 def packed_binary(folder):
-    (folder / "bin.gz").write_bytes(gzip.compress(b"\0\xff"))
-    return 12, ["not UTF-8 text", "bin.gz"]
+    (folder / "some.bin.gz").write_bytes(gzip.compress(b"\0\xff"))
+    return 12, ["not UTF-8 text", "some.bin.gz"]
 
 
 def unreadable(folder):
     # Its memory is a file that even root cannot read from its beginning.
     (folder / "mem.txt").symlink_to("/proc/self/mem")
     return 12, ["cannot be read", "Input/output error", "mem.txt"]
+
+
+def large_and_unreadable(folder):
+    # Linux says that it has 4096 bytes, and that it has no value when it is read.
+    (folder / "speed.txt").symlink_to("/sys/class/net/lo/speed")
+    return 12, ["cannot be read, Invalid argument", "speed.txt"]
 
 
 def link_to_a_file(folder):
@@ -184,8 +201,11 @@ def several_kinds(folder):
         packed_in_two_members,
         packed_and_cut_off,
         not_packed_at_all,
+        cut_off_by_zstandard,
+        not_packed_by_zstandard,
         packed_binary,
         unreadable,
+        large_and_unreadable,
         link_to_a_file,
         link_to_a_folder,
         link_to_the_folder_itself,
@@ -229,10 +249,15 @@ def test_a_folder_of_links_is_a_folder_of_texts(tmp_path):
 
 
 def test_a_packed_file_is_the_same_text_as_the_file(tmp_path):
-    plain, packed_file = tmp_path / "a.txt", tmp_path / "b.gz"
-    plain.write_text(lines(900))
-    packed_file.write_bytes(gzip.compress(plain.read_bytes()))
-    for path in (plain, packed_file):
+    text = lines(900).encode()
+    parts = text[:999], text[999:]  # packed one after the other, they are one file
+    for name, data in (
+        ("a.txt", text),
+        ("b.gz", b"".join(map(gzip.compress, parts))),
+        ("c.zst", b"".join(map(zstandard.compress, parts))),
+    ):
+        path = tmp_path / name
+        path.write_bytes(data)
         corpus = load_corpus(TextConfig(path=str(path)))
         documents = sorted(corpus.training + corpus.validation, key=lambda d: d.name)
         assert "".join(texts(documents)) == lines(900) and corpus.validation

@@ -109,15 +109,17 @@ def load_corpus(config: TextConfig) -> Corpus:
             break
         try:
             text = read()
+            data = None if text is None else text.encode()
         except OSError as error:
             left_out.add(f"{NOT_READABLE}, {error.strerror or error}", name)
             continue
-        if text is None:
+        except UnicodeEncodeError:  # half a character, as JSON can have
+            data = None
+        if data is None:
             left_out.add(NOT_TEXT, name)
             continue
-        if not text:
+        if not data:
             continue
-        data = text.encode()
         kinds.setdefault(isinstance(read, ConversationLine), name)
         num_bytes += len(data)
         progress.at(num_bytes)
@@ -151,6 +153,10 @@ def load_corpus(config: TextConfig) -> Corpus:
             " of text are not, by data.max_bytes; for all of them: data.max_bytes=none"
         )
     training = _weighted(training, config)
+    if not training:
+        raise ConfigError(
+            f"{_option(config)}: the weights leave no document to train on; raise them, or give more text"
+        )
     digest = hashlib.sha256()
     for side in (training, validation):
         digest.update(f"{len(side)}\n".encode())
@@ -354,7 +360,10 @@ def _of_folder(
     for path, size in sizes.items():
         pieces = None
         if size > max(most, _LEAST_PIECE_BYTES):
-            pieces = _pieces(root / path, path.as_posix(), piece_bytes)
+            try:
+                pieces = _pieces(root / path, path.as_posix(), piece_bytes)
+            except OSError:
+                pieces = None  # it is left out when it is read as a whole
         yield from pieces or _whole(root, [path])
 
 

@@ -11,6 +11,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -22,19 +23,60 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _BLOCK = 1 << 20
 
 
-def _open_zst(path: Path) -> BinaryIO:
+class _Blocks(io.RawIOBase):
+    """Blocks of bytes as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        super().__init__()
+        self._blocks, self._left = blocks, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        self._left = self._left or memoryview(next(filter(None, self._blocks), b""))
+        part, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
+        memoryview(buffer)[: len(part)] = part
+        return len(part)
+
+
+def unpacked_zst(file: BinaryIO, *, what: str) -> BinaryIO:
+    """What a file holds that zstandard packed, whose own reader takes one that is cut off for a whole one.
+
+    Args:
+        file: the packed one.
+        what: it is, for the message where the package is missing.
+
+    Raises:
+        ConfigError: it is missing. Reading raises EOFError where the file is damaged.
+    """
     if importlib.util.find_spec("zstandard") is None:
         raise ConfigError(
-            f"data.path={path}: needs the package 'zstandard'; install it with: pip install zstandard"
+            f"{what}: needs the package 'zstandard'; install it with: pip install zstandard"
         )
     import zstandard
 
-    return cast("BinaryIO", io.BufferedReader(zstandard.open(path, "rb")))
+    def blocks() -> Iterator[bytes]:
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        with file:
+            try:
+                while block := file.read(_BLOCK):
+                    while block:
+                        if frame.eof:
+                            frame = zstandard.ZstdDecompressor().decompressobj()
+                        yield frame.decompress(block)
+                        block = frame.unused_data
+            except zstandard.ZstdError as error:
+                raise EOFError(error) from None
+        if not frame.eof:
+            raise EOFError("it is cut off")
+
+    return cast("BinaryIO", io.BufferedReader(_Blocks(blocks())))
 
 
 UNPACKERS: dict[str, Callable[[Path], BinaryIO]] = {
     ".gz": lambda path: cast("BinaryIO", gzip.GzipFile(path)),
-    ".zst": _open_zst,
+    ".zst": lambda path: unpacked_zst(path.open("rb"), what=f"data.path={path}"),
 }
 """Opens a file of each ending as the bytes that are packed in it."""
 
@@ -103,32 +145,34 @@ class TextFile:
             if self.start:
                 file.seek(self.start)
             length = -1 if self.stop is None else self.stop - self.start
-            return decode_text(_read(file, length, self.path))
+            return decode_text(file.read(length))
 
     def num_bytes(self) -> int:
         """Bytes of the whole file, unpacked."""
         if not is_packed(self.path):
             return self.path.stat().st_size
         with opened(self.path) as file:
-            sizes = iter(lambda: len(_read(file, _BLOCK, self.path)), 0)
+            sizes = iter(lambda: len(file.read(_BLOCK)), 0)
             return sum(Progress("unpacked").over(sizes, lambda size: size))
 
 
-def opened(path: Path) -> BinaryIO:
-    """A file as its unpacked bytes."""
-    return UNPACKERS.get(path.suffix.lower(), lambda p: p.open("rb"))(path)
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file as its unpacked bytes.
+
+    Raises:
+        OSError: it cannot be read, or what is packed in it is damaged.
+    """
+    try:
+        with UNPACKERS.get(path.suffix.lower(), lambda p: p.open("rb"))(path) as file:
+            yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise OSError(None, f"damaged: {error}") from None
 
 
 def is_packed(path: Path) -> bool:
     """Whether the bytes of a file are not those of its text."""
     return path.suffix.lower() in UNPACKERS
-
-
-def _read(file: BinaryIO, length: int, path: Path) -> bytes:
-    try:
-        return file.read(length)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise OSError(f"{printable(str(path))} is damaged: {error}") from error
 
 
 def decode_text(data: bytes) -> str | None:

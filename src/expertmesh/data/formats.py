@@ -5,8 +5,8 @@ The seam: `rows_of` gives the readers of a file's texts, or None for a file that
 """
 
 import importlib.util
+import io
 import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -43,12 +43,10 @@ def rows_of(path: Path, *, tokenizer: str | None) -> list[Reader] | None:
         OSError: it cannot be read.
     """
     name = path.name.lower()
-    if name.endswith(".bin") and not path.with_suffix(".idx").exists():
-        return None  # any other file of bytes
-    for ending, rows in FORMATS.items():
-        if name.endswith((ending, f"{ending}.gz", f"{ending}.zst")):
-            return rows(path, tokenizer)
-    return None
+    ending = next((e for e in FORMATS if name.endswith((e, f"{e}.gz", f"{e}.zst"))), None)
+    if ending is None or (ending == ".bin" and not path.with_suffix(".idx").exists()):
+        return None  # one text, or any other file of bytes
+    return FORMATS[ending](path, tokenizer)
 
 
 def is_companion(path: Path) -> bool:
@@ -102,17 +100,14 @@ def _json_lines(path: Path, _: str | None) -> list[Reader]:
     start, packed = 0, is_packed(path)
     talks: bool | None = None
     where = f"data.path={printable(str(path))}"
-    try:
-        with opened(path) as file:
-            for number, line in enumerate(Progress("looked through").over(file, len), 1):
-                if line.strip():
-                    read = _Kept(line) if packed else _Line(path, start, len(line))
-                    if talks is None:
-                        talks = holds_conversation(line)
-                    readers.append(ConversationLine(number, where, read) if talks else _Field(read))
-                start += len(line)
-    except (EOFError, zlib.error) as error:
-        raise OSError(None, f"damaged: {error}") from None
+    with opened(path) as file:
+        for number, line in enumerate(Progress("looked through").over(file, len), 1):
+            if line.strip():
+                read = _Kept(line) if packed else _Line(path, start, len(line))
+                if talks is None:
+                    talks = holds_conversation(line)
+                readers.append(ConversationLine(number, where, read) if talks else _Field(read))
+            start += len(line)
     return readers
 
 
@@ -133,7 +128,8 @@ def _parquet(path: Path, _: str | None) -> list[Reader]:
     from pyarrow import ArrowException, parquet
 
     try:
-        table = parquet.ParquetFile(path)
+        with opened(path) as file:
+            table = parquet.ParquetFile(io.BytesIO(file.read()) if is_packed(path) else path)
         names = table.schema_arrow.names
         if COLUMN in names:
             return [_Text(value) for value in table.read([COLUMN])[COLUMN].to_pylist()]
