@@ -204,6 +204,18 @@ TRAINING = {
         lambda: own(data=(torch.zeros(40, 2), torch.zeros(30))),
         ["tensors of 30, 40 samples", "equally many", "first axes"],
     ),
+    "validation without targets": Mistake(
+        lambda: own(data=(torch.zeros(40, 2), torch.zeros(40)), validation=torch.zeros(3, 2)),
+        ["data: 2 training and 1 validation tensors", "equally many", "give the same of both"],
+    ),
+    "validation of one number": Mistake(
+        lambda: own(data=torch.zeros(40, 2), validation=torch.zeros(())),
+        ["validation tensors of [0] samples", "at least 1", "first axes"],
+    ),
+    "tensors beside a dataset": Mistake(
+        lambda: own(data=[1.0] * 40, validation=(torch.zeros(3, 2), torch.zeros(3))),
+        ["data=list, validation=tuple", "on both sides", "give the same of both"],
+    ),
     "nothing to train": Mistake(
         lambda: own(nn.ReLU), ["ReLU has no parameter", "requires a gradient", "give one"]
     ),

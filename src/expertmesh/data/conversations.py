@@ -22,7 +22,7 @@ from expertmesh.data.chat import MARKS, ChatFormat, extras_of, find_format
 from expertmesh.data.conversation_lines import MESSAGES, Conversation, is_answer
 from expertmesh.data.corpus import Corpus, Document
 from expertmesh.data.news import Progress, say
-from expertmesh.data.order import shuffled, spread
+from expertmesh.data.order import shuffled, spread_batches
 from expertmesh.data.tokenizer import (
     given_tokenizer,
     load_tokenizer,
@@ -84,6 +84,9 @@ class ConversationData:
         ConfigError: a side has no turn of the assistant, the format refuses a conversation (named by file and line), or the
             vocabulary is too small.
         OSError: the cache cannot be written.
+
+    Attributes:
+        num_validation: validation samples.
     """
 
     def __init__(self, corpus: Corpus, config: TextConfig, *, vocab_size: int, seed: int) -> None:
@@ -117,6 +120,7 @@ class ConversationData:
         for note in [*corpus.notes, *index["notes"]]:
             _log.warning(note)
         self._training, self._validation = (_open(folder, side) for side in _SIDES)
+        self.num_validation = len(self._validation)
         self.files = {"tokenizer.json": folder / "tokenizer.json", **extras_of(given)}
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
@@ -137,9 +141,7 @@ class ConversationData:
 
         The third entry is the bytes of text that each counted target stands for, (B, S) int64.
         """
-        chosen = spread(len(self._validation), max_samples)
-        for start in range(0, len(chosen), batch_size):
-            which = chosen[start : start + batch_size]
+        for which in spread_batches(self.num_validation, max_samples, batch_size):
             ids_BS, targets_BS, more = self._validation.rows(which, self._seq_len)
             yield ids_BS, targets_BS, self._num_bytes_V[targets_BS] * more["counts"], more
 

@@ -21,7 +21,7 @@ from expertmesh.data.image_files import (
     read_folder,
     refuse_images,
 )
-from expertmesh.data.order import shuffled, spread
+from expertmesh.data.order import shuffled, spread_batches
 from expertmesh.data.paths import distinct
 from expertmesh.errors import CheckpointError, ConfigError
 
@@ -50,6 +50,7 @@ class ImageData:
     Attributes:
         classes: their names.
         folder_of_class: name of the folder of each class, with a number where one before it is called so, too.
+        num_validation: validation samples.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class ImageData:
         parts = [_FORMAT_VERSION, dependent, size, self.classes, [s.digest for s in self._sides]]
         self.key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         training, validation = self._sides
+        self.num_validation = len(validation)
         self.description = (
             f"{len(training):,} training and {len(validation):,} validation images of {len(self.classes)} classes in "
             f"{', '.join(config.path)}"
@@ -118,17 +120,11 @@ class ImageData:
         images, weights_B = mixed(images, partners, mixes)
         return _normal(images), labels_B, partner_labels_B, weights_B
 
-    @property
-    def num_validation(self) -> int:
-        """Validation samples."""
-        return len(self._sides[1])
-
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Batch]:
         """Batches of at most so many validation images (None: all), evenly spread, as they are."""
         side = self._sides[1]
-        chosen = spread(len(side), max_samples)
-        for start in range(0, len(chosen), batch_size):
-            images, labels_B = side.take(chosen[start : start + batch_size])
+        for which in spread_batches(len(side), max_samples, batch_size):
+            images, labels_B = side.take(which)
             yield _normal(images), labels_B, labels_B, torch.ones(len(labels_B))
 
     def neighbours(self, count: int, *, most_distances: int) -> Tensor | None:

@@ -1,5 +1,6 @@
 """The order in which training samples are used: a fixed shuffle for each epoch, found by a global sample number."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -22,6 +23,12 @@ def spread(total: int, max_samples: int | None) -> list[int]:
     """At most so many (None: all) of `total` samples, evenly spread, in their natural order."""
     count = total if max_samples is None else min(max_samples, total)
     return [i * total // count for i in range(count)]
+
+
+def spread_batches(total: int, max_samples: int | None, batch_size: int) -> Iterator[list[int]]:
+    """The samples of `spread` in lists of this length; the last may be shorter."""
+    chosen = spread(total, max_samples)
+    return (chosen[i : i + batch_size] for i in range(0, len(chosen), batch_size))
 
 
 @lru_cache(maxsize=2)

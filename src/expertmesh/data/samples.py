@@ -1,16 +1,15 @@
 """Samples of a dataset with a length and an index, as the data of a run."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, default_collate
 
-from expertmesh.data.order import shuffled, spread
-from expertmesh.data.tensors import TensorData
+from expertmesh.data.order import spread
+from expertmesh.data.tensors import Numbered, TensorData, num_samples, tensor_bytes
 from expertmesh.errors import ConfigError
 
 _DIGESTED = 16
@@ -27,7 +26,7 @@ class Indexed(Protocol):
         """One sample: tensors or numbers, alone or in tuples, lists and dictionaries."""
 
 
-class SampleData:
+class SampleData(Numbered):
     """Indexed datasets as the data of a run; batches are made by torch's `default_collate`.
 
     The key is a digest of the numbers of samples and of some samples of each side, so random augmentation counts as other data.
@@ -41,8 +40,6 @@ class SampleData:
         ConfigError: a side has no sample.
     """
 
-    files: Mapping[str, Path] = {}
-
     def __init__(self, training: Indexed, validation: Indexed, *, seed: int) -> None:
         digest = hashlib.sha256()
         for name, side in (("training", training), ("validation", validation)):
@@ -51,45 +48,15 @@ class SampleData:
             digest.update(f"{name} {len(side)} ".encode())
             for index in spread(len(side), _DIGESTED):
                 for part in tree_leaves(default_collate([side[index]])):
-                    data = part.numpy().tobytes() if isinstance(part, Tensor) else repr(part)
-                    digest.update(data if isinstance(data, bytes) else data.encode())
-        self._training, self._validation, self._seed = training, validation, seed
+                    is_tensor = isinstance(part, Tensor)
+                    digest.update(tensor_bytes(part) if is_tensor else repr(part).encode())
         self.key = digest.hexdigest()
-        self.description = (
-            f"{type(training).__name__}: {len(training):,} training and {len(validation):,} "
-            "validation samples"
-        )
+        sizes = len(training), len(validation)
+        source = type(getattr(training, "dataset", training)).__name__
+        super().__init__(training, validation, sizes, seed=seed, source=source)
 
-    def batch(self, first_sample: int, num_samples: int) -> Any:
-        """Training samples first_sample ... first_sample + num_samples - 1."""
-        total = len(self._training)
-        which = shuffled(first_sample, num_samples, total=total, seed=self._seed)
-        return default_collate([self._training[i] for i in which])
-
-    @property
-    def num_validation(self) -> int:
-        """Validation samples."""
-        return len(self._validation)
-
-    def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Any]:
-        """Batches of at most so many validation samples (None: all), evenly spread."""
-        chosen = spread(len(self._validation), max_samples)
-        for start in range(0, len(chosen), batch_size):
-            part = chosen[start : start + batch_size]
-            yield default_collate([self._validation[i] for i in part])
-
-
-class _Part:
-    """Some samples of a dataset."""
-
-    def __init__(self, whole: Indexed, which: Sequence[int]) -> None:
-        self._whole, self._which = whole, which
-
-    def __len__(self) -> int:
-        return len(self._which)
-
-    def __getitem__(self, index: int, /) -> Any:
-        return self._whole[self._which[index]]
+    def _take(self, side: Indexed, which: list[int]) -> Any:
+        return default_collate([side[i] for i in which])
 
 
 def check_split(lengths: Sequence[int]) -> None:
@@ -119,24 +86,33 @@ def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
     """
     if all(hasattr(samples, name) for name in ("batch", "validation", "key")):
         return samples
-    if isinstance(samples, Tensor):
-        samples = (samples,)
-        validation = (validation,) if isinstance(validation, Tensor) else validation
-    is_tensors = isinstance(samples, tuple | list) and all(isinstance(t, Tensor) for t in samples)
-    if is_tensors:
+    samples, validation = (
+        (given,) if isinstance(given, Tensor) else given for given in (samples, validation)
+    )
+    if validation is not None and _are_tensors(samples) != _are_tensors(validation):
+        raise ConfigError(
+            f"data={type(samples).__name__}, validation={type(validation).__name__}: must be tensors on both sides, or datasets; "
+            "give the same of both"
+        )
+    if _are_tensors(samples):
         if validation is None:
-            check_split(sorted({len(t) if t.ndim else 0 for t in samples}))
+            check_split(sorted(set(map(num_samples, samples))))
             validation = tuple(t[_ONE_IN - 1 :: _ONE_IN] for t in samples)
             samples = tuple(t[[i for i in range(len(t)) if (i + 1) % _ONE_IN]] for t in samples)
         return TensorData(samples, validation, seed=seed)
-    if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
-        raise ConfigError(
-            f"data={type(samples).__name__}: has no length and index, without which a run cannot go on where it stopped; "
-            "give tensors or a map-style dataset"
-        )
+    for given in (samples, validation):
+        if given is not None and not all(hasattr(given, n) for n in ("__len__", "__getitem__")):
+            raise ConfigError(
+                f"data={type(given).__name__}: has no length and index, without which a run cannot go on where it stopped; "
+                "give tensors or a map-style dataset"
+            )
     if validation is None:
         check_split([len(samples)])
         numbers = range(len(samples))
-        validation = _Part(samples, [i for i in numbers if not (i + 1) % _ONE_IN])
-        samples = _Part(samples, [i for i in numbers if (i + 1) % _ONE_IN])
+        validation = Subset(samples, [i for i in numbers if not (i + 1) % _ONE_IN])
+        samples = Subset(samples, [i for i in numbers if (i + 1) % _ONE_IN])
     return SampleData(samples, validation, seed=seed)
+
+
+def _are_tensors(given: Any) -> bool:
+    return isinstance(given, tuple | list) and all(isinstance(t, Tensor) for t in given)

@@ -3,15 +3,55 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from expertmesh.data.order import shuffled, spread
+from expertmesh.data.order import shuffled, spread_batches
 from expertmesh.errors import ConfigError
 
 
-class TensorData:
-    """Tensors whose first axis is the sample, as the data of a run.
+class Numbered:
+    """Training and validation samples that have numbers, as the data of a run; who inherits says how some become a batch.
+
+    Args:
+        training: samples to learn from.
+        validation: samples that evaluations use.
+        sizes: how many there are of both.
+        seed: of the order.
+        source: what they are, in words.
+
+    Attributes:
+        num_validation: validation samples.
+    """
+
+    files: Mapping[str, Path] = {}
+
+    def __init__(
+        self, training: Any, validation: Any, sizes: tuple[int, int], *, seed: int, source: str
+    ) -> None:
+        self._training, self._validation, self._seed = training, validation, seed
+        self._num_training, self.num_validation = sizes
+        self.description = f"{source}: {sizes[0]:,} training and {sizes[1]:,} validation samples"
+
+    def batch(self, first_sample: int, num_samples: int) -> Any:
+        """Training samples first_sample ... first_sample + num_samples - 1."""
+        total = self._num_training
+        which = shuffled(first_sample, num_samples, total=total, seed=self._seed)
+        return self._take(self._training, which)
+
+    def validation(self, max_samples: int | None, batch_size: int) -> Iterator[Any]:
+        """Batches of at most so many validation samples (None: all), evenly spread."""
+        for which in spread_batches(self.num_validation, max_samples, batch_size):
+            yield self._take(self._validation, which)
+
+    def _take(self, side: Any, which: list[int]) -> Any:
+        raise NotImplementedError
+
+
+class TensorData(Numbered):
+    """Tensors whose first axis is the sample, as the data of a run; a batch has as many tensors as were given.
 
     Args:
         training: tensors of the training samples, for example inputs and targets; equally many samples in each.
@@ -20,10 +60,8 @@ class TensorData:
         source: what they are, in words.
 
     Raises:
-        ConfigError: a side is empty, or its tensors have different numbers of samples.
+        ConfigError: a side is empty, its tensors have different numbers of samples, or it has other tensors than the other one.
     """
-
-    files: Mapping[str, Path] = {}
 
     def __init__(
         self,
@@ -35,33 +73,31 @@ class TensorData:
     ) -> None:
         digest = hashlib.sha256()
         for name, side in (("training", training), ("validation", validation)):
-            lengths = {len(tensor) for tensor in side}
+            lengths = {num_samples(tensor) for tensor in side}
             if len(lengths) != 1 or 0 in lengths:
                 raise ConfigError(
                     f"{name} tensors of {sorted(lengths)} samples: must be equally many and at least 1; check their first axes"
                 )
             for tensor in side:
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-                digest.update(tensor.detach().contiguous().cpu().numpy().tobytes())
-        self._training, self._validation = tuple(training), tuple(validation)
-        self._seed, self.key = seed, digest.hexdigest()
-        self.description = (
-            f"{source}: {len(training[0]):,} training and {len(validation[0]):,} validation samples"
-        )
+                digest.update(tensor_bytes(tensor))
+        if len(training) != len(validation):
+            raise ConfigError(
+                f"data: {len(training)} training and {len(validation)} validation tensors: must be equally many; give the same of both"
+            )
+        self.key = digest.hexdigest()
+        sizes = len(training[0]), len(validation[0])
+        super().__init__(tuple(training), tuple(validation), sizes, seed=seed, source=source)
 
-    def batch(self, first_sample: int, num_samples: int) -> tuple[Tensor, ...]:
-        """Training samples first_sample ... first_sample + num_samples - 1; as many tensors as were given."""
-        total = len(self._training[0])
-        which = shuffled(first_sample, num_samples, total=total, seed=self._seed)
-        return tuple(tensor[which] for tensor in self._training)
+    def _take(self, side: tuple[Tensor, ...], which: list[int]) -> tuple[Tensor, ...]:
+        return tuple(tensor[which] for tensor in side)
 
-    @property
-    def num_validation(self) -> int:
-        """Validation samples."""
-        return len(self._validation[0])
 
-    def validation(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Tensor, ...]]:
-        """Batches of at most so many validation samples (None: all), evenly spread."""
-        chosen = spread(len(self._validation[0]), max_samples)
-        for start in range(0, len(chosen), batch_size):
-            yield tuple(tensor[chosen[start : start + batch_size]] for tensor in self._validation)
+def num_samples(tensor: Tensor) -> int:
+    """The length of a tensor's first axis; 0 of one without axes."""
+    return len(tensor) if tensor.ndim else 0
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor's values, of any type and on any device, as a file has them."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

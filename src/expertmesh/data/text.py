@@ -54,6 +54,7 @@ class TextData:
     Attributes:
         corpus: the documents themselves.
         windows: of the training split.
+        num_validation: validation samples.
         labels: the entries of `data.path`, where there are 2 to 64; each is another.
     """
 
@@ -66,6 +67,7 @@ class TextData:
         self.files = {"tokenizer.json": tokens.tokenizer_path, **extras_of(given)}
         self.windows = Windows(tokens.training.tokens_N, config.seq_len, seed)
         self._validation = Windows(tokens.validation.tokens_N, config.seq_len, seed)
+        self.num_validation = self._validation.num_windows
         tokenizer = load_tokenizer(tokens.tokenizer_path)
         sizes = token_num_bytes(tokenizer, vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
@@ -78,11 +80,6 @@ class TextData:
             f"{tokens.corpus.source}: {len(tokens.training.tokens_N):,} training and "
             f"{len(tokens.validation.tokens_N):,} validation tokens"
         )
-
-    @property
-    def num_validation(self) -> int:
-        """Validation samples."""
-        return self._validation.num_windows
 
     def batch(self, first_sample: int, num_samples: int) -> tuple[Any, ...]:
         """Inputs and targets, each (num_samples, S) int64.

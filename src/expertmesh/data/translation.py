@@ -225,6 +225,7 @@ class TranslationData:
                 f"out: longer than model.max_source_len={max_source_len} or model.max_seq_len={max_target_len}; raise them"
             )
         self.directions = tuple(task.name for task in self._validation)
+        self.num_validation = sum(len(task.where) for task in self._validation)
         self._sentence_ends = _sentence_ends(tokens, vocab_size)
         # what a given tokenizer says is in the tokens' key, wherever it lies
         nameless = config.model_copy(update={"encode_with": None})
@@ -256,11 +257,6 @@ class TranslationData:
                 )
             rows.append((source, target, task.target, index))
         return self._batch(rows)
-
-    @property
-    def num_validation(self) -> int:
-        """Validation samples."""
-        return sum(len(task.where) for task in self._validation)
 
     def validation(self, max_samples: int | None, batch_size: int) -> Iterator[TranslationBatch]:
         """At most so many validation translations, evenly spread over all directions, the shortest first."""

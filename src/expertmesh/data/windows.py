@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertmesh.data.order import shuffled, spread
+from expertmesh.data.order import shuffled, spread_batches
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,7 @@ class Windows:
 
     def batches(self, max_samples: int | None, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of at most so many windows (None: all), evenly spread over the array."""
-        chosen = spread(self.num_windows, max_samples)
-        for start in range(0, len(chosen), batch_size):
-            yield self.windows(chosen[start : start + batch_size])
+        return map(self.windows, spread_batches(self.num_windows, max_samples, batch_size))
 
     def windows(self, which: list[int]) -> tuple[Tensor, Tensor]:
         """Given windows in their natural order; the same shapes as `batch`."""

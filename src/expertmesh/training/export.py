@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from expertmesh.config.output_file import complete
+from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.training.checkpoint import find_damage
 from expertmesh.training.checkpoint_tensors import tensor_dtypes, tensor_shapes, whole_tensors
@@ -163,8 +164,3 @@ def file_header(
         }
     text = json.dumps(entries).encode()
     return text + b" " * (-len(text) % _ALIGNMENT)
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, as a file has them."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -17,13 +17,14 @@ from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.output_file import naming
 from expertmesh.data.chat import EXTRAS, MARKS, OWN_TEMPLATE, find_format
+from expertmesh.data.tensors import tensor_bytes
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import HubFamily, export_family, hub_config
 from expertmesh.integrations.hub.files import INDEX, SINGLE
 from expertmesh.integrations.hub.layout import Piece, pieces
 from expertmesh.training.checkpoint_tensors import tensor_dtypes, whole_tensors
-from expertmesh.training.export import file_header, tensor_bytes
+from expertmesh.training.export import file_header
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of a file, unless one tensor is larger."""
