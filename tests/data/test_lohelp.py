@@ -5,6 +5,7 @@ import io
 import tarfile
 
 import pytest
+import zstandard
 
 from expertmesh.cli.main import main
 from expertmesh.config.seq2seq import LANGUAGE
@@ -18,21 +19,22 @@ PAGE = """<html><head><title>no</title></head><body><p>no id here</p>
 <p id="par_id3">short</p><p id="par_id4">the same words on every page</p></body></html>"""
 
 
-def archive_of(code, pages):
+def archive_of(code, pages, packing):
     data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w:xz") as archive:
+    with tarfile.open(fileobj=data, mode="w" if packing == "zst" else f"w:{packing}") as archive:
         for name, html in pages.items():
             info = tarfile.TarInfo(f"./usr/share/libreoffice/help/{code}/text/{name}.html")
             info.size = len(html.encode())
             archive.addfile(info, io.BytesIO(html.encode()))
-    return data.getvalue()
+    return zstandard.compress(data.getvalue()) if packing == "zst" else data.getvalue()
 
 
-def package_of(path, code, pages):
+def package_of(path, code, pages, *, packing="xz"):
+    """As Debian packs it, or Ubuntu (zst)."""
     parts = [
         (b"debian-binary", b"2.0\n"),
         (b"control.tar.xz", b"odd"),
-        (b"data.tar.xz", archive_of(code, pages)),
+        (f"data.tar.{packing}".encode(), archive_of(code, pages, packing)),
     ]
     with path.open("wb") as file:
         file.write(b"!<arch>\n")
@@ -59,6 +61,8 @@ def test_paragraphs_by_their_ids():
     assert found["hd_id1"] == "x head of page y here"
     assert found["par_id2"] == "x press Ctrl+F & go to page y."
     assert set(found) == {"hd_id1", "par_id2", "par_id3", "par_id4", "par_id9"}
+    twice = segments('<td id="par_id1">in <p id="par_id1">out</p></b>side</td><p id="par_id2">open')
+    assert twice == {"par_id1": "in side"}
 
 
 def test_packages_become_parallel_files(packages, tmp_path, capsys):
@@ -122,18 +126,22 @@ def test_bodies_are_cut(body, words):
 
 
 def test_what_is_not_there_is_one_line(packages, tmp_path, capsys):
-    for folder, text in (
-        (tmp_path, "has LibreOffice's help in no language"),
-        (None, "no readable Debian package"),
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    package = folder / "libreoffice-help-de.deb"
+    package_of(package, "de", {"a": PAGE})
+    whole = package.read_bytes()
+    for content, text in (
+        (None, "has LibreOffice's help in no language"),
+        (gzip.compress(b"no package"), "no readable Debian package"),
+        (whole.replace(b"7zXZ", b"8zXZ"), "no readable Debian package"),
+        (whole[:-50], "no readable Debian package"),
     ):
-        if folder is None:
-            folder = tmp_path / "damaged"
-            folder.mkdir()
-            (folder / "libreoffice-help-de.deb").write_bytes(gzip.compress(b"no package"))
-        assert (
-            main(["data", "lohelp", "--packages", str(folder), "--output", str(tmp_path / "o")])
-            == 2
-        )
+        package.unlink(missing_ok=True)
+        if content is not None:
+            package.write_bytes(content)
+        words = ["data", "lohelp", "--packages", str(folder), "--output", str(tmp_path / "o")]
+        assert main(words) == 2
         error = capsys.readouterr().err
         assert text in error and error.count("\n") == 1
     assert not (tmp_path / "o").exists()
@@ -143,7 +151,9 @@ def test_each_language_has_files_that_can_be_read(tmp_path):
     """Two kinds of Portuguese are two languages, and no name has a dash, which stands in pairs."""
     codes = ("en-US", "en-GB", "pt", "pt-BR", "zh-TW")
     for code in codes:
-        package_of(tmp_path / f"libreoffice-help-{code}.deb", code, {"a": PAGE.format(code, "a")})
+        path = tmp_path / f"libreoffice-help-{code}.deb"
+        packing = "gz" if code == "pt" else "zst"
+        package_of(path, code, {"a": PAGE.format(code, "a")}, packing=packing)
     found = extract(tmp_path, tmp_path / "out")
     assert found.languages == ("en", "en_GB", "pt", "pt_BR", "zh_TW")
     assert all(LANGUAGE.fullmatch(code) for code in found.languages)

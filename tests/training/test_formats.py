@@ -220,10 +220,17 @@ def test_mistakes_of_token_files(tmp_path):
         (whole[:-8], "is damaged"),
         (b"x" + whole, "is no Megatron index"),
         (whole[:17] + b"\x63" + whole[18:], "is damaged"),
+        (whole[:-8] + b"\xff" * 8, "is damaged"),
+        (whole[:-1] + b"\x7f", "is damaged"),
+        (whole[: -8 * 61 - 1] + b"\xff" + whole[-8 * 61 :], "is of a longer file, or damaged"),
     ):
         index.write_bytes(data)
         with pytest.raises(em.ConfigError, match=text):
             load_corpus(TextConfig(path=str(path), **options))
+    index.write_bytes(whole)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(em.ConfigError, match="a.idx is of a longer file, or damaged; copy both"):
+        load_corpus(TextConfig(path=str(path), **options))
     with pytest.raises(em.ConfigError, match="leave it out"):
         TextConfig(path="a.txt", tokenizer="tokenizer.json")
 

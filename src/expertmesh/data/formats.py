@@ -188,6 +188,13 @@ def _megatron(path: Path, tokenizer: str | None) -> list[Reader]:
     starts = np.frombuffer(data, "<i8", count, head + 4 * count)
     documents = np.frombuffer(data, "<i8", borders, head + 12 * count)
     item = np.dtype(_TYPES[code]).itemsize
+    if len(documents) and not 0 <= documents.min() <= documents.max() <= count:
+        raise ConfigError(f"data.path={path}: {index.name} is damaged; write it again")
+    last_start = path.stat().st_size - item * sizes.astype(np.int64)
+    if ((sizes < 0) | (starts < 0) | (starts > last_start)).any():
+        raise ConfigError(
+            f"data.path={path}: {index.name} is of a longer file, or damaged; copy both again"
+        )
     readers: list[Reader] = []
     for first, last in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True):
         if last > first:

@@ -16,6 +16,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 
+from expertmesh.data.files import unpacked_zst
 from expertmesh.errors import ConfigError
 
 INSTALLED = Path("/usr/share/libreoffice/help")
@@ -55,8 +56,8 @@ class _Segments(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.found: Page = {}
-        self._open: list[tuple[str, str | None, bool]] = []  # tag, id that begins here, hidden
-        self._texts: dict[str, list[str]] = {}
+        # of each open tag: the id that begins there, whether it is hidden, where its text goes (outside of all ids nowhere)
+        self._open: list[tuple[str, str | None, bool, list[str]]] = [("", None, False, [])]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in _VOID:
@@ -65,25 +66,23 @@ class _Segments(HTMLParser):
         values = dict(attrs)
         name = values.get("id") or ""
         begins = name if tag in _TAGS and _ID.match(name) else None
-        hidden = values.get("class") == "MAC" or bool(self._open and self._open[-1][2])
-        if begins is not None:
-            self._texts[begins] = []
-        self._open.append((tag, begins, hidden))
+        _, _, hidden, texts = self._open[-1]
+        hidden = hidden or values.get("class") == "MAC"
+        self._open.append((tag, begins, hidden, texts if begins is None else []))
 
     def handle_endtag(self, tag: str) -> None:
-        if not any(opened == tag for opened, _, _ in self._open):
+        if all(opened != tag for opened, *_ in self._open):
             return
-        while self._open:
-            opened, begins, _ = self._open.pop()
-            if begins is not None and begins in self._texts:
-                self.found[begins] = " ".join("".join(self._texts.pop(begins)).split())
-            if opened == tag:
-                return
+        opened = None
+        while opened != tag:
+            opened, begins, _, texts = self._open.pop()
+            if begins is not None:
+                self.found[begins] = " ".join("".join(texts).split())
 
     def handle_data(self, data: str) -> None:
-        inner = next((begins for _, begins, _ in reversed(self._open) if begins), None)
-        if inner is not None and not self._open[-1][2]:
-            self._texts[inner].append(data)
+        _, _, hidden, texts = self._open[-1]
+        if not hidden:
+            texts.append(data)
 
 
 def segments(html: str) -> Page:
@@ -301,15 +300,20 @@ def _members(package: Path) -> Iterator[tuple[str, str, str]]:
                 int(data[start + 48 : start + 58]),
             )
             start += 60
+            if start + size > len(data):
+                raise ValueError("it is cut off")
             if name.startswith("data.tar"):
-                with tarfile.open(fileobj=io.BytesIO(data[start : start + size])) as archive:
+                packed = io.BytesIO(data[start : start + size])
+                file = unpacked_zst(packed, what=f"{package}") if name.endswith(".zst") else packed
+                with tarfile.open(fileobj=file, mode="r|*") as archive:
                     yield from _pages(archive)
                 return
             start += size + size % 2
         raise ValueError("no data")
     except (ValueError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
+        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{package}: is no readable Debian package ({error}); download it again"
+            f"{package}: is no readable Debian package ({reason}); download it again"
         ) from None
 
 
