@@ -424,7 +424,7 @@ REPORT = {
     ),
     "report of no tokens": Mistake(
         lambda p: ["report", "--run", p.path("x"), "--tokens", "0"],
-        ["--tokens 0", "at least", "change"],
+        ["--tokens 0", "at least 1", "raise it"],
     ),
     "report of damaged config": Mistake(
         report_of("config.json", b"["), ["config.json", "unreadable", "restore"]

@@ -30,6 +30,12 @@ def test_a_list_of_one_needs_no_brackets(tmp_path):
     assert found.parallel.ep_degree == (2,)
 
 
+def test_none_is_no_value_as_on_the_command_line(tmp_path):
+    text = "train: {keep_every: none}\ndata: {path: None}\nparallel: {ep_degree: none}\n"
+    found = parsed(tmp_path, text, "gpt-moe-test").config
+    assert found == parse_run_config(["gpt-moe-test"]).config
+
+
 def test_a_run_s_own_config_is_such_a_file(tmp_path):
     first = parse_run_config(["gpt-moe-test", "--model.moe.top-k", "1"])
     text = json.dumps({"recipe": first.recipe, **first.config.model_dump(mode="json")})

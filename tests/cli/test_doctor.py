@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 
 import pytest
+import torch
 
 from expertmesh.cli import doctor
 from expertmesh.cli.main import main
@@ -34,6 +35,19 @@ def test_a_report_is_as_wide_as_columns_says(monkeypatch, capsys):
     assert main(["doctor", "--topology"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert 50 < max(map(len, lines)) <= 60, lines
+
+
+def test_texts_are_shown_as_they_are(monkeypatch, capsys):
+    detail = "[red] ld: [/usr/lib] :smile:"
+    monkeypatch.setitem(doctor.SECTIONS, "Versions", lambda: [doctor.Finding(detail, "no", detail)])
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.count(detail) == 2
+
+
+def test_a_build_for_amd_without_a_device_names_its_own_tools(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    detail = details(doctor.devices())["cuda"].detail
+    assert "built for ROCm 7.0" in detail and "rocm-smi" in detail
 
 
 def test_versions_are_those_installed(monkeypatch):

@@ -157,18 +157,6 @@ def test_a_link_to_a_file_stays_a_link(runs, tmp_path):
     assert load_file(tmp_path / "file")
 
 
-def test_a_full_disk_leaves_nothing(runs, tmp_path, monkeypatch):
-    from expertmesh.training import export as module
-
-    def fail(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module.os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        export(runs / "one", tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_header_is_what_the_format_says(runs, tmp_path):
     export(runs / "one", tmp_path / "out")
     data = (tmp_path / "out").read_bytes()

@@ -78,6 +78,8 @@ def test_every_option_can_be_given(family):
         (["--train.steps", "20"], "optim.warmup_steps", 50 * 20 // 520),
         (["--train.steps", "50"], "optim.warmup_steps", 50),
         (["--train.steps", "20", "--optim.schedule-steps", "60"], "optim.warmup_steps", 50),
+        (["--train.steps", "20", "--optim.schedule-steps", "none"], "optim.warmup_steps", 1),
+        (["--train.steps", "20.0"], "optim.warmup_steps", 1),
         (["--train.steps", "60", "--optim.warmup-steps", "60"], "optim.warmup_steps", 60),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

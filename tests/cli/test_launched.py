@@ -32,7 +32,15 @@ def as_rank(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [["train", "gpt-moe-tset"], ["train", "gpt-moe-test", "--no", "1"]]
+    "words",
+    [
+        ["train", "gpt-moe-tset"],
+        ["train", "gpt-moe-test", "--no", "1"],
+        ["bench", "com"],
+        ["bench", "comm", "--largest-mib", "0"],
+        ["doctor", "--fast"],
+    ],
+    ids=" ".join,
 )
 def test_a_mistake_is_said_once_per_host(as_rank, capsys, words):
     for rank, local_rank in ((0, 0), (1, 1), (2, 0), (3, 1)):

@@ -108,6 +108,10 @@ def test_a_temperature_near_nothing_is_greedy(place, capfd, text):
 
 
 @pytest.mark.parametrize(
+    ("verb_name", "option"),
+    [("train", "--train.micro-batch-size"), ("translate", "--batch-size"), ("report", "smaller")],
+)
+@pytest.mark.parametrize(
     ("error", "words"),
     [
         (MemoryError(), "this machine is out of memory"),
@@ -118,13 +122,14 @@ def test_a_temperature_near_nothing_is_greedy(place, capfd, text):
         ),
     ],
 )
-def test_out_of_memory_has_a_fix(monkeypatch, capfd, error, words):
+def test_out_of_memory_has_a_fix_of_the_verb(monkeypatch, capfd, error, words, verb_name, option):
     from expertmesh.cli import main as front
 
     def verb(argv):
         raise error
 
-    monkeypatch.setitem(front.VERBS, "train", (verb, ""))
-    assert main(["train"]) == 1
+    monkeypatch.setitem(front.VERBS, verb_name, (verb, ""))
+    assert main([verb_name]) == 1
     line = one_line(capfd.readouterr())
-    assert words in line and "--train.micro-batch-size" in line
+    assert words in line and option in line
+    assert ("--train." in line) == (verb_name == "train")

@@ -79,6 +79,11 @@ def test_failures_are_one_line(error, code, message, monkeypatch, capsys):
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
+def test_a_verb_alone_says_what_it_needs(capsys):
+    assert front.main(["generate"]) == 2
+    assert "arguments are required: --run; see expertmesh generate" in capsys.readouterr().err
+
+
 def test_debug_keeps_the_traceback(monkeypatch):
     monkeypatch.setitem(front.VERBS, "doctor", (failing_verb(ZeroDivisionError("x")), ""))
     with pytest.raises(ZeroDivisionError):

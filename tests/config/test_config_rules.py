@@ -3,8 +3,10 @@
 import pickle
 from typing import get_args
 
+import numpy as np
 import pytest
 
+import expertmesh as em
 from expertmesh import MoELayer
 from expertmesh.cli.flags import parse_run_config
 from expertmesh.config.base import (
@@ -15,11 +17,12 @@ from expertmesh.config.base import (
     option_names,
     saved_run,
     shown,
+    user_cache_dir,
 )
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.config.moe_rules import NOT_READ_BY, LayerOptions, RouterKind
-from expertmesh.config.run import TrainConfig
+from expertmesh.config.run import OptimConfig, TrainConfig
 from expertmesh.errors import ConfigError
 
 # Changes to the default configuration, the field the message must name, and a word of the rule.
@@ -392,6 +395,20 @@ def test_an_unknown_name_in_a_section_is_an_error(changes):
         GPTRunConfig().updated(changes)
 
 
+def test_the_warm_up_of_a_whole_section_is_kept():
+    section = OptimConfig(warmup_steps=7)
+    assert em.recipe("gpt-moe-test", {"optim": section, "train.steps": 300}).optim == section
+
+
+def test_who_has_no_home_folder_is_told(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "~")
+    with pytest.raises(
+        ConfigError, match="there is no home folder; set HOME, or write the whole path"
+    ):
+        user_cache_dir()
+
+
 def test_every_option_has_a_help_text():
     def missing(config_type):
         for name, field in config_type.model_fields.items():
@@ -413,6 +430,7 @@ def test_names_and_values_for_messages():
     assert dotted(("model", "moe", "num_experts", 1)) == "model.moe.num_experts[1]"
     assert shown("a\nb") == "a b"
     assert len(shown("x" * 500)) == 60
+    assert shown(np.zeros((2, 1))) == "array([[0.], [0.]])"
     names = option_names(GPTRunConfig)
     assert nearest_name("train.stepz", names) == "train.steps"
     assert nearest_name("learning_rate", names) is None

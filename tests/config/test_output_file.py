@@ -18,6 +18,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "inside").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "to pipe").symlink_to("pipe")
+    (tmp_path / "to nowhere").symlink_to("gone/file")
     return tmp_path
 
 
@@ -32,6 +33,7 @@ def folder(tmp_path, monkeypatch):
         ("", "is no regular file"),
         ("no/file", "there is no folder no"),
         ("text/file", "there is no folder text"),
+        ("to nowhere", "there is no folder .*gone"),
         ("link", "is the file text, which is read"),
         ("./text", "is the file text, which is read"),
         ("~nosuchuser/x", "there is no such user"),

@@ -168,7 +168,7 @@ def test_several_prompts_and_a_file_of_them(
     words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "4"]
     assert main([*words, *prompts]) == 0
     assert capsys.readouterr().out == expected
-    (tmp_path / "prompts.txt").write_text("\n\n".join(prompts))
+    (tmp_path / "prompts.txt").write_text("\n\n".join(prompts), encoding="utf-8-sig")
     assert main([*words, "--prompt-file", str(tmp_path / "prompts.txt"), "--batch-size", "1"]) == 0
     assert capsys.readouterr().out == expected
 
@@ -178,12 +178,16 @@ def test_interactive(
 ) -> None:
     """A line is a prompt, until there are no more; one that is too long is said and the next is answered."""
     alone = printed(run_dir, "--greedy", "--max-tokens", "4", capsys=capsys)
-    typed(f"{'x ' * 200}\n\n{PROMPT}\n{PROMPT}")
-    words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "4", "--interactive"]
-    assert main(words) == 0
+    lines = f"{'x ' * 200}\n\n{PROMPT}\n{PROMPT}"
+    typed(lines)
+    words = ["generate", "--run", str(run_dir), "--greedy", "--interactive", "--max-tokens"]
+    assert main([*words, "4"]) == 0
     said = capsys.readouterr()
     assert said.out == 2 * alone.removeprefix(PROMPT)
     assert said.err.count("error: ") == 1 and "max_seq_len" in said.err
+    typed(lines)
+    assert main([*words, "999"]) == 0
+    assert capsys.readouterr().err.count("error: --max-tokens 999: ") == 2
 
 
 def test_a_typed_line_in_another_encoding_is_said_and_the_next_is_answered(

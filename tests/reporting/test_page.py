@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support.patience import PATIENCE_S
+from torch.nn.modules.module import register_module_forward_hook
 
 import expertmesh as em
 from expertmesh.cli.main import main
@@ -154,6 +156,20 @@ def test_the_command_writes_a_page_of_a_run_that_it_cannot_judge(run, tmp_path, 
 def test_the_summary_says_which_run_it_is_of(run, capsys):
     assert main(["report", str(run), str(run), "--samples", "0"]) == 0
     assert capsys.readouterr().out.count(f"\n=== {run}\n") == 2
+
+
+def test_all_of_a_report_is_computed_in_the_precision_of_the_run(run, tmp_path):
+    shutil.copytree(run, tmp_path / "other")
+    config = json.loads((run / "config.json").read_text())
+    config["train"] |= {"dtype": "bfloat16", "device": "cpu"}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    seen = set()
+    hook = register_module_forward_hook(lambda *call: seen.add(torch.is_autocast_enabled("cpu")))
+    try:
+        assert main(["report", str(tmp_path / "other"), "--samples", "1", "--tokens", "3"]) == 0
+    finally:
+        hook.remove()
+    assert seen == {True}
 
 
 def test_a_read_run_needs_no_plotly(run):

@@ -188,14 +188,14 @@ TRANSLATED = {
     ),
     "a penalty that is no number": Mistake(
         translating("--to", "de", "--length-penalty", "nan", "x"),
-        ["--length-penalty nan", "at least 0", "raise it"],
+        ["--length-penalty nan", "at least 0", "finite number"],
     ),
     "a negative penalty": Mistake(
         translating("--to", "de", "--length-penalty", "-1", "x"),
         ["--length-penalty -1", "at least 0", "raise it"],
     ),
     "an endless penalty": Mistake(
-        translating("--to", "de", "--length-penalty", "inf", "x"), ["--length-penalty inf", ";"]
+        translating("--to", "de", "--length-penalty", "inf", "x"), ["inf", "finite number"]
     ),
     "a folder to compare with": Mistake(
         translating("--to", "de", "x", "--reference", "@a", "--compare", "@cache", lines=LINES),

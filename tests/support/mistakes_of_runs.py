@@ -347,9 +347,9 @@ REPORTS = {
     "no run to report": Mistake(plain("report"), ["no run given", "write one"]),
     "fewer than no samples": Mistake(reporting("--samples", "-1"), ["--samples -1", "at least"]),
     "heat that is no number": Mistake(
-        reporting("--temperature", "nan"), ["--temperature nan", "change them"]
+        reporting("--temperature", "nan"), ["--temperature nan", "finite number"]
     ),
-    "negative heat": Mistake(reporting("--temperature", "-1"), ["--temperature -1", "change them"]),
+    "negative heat": Mistake(reporting("--temperature", "-1"), ["--temperature -1", "raise it"]),
     "words for tokens": Mistake(reporting("--tokens", "many"), ["--tokens", "many", "--help"]),
     "a page that is a folder": Mistake(page("cache"), ["cache", "no regular file", "name a file"]),
     "a page in no folder": Mistake(

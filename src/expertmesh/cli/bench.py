@@ -1,11 +1,11 @@
 """`expertmesh bench comm`: bandwidth between the ranks that torchrun started, kept for the cost model."""
 
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.launched import said_once
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
 
@@ -44,13 +44,14 @@ def run(argv: list[str]) -> int:
         ConfigError: a word breaks a rule, or there is one rank.
         CollectiveError: a rank is gone.
     """
-    options = _parser().parse_args(argv)
-    if not _LEAST_MIB <= options.largest_mib <= _MOST_MIB:
-        raise ConfigError(
-            f"--largest-mib {options.largest_mib}: must be from {_LEAST_MIB:g} to {_MOST_MIB}; for example 16"
-        )
-    check_least(options, ranks_per_node=1)
-    target = None if options.plot is None else output_file("--plot", options.plot)
+    with said_once():
+        options = _parser().parse_args(argv)
+        if not _LEAST_MIB <= options.largest_mib <= _MOST_MIB:
+            raise ConfigError(
+                f"--largest-mib {options.largest_mib}: must be from {_LEAST_MIB:g} to {_MOST_MIB}; for example 16"
+            )
+        check_least(options, ranks_per_node=1)
+        target = None if options.plot is None else output_file("--plot", options.plot)
     import torch
 
     from expertmesh.comm.measure import fit, measure
@@ -90,7 +91,6 @@ def _parser() -> OptionParser:
         prog="expertmesh bench",
         description="Measures the links between the ranks that torchrun started.",
         epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", choices=["comm"], help="comm: bandwidth over message sizes")
     parser.add_argument(

@@ -38,10 +38,11 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"--picture {options.picture}: shows images, and --score has none; name some"
         )
-    if options.score and options.top is not None:
-        raise ConfigError(f"--top {options.top}: has no effect with --score; leave it out")
-    if options.score and options.fit is not None:
-        raise ConfigError(f"--fit {options.fit}: has no effect with --score; leave it out")
+    for name in ("top", "fit"):
+        if options.score and getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name} {getattr(options, name)}: has no effect with --score; leave it out"
+            )
     check_least(options, top=1, batch_size=1)
     picture = None
     if options.picture is not None:
@@ -67,13 +68,10 @@ def run(argv: list[str]) -> int:
 
 
 def _parser() -> OptionParser:
-    from argparse import RawDescriptionHelpFormatter
-
     parser = OptionParser(
         prog="expertmesh classify",
         description="Classifies images with the newest checkpoint of a run.",
         epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "image", nargs="*", help="image files; of an IDX file the N-th image is FILE@N, from 0"

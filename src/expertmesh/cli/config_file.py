@@ -44,37 +44,34 @@ def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
     return values, None if recipe is None else str(recipe)
 
 
-def flat_values(values: Mapping[str, Any], names: Sequence[str], path: str) -> dict[str, Any]:
+def flat_values(
+    values: Mapping[Any, Any], names: Sequence[str], path: str, prefix: str = ""
+) -> dict[str, Any]:
     """The values by dotted name, of sections that are nested or written with dots.
 
     Args:
-        values: of `read_config_file`.
+        values: of `read_config_file`, or of a section in them.
         names: dotted names of all options.
         path: of the file, for messages.
+        prefix: of the names in the section, with a dot.
 
     Raises:
         ConfigError: a name is no option; says the nearest one.
     """
-    return _flat(values, "", frozenset(names), path)
-
-
-def _flat(
-    values: Mapping[Any, Any], prefix: str, names: frozenset[str], path: str
-) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{str(key).replace('-', '_')}"
+        inside = sorted(known for known in names if known.startswith(f"{name}."))
         if name in names:
             found[name] = tuple(value) if isinstance(value, list) else value
-        elif isinstance(value, Mapping) and any(known.startswith(f"{name}.") for known in names):
-            found |= _flat(value, f"{name}.", names, path)
-        elif value is not None and any(known.startswith(f"{name}.") for known in names):
-            inside = min(known for known in names if known.startswith(f"{name}."))
-            raise ConfigError(
-                f"--config {path}: {name} holds {shown(value)}, and is a section; name a field of it, for example {inside}"
-            )
-        elif value is not None or not any(known.startswith(f"{name}.") for known in names):
+        elif not inside:
             near = nearest_name(name, sorted(names))
             fix = f"did you mean {near}?" if near else "see expertmesh train --help"
             raise ConfigError(f"--config {path}: unknown option {name}; {fix}")
+        elif isinstance(value, Mapping):
+            found |= flat_values(value, names, path, f"{name}.")
+        elif value is not None:
+            raise ConfigError(
+                f"--config {path}: {name} holds {shown(value)}, and is a section; name a field of it, for example {inside[0]}"
+            )
     return found

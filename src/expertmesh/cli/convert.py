@@ -1,7 +1,5 @@
 """`expertmesh convert --from DIR --to DIR`: from the hub's format to a run, and from a run to the hub's format."""
 
-from argparse import RawDescriptionHelpFormatter
-
 from expertmesh.cli.flags import OptionParser
 
 _EXAMPLES = """\
@@ -41,7 +39,6 @@ def _parser() -> OptionParser:
         description="Turns a Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE or GLM-4-MoE in the hub's format into a run, or a run into a "
         "Mixtral, Qwen3-MoE or GLM-4-MoE that transformers, vLLM and SGLang read. The direction follows from the source.",
         epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--from", dest="source", required=True, metavar="DIR", help="hub folder, run or checkpoint"

@@ -20,7 +20,9 @@ from expertmesh.cli.binding import (
     threads_verdict,
 )
 from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.launched import said_once
 from expertmesh.comm.bind import numa_nodes, read_text
+from expertmesh.config.base import is_launched, launched_rank
 
 PACKAGES = {
     "torch": "",
@@ -86,17 +88,17 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--topology", action="store_true", help="only what is known of links and plans, by topology"
     )
-    only_topology = parser.parse_args(argv).topology
+    with said_once():
+        only_topology = parser.parse_args(argv).topology
     sections = {"Topologies": topologies} if only_topology else dict(SECTIONS)
-    if _has_ranks() and only_topology and not is_first_rank():
-        return 0
-    if _has_ranks() and not only_topology:
+    if is_launched() and not only_topology:
         bindings = _gather_bindings()
-        if not bindings:
-            return 0
         sections["Ranks"] = lambda: ranks(bindings)
+    if launched_rank()[0] > 0:
+        return 0
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(width=shutil.get_terminal_size((WIDTH, 0)).columns)
     for title, look in sections.items():
@@ -111,9 +113,11 @@ def run(argv: list[str]) -> int:
         table.add_column(min_width=22, overflow="fold")
         table.add_column(min_width=3)
         table.add_column(overflow="fold")
-        colours = {"yes": "[green]yes[/]", "no": "[red]no[/]", "": ""}
+        colours = {"yes": "green", "no": "red", "": ""}
         for finding in look():
-            table.add_row(f"  {finding.name}", colours[finding.mark], finding.detail, style=None)
+            mark = Text(finding.mark, colours[finding.mark])
+            # a text as it is: brackets in a path or a message are no markup
+            table.add_row(Text(f"  {finding.name}"), mark, Text(finding.detail))
         console.print(table, highlight=False)
         console.print()
     return 0
@@ -153,7 +157,7 @@ def processor() -> list[Finding]:
     nodes = numa_nodes()
     for node, cores in nodes.items():
         findings.append(Finding(f"NUMA node {node}", "", f"cores {core_ranges(cores)}"))
-    if not _has_ranks():
+    if not is_launched():
         findings.append(Finding("binding", *own_binding().verdict()))
     return findings
 
@@ -215,7 +219,9 @@ def devices() -> list[Finding]:
     if torch.version.cuda is None and torch.version.hip is None:
         why = f"torch {torch.__version__} is a CPU build; install a GPU build to use one"
     else:
-        why = f"torch is built for CUDA {torch.version.cuda} but finds no device; check the driver (nvidia-smi)"
+        hip, cuda = torch.version.hip, torch.version.cuda
+        built, tool = (f"ROCm {hip}", "rocm-smi") if hip else (f"CUDA {cuda}", "nvidia-smi")
+        why = f"torch is built for {built} but finds no device; check the driver ({tool})"
     return [Finding("cpu", "yes", "used by --train.device auto"), Finding("cuda", "no", why)]
 
 
@@ -294,30 +300,15 @@ def ranks(bindings: Sequence[Binding]) -> list[Finding]:
     return findings
 
 
-def _has_ranks() -> bool:
-    """Whether torchrun started this process."""
-    import torch.distributed
-
-    return torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
-
-
-def is_first_rank() -> bool:
-    """Whether this process speaks for all."""
-    from expertmesh.config.base import launched_rank
-
-    return launched_rank()[0] == 0
-
-
 def _gather_bindings() -> list[Binding]:
-    """The bindings of all ranks, on the first of them; the others get none."""
+    """The bindings of all ranks."""
     import torch.distributed as dist
 
     from expertmesh.parallel.ranks import open_ranks
 
     local_rank = dist.get_node_local_rank()
     with open_ranks(device_type="cpu", timeout_s=CONNECT_TIMEOUT_S) as ranks:
-        bindings = ranks.gather(own_binding(local_rank=local_rank))
-        return bindings if ranks.is_leader else []
+        return ranks.gather(own_binding(local_rank=local_rank))
 
 
 def compiler() -> list[Finding]:

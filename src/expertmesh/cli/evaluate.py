@@ -1,7 +1,6 @@
 """`expertmesh evaluate --run DIR --tasks FILE`: lm-evaluation-harness on the newest checkpoint of a run."""
 
 import json
-from argparse import RawDescriptionHelpFormatter
 from importlib.util import find_spec
 
 from expertmesh.cli.flags import OptionParser, check_least
@@ -69,7 +68,6 @@ def _parser() -> OptionParser:
         prog="expertmesh evaluate",
         description="Judges a run by tasks of lm-evaluation-harness, defined in local files, on local data.",
         epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
     parser.add_argument(

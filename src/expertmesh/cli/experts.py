@@ -1,9 +1,8 @@
 """`expertmesh experts prune|join`: a trained model with fewer experts, or two with their experts united."""
 
-from argparse import RawDescriptionHelpFormatter
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.errors import ConfigError
 
@@ -49,7 +48,6 @@ def _parse(argv: list[str]) -> Any:
         description="prune: keeps the experts of each layer that the run's validation data use most. join: unites the experts "
         "of two runs of one model; all other weights are averaged.",
         epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("action", choices=["prune", "join"], help="what to do")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="one run to prune, two to join")
@@ -66,11 +64,12 @@ def _parse(argv: list[str]) -> Any:
         )
     if is_pruning and options.keep is None:
         raise ConfigError("experts prune: needs --keep K, for example --keep 4")
-    for name, value in (("keep", options.keep), ("samples", options.samples)):
-        if value is not None and not is_pruning:
-            raise ConfigError(f"--{name} {value}: has no effect with join; leave it out")
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name} {value}: must be at least 1; raise it")
+    for name in ("keep", "samples"):
+        if not is_pruning and getattr(options, name) is not None:
+            raise ConfigError(
+                f"--{name} {getattr(options, name)}: has no effect with join; leave it out"
+            )
+    check_least(options, keep=1, samples=1)
     return options
 
 

@@ -1,7 +1,5 @@
 """`expertmesh export RUN --output FILE.safetensors`: a model's weights as one file."""
 
-from argparse import RawDescriptionHelpFormatter
-
 from expertmesh.cli.flags import OptionParser, chosen_run
 from expertmesh.config.base import expanded
 
@@ -42,7 +40,6 @@ def _parser() -> OptionParser:
         prog="expertmesh export",
         description="Writes the weights of a checkpoint, of however many ranks, as one safetensors file under expertmesh's own names.",
         epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "source",

@@ -77,6 +77,10 @@ class _Option:
 class OptionParser(argparse.ArgumentParser):
     """argparse for the small verbs, with errors as one-line `ConfigError` and the nearest option named."""
 
+    def __init__(self, **options: Any) -> None:
+        """As argparse's, but lines of description and epilog stay as they are."""
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
     def format_help(self) -> str:
         """The help, in lines that fit the terminal; its usage has what must be given, and not every option."""
         if self.usage is None:
@@ -121,8 +125,9 @@ def check_least(options: Any, **least: float) -> None:
     for name, smallest in least.items():
         value = getattr(options, name)
         if value is not None and not smallest <= value < float("inf"):
+            fix = "raise it" if value < smallest else "give a finite number"
             raise ConfigError(
-                f"--{name.replace('_', '-')} {value}: must be at least {smallest:g}; raise it"
+                f"--{name.replace('_', '-')} {value}: must be at least {smallest:g}; {fix}"
             )
 
 
@@ -184,12 +189,12 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     if file is not None:
         options = _options(type(default))
         read = flat_values(from_file, list(options), file)
-        in_file = {name: _one_or_more(options[name], value) for name, value in read.items()}
+        in_file = {name: _of_file(options[name], value) for name, value in read.items()}
         values = in_file | values
-    values = with_fitting_warmup(default, values)
+    family = FAMILIES[default.family] if given is None else given
     try:
-        family = FAMILIES[default.family] if given is None else given
-        config = default.updated(values).model_copy(update={"family": family.name})
+        config = default.updated(with_fitting_warmup(default, values))
+        config = config.model_copy(update={"family": family.name})
         dry_run, given_names = "dry-run" in switches, (frozenset(in_file), frozenset(flags))
         return ParsedRun(words[0], config, dry_run, family, *given_names)
     except FieldError as error:
@@ -400,9 +405,9 @@ def _texts_after(
     return following
 
 
-def _one_or_more(option: _Option, value: Any) -> Any:
-    """The value of a file: a list of one needs no brackets, and of several may be written as on the command line."""
-    if option.is_tuple and isinstance(value, str):
+def _of_file(option: _Option, value: Any) -> Any:
+    """The value of a file: a text is read as on the command line, and a list of one number needs no brackets."""
+    if isinstance(value, str):
         return _value(option, [value])
     return (value,) if option.is_tuple and type(value) in (int, float) else value
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.flags import OptionParser, check_least, spell_options
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.base import FieldError, expanded
 from expertmesh.data.files import lines_of
@@ -93,7 +93,7 @@ def run(argv: list[str]) -> int:
                 try:
                     answer(prompt, "")
                 except ConfigError as error:
-                    print(f"error: {error}", file=sys.stderr)
+                    print(f"error: {spell_options(str(error))}", file=sys.stderr)
         elif len(prompts) == 1:
             answer(prompts[0], "" if options.chat else prompts[0])
         else:
@@ -117,7 +117,7 @@ def _parse(argv: list[str]) -> Any:
         options = _parser().parse_args(argv)
         check_least(options, batch_size=1)
     except ConfigError as error:
-        if not str(error).startswith(f"unknown option {argv[-1]}; see"):
+        if not argv or not str(error).startswith(f"unknown option {argv[-1]}; see"):
             raise
         raise ConfigError(_NO_PROMPT) from None
     ways = [bool(options.prompt), options.prompt_file is not None, options.interactive]
@@ -137,13 +137,10 @@ def _parse(argv: list[str]) -> Any:
 
 
 def _parser() -> OptionParser:
-    from argparse import RawDescriptionHelpFormatter
-
     parser = OptionParser(
         prog="expertmesh generate",
         description="Continues a text with the newest checkpoint of a run.",
         epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "prompt",
@@ -200,7 +197,7 @@ def _prompts(options: Any) -> list[str]:
     try:
         if options.prompt_file is not None:
             path = expanded(options.prompt_file)
-            prompts = list(filter(None, lines_of(path.read_text(encoding="utf-8"))))
+            prompts = list(filter(None, lines_of(path.read_text(encoding="utf-8-sig"))))
             if not prompts:
                 raise ConfigError(f"--prompt-file {path}: has no line; write a prompt on each")
         else:
@@ -229,8 +226,8 @@ def read_standard_input() -> str:
     """
     try:
         raw = getattr(sys.stdin, "buffer", None)
-        text: str = sys.stdin.read() if raw is None else raw.read().decode("utf-8")
-        return text.removeprefix("\ufeff")
+        text: str = sys.stdin.read() if raw is None else raw.read().decode("utf-8-sig")
+        return text
     except UnicodeError:
         raise ConfigError(_NO_UTF_8) from None
 

@@ -14,6 +14,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,126 +36,28 @@ _MISTAKE = 2
 """Exit code of wrong input, which is found before work begins."""
 
 
-def _train(argv: list[str]) -> int:
-    from expertmesh.cli.train import run
-
+def _run_verb(name: str, argv: list[str]) -> int:
+    run: Callable[[list[str]], int] = import_module(f"expertmesh.cli.{name}").run
     return run(argv)
 
 
-def _sweep(argv: list[str]) -> int:
-    from expertmesh.cli.sweep import run
-
-    return run(argv)
-
-
-def _generate(argv: list[str]) -> int:
-    from expertmesh.cli.generate import run
-
-    return run(argv)
-
-
-def _translate(argv: list[str]) -> int:
-    from expertmesh.cli.translate import run
-
-    return run(argv)
-
-
-def _classify(argv: list[str]) -> int:
-    from expertmesh.cli.classify import run
-
-    return run(argv)
-
-
-def _data(argv: list[str]) -> int:
-    from expertmesh.cli.data import run
-
-    return run(argv)
-
-
-def _report(argv: list[str]) -> int:
-    from expertmesh.cli.report import run
-
-    return run(argv)
-
-
-def _export(argv: list[str]) -> int:
-    from expertmesh.cli.export import run
-
-    return run(argv)
-
-
-def _convert(argv: list[str]) -> int:
-    from expertmesh.cli.convert import run
-
-    return run(argv)
-
-
-def _experts(argv: list[str]) -> int:
-    from expertmesh.cli.experts import run
-
-    return run(argv)
-
-
-def _evaluate(argv: list[str]) -> int:
-    from expertmesh.cli.evaluate import run
-
-    return run(argv)
-
-
-def _doctor(argv: list[str]) -> int:
-    from expertmesh.cli.doctor import run
-
-    return run(argv)
-
-
-def _bench(argv: list[str]) -> int:
-    from expertmesh.cli.bench import run
-
-    return run(argv)
-
-
-VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "train": (
-        _train,
-        "train a model from a recipe:  expertmesh train gpt-moe-demo --train.steps 100",
-    ),
-    "sweep": (
-        _sweep,
-        "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3",
-    ),
-    "generate": (
-        _generate,
-        'continue a text:              expertmesh generate --run runs/demo "def main"',
-    ),
-    "translate": (
-        _translate,
-        'translate a text:             expertmesh translate --run runs/translate-multi30k --to de "a dog"',
-    ),
-    "classify": (
-        _classify,
-        "classify images:              expertmesh classify --run runs/swin-mnist a.png",
-    ),
-    "report": (_report, "summarise a run:              expertmesh report runs/demo"),
-    "export": (
-        _export,
-        "weights, our names, one file: expertmesh export runs/demo --output demo.safetensors",
-    ),
-    "convert": (
-        _convert,
-        "from and to the hub's format: expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
-    ),
-    "experts": (
-        _experts,
-        "fewer experts, or united:     expertmesh experts prune runs/demo --keep 4 --to runs/pruned",
-    ),
-    "evaluate": (
-        _evaluate,
-        "lm-evaluation-harness:        expertmesh evaluate --run runs/demo --tasks quiz.yaml",
-    ),
-    "data": (_data, "make parallel text:           expertmesh data lohelp --packages debs/"),
-    "doctor": (_doctor, "what this machine can do:     expertmesh doctor"),
-    "bench": (_bench, "measure links between ranks:  torchrun ... -m expertmesh bench comm"),
+_HELP = {
+    "train": "train a model from a recipe:  expertmesh train gpt-moe-demo --train.steps 100",
+    "sweep": "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3",
+    "generate": 'continue a text:              expertmesh generate --run runs/demo "def main"',
+    "translate": 'translate a text:             expertmesh translate --run runs/translate-multi30k --to de "a dog"',
+    "classify": "classify images:              expertmesh classify --run runs/swin-mnist a.png",
+    "report": "summarise a run:              expertmesh report runs/demo",
+    "export": "weights, our names, one file: expertmesh export runs/demo --output demo.safetensors",
+    "convert": "from and to the hub's format: expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
+    "experts": "fewer experts, or united:     expertmesh experts prune runs/demo --keep 4 --to runs/pruned",
+    "evaluate": "lm-evaluation-harness:        expertmesh evaluate --run runs/demo --tasks quiz.yaml",
+    "data": "make parallel text:           expertmesh data lohelp --packages debs/",
+    "doctor": "what this machine can do:     expertmesh doctor",
+    "bench": "measure links between ranks:  torchrun ... -m expertmesh bench comm",
 }
+VERBS = {name: (partial(_run_verb, name), text) for name, text in _HELP.items()}
+"""What each verb does, given its words, and a line of help."""
 
 VERBS_OF_ALL_RANKS = ("train", "doctor", "bench")
 """Under torchrun every process runs these; all else is for the first one alone."""
@@ -215,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        return _report_error(error)
+        return _report_error(error, words[0] if words else "")
 
 
 def _run(words: list[str]) -> int:
@@ -257,29 +161,31 @@ def _verb(name: str) -> Callable[[list[str]], int]:
     raise ConfigError(f"unknown verb {name!r}; {hint}")
 
 
-def _report_error(error: Exception) -> int:
-    """Prints one line for an error and returns the exit code."""
+def _report_error(error: Exception, verb: str) -> int:
+    """Prints one line for an error of a verb and returns the exit code."""
+    from expertmesh.cli.flags import spell_options
+
     if isinstance(error, PeerError):
         return 1  # the rank that failed has said why
     if isinstance(error, ConfigError | CheckpointError | CollectiveError | TrainingDivergedError):
-        from expertmesh.cli.flags import spell_options
-
         return _fail(spell_options(str(error)), _MISTAKE if isinstance(error, ConfigError) else 1)
     if isinstance(error, OSError) and error.errno is not None:
         return _fail(_os_error_text(error), 1)
-    if (needs := _out_of_memory(error)) is not None:
-        from expertmesh.cli.flags import spell_options
-
+    if (needs := _out_of_memory(error, verb)) is not None:
         return _fail(spell_options(needs), 1)
     return _fail(
         f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1
     )
 
 
-def _out_of_memory(error: Exception) -> str | None:
+def _out_of_memory(error: Exception, verb: str) -> str | None:
     """What to say where there was no memory, of a GPU or of the machine; None: it was something else. Without importing torch."""
     text = str(error)
-    fix = "lower train.micro_batch_size, use train.activation_checkpointing, or see --dry-run for the parts"
+    fix = "use a smaller model"
+    if verb in ("train", "sweep"):
+        fix = "lower train.micro_batch_size, use train.activation_checkpointing, or see --dry-run for the parts"
+    elif verb in ("generate", "translate", "classify", "evaluate"):
+        fix = "lower --batch-size, or use a smaller model"
     if type(error).__name__ == "OutOfMemoryError":
         return f"the GPU is out of memory ({text.partition('. ')[2].partition('. ')[0] or text}); {fix}"
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:

@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.cli.samples import measure, prompts_of, sample
 from expertmesh.config.family import GPT, Family
@@ -108,11 +108,7 @@ def run(argv: list[str]) -> int:
         "--check", action="store_true", help="exit code 1 unless better than the baseline"
     )
     options = parser.parse_args(argv)
-    if options.samples < 0 or options.tokens < 1 or not 0 <= options.temperature < float("inf"):
-        raise ConfigError(
-            f"--samples {options.samples} --tokens {options.tokens} --temperature {options.temperature}: "
-            "must be at least 0, 1 and 0; change them"
-        )
+    check_least(options, samples=0, tokens=1, temperature=0)
     options.run = [*options.folders, *options.run]
     if not options.run:
         raise ConfigError(
@@ -168,14 +164,15 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
         print(f"not judged beside a baseline: {missing}")
     if family.generates_text:
         corpus: Corpus | None = getattr(data, "corpus", None)
-        samples = sample(
-            task.decoder(model),
-            found,
-            prompts=options.prompt or prompts_of(corpus, options.samples),
-            num_tokens=options.tokens,
-            temperature=options.temperature,
-            seed=options.seed,
-        )
+        with trained.precision.autocast():
+            samples = sample(
+                task.decoder(model),
+                found,
+                prompts=options.prompt or prompts_of(corpus, options.samples),
+                num_tokens=options.tokens,
+                temperature=options.temperature,
+                seed=options.seed,
+            )
         for number, sampled in enumerate(samples, 1):
             print(f"\n--- sample {number}, prompt {sampled.prompt!r}")
             print(sampled.prompt + sampled.text)

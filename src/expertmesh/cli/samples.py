@@ -111,14 +111,9 @@ def sample(
         )
     outputs: list[list[int]] = [[] for _ in prompts]
     is_cut = [True] * len(prompts)
-    steps = generate_batch(
-        model,
-        prompt_ids,
-        max_tokens=min(num_tokens, model.max_seq_len - longest),
-        sampling=sampling,
-        eos_id=end_id,
-    )
-    told = Progress("written", total=num_tokens, unit="tokens of each sample")
+    room = min(num_tokens, model.max_seq_len - longest)
+    steps = generate_batch(model, prompt_ids, max_tokens=room, sampling=sampling, eos_id=end_id)
+    told = Progress("written", total=room, unit="tokens of each sample")
     for step in told.over(steps):
         for i, token_id in enumerate(step):
             if token_id is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.begin import parse_and_begin, ready_to_train
-from expertmesh.cli.flags import ParsedRun, flag_name, taken
+from expertmesh.cli.flags import flag_name, taken
 from expertmesh.cli.layout import fitted
 from expertmesh.cli.news import silence_output
 from expertmesh.config.base import launched_rank
@@ -49,7 +49,11 @@ def run(argv: list[str]) -> int:
         )
     if parsed.dry_run:
         raise ConfigError("--dry-run: is for one run; use expertmesh train with it")
-    _note_of_file(parsed)
+    if "optim.lr" in parsed.from_file:  # a run's config.json has all options: no mistake
+        print(
+            f"note: optim.lr={parsed.config.optim.lr!r} of --config is left aside: --rates gives the rates",
+            file=sys.stderr,
+        )
     with ready_to_train(parsed.config):
         from expertmesh.training.stop import NOBODY_READS
         from expertmesh.training.sweep import best_rate, sweep
@@ -80,16 +84,6 @@ def _check_its_own(words: Sequence[str]) -> None:
         ):
             if option == flag_name(name):
                 raise ConfigError(f"{option}: {fix}")
-
-
-def _note_of_file(parsed: ParsedRun) -> None:
-    """Say that a rate of the file is not used: a run's config.json has all options, so it is no mistake."""
-    if "optim.lr" in parsed.from_file:
-        lr = parsed.config.optim.lr
-        print(
-            f"note: optim.lr={lr!r} of --config is left aside: --rates gives the rates",
-            file=sys.stderr,
-        )
 
 
 def _rates(given: str | None) -> list[float]:

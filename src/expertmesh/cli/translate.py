@@ -86,13 +86,10 @@ def _translated(options: Any, texts: list[str]) -> list[str]:
 
 
 def _parser() -> OptionParser:
-    from argparse import RawDescriptionHelpFormatter
-
     parser = OptionParser(
         prog="expertmesh translate",
         description="Translates with the newest checkpoint of a run.",
         epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "text", nargs="*", help="texts to translate; - reads lines from standard input"

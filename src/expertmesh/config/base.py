@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -150,6 +151,26 @@ class Config(BaseModel):
         except ValidationError as error:
             raise first_error(error, cls) from None
 
+    def require(self, holds: object, name: str, rule: str, fix: str) -> None:
+        """For validators: the rule that the value of an option obeys, whose name may be that of one in a section, dotted.
+
+        Raises:
+            FieldError: `holds` is false.
+        """
+        if not holds:
+            raise FieldError(tuple(name.split(".")), attrgetter(name)(self), rule, fix)
+
+    def require_once(self, *names: str) -> None:
+        """For validators: no entry of these options stands there twice.
+
+        Raises:
+            FieldError: one does.
+        """
+        for name in names:
+            values = getattr(self, name)
+            is_once = len(set(values)) == len(values)
+            self.require(is_once, name, "names something twice", "name it once")
+
     def refuse_idle(self, name: str, rule: str, fix: str) -> None:
         """For validators: an option that changes nothing must have its default. Inside `saved_run` it gets it.
 
@@ -269,7 +290,7 @@ def _is_clean(text: str) -> bool:
 
 def shown(value: object) -> str:
     """A value for an error message: short, on one line."""
-    text = (" ".join(value.split()) or "''") if isinstance(value, str) else repr(value)
+    text = " ".join((value if isinstance(value, str) else repr(value)).split()) or "''"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -346,12 +367,13 @@ def expanded(path: str | Path) -> Path:
     """A path with ~ and ~user replaced by the home folder.
 
     Raises:
-        ConfigError: there is no such user.
+        ConfigError: there is no such user, or this one has no home folder.
     """
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{path}: there is no such user; write the whole path") from None
+        missing = "home folder; set HOME, or" if Path(path).parts[0] == "~" else "such user;"
+        raise ConfigError(f"{path}: there is no {missing} write the whole path") from None
 
 
 def parse_json(data: bytes | str) -> Any:
@@ -376,9 +398,13 @@ def cache_root(given: str | None) -> Path:
 
 
 def user_cache_dir() -> Path:
-    """Folder for what can be computed again: $XDG_CACHE_HOME/expertmesh, or ~/.cache/expertmesh."""
+    """Folder for what can be computed again: $XDG_CACHE_HOME/expertmesh, or ~/.cache/expertmesh.
+
+    Raises:
+        ConfigError: there is no home folder.
+    """
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "expertmesh"
+    return (Path(root) if root else expanded("~/.cache")) / "expertmesh"
 
 
 def is_launched() -> bool:

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from expertmesh.config.base import FieldError, expanded
+from expertmesh.config.base import expanded
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.config.text import TextConfig
@@ -34,33 +34,29 @@ class GPTRunConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.data.seq_len > self.model.max_seq_len:
-            raise FieldError(
-                ("data", "seq_len"),
-                self.data.seq_len,
-                f"must be at most model.max_seq_len, {self.model.max_seq_len}",
-                "lower it or raise model.max_seq_len",
-            )
-        if self.model.vocab_size < MIN_VOCAB_SIZE:
-            raise FieldError(
-                ("model", "vocab_size"),
-                self.model.vocab_size,
-                f"must be at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document",
-                "raise it",
-            )
-        if self.data.document_mask and self.model.batch_invariant:
-            raise FieldError(
-                ("data", "document_mask"),
-                True,
-                "conflicts with model.batch_invariant, whose positions begin with a sequence's first token",
-                "leave one of the two out",
-            )
-        layers, given = self.model.num_moe_layers, self.parallel.ep_degree
-        if len(given) > 1 and len(given) != layers:
-            raise FieldError(
-                ("parallel", "ep_degree"),
-                given,
-                f"must have one entry, or one per MoE layer ({layers}), has {len(given)}",
-                "give one number for all layers",
-            )
+        self.require(
+            self.data.seq_len <= self.model.max_seq_len,
+            "data.seq_len",
+            f"must be at most model.max_seq_len, {self.model.max_seq_len}",
+            "lower it or raise model.max_seq_len",
+        )
+        self.require(
+            self.model.vocab_size >= MIN_VOCAB_SIZE,
+            "model.vocab_size",
+            f"must be at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document",
+            "raise it",
+        )
+        self.require(
+            not (self.data.document_mask and self.model.batch_invariant),
+            "data.document_mask",
+            "conflicts with model.batch_invariant, whose positions begin with a sequence's first token",
+            "leave one of the two out",
+        )
+        layers, given = self.model.num_moe_layers, len(self.parallel.ep_degree)
+        self.require(
+            given in (0, 1, layers),
+            "parallel.ep_degree",
+            f"must have one entry, or one per MoE layer ({layers}), has {given}",
+            "give one number for all layers",
+        )
         return self

@@ -4,9 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from expertmesh.config.base import Config, FieldError, Location
+from expertmesh.config.base import Config, FieldError
 from expertmesh.config.moe_rules import Activation, LayerChoices
-from expertmesh.errors import ConfigError
 
 
 class MoEConfig(LayerChoices):
@@ -24,13 +23,12 @@ class MoEConfig(LayerChoices):
     def _check_bound(self) -> Self:
         """A layer's caller may give a factor per call, for which the bound counts; a run's cannot."""
         bound, factor = self.max_capacity_factor, self.capacity_factor
-        if bound is not None and factor is not None and bound < factor:
-            raise FieldError(
-                "max_capacity_factor",
-                bound,
-                f"must be at least capacity_factor, {factor}",
-                "raise it or lower capacity_factor",
-            )
+        self.require(
+            bound is None or factor is None or bound >= factor,
+            "max_capacity_factor",
+            f"must be at least capacity_factor, {factor}",
+            "raise it or lower capacity_factor",
+        )
         return self
 
 
@@ -95,16 +93,9 @@ class ModelConfig(Config):
     def experts_per_layer(self) -> tuple[int, ...]:
         """Number of experts of every layer; 0 where the feed-forward is dense."""
         counts = self.moe.num_experts
-        moe_layers = self._moe_layers()
-        if not counts or not moe_layers:
-            return (0,) * self.num_layers
-        counts = counts * len(moe_layers) if len(counts) == 1 else counts
-        if len(counts) != len(moe_layers):
-            raise ConfigError(
-                f"moe.num_experts={self.moe.num_experts}: {len(counts)} numbers for {len(moe_layers)} MoE layers"
-                f" ({self.num_layers} layers, moe_every={self.moe_every}); give one number, or one per MoE layer"
-            )
-        experts = dict(zip(moe_layers, counts, strict=True))
+        if len(counts) == 1:
+            counts = counts * self.num_moe_layers
+        experts = dict(zip(self._moe_layers(), counts, strict=True)) if counts else {}
         return tuple(experts.get(i, 0) for i in range(self.num_layers))
 
     def _moe_layers(self) -> list[int]:
@@ -127,74 +118,67 @@ class ModelConfig(Config):
     def _check(self) -> Self:
         self._check_attention()
         self._check_experts()
-        if any(token_id >= self.vocab_size for token_id in self.end_ids):
-            raise FieldError(
-                "end_ids",
-                self.end_ids,
-                f"must be below vocab_size, {self.vocab_size}",
-                "lower them",
-            )
+        self.require(
+            all(token_id < self.vocab_size for token_id in self.end_ids),
+            "end_ids",
+            f"must be below vocab_size, {self.vocab_size}",
+            "lower them",
+        )
         if self.batch_invariant and self.moe.num_experts:
-            self.moe.check_invariant(under=("moe",))
+            try:
+                self.moe.check_invariant()
+            except FieldError as error:
+                raise error.inside(("moe",)) from None
         return self
 
     def _check_attention(self) -> None:
-        if self.head_dim is None and self.dim % self.num_heads:
-            raise FieldError(
-                "num_heads",
-                self.num_heads,
-                f"must divide dim, {self.dim}",
-                "choose a divisor or set head_dim",
-            )
-        head_dim = self.head_dim if self.head_dim is not None else self.dim // self.num_heads
-        if head_dim % 2:
-            where: Location = ("head_dim",) if self.head_dim is not None else ("num_heads",)
-            value = self.head_dim if self.head_dim is not None else self.num_heads
-            raise FieldError(
-                where,
-                value,
-                f"rotary positions need an even head size, this gives {head_dim}",
-                "set head_dim to an even number",
-            )
+        self.require(
+            self.head_dim is not None or self.dim % self.num_heads == 0,
+            "num_heads",
+            f"must divide dim, {self.dim}",
+            "choose a divisor or set head_dim",
+        )
+        size = self.head_size
+        self.require(
+            size % 2 == 0,
+            "num_heads" if self.head_dim is None else "head_dim",
+            f"rotary positions need an even head size, this gives {size}",
+            "set head_dim to an even number",
+        )
         if not self.qk_norm:
             fix = "leave it at head, or set qk_norm"
             self.refuse_idle("qk_norm_scope", "has no effect without qk_norm", fix)
-        turning = head_dim * self.rope_fraction
-        if turning != int(turning) or turning % 2:
-            raise FieldError(
-                "rope_fraction",
-                self.rope_fraction,
-                f"must turn an even number of the {head_dim} dimensions of a head, not {turning:g}",
-                f"use a multiple of {2 / head_dim:g}",
-            )
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise FieldError(
-                "num_kv_heads",
-                self.num_kv_heads,
-                f"must divide num_heads, {self.num_heads}",
-                "choose a divisor",
-            )
+        turning = size * self.rope_fraction
+        self.require(
+            turning % 2 == 0,
+            "rope_fraction",
+            f"must turn an even number of the {size} dimensions of a head, not {turning:g}",
+            f"use a multiple of {2 / size:g}",
+        )
+        self.require(
+            self.num_heads % self.kv_heads == 0,
+            "num_kv_heads",
+            f"must divide num_heads, {self.num_heads}",
+            "choose a divisor",
+        )
 
     def _check_experts(self) -> None:
         given = len(self.moe.num_experts)
-        if given and self.moe_every > self.num_layers:
-            raise FieldError(
-                "moe_every",
-                self.moe_every,
-                f"must be at most num_layers, {self.num_layers}",
-                "lower it, or give no moe.num_experts for a dense model",
-            )
-        if self.first_dense_layers and not self.num_moe_layers:
-            raise FieldError(
-                "first_dense_layers",
-                self.first_dense_layers,
-                "leaves no layer with experts",
-                "lower it, or leave it out of a dense model",
-            )
-        if given not in (0, 1, self.num_moe_layers):
-            raise FieldError(
-                ("moe", "num_experts"),
-                self.moe.num_experts,
-                f"must have one entry, or one per MoE layer ({self.num_moe_layers}), has {given}",
-                "add or remove entries, or change num_layers or moe_every",
-            )
+        self.require(
+            not given or self.moe_every <= self.num_layers,
+            "moe_every",
+            f"must be at most num_layers, {self.num_layers}",
+            "lower it, or give no moe.num_experts for a dense model",
+        )
+        self.require(
+            not self.first_dense_layers or self.num_moe_layers,
+            "first_dense_layers",
+            "leaves no layer with experts",
+            "lower it, or leave it out of a dense model",
+        )
+        self.require(
+            given in (0, 1, self.num_moe_layers),
+            "moe.num_experts",
+            f"must have one entry, or one per MoE layer ({self.num_moe_layers}), has {given}",
+            "add or remove entries, or change num_layers or moe_every",
+        )

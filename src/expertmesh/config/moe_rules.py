@@ -124,27 +124,24 @@ class LayerChoices(Config):
     def _check(self) -> Self:
         if self.expert_counts:
             self._check_counts(min(self.expert_counts))
-        if self.num_limited_groups > self.num_expert_groups:
-            raise FieldError(
-                "num_limited_groups",
-                self.num_limited_groups,
-                f"must be at most num_expert_groups, {self.num_expert_groups}",
-                "lower it or raise num_expert_groups",
-            )
-        if self.router == "expert_choice" and self.score_function == "softmax_after_topk":
-            raise FieldError(
-                "score_function",
-                self.score_function,
-                "needs tokens that choose, and with router=expert_choice experts choose",
-                "use softmax or sigmoid",
-            )
-        if self.balance_loss == "gshard" and self.router == "expert_choice":
-            raise FieldError(
-                "balance_loss",
-                self.balance_loss,
-                "counts the first choices of tokens, and with router=expert_choice experts choose",
-                "use switch",
-            )
+        self.require(
+            self.num_limited_groups <= self.num_expert_groups,
+            "num_limited_groups",
+            f"must be at most num_expert_groups, {self.num_expert_groups}",
+            "lower it or raise num_expert_groups",
+        )
+        self.require(
+            self.router != "expert_choice" or self.score_function != "softmax_after_topk",
+            "score_function",
+            "needs tokens that choose, and with router=expert_choice experts choose",
+            "use softmax or sigmoid",
+        )
+        self.require(
+            self.router != "expert_choice" or self.balance_loss != "gshard",
+            "balance_loss",
+            "counts the first choices of tokens, and with router=expert_choice experts choose",
+            "use switch",
+        )
         if self.router_noise == "gumbel_after_first":
             self._check_first_choice()
         if self.batch_invariant:
@@ -153,29 +150,26 @@ class LayerChoices(Config):
         return self
 
     def _check_counts(self, fewest: int) -> None:
-        if self.top_k > fewest:
-            raise FieldError(
-                "top_k",
-                self.top_k,
-                f"must be at most the fewest experts of a layer, {fewest}",
-                "lower top_k or raise num_experts",
-            )
+        self.require(
+            self.top_k <= fewest,
+            "top_k",
+            f"must be at most the fewest experts of a layer, {fewest}",
+            "lower top_k or raise num_experts",
+        )
         for num_experts in self.expert_counts:
-            if num_experts % self.num_expert_groups:
-                raise FieldError(
-                    "num_expert_groups",
-                    self.num_expert_groups,
-                    f"must divide the number of experts, {num_experts}",
-                    "choose a divisor",
-                )
-        reachable = self.num_limited_groups * (fewest // self.num_expert_groups)
-        if self.num_expert_groups > 1 and self.top_k > reachable:
-            raise FieldError(
-                "top_k",
-                self.top_k,
-                f"must be at most the experts in num_limited_groups={self.num_limited_groups} groups, {reachable}",
-                "lower top_k or raise num_limited_groups",
+            self.require(
+                num_experts % self.num_expert_groups == 0,
+                "num_expert_groups",
+                f"must divide the number of experts, {num_experts}",
+                "choose a divisor",
             )
+        reachable = self.num_limited_groups * (fewest // self.num_expert_groups)
+        self.require(
+            self.num_expert_groups == 1 or self.top_k <= reachable,
+            "top_k",
+            f"must be at most the experts in num_limited_groups={self.num_limited_groups} groups, {reachable}",
+            "lower top_k or raise num_limited_groups",
+        )
 
     def _check_first_choice(self) -> None:
         """Refuse what does not leave a token's best logit first, for router_noise=gumbel_after_first."""
@@ -185,11 +179,11 @@ class LayerChoices(Config):
             "num_expert_groups": self.num_expert_groups > 1,
             "top_k=1": self.top_k == 1,
         }
-        if by := [name for name, it_does in decides.items() if it_does]:
-            raise FieldError(
+        for name, it_does in decides.items():
+            self.require(
+                not it_does,
                 "router_noise",
-                self.router_noise,
-                f"needs further choices after a first one by the logits alone, which {by[0]} rules out",
+                f"needs further choices after a first one by the logits alone, which {name} rules out",
                 "use gumbel",
             )
 
@@ -203,38 +197,33 @@ class LayerChoices(Config):
                     rule = f"has no effect {row.because.format(**vars(self))}"
                     self.refuse_idle(name, rule, f"leave it at {field.default}")
 
-    def check_invariant(self, *, under: tuple[str, ...] = ()) -> None:
+    def check_invariant(self) -> None:
         """Refuse what makes a token's result depend on its batch in evaluation.
-
-        Args:
-            under: where this object lies in the configuration that asks.
 
         Raises:
             FieldError: an option does.
         """
         for name in _FACTORS[1:]:
-            check_invariant_factor((*under, name), getattr(self, name))
-        if self.router == "expert_choice":
-            raise FieldError(
-                (*under, "router"),
-                self.router,
-                "lets experts choose among the tokens of the batch, which batch_invariant rules out",
-                "use another router, or leave batch_invariant out",
-            )
-        if self.backend == "reference":
-            raise FieldError(
-                (*under, "backend"),
-                self.backend,
-                "orders its sums by the batch, which batch_invariant rules out",
-                "use auto, torch or triton, or leave batch_invariant out",
-            )
+            check_invariant_factor(name, getattr(self, name))
+        self.require(
+            self.router != "expert_choice",
+            "router",
+            "lets experts choose among the tokens of the batch, which batch_invariant rules out",
+            "use another router, or leave batch_invariant out",
+        )
+        self.require(
+            self.backend != "reference",
+            "backend",
+            "orders its sums by the batch, which batch_invariant rules out",
+            "use auto, torch or triton, or leave batch_invariant out",
+        )
 
 
-def check_invariant_factor(location: tuple[str, ...], value: float | None) -> None:
+def check_invariant_factor(name: str, value: float | None) -> None:
     """Refuse a capacity factor that counts in evaluation, for a layer with batch_invariant.
 
     Args:
-        location: the names under which the error shows the factor.
+        name: of the factor.
         value: the factor; None and inf mean dropless.
 
     Raises:
@@ -242,10 +231,10 @@ def check_invariant_factor(location: tuple[str, ...], value: float | None) -> No
     """
     if value is not None and not math.isinf(value):
         raise FieldError(
-            location,
+            name,
             value,
             "makes drops in evaluation depend on the batch, which batch_invariant rules out",
-            f"leave {location[-1]} out, or batch_invariant",
+            f"leave {name} out, or batch_invariant",
         )
 
 
@@ -285,17 +274,17 @@ class LayerOptions(LayerChoices):
         plain = {name: _plain_number(value) for name, value in values.items()}
         return plain | {name: None for name in _FACTORS if plain.get(name) == math.inf}
 
-    def check_invariant(self, *, under: tuple[str, ...] = ()) -> None:
+    def check_invariant(self) -> None:
         """Refuse what makes a token's result depend on its batch in evaluation; see `LayerChoices`."""
         for name, is_own in (("router", self.own_router), ("experts", self.own_experts)):
             if is_own:
                 raise FieldError(
-                    (*under, name),
+                    name,
                     "a module of your own",
                     "orders its sums itself, and batch_invariant needs sums that the layer orders",
                     f"leave {name} out, or batch_invariant",
                 )
-        super().check_invariant(under=under)
+        super().check_invariant()
 
 
 def _plain_number(value: Any) -> Any:

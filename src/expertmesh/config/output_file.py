@@ -24,15 +24,16 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
     what = f"{option}{'' if option.endswith('=') else ' '}{name}"
     if str(name) in ("", "-") or path.is_dir() or (path.exists() and not path.is_file()):
         raise ConfigError(f"{what}: is no regular file; name a file that may be replaced")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{what}: there is no folder {path.parent}; make it first")
+    folder = path.resolve().parent if path.is_symlink() else path.parent
+    if not folder.is_dir():
+        raise ConfigError(f"{what}: there is no folder {folder}; make it first")
     for other in read:
         if other is None:
             continue
         if path.exists() and expanded(other).exists() and path.samefile(expanded(other)):
             raise ConfigError(f"{what}: is the file {other}, which is read; name another one")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{what}: {path.parent} cannot be written; choose another folder")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{what}: {folder} cannot be written; choose another folder")
     return path
 
 

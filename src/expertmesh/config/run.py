@@ -113,36 +113,33 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_not_empty("run_dir", self.run_dir)
-        check_not_empty("init_from", self.init_from)
-        if len(set(self.freeze)) < len(self.freeze):
-            raise FieldError("freeze", self.freeze, "names something twice", "name it once")
-        check_not_empty("branch_from", self.branch_from)
-        if self.init_from is not None and self.branch_from is not None:
-            raise FieldError(
-                "branch_from",
-                self.branch_from,
-                "conflicts with train.init_from",
-                "leave one of them out",
-            )
-        if self.keep_every is not None and self.keep_every % self.checkpoint_every:
-            raise FieldError(
-                "keep_every",
-                self.keep_every,
-                f"must be a multiple of checkpoint_every, {self.checkpoint_every}",
-                "choose one",
-            )
-        if re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device) is None:
-            raise FieldError(
-                "device", self.device, "must be auto, cpu, cuda or cuda:N", "for example cpu"
-            )
-        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
-            raise FieldError(
-                "micro_batch_size",
-                self.micro_batch_size,
-                f"must divide batch_size, {self.batch_size}",
-                "choose a divisor",
-            )
+        for name in ("run_dir", "init_from", "branch_from"):
+            check_not_empty(name, getattr(self, name))
+        self.require_once("freeze")
+        self.require(
+            self.init_from is None or self.branch_from is None,
+            "branch_from",
+            "conflicts with train.init_from",
+            "leave one of them out",
+        )
+        self.require(
+            self.keep_every is None or self.keep_every % self.checkpoint_every == 0,
+            "keep_every",
+            f"must be a multiple of checkpoint_every, {self.checkpoint_every}",
+            "choose one",
+        )
+        self.require(
+            re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device),
+            "device",
+            "must be auto, cpu, cuda or cuda:N",
+            "for example cpu",
+        )
+        self.require(
+            self.micro_batch_size is None or self.batch_size % self.micro_batch_size == 0,
+            "micro_batch_size",
+            f"must divide batch_size, {self.batch_size}",
+            "choose a divisor",
+        )
         return self
 
 
@@ -212,40 +209,35 @@ class ParallelConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.ep_degree and self.route_degree is not None:
-            shown = self.ep_degree if len(self.ep_degree) > 1 else self.ep_degree[0]
-            raise FieldError(
-                "route_degree",
-                self.route_degree,
-                f"conflicts with ep_degree={shown}, which names the same thing",
-                "give only one of the two",
-            )
-        if self.ranks_per_node is not None and self.all_to_all == "flat" and not self.adaptive:
-            raise FieldError(
-                "ranks_per_node",
-                self.ranks_per_node,
-                "says where nodes end, which all_to_all=flat does not ask",
-                "leave it out, or use all_to_all=hierarchical",
-            )
-        if self.dispatch_dtype != "same" and (self.adaptive or self.route_degree == 1):
-            raise FieldError(
+        given = " ".join(map(str, self.ep_degree))
+        self.require(
+            not given or self.route_degree is None,
+            "route_degree",
+            f"conflicts with ep_degree={given}, which names the same thing",
+            "give only one of the two",
+        )
+        self.require(
+            self.ranks_per_node is None or self.all_to_all != "flat" or self.adaptive,
+            "ranks_per_node",
+            "says where nodes end, which all_to_all=flat does not ask",
+            "leave it out, or use all_to_all=hierarchical",
+        )
+        for still, why in (
+            (self.adaptive, "adaptive=True it is measured whether they do"),
+            (self.route_degree == 1, "route_degree=1 none does"),
+        ):
+            self.require(
+                self.dispatch_dtype == "same" or not still,
                 "dispatch_dtype",
-                self.dispatch_dtype,
-                "rounds tokens that travel, and with "
-                + (
-                    "adaptive=True it is measured whether they do"
-                    if self.adaptive
-                    else "route_degree=1 none does"
-                ),
+                f"rounds tokens that travel, and with {why}",
                 "leave one out",
             )
-        if self.offload and self.zero_stage == 1:
-            raise FieldError(
-                "offload",
-                self.offload,
-                "conflicts with zero_stage=1, which keeps the dense layers' whole gradients on the device for a step",
-                "use zero_stage=2, or 3 to keep no weights there either",
-            )
+        self.require(
+            not self.offload or self.zero_stage > 1,
+            "offload",
+            "conflicts with zero_stage=1, which keeps the dense layers' whole gradients on the device for a step",
+            "use zero_stage=2, or 3 to keep no weights there either",
+        )
         return self
 
 
@@ -330,15 +322,17 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _check_freeze(self) -> Self:
-        moe = getattr(self.model, "moe", None)  # what a run begins with may have experts
-        if self.train.freeze and moe and not moe.num_experts and self.train.init_from is None:
-            raise FieldError(
-                ("train", "freeze"), self.train.freeze, "the model has no experts", "leave it out"
+        moe = getattr(self.model, "moe", None)
+        if self.train.freeze and moe is not None:
+            self.require(  # what a run begins with may have experts
+                moe.num_experts or self.train.init_from is not None,
+                "train.freeze",
+                "the model has no experts",
+                "leave it out",
             )
-        if "router" in self.train.freeze and getattr(moe, "router", None) == "hash":
-            raise FieldError(
-                ("train", "freeze"),
-                self.train.freeze,
+            self.require(
+                "router" not in self.train.freeze or moe.router != "hash",
+                "train.freeze",
                 "a hash learns nothing, with model.moe.router=hash",
                 "leave router out",
             )
@@ -347,32 +341,28 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _check_beginning(self) -> Self:
         for name in ("init_from", "branch_from"):
-            if getattr(self.train, name) is not None and self.distill.init_from_teacher:
-                raise FieldError(
-                    ("distill", "init_from_teacher"),
-                    True,
-                    f"conflicts with train.{name}, whose weights would take the place of the teacher's",
-                    "leave one of them out",
-                )
+            self.require(
+                getattr(self.train, name) is None or not self.distill.init_from_teacher,
+                "distill.init_from_teacher",
+                f"conflicts with train.{name}, whose weights would take the place of the teacher's",
+                "leave one of them out",
+            )
         return self
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        schedule_steps = self.total_schedule_steps
-        if self.train.branch_from is not None and self.optim.schedule != "wsd":
-            raise FieldError(
-                ("train", "branch_from"),
-                self.train.branch_from,
-                f"needs a schedule that is constant until its decay, and optim.schedule is {self.optim.schedule}",
-                "use optim.schedule=wsd in both runs",
-            )
-        if self.optim.warmup_steps > schedule_steps:
-            raise FieldError(
-                ("optim", "warmup_steps"),
-                self.optim.warmup_steps,
-                f"must be at most the steps of the schedule, {schedule_steps}",
-                "lower it, or raise train.steps",
-            )
+        self.require(
+            self.train.branch_from is None or self.optim.schedule == "wsd",
+            "train.branch_from",
+            f"needs a schedule that is constant until its decay, and optim.schedule is {self.optim.schedule}",
+            "use optim.schedule=wsd in both runs",
+        )
+        self.require(
+            self.optim.warmup_steps <= self.total_schedule_steps,
+            "optim.warmup_steps",
+            f"must be at most the steps of the schedule, {self.total_schedule_steps}",
+            "lower it, or raise train.steps",
+        )
         return self
 
 
@@ -381,19 +371,18 @@ def with_fitting_warmup(default: RunConfig, changes: Mapping[str, Any]) -> dict[
 
     Args:
         default: the recipe.
-        changes: new values by dotted name. A warm-up among them is kept as it is.
+        changes: new values by dotted name. A warm-up among them, also in a whole section "optim", is kept as it is.
 
     Returns:
         The changes; where the steps are too few for the recipe's warm-up, with one of the same share of the steps.
+
+    Raises:
+        ConfigError: a name is unknown or a value breaks a rule.
     """
-    steps = changes.get("optim.schedule_steps", changes.get("train.steps"))
     warmup = default.optim.warmup_steps
-    if steps is None or "optim.warmup_steps" in changes:
+    if "optim.warmup_steps" in changes or "optim" in changes:
         return dict(changes)
-    try:
-        wanted = int(str(steps))
-    except ValueError:
-        return dict(changes)  # the configuration refuses the text of `steps` itself
-    if wanted > 0 and warmup > wanted:
-        warmup = warmup * wanted // (default.optim.schedule_steps or default.train.steps)
+    steps = default.updated({**changes, "optim.warmup_steps": 0}).total_schedule_steps
+    if warmup > steps:
+        warmup = warmup * steps // default.total_schedule_steps
     return {**changes, "optim.warmup_steps": warmup}

@@ -118,37 +118,33 @@ class Seq2SeqConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.dim % (2 * self.num_heads):
-            raise FieldError(
-                "num_heads",
-                self.num_heads,
-                f"must divide dim, {self.dim}, into heads of an even size",
-                "choose a divisor of dim / 2",
-            )
-        if self.vocab_size < _BYTES_AND_MARKS:
-            raise FieldError(
-                "vocab_size",
-                self.vocab_size,
-                f"must be at least {_BYTES_AND_MARKS}: the 256 bytes, the end of a text and the mask",
-                "raise it",
-            )
+        self.require(
+            self.dim % (2 * self.num_heads) == 0,
+            "num_heads",
+            f"must divide dim, {self.dim}, into heads of an even size",
+            "choose a divisor of dim / 2",
+        )
+        self.require(
+            self.vocab_size >= _BYTES_AND_MARKS,
+            "vocab_size",
+            f"must be at least {_BYTES_AND_MARKS}: the 256 bytes, the end of a text and the mask",
+            "raise it",
+        )
         if self.positions == "untied":
             self.refuse_idle("rope_base", "has no effect with positions=untied", "leave it out")
         given = len(self.moe.num_experts)
-        if given and not self.num_moe_layers:
-            raise FieldError(
-                "moe_every",
-                self.moe_every,
-                f"must be at most the larger number of layers, {max(self.num_encoder_layers, self.num_decoder_layers)}",
-                "lower it, or give no moe.num_experts for a dense model",
-            )
-        if given not in (0, 1, self.num_moe_layers):
-            raise FieldError(
-                ("moe", "num_experts"),
-                self.moe.num_experts,
-                f"must have one entry, or one per MoE layer ({self.num_moe_layers}, the encoder's first), has {given}",
-                "add or remove entries",
-            )
+        self.require(
+            not given or self.num_moe_layers,
+            "moe_every",
+            f"must be at most the larger number of layers, {max(self.num_encoder_layers, self.num_decoder_layers)}",
+            "lower it, or give no moe.num_experts for a dense model",
+        )
+        self.require(
+            given in (0, 1, self.num_moe_layers),
+            "moe.num_experts",
+            f"must have one entry, or one per MoE layer ({self.num_moe_layers}, the encoder's first), has {given}",
+            "add or remove entries",
+        )
         return self
 
 
@@ -188,10 +184,7 @@ class ParallelTextConfig(Config):
     def _check(self) -> Self:
         for name in ("train_split", "validation_split", "encode_with", "cache_dir"):
             check_not_empty(name, getattr(self, name))
-        for name in ("path", "languages", "pairs", "without_pairs"):
-            values = getattr(self, name)
-            if len(set(values)) < len(values):
-                raise FieldError(name, values, "names something twice", "name it once")
+        self.require_once("path", "languages", "pairs", "without_pairs")
         for code in self.languages:
             if LANGUAGE.fullmatch(code) is None:
                 raise FieldError(

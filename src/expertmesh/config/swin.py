@@ -92,13 +92,12 @@ class SwinConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.depths or len(self.depths) != len(self.num_heads):
-            raise FieldError(
-                "num_heads",
-                self.num_heads,
-                f"must have one entry for each stage, as depths={self.depths}",
-                "give as many, at least one",
-            )
+        self.require(
+            self.depths and len(self.depths) == len(self.num_heads),
+            "num_heads",
+            f"must have one entry for each stage, as depths={self.depths}",
+            "give as many, at least one",
+        )
         for dim, heads in zip(self.stage_dims, self.num_heads, strict=True):
             if dim % heads:
                 raise FieldError(
@@ -110,63 +109,54 @@ class SwinConfig(Config):
 
     def _check_maps(self) -> None:
         unit = self.patch_size << (len(self.depths) - 1)
-        if self.image_size % unit:
-            below = max(self.image_size // unit, 1) * unit
-            raise FieldError(
-                "image_size",
-                self.image_size,
-                f"must be a multiple of {unit}: patches of {self.patch_size}, halved after each stage but the last",
-                f"for example {below}",
-            )
-        for side, window in zip(self.map_sides, self.windows, strict=True):
-            if side % window:
-                raise FieldError(
-                    "window_size",
-                    self.window_size,
-                    f"must divide the side of each stage's map that is larger, {self.map_sides}",
-                    "choose a divisor, or another image_size",
-                )
-        given = self.pretrained_window_sizes
-        if given and len(given) != len(self.depths):
-            raise FieldError(
-                "pretrained_window_sizes",
-                given,
-                f"must have one entry for each of the {len(self.depths)} stages",
-                "leave it out unless weights were learned with other windows",
-            )
+        self.require(
+            self.image_size % unit == 0,
+            "image_size",
+            f"must be a multiple of {unit}: patches of {self.patch_size}, halved after each stage but the last",
+            f"for example {max(self.image_size // unit, 1) * unit}",
+        )
+        self.require(
+            not any(side % min(self.window_size, side) for side in self.map_sides),
+            "window_size",
+            f"must divide the side of each stage's map that is larger, {self.map_sides}",
+            "choose a divisor, or another image_size",
+        )
+        self.require(
+            len(self.pretrained_window_sizes) in (0, len(self.depths)),
+            "pretrained_window_sizes",
+            f"must have one entry for each of the {len(self.depths)} stages",
+            "leave it out unless weights were learned with other windows",
+        )
 
     def _check_experts(self) -> None:
         stages = self.moe_stages
-        if list(stages) != sorted(set(stages)) or any(s > len(self.depths) for s in stages):
-            raise FieldError(
-                "moe_stages",
-                stages,
-                f"must be different stages from 1 to {len(self.depths)} in their order",
-                "for example the last two",
-            )
+        self.require(
+            list(stages) == sorted(set(stages)) and max(stages, default=1) <= len(self.depths),
+            "moe_stages",
+            f"must be different stages from 1 to {len(self.depths)} in their order",
+            "for example the last two",
+        )
         for name in ("hidden_dim", "bias"):
-            if getattr(self.moe, name) != (usual := MoEConfig.model_fields[name].default):
-                raise FieldError(
-                    ("moe", name),
-                    getattr(self.moe, name),
-                    "is that of the MLPs which the experts replace",
-                    f"leave it at {usual}",
-                )
+            usual = MoEConfig.model_fields[name].default
+            self.require(
+                getattr(self.moe, name) == usual,
+                f"moe.{name}",
+                "is that of the MLPs which the experts replace",
+                f"leave it at {usual}",
+            )
         given = len(self.moe.num_experts)
-        if given and not self.num_moe_layers:
-            raise FieldError(
-                "moe_stages",
-                stages,
-                "names no stage of two blocks, so that no block has experts",
-                "name one, or give no moe.num_experts for a dense model",
-            )
-        if given not in (0, 1, self.num_moe_layers):
-            raise FieldError(
-                ("moe", "num_experts"),
-                self.moe.num_experts,
-                f"must have one entry, or one per MoE block ({self.num_moe_layers}), has {given}",
-                "add or remove entries",
-            )
+        self.require(
+            not given or self.num_moe_layers,
+            "moe_stages",
+            "names no stage of two blocks, so that no block has experts",
+            "name one, or give no moe.num_experts for a dense model",
+        )
+        self.require(
+            given in (0, 1, self.num_moe_layers),
+            "moe.num_experts",
+            f"must have one entry, or one per MoE block ({self.num_moe_layers}), has {given}",
+            "add or remove entries",
+        )
 
 
 _OF_WEIGHTS = (
@@ -234,15 +224,13 @@ class ImagesConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_not_empty("cache_dir", self.cache_dir)
-        if len(set(self.path)) < len(self.path):
-            raise FieldError("path", self.path, "names something twice", "name it once")
-        if self.train_images and len(self.train_images) not in (1, len(self.path)):
-            raise FieldError(
-                "train_images",
-                self.train_images,
-                f"must have one entry, or one per folder ({len(self.path)})",
-                "add or remove entries",
-            )
+        self.require_once("path")
+        self.require(
+            len(self.train_images) in (0, 1, len(self.path)),
+            "train_images",
+            f"must have one entry, or one per folder ({len(self.path)})",
+            "add or remove entries",
+        )
         if not self.mixup and not self.cutmix:
             self.refuse_idle("mix", "has no effect without mixup or cutmix", "leave it out")
         return self

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from expertmesh.config.base import Config, FieldError, expanded
+from expertmesh.config.base import Config, expanded
 from expertmesh.config.run import check_not_empty
 
 
@@ -38,25 +38,21 @@ class TextConfig(Config):
         paths = (self.path,) if isinstance(self.path, str) else self.path or ()
         for path in paths:
             check_not_empty("path", path)
-        if self.path == ():
-            raise FieldError("path", self.path, "must name a text", "leave it out, or name one")
-        names_tokens = any(re.search(r"\.bin(:[0-9.]+)?$|[*?\[]", p) for p in paths)
-        if self.tokenizer is not None and not (names_tokens or any(map(_is_folder, paths))):
-            raise FieldError(
-                "tokenizer",
-                self.tokenizer,
-                "is that of .bin files, and data.path names none",
-                "leave it out: a tokenizer is trained on the text",
-            )
-        if self.path is not None and self.dataset is not None:
-            raise FieldError(
-                "dataset",
-                self.dataset,
-                f"conflicts with path={self.path}",
-                "give only one of the two",
-            )
+        self.require(self.path != (), "path", "must name a text", "leave it out, or name one")
+        self.require(
+            self.tokenizer is None or any(map(_may_hold_tokens, paths)),
+            "tokenizer",
+            "is that of .bin files, and data.path names none",
+            "leave it out: a tokenizer is trained on the text",
+        )
+        self.require(
+            self.path is None or self.dataset is None,
+            "dataset",
+            f"conflicts with path={self.path}",
+            "give only one of the two",
+        )
         return self
 
 
-def _is_folder(path: str) -> bool:
-    return expanded(path).is_dir()
+def _may_hold_tokens(path: str) -> bool:
+    return bool(re.search(r"\.bin(:[0-9.]+)?$|[*?\[]", path)) or expanded(path).is_dir()

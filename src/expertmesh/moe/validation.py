@@ -61,7 +61,7 @@ def check_call_factor(value: Any, *, arithmetic: RowArithmetic) -> None:
             f"capacity_factor={value!r} must be a number above 0 and at most {MOST_FACTOR:g}; give 1.0 for the even share, or leave it out for dropless"
         )
     if arithmetic.batch_invariant:
-        check_invariant_factor(("capacity_factor",), value)
+        check_invariant_factor("capacity_factor", value)
 
 
 def check_dtype(dtype: Any) -> None:
