@@ -113,6 +113,15 @@ def test_norm_and_rope_by_the_two_times_rule(dtype, with_norm):
         assert_two_times(ours[name], plain[name], oracle[name], what=name)
 
 
+def test_autocast_rounds_no_gradients():
+    x, weight, grad = torch.randn(9, 16), torch.randn(16), torch.randn(9, 16)
+    expected = results(block_norm, x, weight, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(block_norm, x, weight, grad)
+    for name in expected:
+        assert torch.equal(found[name], expected[name])
+
+
 def test_strided_input_is_taken_as_it_is():
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64)[:, :, 1:, :]
     turn = tables(5, 8, torch.float64)

@@ -50,6 +50,16 @@ def test_equals_the_fused_attention(shape, dtype, blocks, threshold):
         assert_two_times(ours[name], plain[name], oracle[name], what=name, sums=sums.get(name))
 
 
+def test_autocast_rounds_no_scores():
+    tensors = [torch.randn(2, n, 16, 8).bfloat16() for n in (4, 2, 2)]
+    grad = torch.randn(2, 4, 16, 8)
+    expected = results(short_attention.causal_attention, tensors, grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(short_attention.causal_attention, tensors, grad)
+    for name in expected:
+        assert torch.equal(found[name], expected[name])
+
+
 def test_takes_any_strides():
     tensors = [torch.randn(2, 5, n, 4).transpose(1, 2) for n in (4, 2, 2)]
     grad = torch.randn(2, 5, 4, 4).transpose(1, 2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 
 # 256 KiB in FP32: with two temporaries, less than the second-level cache of a core.
 _BLOCK_ELEMENTS = 1 << 16
@@ -79,7 +79,8 @@ def _norm_backward(
     normed = x * scale
     product = grad * normed
     grad_weight += product.flatten(0, -2).sum(0)
-    mean = (product @ weight).div_(-x.shape[-1])
+    with without_autocast(x.device):
+        mean = (product @ weight).div_(-x.shape[-1])
     return (grad * weight).addcmul_(normed, mean[..., None]).mul_(scale)
 
 

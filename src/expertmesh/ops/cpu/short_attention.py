@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
+from expertmesh.ops.dtypes import without_autocast
 
 _BLOCK_ELEMENTS = 1 << 19
 
@@ -45,7 +46,8 @@ def causal_attention(q_BHSd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor) -> Tensor:
     Returns:
         (B, H, S, d) in the dtype of q.
     """
-    y: Tensor = _CausalAttention.apply(q_BHSd, k_BhSd, v_BhSd)
+    with without_autocast(q_BHSd.device):  # it would round the scores to BF16
+        y: Tensor = _CausalAttention.apply(q_BHSd, k_BhSd, v_BhSd)
     return y
 
 
@@ -93,29 +95,32 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q_NMSd, k_NSd, v_NSd, *parts = ctx.saved_tensors
-        B, H, S, d = grad_BHSd.shape
-        N, M = q_NMSd.shape[:2]
-        grad_NMSd = grad_BHSd.reshape(N, M, S, d)
-        d_q, d_k, d_v = (torch.empty_like(t) for t in (q_NMSd, k_NSd, v_NSd))
-        # the last part sees all keys and comes first, so that the others add to what it wrote
-        spans = list(zip(_spans(S), parts, strict=True))[::-1]
-        for some in _blocks(N, M * S * S):
-            v_dS = v_NSd[some].float().transpose(1, 2)
-            for (start, stop), p_all in spans:
-                p = p_all[some]
-                grad, q = (t[some, :, start:stop].flatten(1, 2) for t in (grad_NMSd, q_NMSd))
-                # d scores = p (d p - sum(p d p)) / sqrt(d); the factor is cheapest here
-                d_p = torch.bmm(grad.float() * d**-0.5, v_dS[..., :stop])
-                d_scores = torch._softmax_backward_data(d_p, p.float(), -1, d_p.dtype).to(p.dtype)
-                d_q[some, :, start:stop] = torch.bmm(d_scores, k_NSd[some, :stop]).unflatten(
-                    1, (M, -1)
-                )
-                for total, rows, factor in ((d_v, p, grad), (d_k, d_scores, q)):
-                    found = torch.bmm(rows.transpose(1, 2), factor)
-                    if stop == S:
-                        total[some] = found
-                    else:
-                        total[some, :stop] += found
-        h = ctx.num_key_heads
-        return d_q.view(B, H, S, d), d_k.view(B, h, S, d), d_v.view(B, h, S, d)
+        with without_autocast(grad_BHSd.device):
+            return _gradients(ctx, grad_BHSd)
+
+
+def _gradients(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q_NMSd, k_NSd, v_NSd, *parts = ctx.saved_tensors
+    B, H, S, d = grad_BHSd.shape
+    N, M = q_NMSd.shape[:2]
+    grad_NMSd = grad_BHSd.reshape(N, M, S, d)
+    d_q, d_k, d_v = (torch.empty_like(t) for t in (q_NMSd, k_NSd, v_NSd))
+    # the last part sees all keys and comes first, so that the others add to what it wrote
+    spans = list(zip(_spans(S), parts, strict=True))[::-1]
+    for some in _blocks(N, M * S * S):
+        v_dS = v_NSd[some].float().transpose(1, 2)
+        for (start, stop), p_all in spans:
+            p = p_all[some]
+            grad, q = (t[some, :, start:stop].flatten(1, 2) for t in (grad_NMSd, q_NMSd))
+            # d scores = p (d p - sum(p d p)) / sqrt(d); the factor is cheapest here
+            d_p = torch.bmm(grad.float() * d**-0.5, v_dS[..., :stop])
+            d_scores = torch._softmax_backward_data(d_p, p.float(), -1, d_p.dtype).to(p.dtype)
+            d_q[some, :, start:stop] = torch.bmm(d_scores, k_NSd[some, :stop]).unflatten(1, (M, -1))
+            for total, rows, factor in ((d_v, p, grad), (d_k, d_scores, q)):
+                found = torch.bmm(rows.transpose(1, 2), factor)
+                if stop == S:
+                    total[some] = found
+                else:
+                    total[some, :stop] += found
+    h = ctx.num_key_heads
+    return d_q.view(B, H, S, d), d_k.view(B, h, S, d), d_v.view(B, h, S, d)
