@@ -6,6 +6,8 @@ from torch.autograd import forward_ad
 
 from expertmesh import MoELayer, functional
 from expertmesh.errors import ConfigError
+from expertmesh.ops.experts.adapted_linear import adapted_linear
+from expertmesh.ops.experts.weighted_activation import weighted_activation
 from expertmesh.testing.numerics import assert_close_fp64, assert_close_to_difference
 
 # torch's own forward-mode differentiation uses what torch itself calls deprecated.
@@ -79,6 +81,23 @@ def operators():
         "combine": lambda x: functional.combine(x, metadata, 2),
         "moe_mlp": lambda x: functional.moe_mlp(
             x[:3], w_in, w_out, weights, metadata, activation="gelu"
+        ),
+        "grouped_linear": lambda x: functional.grouped_linear(x, w_out.mT, metadata.offsets_E),
+        "adapted_linear": lambda x: adapted_linear(
+            x, w_out.mT, metadata.offsets_E, w_in[:, 0, :2], w_out[:, :4, :2], 1.0
+        ),
+        "weighted_activation": lambda x: weighted_activation(x, X[:, 0], activation="swiglu"),
+        "choose_experts": lambda x: functional.choose_experts(
+            x.float(), 2, score_function="softmax", normalize=True, backend="triton"
+        )[1],
+        "dispatch_capacity": lambda x: functional.dispatch_capacity(
+            x[:3], metadata, 2, backend="triton"
+        ),
+        "combine_capacity": lambda x: functional.combine_capacity(
+            x.unflatten(0, (3, 2)), metadata, 2, backend="triton"
+        ),
+        "weighted_combine": lambda x: functional.weighted_combine(
+            x, metadata, weights, backend="triton"
         ),
     }
 

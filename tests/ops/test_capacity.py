@@ -139,7 +139,16 @@ def test_opcheck():
 
 
 def test_mistakes_are_told():
-    _, metadata, x, _ = inputs()
+    _, metadata, x, weights = inputs()
+    rows, buffers = torch.zeros(36, 6, device=DEVICE), torch.zeros(5, 2, 6, device=DEVICE)
+    with pytest.raises(ConfigError, match="x has 7 tokens"):
+        dispatch_capacity(x[:7], metadata, 2)
+    with pytest.raises(ConfigError, match="y has 35 rows"):
+        weighted_combine(rows[1:], metadata, weights)
+    with pytest.raises(ConfigError, match=r"weights have shape \(36, 1\)"):
+        combine_capacity(buffers, metadata, 3, weights_TK=weights.view(36, 1))
+    with pytest.raises(ConfigError, match=r"weights have shape \(11, 3\); it must be \(12, 3\)"):
+        weighted_combine(rows, metadata, weights[1:])
     with pytest.raises(ConfigError, match="capacity is 0"):
         dispatch_capacity(x, metadata, 0)
     with pytest.raises(ConfigError, match=r"below 2\*\*31"):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.support.poison import poisoned_empty
 
+from expertmesh.errors import ConfigError
 from expertmesh.functional import combine, permute, route_metadata, unpermute
 from expertmesh.testing.numerics import assert_two_times, sums_of_terms
 
@@ -107,3 +108,20 @@ def test_opcheck():
     torch.library.opcheck(
         ops.slots_to_rows.default, (rows, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N, "torch")
     )
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
+def test_metadata_of_another_batch_is_told(backend):
+    """A kernel would read what lies behind the tensors."""
+    _, m = _routing(5, 2, 4)
+    rows = torch.randn(10, 3)
+    for call, words in (
+        (lambda: permute(rows[:3], m, backend=backend), "x has 3 tokens and the metadata 10"),
+        (lambda: permute(rows[:0], m, backend=backend), "x has 0 tokens"),
+        (lambda: combine(rows[:7], m, 2, backend=backend), "y has 7 rows"),
+        (lambda: combine(rows, m, 3, backend=backend), "top_k is 3"),
+        (lambda: combine(rows, m, 0, backend=backend), "top_k is 0"),
+        (lambda: unpermute(rows[:7], m, 2, backend=backend), "y has 7 rows"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            call()

@@ -100,6 +100,8 @@ def test_opcheck():
         ({"logits_TE": torch.randn(4, 8).double(), "backend": "triton"}, "float64"),
         ({"logits_TE": torch.randn(1, 2049), "backend": "triton"}, "2049 experts"),
         ({"logits_TE": torch.randn(8)}, r"\(8,\)"),
+        ({"noise_TE": torch.randn(1, 8)}, r"noise has shape \(1, 8\); it must be \(4, 8\)"),
+        ({"bias_E": torch.randn(7), "backend": "triton"}, r"bias has shape \(7,\)"),
     ],
 )
 def test_mistakes_are_told(change, words):

@@ -12,7 +12,8 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.route_metadata import RouteMetadata
+from expertmesh.ops.route_metadata import RouteMetadata, check_rows, check_tokens
+from expertmesh.ops.transforms import refuse_second_derivative, refuse_transforms
 
 
 def dispatch_capacity(
@@ -30,7 +31,7 @@ def dispatch_capacity(
         (E, C, D) in the type of x, differentiable. Does not synchronise.
 
     Raises:
-        ConfigError: the capacity is below 1, or E * C is 2**31 or more.
+        ConfigError: the capacity is below 1, E * C is 2**31 or more, or the metadata are of another number of tokens.
 
     Example:
         >>> maps = route_metadata(torch.tensor([[0], [0], [1]]), 2)
@@ -38,7 +39,9 @@ def dispatch_capacity(
         [1.0, 3.0]
     """
     _check(metadata, capacity)
+    check_tokens(x_TD, metadata)
     if resolve_backend(backend, x_TD.device, x_TD.dtype) == "triton":
+        refuse_transforms("dispatch_capacity", lambda: [x_TD])
         return _fill_places(x_TD, *_maps(metadata), capacity)
     m = metadata
     first_E, end_E = m.offsets_E[:-1, None], m.offsets_E[1:, None]
@@ -72,7 +75,7 @@ def combine_capacity(
         (T, D) in the type of y, differentiable (once with triton). Does not synchronise.
 
     Raises:
-        ConfigError: the buffers do not fit the metadata, or E * C is 2**31 or more.
+        ConfigError: the buffers or the weights do not fit the metadata, or E * C is 2**31 or more.
 
     Example:
         >>> maps = route_metadata(torch.tensor([[0], [0], [1]]), 2)
@@ -85,8 +88,10 @@ def combine_capacity(
         raise ConfigError(
             f"y has {num_experts} experts and metadata {metadata.offsets_E.shape[0] - 1}; they must be equal; check both"
         )
+    _check_weights(weights_TK, metadata, top_k)
     y_RD = y_ECD.reshape(num_experts * capacity, dim)
     if resolve_backend(backend, y_ECD.device, y_ECD.dtype) == "triton":
+        refuse_transforms("combine_capacity", lambda: [y_ECD, weights_TK])
         return _weighted_sum(y_RD, weights_TK, *_maps(metadata), top_k, capacity)
     places_N = _find_places(metadata, capacity)
     return _plain_sum(y_RD, weights_TK, places_N, num_experts * capacity, top_k)
@@ -108,15 +113,21 @@ def weighted_combine(
     Returns:
         (T, D) in the type of y, differentiable (once with triton). Does not synchronise.
 
+    Raises:
+        ConfigError: the rows or the weights do not fit the metadata.
+
     Example:
         >>> maps = route_metadata(torch.tensor([[1, 0]]), 2)
         >>> weighted_combine(torch.tensor([[2.0], [4.0]]), maps, torch.tensor([[0.25, 0.75]])).tolist()
         [[2.5]]
     """
+    top_k = weights_TK.shape[1]
+    check_rows(y_RD, metadata, top_k)
+    _check_weights(weights_TK, metadata, top_k)
     if resolve_backend(backend, y_RD.device, y_RD.dtype) == "triton":
-        return _weighted_sum(y_RD, weights_TK, *_maps(metadata), weights_TK.shape[1], None)
-    bound = metadata.offsets_E[-1]
-    return _plain_sum(y_RD, weights_TK, metadata.row_of_slot_N, bound, weights_TK.shape[1])
+        refuse_transforms("weighted_combine", lambda: [y_RD, weights_TK])
+        return _weighted_sum(y_RD, weights_TK, *_maps(metadata), top_k, None)
+    return _plain_sum(y_RD, weights_TK, metadata.row_of_slot_N, metadata.offsets_E[-1], top_k)
 
 
 def _check(metadata: RouteMetadata, capacity: int) -> None:
@@ -125,6 +136,14 @@ def _check(metadata: RouteMetadata, capacity: int) -> None:
         raise ConfigError(
             f"capacity is {capacity} with {num_experts} experts; it must be at least 1 and their product below 2**31; "
             "choose another"
+        )
+
+
+def _check_weights(weights_TK: Tensor | None, metadata: RouteMetadata, top_k: int) -> None:
+    num_tokens = metadata.row_of_slot_N.shape[0] // top_k
+    if weights_TK is not None and weights_TK.shape != (num_tokens, top_k):
+        raise ConfigError(
+            f"weights have shape {tuple(weights_TK.shape)}; it must be {(num_tokens, top_k)} with this metadata; check both"
         )
 
 
@@ -276,13 +295,10 @@ def _sum_backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
     return d_y, None if saved[1] is None else d_weights, *(None,) * 6
 
 
-def _double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    raise RuntimeError(
-        "sums with weights and over capacity buffers have no second derivative with backend='triton'; use "
-        "backend='torch' where one is needed"
-    )
-
-
 _fill_places.register_autograd(_fill_backward, setup_context=_save_fill)
 _weighted_sum.register_autograd(_sum_backward, setup_context=_save_sum)
-_weighted_sum_backward.register_autograd(_double_backward)
+refuse_second_derivative(
+    _weighted_sum_backward,
+    "a sum with weights or over capacity buffers with backend='triton'",
+    fix="use backend='torch' where one is needed",
+)

@@ -8,20 +8,22 @@ from torch import Tensor
 from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.route_metadata import RouteMetadata
+from expertmesh.ops.route_metadata import RouteMetadata, check_rows, check_tokens
 from expertmesh.ops.transforms import refuse_transforms
 
 
 def permute(x_TD: Tensor, metadata: RouteMetadata, *, backend: str = "auto") -> Tensor:
     """Copy tokens (T, D) to rows in expert order (R, D); rows behind the last live one are zero.
 
-    Differentiable any number of times; no host synchronisation on a GPU.
+    Differentiable any number of times; no host synchronisation on a GPU. Raises ConfigError where the metadata are of
+    another number of tokens.
 
     Example:
         >>> x_TD = torch.tensor([[1.0], [2.0]])
         >>> permute(x_TD, route_metadata(torch.tensor([[1], [0]]), 2)).tolist()
         [[2.0], [1.0]]
     """
+    check_tokens(x_TD, metadata)
     m, name = metadata, resolve_backend(backend, x_TD.device, x_TD.dtype)
     if name == "reference":
         return reference.gather_rows(x_TD, m.token_of_row_N, int(m.offsets_E[-1]))
@@ -34,11 +36,14 @@ def unpermute(
 ) -> Tensor:
     """Copy rows in expert order (R, D) to slots (T, K, D); dead slots are zero. Differentiable any number of times.
 
+    Raises ConfigError where the metadata are of another number of rows.
+
     Example:
         >>> maps = route_metadata(torch.tensor([[1], [0]]), 2)
         >>> unpermute(torch.tensor([[2.0], [1.0]]), maps, 1).tolist()
         [[[1.0]], [[2.0]]]
     """
+    check_rows(y_RD, metadata, top_k)
     m, name = metadata, resolve_backend(backend, y_RD.device, y_RD.dtype)
     if name == "reference":
         slots_ND = reference.rows_to_slots(y_RD, m.row_of_slot_N, int(m.offsets_E[-1]))
@@ -51,13 +56,15 @@ def unpermute(
 def combine(y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str = "auto") -> Tensor:
     """Sum each token's live rows, (R, D) -> (T, D), in FP32 (FP64 for FP64) and a fixed order.
 
-    Differentiable any number of times; bitwise deterministic.
+    Differentiable any number of times; bitwise deterministic. Raises ConfigError where the metadata are of another
+    number of rows.
 
     Example:
         >>> maps = route_metadata(torch.tensor([[1, 0]]), 2)
         >>> combine(torch.tensor([[2.0], [1.0]]), maps, 2).tolist()
         [[3.0]]
     """
+    check_rows(y_RD, metadata, top_k)
     m, name = metadata, resolve_backend(backend, y_RD.device, y_RD.dtype)
     if name == "reference":
         return reference.combine(y_RD, m.row_of_slot_N, int(m.offsets_E[-1]), top_k)

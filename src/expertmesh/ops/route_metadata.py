@@ -105,6 +105,25 @@ def check_range(least: int, most: int, num_experts: int) -> None:
         )
 
 
+def check_tokens(x_TD: Tensor, metadata: RouteMetadata) -> None:
+    """Raise ConfigError where these cannot be the tokens of the metadata: a kernel would read behind the last one."""
+    num_tokens, num_slots = x_TD.shape[0], metadata.row_of_slot_N.shape[0]
+    if num_slots % num_tokens if num_tokens else num_slots:
+        raise ConfigError(
+            f"x has {num_tokens} tokens and the metadata {num_slots} choices; each token must have as many; check both"
+        )
+
+
+def check_rows(y_RD: Tensor, metadata: RouteMetadata, top_k: int) -> None:
+    """Raise ConfigError where these cannot be the rows of the metadata: a kernel would read behind the last one."""
+    num_rows, num_slots = metadata.token_of_row_N.shape[0], metadata.row_of_slot_N.shape[0]
+    if y_RD.shape[0] != num_rows or top_k < 1 or num_slots % top_k:
+        raise ConfigError(
+            f"y has {y_RD.shape[0]} rows and top_k is {top_k}; the metadata are of {num_rows} rows and {num_slots} choices, "
+            "which top_k must divide; check both"
+        )
+
+
 def _sorted(
     expert_ids_TK: Tensor, num_experts: int, max_rows: int | None, backend: str = "torch"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from expertmesh.errors import ConfigError
 from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
+from expertmesh.ops.transforms import refuse_second_derivative, refuse_transforms
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "softmax_after_topk")
 _MOST_TRITON_EXPERTS = 2048  # lanes of one program of its kernels
@@ -75,10 +76,19 @@ def choose_experts(
             f"num_expert_groups is {num_expert_groups}, num_limited_groups {num_limited_groups}; the first must divide "
             f"the number of experts, {num_experts}, and not be below the second; change them"
         )
+    for what, tensor, shape in (
+        ("noise", noise_TE, logits_TE.shape),
+        ("bias", bias_E, (num_experts,)),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            raise ConfigError(
+                f"{what} has shape {tuple(tensor.shape)}; it must be {tuple(shape)} here; check the inputs"
+            )
     name = resolve_backend(backend, logits_TE.device, logits_TE.dtype)
     if name == "triton":
         problem = _triton_problem(logits_TE)
         if problem is None:
+            refuse_transforms("choose_experts", lambda: [logits_TE])
             noise = None if noise_TE is None else noise_TE.detach().to(logits_TE.dtype)
             bias = None if bias_E is None else bias_E.detach().to(logits_TE.dtype)
             groups = [num_expert_groups, num_limited_groups]
@@ -183,14 +193,12 @@ def _backward(
     return d_logits, *(None,) * 7
 
 
-def _double_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    raise RuntimeError(
-        "choose_experts has no second derivative with backend='triton'; use backend='torch' where one is needed"
-    )
-
-
 _choose_experts.register_autograd(_backward, setup_context=_save)
-_choose_experts_backward.register_autograd(_double_backward)
+refuse_second_derivative(
+    _choose_experts_backward,
+    "choose_experts with backend='triton'",
+    fix="use backend='torch' where one is needed",
+)
 
 OPERATOR = torch.ops.expertmesh.choose_experts.default
 """The fused choice, for policies that go by operator (activation checkpointing)."""

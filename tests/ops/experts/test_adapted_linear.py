@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu import adapted_linear as cpu_loop
 from expertmesh.ops.experts.adapted_linear import adapted_linear
 from expertmesh.ops.experts.grouped_linear import grouped_linear
@@ -112,3 +113,21 @@ def test_no_second_derivative():
     (grad,) = torch.autograd.grad(y.sum(), a, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("w_learns", [False, True])
+def test_wrong_shapes_are_named(w_learns):
+    x, w, a, b, _ = draw(torch.float32, transposed=False)
+    w.requires_grad_(w_learns)
+    for call, words in (
+        ((x, w, offsets()[1:], a, b), "offsets has shape"),
+        ((x, w, torch.cat([offsets(), offsets()[-1:]]), a, b), "offsets has shape"),
+        ((x, w, offsets(), a[:, :, 1:], b), f"rows of {K} and w takes {K - 1}"),
+        ((x, w, offsets(), a[1:], b), "offsets has shape"),
+        ((x, w, offsets(), a, b[..., 1:]), f"b has shape|rows of {RANK}"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            adapted_linear(*call, SCALING)
+    if not w_learns:
+        with pytest.raises(ConfigError, match=r"b has shape \(4, 16, 3\).*\(4, 17, 3\)"):
+            adapted_linear(x, w, offsets(), a, b[:, 1:], SCALING)

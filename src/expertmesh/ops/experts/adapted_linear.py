@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.errors import ConfigError
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.cpu import adapted_linear as loop
 from expertmesh.ops.dtypes import autocast_dtype, gemm_dtype, without_autocast
-from expertmesh.ops.experts.grouped_linear import grouped_linear
-from expertmesh.ops.transforms import refuse_second_derivative
+from expertmesh.ops.experts.grouped_linear import check_rows_and_matrices, grouped_linear
+from expertmesh.ops.transforms import refuse_second_derivative, refuse_transforms
 
 
 def adapted_linear(
@@ -49,6 +50,7 @@ def adapted_linear(
     Raises:
         ConfigError: shapes or types do not fit one another.
     """
+    refuse_transforms("adapted_linear", lambda: [x_RK, w, a_ErK, b_ENr, bias_EN])
     dtype = x_RK.dtype
     serves = (
         x_RK.device.type == "cpu"
@@ -59,9 +61,15 @@ def adapted_linear(
         and not w.requires_grad
     )
     if serves:
-        y: Tensor = _adapted_linear(
-            x_RK, w.mT if transposed else w, offsets_E, a_ErK, b_ENr, scaling
-        )[0]
+        w_ENK = w.mT if transposed else w
+        check_rows_and_matrices(x_RK, w, offsets_E, None, transposed=transposed)
+        check_rows_and_matrices(x_RK, a_ErK, offsets_E, None, transposed=False)
+        expected = (*w_ENK.shape[:2], a_ErK.shape[1])
+        if tuple(b_ENr.shape) != expected:
+            raise ConfigError(
+                f"b has shape {tuple(b_ENr.shape)}; it must be {expected} here; check the adapters"
+            )
+        y: Tensor = _adapted_linear(x_RK, w_ENK, offsets_E, a_ErK, b_ENr, scaling)[0]
         return y
     y = grouped_linear(x_RK, w, offsets_E, b_EN=bias_EN, transposed=transposed, backend=backend)
     low_Rr = grouped_linear(x_RK, a_ErK, offsets_E, backend=backend) * scaling

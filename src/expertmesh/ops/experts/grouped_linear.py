@@ -14,7 +14,7 @@ from expertmesh.ops.cpu import grouped_linear as loop
 from expertmesh.ops.dtypes import autocast_dtype, without_autocast
 from expertmesh.ops.experts import triton_linear
 from expertmesh.ops.plain_call import runs_plainly
-from expertmesh.ops.transforms import refuse_second_derivative
+from expertmesh.ops.transforms import refuse_second_derivative, refuse_transforms
 
 
 def grouped_linear(
@@ -51,7 +51,8 @@ def grouped_linear(
     if dtype is not None and x_RK.dtype != torch.float64:
         x_RK, w = x_RK.to(dtype), w.to(dtype)
         b_EN = None if b_EN is None else b_EN.to(dtype)
-    _check(x_RK, w, offsets_E, b_EN, transposed=transposed)
+    check_rows_and_matrices(x_RK, w, offsets_E, b_EN, transposed=transposed)
+    refuse_transforms("grouped_linear", lambda: [x_RK, w, b_EN])
     name = resolve_backend(backend, x_RK.device, x_RK.dtype)
     name = "triton" if name == "triton" and x_RK.dtype != torch.float64 else "torch"
     if name == "torch" and runs_plainly(x_RK, w, b_EN):
@@ -60,9 +61,10 @@ def grouped_linear(
     return y
 
 
-def _check(
+def check_rows_and_matrices(
     x_RK: Tensor, w: Tensor, offsets_E: Tensor, b_EN: Tensor | None, *, transposed: bool
 ) -> None:
+    """Raise ConfigError unless shapes and types of the arguments of `grouped_linear` fit one another."""
     if x_RK.dim() != 2 or w.dim() != 3:
         raise ConfigError(
             f"x and w have {x_RK.dim()} and {w.dim()} dimensions; they must have 2 (R, K) and 3 (E, N, K); reshape them"

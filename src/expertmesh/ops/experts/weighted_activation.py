@@ -12,7 +12,7 @@ from torch import Tensor
 from expertmesh.ops.activation import activate, num_branches
 from expertmesh.ops.cpu.activation_passes import BLOCK_ELEMENTS, passes_for
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
-from expertmesh.ops.transforms import refuse_second_derivative
+from expertmesh.ops.transforms import refuse_second_derivative, refuse_transforms
 
 
 def weighted_activation(h_RH: Tensor, s_R: Tensor, *, activation: str) -> Tensor:
@@ -31,6 +31,7 @@ def weighted_activation(h_RH: Tensor, s_R: Tensor, *, activation: str) -> Tensor
     Raises:
         ConfigError: the activation is unknown.
     """
+    refuse_transforms("weighted_activation", lambda: [h_RH, s_R])
     G, wide = num_branches(activation), accumulate_dtype(h_RH.dtype)
     if h_RH.device.type == "cpu":
         a_RF: Tensor = _weighted_activation(h_RH, s_R.to(wide), activation)
