@@ -31,7 +31,8 @@ FORWARD = (
 
 
 def build(gate=None, experts=FFN, **options):
-    gate = {"type": "top", "k": 2, "capacity_factor": 0} | (gate or {})
+    if not isinstance(gate, str):
+        gate = {"type": "top", "k": 2, "capacity_factor": 0} | (gate or {})
     layer = moe_layer(gate, D, experts, seeds=(1, 1, 1), **options).double()
     with torch.no_grad():
         for parameter in layer._layer.experts.parameters():
@@ -95,6 +96,14 @@ def test_arguments_of_a_call_do_not_stick():
     assert torch.equal(layer(x).detach(), before)
 
 
+@pytest.mark.parametrize("factor", [0.5, -0.5])
+def test_a_call_without_a_capacity_drops_nothing(factor):
+    layer, free, x = build({"capacity_factor": factor}), build(), torch.randn(24, D).double()
+    free.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x, capacity_factor=0), free(x))
+    assert not torch.equal(layer(x), free(x))
+
+
 def test_dictionaries_stay_and_functions_are_called():
     gate, experts, seen = {"type": "top", "k": 1}, dict(FFN), []
     layer = moe_layer(
@@ -156,6 +165,7 @@ def test_importance_and_load():
     ("arguments", "words"),
     [
         ({"gate": {"type": "custom"}}, "router=module"),
+        ({"gate": "TopKGate"}, "gate_type='TopKGate': must be one dictionary"),
         ({"gate": {"tau": 1}}, "gate_type has 'tau'"),
         ({"experts": {"type": "custom"}}, "experts=..."),
         ({"experts": FFN | {"hidden": 3}}, "experts has 'hidden'"),

@@ -24,6 +24,7 @@ from expertmesh.moe.experts import FirstOutput
 from expertmesh.moe.foreign_names import ForeignName, from_foreign, to_foreign
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.recognize import RecognizedMLP, recognize_mlp
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
 _EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
@@ -191,7 +192,8 @@ class MoE(nn.Module):
         if self.use_residual:
             dense = self.mlp(hidden_states)
             dense = dense[0] if isinstance(dense, tuple) else dense
-            mix = torch.softmax(self.coefficient(hidden_states).float(), -1)
+            mix = self.coefficient(hidden_states)
+            mix = torch.softmax(mix, -1, dtype=accumulate_dtype(mix.dtype))
             y = (y * mix[..., :1] + dense * mix[..., 1:]).to(y.dtype)
         return y, stats.aux_loss, stats.num_tokens_per_expert_E
 

@@ -10,6 +10,7 @@ needed. Where Tutel's code does something else than its documentation says, this
 * gated experts are right for every `adaptive_r`, odd `model_dim` and empty batches work, missing experts are refused.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -44,7 +45,7 @@ class MOELayer(nn.Module):
     Args:
         gate_type: {"type": "top" or "cosine_top", "k", "capacity_factor", "gate_noise", "fp32_gate", "proj_dim"}; the gate
             always computes in FP32. capacity_factor: above 0 rows per expert as a ratio of the even share; 0 dropless;
-            below 0 the same with at most that ratio.
+            below 0 at most that ratio.
         model_dim: size of a token (D).
         experts: {"type": "ffn" or "llama_ffn", "num_experts_per_device", "hidden_size_per_expert", "activation_fn",
             "has_fc1_bias", "has_fc2_bias"}; a negative number of experts per device is the number of devices per expert.
@@ -109,7 +110,7 @@ class MOELayer(nn.Module):
                 "ranks; choose a divisor"
             )
         self.sharded_count = max(-count, 1)
-        factor, bound = _capacity(gate.get("capacity_factor", 1.0))
+        factor = abs(gate.get("capacity_factor", 1.0)) or None
         k, noise = int(gate.get("k", 1)), float(gate.get("gate_noise", 0.0))
         if not is_gshard_loss and noise <= 0:
             raise ConfigError(
@@ -127,7 +128,6 @@ class MOELayer(nn.Module):
             router_noise_std=noise / self.num_global_experts if noise > 0 else 1.0,
             capacity_factor=factor,
             eval_capacity_factor=factor,
-            max_capacity_factor=bound,
             min_capacity=1,
             drop_policy="priority" if batch_prioritized_routing else "first",
             balance_loss="gshard" if is_gshard_loss else "importance_load",
@@ -259,8 +259,8 @@ moe_layer = MOELayer
 
 
 def _gate(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> dict[str, Any]:
-    if isinstance(gate_type, str) and gate_type.startswith("Top") and gate_type.endswith("Gate"):
-        gate_type = {"type": "top", "k": int(gate_type[3:-4])}
+    if isinstance(gate_type, str) and (named := re.fullmatch("Top([0-9]+)Gate", gate_type)):
+        gate_type = {"type": "top", "k": int(named[1])}
     if isinstance(gate_type, list) and len(gate_type) == 1:
         gate_type = gate_type[0]
     if not isinstance(gate_type, Mapping) or gate_type.get("type") not in _GATES:
@@ -316,13 +316,6 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: set[str]) -> Non
         raise ConfigError(
             f"{what} has {unknown[0]!r}, which has no counterpart here; known are {', '.join(sorted(known))}"
         )
-
-
-def _capacity(c: float) -> tuple[float | None, float | None]:
-    """Capacity factor, and the bound on a dropless layer, for Tutel's number."""
-    if c > 0:
-        return c, None
-    return (None, None) if c == 0 else (None, -c)
 
 
 def _names(layer: MOELayer) -> list[ForeignName]:
