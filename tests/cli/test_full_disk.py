@@ -127,6 +127,17 @@ def test_a_file_that_cannot_grow_is_named(place, name, size_limit, capfd, monkey
     assert sorted(place.folder.iterdir()) == before
 
 
+def test_a_conversion_whose_last_file_does_not_fit_leaves_nothing(place, size_limit, capfd):
+    place.with_run()
+    hub, new = place.folder / "hub", place.folder / "new"
+    assert main(["convert", "--from", place.path("run"), "--to", str(hub)]) == 0
+    with (hub / "tokenizer.model").open("wb") as file:
+        file.truncate(1 << 24)
+    size_limit((1 << 24) - 1)
+    assert main(["convert", "--from", str(hub), "--to", str(new)]) == 1
+    assert "File too large" in capfd.readouterr().err and not new.exists()
+
+
 def test_files_of_a_run_are_named(tmp_path, size_limit):
     folder = RunDir(tmp_path / "run")
     metrics = MetricsFile(tmp_path / "metrics.jsonl", last_step=0)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.hub_models import tiny_model
 from tests.support.memory import peak_bytes
 from tests.support.sentencepiece_vocabulary import END, START, sentencepiece_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.costs.parameters import count_parameters
@@ -282,6 +282,19 @@ def test_a_configuration_survives_the_way_out_and_in():
     assert back == config.model_copy(
         update={"moe": normalized, "head_dim": 64, "num_kv_heads": 4, "activation": "swiglu"}
     )
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_file_leaves_out_is_as_transformers_has_it(hub, name):
+    values = json.loads((hub[name][0] / "config.json").read_text())
+    for left_out in ("rope_parameters", "rope_theta", "norm_topk_prob", "tie_word_embeddings"):
+        values.pop(left_out, None)
+    theirs, ours = AutoConfig.for_model(**values), model_config(values)
+    assert ours.rope_base == theirs.rope_parameters["rope_theta"]
+    assert ours.rope_fraction == theirs.rope_parameters.get("partial_rotary_factor", 1.0)
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    normalizes = getattr(theirs, "norm_topk_prob", True)
+    assert ours.moe.normalize_weights == ("topk" if normalizes else "none")
 
 
 @pytest.mark.parametrize(

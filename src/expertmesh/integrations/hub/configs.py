@@ -32,8 +32,11 @@ class HubFamily(NamedTuple):
 
 
 def _mixtral(v: Values) -> dict[str, Any]:
-    moe = _moe(v, "num_local_experts", "intermediate_size", normalize="topk")
-    return {"ffn_hidden_dim": v["intermediate_size"], "moe": moe}
+    return {
+        "rope_base": _theta(v, default=1e6),
+        "ffn_hidden_dim": v["intermediate_size"],
+        "moe": _moe(v, "num_local_experts", "intermediate_size", normalize="topk"),
+    }
 
 
 def _qwen3(v: Values) -> dict[str, Any]:
@@ -110,6 +113,11 @@ def _normalize(v: Values, *, default: bool = False) -> str:
 
 def _rope(v: Values) -> Values:
     return v.get("rope_parameters") or v.get("rope_scaling") or {}
+
+
+def _theta(v: Values, *, default: float = 1e4) -> float:
+    theta: float = _rope(v).get("rope_theta", v.get("rope_theta", default))
+    return theta
 
 
 def _normalizes(moe: MoEConfig) -> bool:
@@ -217,11 +225,12 @@ def model_config(values: Values) -> ModelConfig:
                 f"{name}={values[name]!r}: a {family.model_type} with it does not run as a GPT of expertmesh, only with "
                 f"{allowed[0]!r}; run its experts through expertmesh.integrations.transformers.apply(model)"
             )
-    if not isinstance(_rope(values), Mapping):
+    rope = _rope(values)
+    if not isinstance(rope, Mapping):
         raise ConfigError(
-            f"rope_parameters={_rope(values)!r}: is no JSON object; restore config.json from the hub"
+            f"rope_parameters={rope!r}: is no JSON object; restore config.json from the hub"
         )
-    rope_type = _rope(values).get("rope_type", _rope(values).get("type", "default"))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type != "default":
         raise ConfigError(
             f"rope_type={rope_type!r}: positions are scaled, which a GPT of expertmesh does not do; use a model without"
@@ -243,7 +252,7 @@ def model_config(values: Values) -> ModelConfig:
             "head_dim": values.get("head_dim"),
             "norm_eps": values["rms_norm_eps"],
             "tie_embeddings": values.get("tie_word_embeddings", False),
-            "rope_base": _rope(values).get("rope_theta", values.get("rope_theta", 10000.0)),
+            "rope_base": _theta(values),
             "init_std": values.get("initializer_range", 0.02),
             "activation": _ACTIVATIONS[activation],
             "end_ids": end_ids(values),
@@ -280,12 +289,9 @@ def export_family(config: ModelConfig) -> HubFamily:
     """
     _refuse_export(config)
     moe = config.moe
-    is_glm = moe.score_function == "sigmoid" or config.first_dense_layers or config.qkv_bias
-    if is_glm:
+    if moe.score_function == "sigmoid" or config.first_dense_layers or config.qkv_bias:
         return FAMILIES["glm4_moe"]
-    if config.qk_norm:
-        return FAMILIES["qwen3_moe"]
-    return FAMILIES["mixtral"]
+    return FAMILIES["qwen3_moe" if config.qk_norm else "mixtral"]
 
 
 def hub_config(config: ModelConfig, family: HubFamily, *, dtype: str) -> dict[str, Any]:

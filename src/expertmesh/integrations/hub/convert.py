@@ -1,6 +1,5 @@
 """From a hub folder to a run directory of ours, and from a run or a checkpoint of ours to a hub folder."""
 
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,10 @@ from expertmesh.training.export import find_checkpoint
 from expertmesh.training.run_dir import TOKENIZER
 from expertmesh.training.state import read_run_state
 
-_BESIDE = ("config.json", "generation_config.json", "chat_template.jinja")
+_BESIDE = (
+    *("config.json", "generation_config.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt"),
+)
 
 
 class Converted(NamedTuple):
@@ -99,14 +101,10 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
         {"model": model.config, "data": {"seq_len": seq_len}, "train": {"run_dir": str(target)}}
     )
     recipe = f"from {family.model_type}"
-    save_as_run(model, config, recipe=recipe, files={TOKENIZER: source / TOKENIZER}, make=make)
-    (target / EXTRAS).mkdir()
+    files = {TOKENIZER: source / TOKENIZER}
     for path in sorted(source.iterdir()):
-        if path.is_file() and (
-            path.name in _BESIDE
-            or "token" in path.name
-            or path.name in ("vocab.json", "merges.txt")
-        ):
-            shutil.copyfile(path, target / EXTRAS / path.name)
+        if path.is_file() and ("token" in path.name or path.name in _BESIDE):
+            files[f"{EXTRAS}/{path.name}"] = path
+    save_as_run(model, config, recipe=recipe, files=files, make=make)
     parameters = sum(p.numel() for p in model.parameters())
     return Converted(target, f"a run {recipe}, {parameters:,} parameters")

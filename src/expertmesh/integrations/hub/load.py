@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expertmesh.config.base import expanded
-from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import hub_family, model_config
@@ -192,8 +191,3 @@ def hub_dtype(values: dict[str, Any], folder: Path) -> torch.dtype:
             f"{folder}: dtype={name} in config.json; expertmesh reads float32, bfloat16 and float16; convert the weights"
         )
     return dtype
-
-
-def config_of(folder: str | Path) -> ModelConfig:
-    """Our configuration of the model in a folder of the hub."""
-    return model_config(read_config(expanded(folder)))
