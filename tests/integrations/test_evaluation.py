@@ -168,10 +168,12 @@ def test_the_verb_judges_a_run(judged, capsys):
         ("none.yaml", "is no file"),
         ("quiz.jsonl", "is no YAML mapping|has no task"),
         ("hub.yaml", "dataset_path=squad would be downloaded"),
+        ("far.yaml", "dataset_kwargs would be downloaded"),
     ],
 )
 def test_what_is_no_local_task_is_refused(judged, capsys, task, words):
     (judged / "hub.yaml").write_text(QUIZ.replace("path: json", "path: squad"))
+    (judged / "far.yaml").write_text(QUIZ.replace("quiz.jsonl", "'https://nowhere.invalid/x'"))
     with pytest.raises(ConfigError, match=words):
         main(["--debug", "evaluate", "--run", "run", "--tasks", task])
 

@@ -228,12 +228,20 @@ def test_adapters_that_do_not_fit_are_refused_by_name(tmp_path):
         ({"use_dora": True}, "use_dora=True"),
         ({"target_parameters": ["mlp.gate.weight"]}, "is on no experts"),
         ({"peft_type": "IA3"}, "peft_type='IA3'"),
+        ({"r": 0}, "rank=0: must be a whole number"),
+        ({"lora_alpha": 0}, "alpha=0: must be finite and above 0"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(values | change))
         with pytest.raises(ConfigError, match=words):
             load_adapters(gpt(), tmp_path)
     with pytest.raises(ConfigError, match="no readable adapter_config.json"):
         load_adapters(gpt(), tmp_path / "nowhere")
+
+
+def test_adapters_lie_below_the_home_folder_as_runs_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_adapters(adapted(gpt()), "~/adapters")
+    assert (tmp_path / "adapters").is_dir() and load_adapters(gpt(), "~/adapters") == 2
 
 
 def test_a_fine_tuned_model_forgets_nothing_and_learns_real_text():

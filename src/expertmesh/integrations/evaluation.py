@@ -24,7 +24,7 @@ from expertmesh.models.gpt.model import GPT
 _LOCAL = ("json", "csv", "text", "parquet", "arrow")
 """Builders of `datasets` that read files."""
 _NEW_TOKENS = 256
-_IGNORED = ("do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks")
+_KNOWN = ("do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks")
 
 Pair = tuple[Any, list[int], list[int]]
 """What a score is cached under, context, continuation."""
@@ -160,9 +160,9 @@ class ExpertMeshLM(TemplateLM):
     def _continued(
         self, contexts: Sequence[str], options: dict[str, Any], *, seed: int
     ) -> list[str]:
-        if unknown := sorted(set(options) - set(_IGNORED)):
+        if unknown := sorted(set(options) - set(_KNOWN)):
             raise ConfigError(
-                f"generation_kwargs.{unknown[0]}={options[unknown[0]]}: is none of {', '.join(_IGNORED)}; leave it out"
+                f"generation_kwargs.{unknown[0]}={options[unknown[0]]}: is none of {', '.join(_KNOWN)}; leave it out"
             )
         most = options.get("max_gen_toks", _NEW_TOKENS)
         room = self.max_length - most
@@ -253,6 +253,7 @@ def _check_task(path: Path) -> None:
         events = yaml.compose(path.read_text(encoding="utf-8"))
         node = {} if events is None else {key.value: value for key, value in events.value}
         names = {key: getattr(value, "value", None) for key, value in node.items()}
+        files = yaml.serialize(node["dataset_kwargs"]) if "dataset_kwargs" in node else ""
     except (yaml.YAMLError, UnicodeError, AttributeError, TypeError, ValueError):
         raise ConfigError(
             f"tasks={path}: is no YAML mapping; give a task of lm-evaluation-harness"
@@ -262,9 +263,11 @@ def _check_task(path: Path) -> None:
         raise ConfigError(
             f"tasks={path}: has no task or no dataset_path; give a task of lm-evaluation-harness, its name and data in this file"
         )
-    if source is not None and source not in _LOCAL and not Path(str(source)).is_dir():
+    is_local = source is None or source in _LOCAL or Path(str(source)).is_dir()
+    if not is_local or "://" in files:
+        what = "dataset_kwargs" if is_local else f"dataset_path={source}"
         raise ConfigError(
-            f"tasks={path}: dataset_path={source} would be downloaded; save the data as files, and use {', '.join(_LOCAL)} with "
+            f"tasks={path}: {what} would be downloaded; save the data as files, and use {', '.join(_LOCAL)} with "
             "dataset_kwargs.data_files"
         )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from expertmesh import lora
-from expertmesh.config.base import parse_json
+from expertmesh.config.base import expanded, parse_json
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.moe.adapters import Adapter
@@ -63,7 +63,7 @@ def save_adapters(model: GPT, folder: str | Path) -> None:
         tensors[f"{theirs}.lora_B.weight"] = b_eNr.permute(1, 2, 0).flatten(1).contiguous()
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    folder = Path(folder)
+    folder = expanded(folder)
     folder.mkdir(parents=True, exist_ok=True)
     shared = all(one.shared for one in found.values())
     save_file(tensors, folder / WEIGHTS, {"format": "pt", _SHARED: str(shared)})
@@ -96,7 +96,7 @@ def load_adapters(model: GPT, folder: str | Path) -> int:
         ConfigError: the folder holds no adapters, or such as ours are not (DoRA, on other modules, ...); names the option.
         CheckpointError: a tensor is missing, extra or of another shape; names it.
     """
-    folder = Path(folder)
+    folder = expanded(folder)
     values = _read_config(folder)
     targets = [_ours(name) for name in values.get("target_parameters") or []]
     try:
@@ -121,26 +121,23 @@ def load_adapters(model: GPT, folder: str | Path) -> int:
 def _fill(
     found: dict[str, Adapter], tensors: dict[str, Tensor], targets: list[str], folder: Path
 ) -> None:
-    wanted: dict[str, Tensor] = {}
     for name, adapter in found.items():
         theirs, e, r = _theirs(name, targets), adapter.num_experts, adapter.rank
-        for factor, shape in (
-            ("lora_A", (e * r, adapter.a.shape[2])),
-            ("lora_B", (adapter.b.shape[1], r * e)),
-        ):
-            key = f"{theirs}.{factor}.weight"
+        wanted = {
+            f"{theirs}.lora_A.weight": (e * r, adapter.a.shape[2]),
+            f"{theirs}.lora_B.weight": (adapter.b.shape[1], r * e),
+        }
+        for key, shape in wanted.items():
             if key not in tensors:
                 raise CheckpointError(f"{folder}: has no tensor {key}; save the adapters again")
             if tuple(tensors[key].shape) != shape:
                 raise CheckpointError(
                     f"{folder}: {key} has shape {tuple(tensors[key].shape)} and must have {shape}; use the model that they are of"
                 )
-            wanted[key] = tensors.pop(key)
-        a_erK = wanted[f"{theirs}.lora_A.weight"].unflatten(0, (e, r))
-        b_eNr = wanted[f"{theirs}.lora_B.weight"].unflatten(1, (r, e)).permute(2, 0, 1)
+        a, b = map(tensors.pop, wanted)
         with torch.no_grad():
-            for ours, values in ((adapter.a, a_erK), (adapter.b, b_eNr)):
-                ours.copy_(values[: ours.shape[0]])
+            adapter.a.copy_(a.unflatten(0, (e, r))[: len(adapter.a)])
+            adapter.b.copy_(b.unflatten(1, (r, e)).permute(2, 0, 1)[: len(adapter.b)])
     if tensors:
         raise CheckpointError(
             f"{folder}: has a tensor {min(tensors)} that this model has no place for; use the model that they are of"
@@ -150,15 +147,13 @@ def _fill(
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
         values = parse_json((folder / CONFIG).read_bytes())
-        is_lora = values["peft_type"] == "LORA" and values["r"] > 0 and values["lora_alpha"] > 0
+        kind, _, _ = (values[name] for name in ("peft_type", "r", "lora_alpha"))
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
             f"{folder}: has no readable {CONFIG}; give a folder of peft's save_pretrained or of save_adapters"
         ) from None
-    if not is_lora:
-        raise ConfigError(
-            f"{folder}: peft_type={values['peft_type']!r}: only LORA is known; train such adapters"
-        )
+    if kind != "LORA":
+        raise ConfigError(f"{folder}: peft_type={kind!r}: only LORA is known; train such adapters")
     for name, allowed in _PLAIN.items():
         if values.get(name, allowed[0]) not in allowed:
             raise ConfigError(
