@@ -10,7 +10,7 @@ from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.world import World, check_backend, device_type_of, nodes_of
 from expertmesh.errors import ConfigError
 from expertmesh.parallel.apply import check_current, model_device_type
-from expertmesh.parallel.ranks import end_groups, open_ranks
+from expertmesh.parallel.ranks import Ranks, end_groups, open_ranks
 
 
 def sum_of_a_pair():
@@ -28,6 +28,17 @@ def sum_of_a_pair():
 def test_groups_of_a_part_after_uneven_ones(four_ranks):
     """torch names a group of some ranks by the number of groups that each of them is in."""
     assert four_ranks.run(sum_of_a_pair) == [4.0, None, 4.0, 4.0]
+
+
+def alone_among_others():
+    """What a world of one rank tells itself, while the others do something else."""
+    groups = [dist.new_group([rank]) for rank in range(4)]
+    rank = dist.get_rank()
+    return rank if rank == 1 else Ranks(World(groups[rank])).first(lambda: rank)
+
+
+def test_a_world_of_one_rank_asks_nobody_else(four_ranks):
+    assert four_ranks.run(alone_among_others) == [0, 1, 2, 3]
 
 
 def failed_on_gpus():

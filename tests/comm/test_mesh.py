@@ -57,6 +57,7 @@ def test_fewest_slices(num_ranks, num_experts):
         (4, 8, 10, 4, "use es_degree=2"),
         (4, 2, 9, None, "use dp_replicate_degree=2, or a hidden_dim divisible by 2"),
         (4, 2, 12, 1, "use es_degree=2"),
+        (4, 4, 12, 0, "use es_degree=1"),
     ],
 )
 def test_wrong_expert_degrees(num_ranks, num_experts, hidden_dim, es_degree, fix):

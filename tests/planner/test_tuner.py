@@ -99,6 +99,12 @@ def test_parts_hide_travel_and_shadows_take_rows_from_the_fullest_rank():
     ratio = ((0.1 * 4 + 0.65) * rows + of_part) / (0.7 * 4 * rows + of_part)
     assert shadowed.products_s / one.products_s == pytest.approx(ratio)
     assert shadowed.weights_s > one.weights_s == 0
+    kept, every = (
+        step_time(Way(1, 1, "flat", 0), route(1), SHAPE, load, machine).products_s
+        for load in (TokenLoad(512, 2, (1 / 16,) * 8), TokenLoad.even(512, 2, 8))
+    )
+    of_part = SHAPE.num_experts * ROWS_OF_A_PART
+    assert kept / every == pytest.approx((rows / 2 + of_part) / (rows + of_part)), "half is dropped"
 
 
 def search(**changes):
@@ -325,6 +331,10 @@ def test_plans_that_cannot_be_kept_stop_nothing(tmp_path, caplog):
     assert [r.getMessage() for r in caplog.records] == [
         f"{tmp_path}/plans/cpu.json: the plans that were found are not kept: File exists"
     ]
+    taken = tmp_path / "taken" / "cpu.json"
+    taken.mkdir(parents=True)
+    plan_keeper(taken, "model")({"a": Way(1, 1, "flat", 0)})
+    assert list(taken.parent.iterdir()) == [taken], "no part of a file is left"
     plan_keeper(tmp_path / "kept", "model")({"a": Way(1, 1, "flat", 0)})
     assert load_plans(tmp_path / "kept", "model") == {"a": Way(1, 1, "flat", 0)}
     save_plans(tmp_path / "kept", {"a": Way(1, 0, "flat", 0)}, "model")

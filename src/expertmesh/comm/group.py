@@ -118,7 +118,7 @@ class RankGroup:
     """Ranks that talk to one another.
 
     Args:
-        process_group: of torch; None for a group of one rank, which never communicates.
+        process_group: of torch; None for a rank alone among others, which never communicates.
         ranks: numbers in the default group of its members, in the order of the process group.
         rank: this rank's place among them.
         name: for error messages.

@@ -63,6 +63,8 @@ def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterato
         sizes: bytes for each other rank.
     """
     groups = link_groups(world, nodes)
+    # elsewhere a rank of each node is not a rank of all others in two steps
+    has_two_steps = {"inside", "across"} <= groups.keys() and len(set(map(nodes.count, nodes))) == 1
     for size in sizes:
         for link, group in groups.items():
             n = group.size
@@ -73,7 +75,7 @@ def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterato
                 "all_gather": (partial(_all_gather, flat, group), (n - 1) * size),
                 "all_reduce": (partial(_all_reduce, flat, group), 2 * (n - 1) * size // n),
             }
-            if link == "all" and {"inside", "across"} <= groups.keys():
+            if link == "all" and has_two_steps:
                 ways["two_step"] = (partial(_two_step, x_PB, groups), (n - 1) * size)
             for algorithm, (run, num_bytes) in ways.items():
                 seconds = _slowest(world, _timed(world, run))
@@ -101,9 +103,8 @@ def _all_to_all(x_PB: Tensor, group: RankGroup) -> Tensor:
 def _two_step(x_PB: Tensor, groups: dict[str, RankGroup]) -> None:
     """As many bytes for each rank as flat, which cross in messages for whole nodes; equally large nodes only."""
     across, inside = groups["across"], groups["inside"]
-    if across.size * inside.size == len(x_PB):
-        x_PB = _all_to_all(x_PB.view(across.size, -1), across)
-        _all_to_all(x_PB.view(inside.size, -1), inside)
+    x_PB = _all_to_all(x_PB.view(across.size, -1), across)
+    _all_to_all(x_PB.view(inside.size, -1), inside)
 
 
 def _timed(world: World, run: Callable[[], object]) -> float:

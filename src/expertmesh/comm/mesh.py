@@ -136,7 +136,7 @@ def expert_degrees(
     if f in fits:
         return ExpertDegrees(num_ranks // f, f, order)
     if fits:
-        fix = f"use es_degree={min(fits, key=lambda d: abs(math.log(d / f)))}"
+        fix = f"use es_degree={min(fits, key=lambda d: abs(math.log(d / max(f, 1))))}"
     else:
         # More copies of the model change nothing of it; for one rank of a copy everything fits.
         tp, copies = next(

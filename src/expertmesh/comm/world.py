@@ -117,6 +117,10 @@ class World:
         self._groups: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
         self._meshes: dict[tuple[tuple[Any, ...], ...], DeviceMesh] = {}
 
+    def __deepcopy__(self, memo: dict[int, object]) -> "World":
+        """The same world: copies of a layer talk to the same ranks."""
+        return self
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -130,11 +134,8 @@ class World:
         """
         if self._nodes is None:
             found: list[tuple[str, ...]] = [()] * self.size
-            here, everyone = _names_of_node(dist.get_rank()), self.everyone()
-            if everyone.process_group is None:
-                found = [here]
-            else:
-                dist.all_gather_object(found, here, group=everyone.process_group)
+            here = _names_of_node(dist.get_rank())
+            dist.all_gather_object(found, here, group=self._group)
             self._nodes = nodes_of(found, self.ranks)
         return self._nodes
 
@@ -157,7 +158,7 @@ class World:
 
     def _new_group(self, cells: tuple[tuple[int, ...], ...], name: str) -> RankGroup:
         mine = next(cell for cell in cells if self.position in cell)
-        found = self._group if len(mine) == self.size and self.size > 1 else None
+        found = self._group if len(mine) == self.size else None
         widest = max(map(len, cells))
         for cell in cells if 1 < widest < self.size else ():
             # In torch's default world every rank takes part in making every group; elsewhere only the members may. Ranks

@@ -110,7 +110,7 @@ def step_time(
     moving = load.without(hot)
     r, slices = route.route_degree, len(route.blocks) // route.num_blocks
     stay = sum(load.shares[e] for e in hot)
-    fullest = max(moving.block_shares(route.num_blocks)) * r / slices if r > 1 else 1.0
+    fullest = max(moving.block_shares(route.num_blocks)) * r / slices
     parts, here = way.overlap_degree or 1, layer.num_experts // route.num_blocks / slices
     rows = load.num_tokens * load.top_k * (fullest + stay) + ROWS_OF_A_PART * parts * here
     passes = 3 if layer.trains else 1

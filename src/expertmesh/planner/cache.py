@@ -3,13 +3,13 @@
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from expertmesh.config.base import parse_json, user_cache_dir
+from expertmesh.config.output_file import write_whole
 from expertmesh.config.way import Way
 from expertmesh.costs.communication import Link, Network
 
@@ -143,9 +143,7 @@ def _checked(way: Way) -> Way:
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({"version": VERSION, **values}, indent=1))
-    part.replace(path)
+    write_whole(path, json.dumps({"version": VERSION, **values}, indent=1))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
