@@ -7,6 +7,7 @@ import torch
 from tests.support.replicas import world_of
 from torch.utils.checkpoint import checkpoint
 
+from expertmesh import lora
 from expertmesh.cli.bench import plot, run, table
 from expertmesh.comm.measure import fit, measure
 from expertmesh.config.run import ParallelConfig
@@ -165,12 +166,14 @@ def with_given_parts(cache_dir):
         return known, ways
 
 
-def bandwidths():
-    return list(measure(world_of(), NODES, [256, 1024]))
+def bandwidths(nodes):
+    return list(measure(world_of(), nodes, [256, 1024]))
 
 
 def test_links_are_measured(four_ranks):
-    found = four_ranks.run(bandwidths)
+    uneven = four_ranks.run(bandwidths, (0, 0, 0, 1))[0]
+    assert "two_step" not in {p.algorithm for p in uneven}, "its ranks would wait for others"
+    found = four_ranks.run(bandwidths, NODES)
     points = found[0]
     ways = {(p.algorithm, p.link) for p in points}
     assert len(points) == 2 * len(ways) == 2 * 10 and ("two_step", "all") in ways
@@ -230,12 +233,25 @@ def test_forwards_without_a_backward_are_forgotten():
     assert record.chosen().num_parts == 4, "what is repeated in its own backward"
 
 
+def with_adapters():
+    """Whether two layers choose their ways, of which the first has adapters that stay on their ranks."""
+    model = Layers()
+    lora.add(model.first, rank=2, seed=0)
+    parallelize(model, ParallelConfig(adaptive=True), world=world_of())
+    return [layer.dispatcher.chooser is not None for layer in (model.first, model.second)]
+
+
+def test_layers_with_adapters_keep_their_way(four_ranks):
+    assert four_ranks.run(with_adapters) == [[False, True]] * 4
+
+
 def refused():
     layer = spread(world_of()).first
     for way, words in (
         ({"shadow_experts": 9}, "shadow_experts=9: must be from 0 to the 8 experts"),
         ({"overlap_degree": 0}, "overlap_degree=0: must be at least 1"),
         ({"route_degree": 3}, "route_degree=3: must divide the 4 ranks"),
+        ({"all_to_all": "fast"}, "all_to_all='fast': must be flat, hierarchical, auto"),
     ):
         with pytest.raises(ConfigError, match=words):
             layer(torch.zeros(2, D, dtype=torch.float64), **way)

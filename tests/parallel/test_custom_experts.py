@@ -110,6 +110,18 @@ def under_autocast():
     assert_two_times(ours, plain, oracle, what="y")
 
 
+def nothing(index):
+    return nn.Identity()
+
+
+def half_of_nothing(index):
+    return nn.Linear(D, D) if index < E // 2 else nn.Identity()
+
+
+def test_copies_of_modules_without_parameters(four_ranks):
+    four_ranks.run(compare_all, [SpreadCase({"experts": nothing}, {"num_replicas": 2})])
+
+
 def test_autocast(two_ranks):
     two_ranks.run(under_autocast)
 
@@ -210,12 +222,15 @@ def mistakes():
     note(lambda: spread_experts(Model().moe, world, es_degree=2))
     note(lambda: spread_experts(Model().moe, world, route_degree=1))
     note(lambda: spread_experts(Model().moe, world, offload=True))
+    note(lambda: spread_experts(Model().moe, world, shadow_experts=1))
+    note(lambda: spread_experts(Model(experts=half_of_nothing).moe, world))
     layer = Model().moe
     spread_experts(layer, world)
     x = torch.zeros(1, D, dtype=torch.float64)
     note(lambda: layer(x, route_degree=1))
     copied = copy.deepcopy(layer.experts)
-    assert all(p.owners.size == world.size for p in copied.parameters())
+    for experts in (copied, layer.experts.to("meta")):
+        assert all(p.owners.size == world.size for p in experts.parameters())
     return messages
 
 
@@ -225,6 +240,8 @@ def test_mistakes(two_ranks):
         "es_degree=2 with experts that are modules of your own: they cannot be sliced",
         "route_degree=1 with experts that are modules of your own: they stay where they are",
         "offload=True with experts that are modules of your own",
+        "shadow_experts=1 with experts that are modules of your own: they stay where they are",
+        f"experts {E // 2} to {E - 1} have no parameter, and are all that one rank would have",
         "route_degree=1 with experts that are modules of your own: they stay where they are",
     )
     for messages in two_ranks.run(mistakes):

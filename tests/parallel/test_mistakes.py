@@ -138,6 +138,9 @@ def mistakes_of_a_layer():
 
     note(lambda: spread_experts(layer(), world, num_replicas=3))
     note(lambda: spread_experts(layer(bias=True), world, es_degree=2))
+    note(lambda: spread_experts(layer(), world, order="inner"))
+    note(lambda: spread_experts(layer(), world, keep="always"))
+    note(lambda: spread_experts(layer(), world, nodes=(0, 0, 1, 1)))
     spread = layer()
     spread_experts(spread, world, fixed_tokens=2)
     note(lambda: spread(torch.zeros(2, 7), route_degree=3))
@@ -156,6 +159,9 @@ def test_a_layer(two_ranks):
     expected = (
         "num_replicas=3: must divide the 2 ranks",
         "b_out of shape (4, 7) cannot be cut into 2 equal parts along axis 1",
+        "order='inner': must be slices_inner, experts_inner; choose one",
+        "keep='always': must be until_step, until_backward, regather; choose one",
+        "nodes=(0, 0, 1, 1): must name the node of each of the 2 ranks",
         "route_degree=3: must divide the 2 ranks",
         "3 tokens on this rank with fixed_tokens=2",
         "the experts of layer 0 are spread already; spread a layer",

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.support.replicas import world_of
+from tests.support.replicas import whole, world_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -209,27 +209,38 @@ def test_frozen_experts(two_ranks, keep):
         assert held == 0
 
 
-def after_an_error():
+def after_an_error(spread):
     """A backward that fails on every rank, and the step after it."""
-    whole, (model, prefetcher) = Stack(), spread_stack(keep="regather", route_degree=1)
+    oracle, (model, prefetcher) = Stack(), spread_stack(keep="regather", **spread)
     x = torch.ones(2, D, dtype=torch.float64, requires_grad=True)
 
     def fail(_):
         raise ValueError("a hook failed")
 
-    # below layer 1, whose weights are then on the way again, and those of layer 0 ahead
-    handle = model.layers[1].register_full_backward_hook(lambda *_: fail(_))
+    def failing(_, args):
+        args[0].register_hook(fail)
+
+    # below the experts of layer 1, whose weights are then on the way again, and those of layer 0 ahead
+    handle = model.layers[1].experts.register_forward_pre_hook(failing)
     y = model(x)
     with pytest.raises(ValueError, match="a hook failed"):
         y.sum().backward()
     handle.remove()
+    model.zero_grad()
     x.grad, same = None, x.detach().clone().requires_grad_()
     model(x).sum().backward()
-    whole(same).sum().backward()
-    return relative_error(x.grad, same.grad), prefetcher.num_held
+    oracle(same).sum().backward()
+    pairs = [(x.grad, same.grad)]
+    for ours, theirs in zip(model.layers, oracle.layers, strict=True):
+        pairs.append((whole(ours.experts.w_in.grad), 4 * theirs.experts.w_in.grad))
+    return max(relative_error(*pair) for pair in pairs), prefetcher.num_held
 
 
-def test_after_an_error_in_the_backward(two_ranks):
-    for error, held in two_ranks.run(after_an_error):
+@pytest.mark.parametrize(
+    "spread", [{"route_degree": 1}, {"route_degree": 2, "es_degree": 2, "overlap_degree": 2}]
+)
+def test_after_an_error_in_the_backward(four_ranks, spread):
+    """Nothing is left of it, neither in the buffers where slices are joined."""
+    for error, held in four_ranks.run(after_an_error, spread):
         assert error <= FP64_RELATIVE
         assert held == 0

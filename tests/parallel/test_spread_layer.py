@@ -7,11 +7,14 @@ import warnings
 
 import pytest
 import torch
-from tests.support.spread_case import SpreadCase, compare
+from tests.support.replicas import whole, world_of
+from tests.support.spread_case import D, SpreadCase, build, compare
 from torch.distributed.fsdp import fully_shard
 
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
+from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 LAYERS = {
     "gated": {},
@@ -108,6 +111,35 @@ def test_an_output_behind_fsdp_may_be_changed_in_place(two_ranks):
     two_ranks.run(changed_in_place_behind_fsdp)
 
 
+def twice(case, changed):
+    """Gradients of one backward and of two through the same graph, in a layer or in what is made of it."""
+    layer = build(case, torch.float64)
+    spread_experts(layer, world_of(), **case.spread)
+    layer = changed(layer)
+    x = torch.ones(3, D, dtype=torch.float64)
+    found = []
+    for count in (0, 1, 2):  # the first says which experts are hot
+        layer.zero_grad()
+        with warnings.catch_warnings(action="ignore"):  # of the compiler
+            y = layer(x)[0].sum()
+        for _ in range(count):
+            y.backward(retain_graph=True)
+        found.append({n: whole(p.grad) for n, p in layer.named_parameters() if count})
+    return found[1:]
+
+
+def compiled(layer):
+    return torch.compile(layer, backend="eager")
+
+
+@pytest.mark.parametrize("changed", [copy.deepcopy, compiled])
+def test_a_graph_may_be_gone_through_twice_in_copies_and_compiled_models(two_ranks, changed):
+    layer, spread = {"bias": True, "aux_loss_weight": 0.0}, {"shadow_experts": 2, "es_degree": 2}
+    for once, both in two_ranks.run(twice, SpreadCase(layer, spread), changed):
+        for name, grad in once.items():
+            assert relative_error(both[name], 2 * grad) <= FP64_RELATIVE, name
+
+
 def _refused(spread, adapters, words):
     with pytest.raises(ConfigError, match=words):
         compare(SpreadCase(spread=spread, adapters=adapters))
@@ -122,5 +154,6 @@ def test_low_rank_adapters_spread_like_their_experts(two_ranks, bias):
         ({"num_replicas": 2}, {"rank": 2}, "num_replicas=2 with low-rank adapters"),
         ({}, {"rank": 2, "shared": True}, "that all experts share does not spread"),
         ({"route_degree": 1}, {"rank": 2}, "leave route_degree out"),
+        ({"shadow_experts": 4}, {"rank": 2}, "shadow_experts=4 with low-rank adapters: they stay"),
     ):
         two_ranks.run(_refused, spread, adapters, words)

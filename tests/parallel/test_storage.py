@@ -27,6 +27,20 @@ def gathers(keep, follows, optimizer_of):
     return counts
 
 
+def trained_after_inference():
+    layer = build(SpreadCase(), torch.float64)
+    spread_experts(layer, world_of(), route_degree=1, keep="until_step")
+    follow_optimizer(layer, fused(layer))
+    x = torch.ones(2, D, dtype=torch.float64)
+    with torch.inference_mode():
+        layer(x)
+    layer(x)[0].sum().backward()
+
+
+def test_weights_that_inference_mode_gathered_are_not_kept(two_ranks):
+    two_ranks.run(trained_after_inference)
+
+
 def fused(layer):
     return torch.optim.AdamW(layer.experts.parameters(), fused=True)
 

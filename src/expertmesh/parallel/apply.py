@@ -25,7 +25,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.validation import check_module
-from expertmesh.parallel.experts.adaptive import adapt
+from expertmesh.parallel.experts.adaptive import adapt, may_choose
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
 from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Prefetcher
@@ -199,9 +199,9 @@ def _spread_layers(
             raise ConfigError(
                 f"parallel.{name}={value}: has no effect in a model without experts; leave it out"
             )
-    if adaptive and not any(isinstance(m.experts, GroupedExperts) for m in moe_layers):
+    if adaptive and not any(map(may_choose, moe_layers)):
         raise ConfigError(
-            "parallel.adaptive=True: has no effect in a model without grouped experts; leave it out"
+            "parallel.adaptive=True: has no effect in a model without grouped experts that have no adapters; leave it out"
         )
     for index, layer in enumerate(moe_layers):
         ep_degree = config.ep_degree_of(index, num_moe_layers=len(moe_layers))

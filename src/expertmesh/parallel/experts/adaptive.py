@@ -166,6 +166,12 @@ def layer_shape(
     )
 
 
+def may_choose(layer: MoELayer) -> bool:
+    """Whether a layer's tokens have several ways: not where modules or low-rank adapters stay on their ranks."""
+    experts = layer.experts
+    return isinstance(experts, GroupedExperts) and experts.adapters is None
+
+
 def adapt(
     layers: Sequence[MoELayer],
     pinned: Way,
@@ -179,7 +185,7 @@ def adapt(
     """Let spread layers choose how their tokens travel; every rank must call, with the same.
 
     Args:
-        layers: spread, with grouped experts; others keep their way.
+        layers: spread; those of which `may_choose` is false keep their way.
         pinned: what is not to be chosen.
         network: the links.
         num_gathers: of weights per step, see `LayerShape`.
@@ -190,7 +196,7 @@ def adapt(
     tuners: dict[tuple[LayerShape, int | None], Tuner] = {}
     settled: dict[str, Way] = dict(known or {})
     probe: tuple[float, float] | None = None
-    grouped = [layer for layer in layers if isinstance(layer.experts, GroupedExperts)]
+    grouped = [layer for layer in layers if may_choose(layer)]
     for layer in grouped:
         dispatcher: Any = layer.dispatcher
         storage = dispatcher.storage

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -55,6 +55,9 @@ from expertmesh.parallel.experts.storage import ExpertHolder, ExpertStorage, Kee
 from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import compute_device
 
+_never_compiled = torch._disable_dynamo
+"""Collectives are no graph, and what a call decides changes; the public name would import the compiler."""
+
 PIECE_BYTES = 1 << 20
 MAX_PIECES = 8
 """Across nodes tokens go in pieces of so many bytes, but not in more pieces than these."""
@@ -83,6 +86,7 @@ class SpreadJourney:
         self._outbounds, self._storage, self._gathered = outbounds, storage, gathered
         self._staying, self._when_over = staying, when_over
 
+    @_never_compiled
     def advance(self) -> None:
         """Send the rows, as soon as the other ranks have said how many to expect.
 
@@ -92,6 +96,7 @@ class SpreadJourney:
         with phase("dispatch"):
             self._outbounds[0].advance()
 
+    @_never_compiled
     def finish(self, experts: Experts) -> Tensor:
         """Run the experts on the tokens of all ranks, and add up the partial sums that come home.
 
@@ -150,7 +155,7 @@ class ExpertDispatcher:
             128 elements ("int8", "float8_e4m3"). What comes home, and gradients, travel in their own type.
 
     Raises:
-        ConfigError: route_degree does not divide the ranks, or an option does not go with fixed_tokens.
+        ConfigError: route_degree does not divide the ranks, an option has no such value, or does not go with another.
     """
 
     def __init__(
@@ -174,9 +179,10 @@ class ExpertDispatcher:
         self.load = LoadRecord(num_experts, num_ranks=storage.world.size)
         self.chooser: Chooser | None = None
         self._repetitions = Repetitions(storage.layer)
-        if dispatch_dtype not in get_args(DispatchDtype):
+        _check_word("dispatch_dtype", dispatch_dtype, DispatchDtype)
+        if nodes is not None and len(nodes) != storage.world.size:
             raise ConfigError(
-                f"dispatch_dtype={dispatch_dtype!r}: must be {', '.join(get_args(DispatchDtype))}; choose one"
+                f"nodes={tuple(nodes)}: must name the node of each of the {storage.world.size} ranks; leave it out to have those of torchrun"
             )
         if fixed_tokens is not None and dispatch_dtype != "same":
             raise ConfigError(
@@ -254,6 +260,7 @@ class ExpertDispatcher:
         layer, payload = self.storage.layer, self.dispatch_dtype
         return Route(plan, group, self.num_experts, first, places, layer, payload)
 
+    @_never_compiled
     def sum_over_processes(self, value: Tensor) -> Tensor:
         """Sum over all ranks, copies of the experts included; the first of a call are the choices of each expert."""
         where = f"{self.storage.layer}, statistics"
@@ -282,6 +289,12 @@ class ExpertDispatcher:
             raise ConfigError(
                 f"shadow_experts={way.shadow_experts}: must be from 0 to the {self.num_experts} experts; choose fewer"
             )
+        if way.shadow_experts and self.storage.stay:
+            raise ConfigError(
+                f"shadow_experts={way.shadow_experts} with {self.storage.stay}: they stay where they are; leave it out"
+            )
+        if way.all_to_all is not None:
+            _check_word("all_to_all", way.all_to_all, AllToAll)
         if self._fixed_tokens is not None and way.all_to_all not in (None, "flat"):
             raise ConfigError(
                 f"all_to_all={way.all_to_all} with fixed_tokens={self._fixed_tokens}: exchanges of fixed size are flat; "
@@ -293,6 +306,7 @@ class ExpertDispatcher:
                 "hot; leave one out"
             )
 
+    @_never_compiled
     def start(self, tokens: Tokens, way: Way = AS_USUAL) -> SpreadJourney:
         """Send tokens to their experts, and begin to gather weights; see `TokenDispatcher`.
 
@@ -334,10 +348,10 @@ class ExpertDispatcher:
         usual = self.usual
         if self.chooser is not None and way == AS_USUAL:  # a call that says how it goes is no trial
             usual = self.chooser.way(self, top_k, factor)
-        route_degree, num_parts, all_to_all, shadow = (
+        route_degree, num_parts, all_to_all, shadow = [
             mine if given is None else given
             for given, mine in zip(vars(way).values(), vars(usual).values(), strict=True)
-        )
+        ]
         route_degree = make_plan(self.storage.degrees, route_degree).route_degree
         if all_to_all == "auto":
             all_to_all = self._faster(route_degree, tokens)
@@ -374,6 +388,12 @@ class ExpertDispatcher:
         sizes = {"dim": x_TD.shape[1], "element_bytes": x_TD.element_size()}
         out_bytes = row_bytes(**sizes, payload=self.dispatch_dtype)
         return faster_all_to_all(route, load, self.network, **sizes, out_bytes=out_bytes)
+
+
+def _check_word(name: str, value: str, words: Any) -> None:
+    """Raise ConfigError unless an option's value is one of its words, a `Literal`."""
+    if value not in get_args(words):
+        raise ConfigError(f"{name}={value!r}: must be {', '.join(get_args(words))}; choose one")
 
 
 def spread_experts(
@@ -438,6 +458,8 @@ def spread_experts(
         raise ConfigError(
             f"num_replicas={num_replicas}: must divide the {world.size} ranks; choose a divisor"
         )
+    _check_word("order", order, ExpertOrder)
+    _check_word("keep", keep, Keep)
     num_ranks, name = world.size // num_replicas, f"layer {layer.layer_index}"
     storage: ExpertHolder
     if isinstance(experts, GroupedExperts):
@@ -463,7 +485,7 @@ def spread_experts(
         )
         storage = ExpertModules(experts, world, degrees, layer=name)
         layer.experts = storage.modules
-    dispatcher = ExpertDispatcher(
+    layer.dispatcher = dispatcher = ExpertDispatcher(
         storage,
         num_experts=layer.num_experts,
         way=Way(route_degree, overlap_degree, all_to_all, shadow_experts),
@@ -473,5 +495,4 @@ def spread_experts(
         exchanges=exchanges,
         dispatch_dtype=dispatch_dtype,
     )
-    layer.dispatcher = dispatcher
     return dispatcher

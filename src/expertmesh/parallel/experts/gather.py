@@ -5,7 +5,7 @@ gradients are added by the operators to one buffer that is ordered by rank, so t
 `storage.py` says what is gathered, `prefetch.py` when.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -23,7 +23,15 @@ from expertmesh.moe.experts import ExpertParameters
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.ops.experts.late import LateWeightGradients
-from expertmesh.parallel.experts.prefetch import Fetch, FetchedLayer, Key, Prefetcher, Visit, Whole
+from expertmesh.parallel.experts.prefetch import (
+    Fetch,
+    FetchedLayer,
+    Key,
+    Prefetcher,
+    Visit,
+    Whole,
+    in_backward,
+)
 from expertmesh.parallel.experts.tables import on_device
 from expertmesh.parallel.offload import HostMemory
 
@@ -155,6 +163,12 @@ class Gather:
         return self._whole
 
 
+def for_operators(slices: Mapping[str, Sequence[Tensor]]) -> list[Any]:
+    """w_in, w_out, b_in and b_out as operators take them: one slice alone, several in a sequence, None for none."""
+    given = (slices.get(name) for name in SLICED_AXIS)
+    return [found[0] if found is not None and len(found) == 1 else found for found in given]
+
+
 class GradientBuffers:
     """Where the operators add gradients of gathered weights: FP32 (FP64 for FP64), ordered slice by slice.
 
@@ -186,9 +200,7 @@ class GradientBuffers:
 
     def as_main_grads(self) -> WeightGradients:
         """The same for the operators."""
-        some = {name: s if len(self._layout.order) > 1 else s[0] for name, s in self.slices.items()}
-        b_out = self.slices["b_out"][0] if "b_out" in self.slices else None
-        return WeightGradients(some["w_in"], some["w_out"], some.get("b_in"), b_out)
+        return WeightGradients(*for_operators(self.slices))
 
     def open(self, names: Sequence[str]) -> None:
         """Take memory for these parameters' gradients, and set it to zero."""
@@ -309,6 +321,8 @@ class GatheredWeights:
         direct = self._direct_main_grads()
         if direct is None and self._needs_buffers(shards, num_calls):
             self._buffers = self._buffers_for(flat[0].device)
+            if not in_backward():  # still open where the last backward ended by an error
+                self._buffers.close()
         if self.drops:
             self._addresses = {t.untyped_storage().data_ptr(): n for n, t in enumerate(flat)}
             if "b_out" in self.source.names:  # small and padded: it is kept
@@ -318,16 +332,10 @@ class GatheredWeights:
             name: tuple(next(seen) for _ in slices)
             for name, slices in zip(self.source.names, whole, strict=True)
         }
-        one = len(self.layout.order) == 1
-        weights = {name: s[0] if one or name == "b_out" else s for name, s in found.items()}
-        return ExpertParameters(
-            weights["w_in"],
-            weights["w_out"],
-            weights.get("b_in"),
-            found["b_out"][0] if "b_out" in found else None,
-            self._dropping if self.drops else nullcontext,
-            direct if self._buffers is None else self._buffers.as_main_grads(),
-        )
+        w_in, w_out, b_in, b_out = for_operators(found)
+        context = self._dropping if self.drops else nullcontext
+        main = direct if self._buffers is None else self._buffers.as_main_grads()
+        return ExpertParameters(w_in, w_out, b_in, b_out, context, main)
 
     def late(self, parameters: ExpertParameters) -> ExpertParameters:
         """The same parameters for one call whose weight gradients are computed after the tokens' have set out for home."""
@@ -343,9 +351,7 @@ class GatheredWeights:
         main = self._main_grads()
         if main is None or not (alone and whole_bias and torch.is_grad_enabled()):
             return None
-        return WeightGradients(
-            _local(main.w_in), _local(main.w_out), _local(main.b_in), _local(main.b_out)
-        )
+        return WeightGradients(*map(_local, vars(main).values()))
 
     def _needs_buffers(self, shards: Sequence[Tensor], num_calls: int) -> bool:
         """Whether the operators had better add gradients to a buffer of ours: to join slices, or to keep FP32 sums."""

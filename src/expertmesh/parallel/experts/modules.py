@@ -1,6 +1,6 @@
 """Experts that are modules of the user's, spread over ranks: each rank keeps some, under their global names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import ExpertList, ExpertParameters
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.plan import Plan
+from expertmesh.parallel.experts.shadow import ShadowWeights
 from expertmesh.parallel.experts.storage import ExpertHolder
 
 
@@ -112,12 +113,23 @@ class SpreadExpertList(ExpertList):
         for index in range(first, first + count):
             self.add_module(str(index), experts[index])
         self.num_experts, self._replicas, self._layer = count, replicas, layer
+        self._owners = owners
+        self._own_parameters()
+
+    def _own_parameters(self) -> None:
         known: dict[nn.Parameter, OwnedParameter] = {}
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(parameter, OwnedParameter):
+                    continue
                 if parameter not in known:
-                    known[parameter] = OwnedParameter(parameter, owners)
+                    known[parameter] = OwnedParameter(parameter, self._owners)
                 module.register_parameter(name, known[parameter])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SpreadExpertList":
+        super()._apply(fn, recurse)  # on another device a module has plain parameters
+        self._own_parameters()
+        return self
 
     def forward(self, x_TD: Tensor, *route: Any, **options: Any) -> Tensor:
         """As ExpertList.forward, in x's dtype: that is one thing that all ranks have in common."""
@@ -129,9 +141,9 @@ class SpreadExpertList(ExpertList):
 
     def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
         """The modules; where there are copies of them, with parameters whose gradients are summed over these."""
-        if self._replicas.size == 1 or not torch.is_grad_enabled():
-            return super().callables(x_TD)
         own = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if self._replicas.size == 1 or not own or not torch.is_grad_enabled():
+            return super().callables(x_TD)
         x_TD, *views = _SumOverCopies.apply(self._replicas, self._layer, x_TD, *own)
         view_of = dict(zip(own, views, strict=True))
 
@@ -196,15 +208,26 @@ class ExpertModules(ExpertHolder):
         world: all ranks; every one must construct this.
         degrees: from `module_degrees`.
         layer: name for errors and the byte counter.
+
+    Raises:
+        ConfigError: one rank would have modules without parameters only, and another would not.
     """
 
     casts_tokens = False
+    stay = "experts that are modules of your own"
 
     def __init__(
         self, experts: ExpertList, world: World, degrees: ExpertDegrees, *, layer: str
     ) -> None:
         super().__init__(world, degrees, layer=layer)
         count = experts.num_experts // degrees.num_ranks
+        sizes = [len(list(expert.parameters())) for expert in experts]
+        without = [first for first in range(0, len(sizes), count) if not any(sizes[first:][:count])]
+        if without and any(sizes):
+            raise ConfigError(
+                f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would have: norms of "
+                "gradients are sums over ranks that have some; put them between the others"
+            )
         self.modules = SpreadExpertList(
             experts,
             first=self.rank * count,
@@ -226,10 +249,14 @@ class ExpertModules(ExpertHolder):
         W = self.degrees.num_ranks
         if plan.route_degree != W:
             raise ConfigError(
-                f"route_degree={plan.route_degree} with experts that are modules of your own: they stay where they are, so tokens "
+                f"route_degree={plan.route_degree} with {self.stay}: they stay where they are, so tokens "
                 f"must travel; use route_degree={W} or leave it out"
             )
 
     def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:
         """Not asked for: nothing is gathered."""
         raise AssertionError("nothing is gathered")
+
+    def shadow(self, hot: Sequence[int], dtype: torch.dtype | None) -> ShadowWeights:
+        """Not asked for: they stay."""
+        raise AssertionError("they stay")

@@ -19,6 +19,7 @@ from expertmesh.moe.dispatch import Experts, Tokens, apply_experts
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.expert_types import WeightGradients
+from expertmesh.parallel.experts.gather import for_operators
 from expertmesh.parallel.experts.tables import on_device
 
 Deposit = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -38,7 +39,7 @@ class ShadowWeights:
         copy: ranks of this copy.
         everyone: all ranks.
         deposit: for gradients.
-        host: None, or a function that brings a shard to the device that computes.
+        bring: brings a shard to the device that computes.
         layer: name for errors and the byte counter.
     """
 
@@ -67,6 +68,7 @@ class ShadowWeights:
         where = f"{layer}, weights of hot experts"
         self._pending = start_all_reduce(self._flat, copy, where=where)
         self._gradients: Tensor | None = None
+        self._bias: Tensor | None = None  # in one piece, where its gradient lies in slices
         self._returning: Pending | None = None
         self._token: Tensor = _Leave.apply(self, *shards)
 
@@ -97,12 +99,8 @@ class ShadowWeights:
         found = iter(_Arrive.apply(self._token, self, counts, *(t for s in slices for t in s)))
         seen = {n: tuple(next(found) for _ in s) for n, s in zip(self.names, slices, strict=True)}
         buffers = self._new_buffers() if needs else None
-        one = self._degrees.f == 1
-        weights = {n: s[0] if one or n == "b_out" else s for n, s in seen.items()}
-        b_out = seen["b_out"][0] if "b_out" in seen else None
-        return ExpertParameters(
-            weights["w_in"], weights["w_out"], weights.get("b_in"), b_out, main_grads=buffers
-        )
+        w_in, w_out, b_in, b_out = for_operators(seen)
+        return ExpertParameters(w_in, w_out, b_in, b_out, main_grads=buffers)
 
     def _new_buffers(self) -> WeightGradients:
         """Where the operators add gradients; they take memory from `open` to the end of the backward."""
@@ -111,13 +109,10 @@ class ShadowWeights:
         arranged = _arranged(self.names, self._views(self._gradients))
         found = dict(zip(self.names, arranged, strict=True))
         if "b_out" in found and self._degrees.f > 1:
-            h, width = len(self.hot), found["b_out"][0].shape[1]
-            self._bias = torch.zeros(h, width, dtype=wide, device=self._flat.device)
+            self._bias = torch.empty_like(found["b_out"][0])
             found["b_out"] = (self._bias,)
         self._gradients.untyped_storage().resize_(0)
-        some = {n: s if len(s) > 1 else s[0] for n, s in found.items()}
-        b_out = found["b_out"][0] if "b_out" in found else None
-        return WeightGradients(some["w_in"], some["w_out"], some.get("b_in"), b_out)
+        return WeightGradients(*for_operators(found))
 
     def open(self) -> None:
         """Take memory for gradients, and set it to zero."""
@@ -125,6 +120,8 @@ class ShadowWeights:
         if flat is not None and flat.untyped_storage().size() == 0:
             flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
             flat.zero_()
+            if self._bias is not None:
+                self._bias.zero_()
 
     def start_back(self, counts: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Begin to sum the gradients; those that the operators did not add to the buffers are given."""
@@ -135,7 +132,7 @@ class ShadowWeights:
         views = self._views(flat)
         for name, view, count in zip(self.names, views, counts, strict=True):
             given = [next(each) for _ in range(count)]
-            if name == "b_out" and self._degrees.f > 1:
+            if name == "b_out" and self._bias is not None:
                 total = self._bias if given[0] is None else self._bias + given[0]
                 view += total.unflatten(1, (self._degrees.f, -1)).movedim(1, 0)
                 continue
@@ -146,9 +143,9 @@ class ShadowWeights:
         self._returning = start_all_reduce(flat, self._everyone, where=where)
 
     def finish_back(self) -> list[Tensor | None]:
-        """Gradients of this rank's shards."""
+        """Gradients of this rank's shards; gives the memory of the buffers back."""
         wait_for(self._returning)
-        flat, self._gradients = self._gradients, None
+        flat = self._gradients
         assert flat is not None
         found: list[Tensor | None] = []
         for name, shard, view in zip(self.names, self._shards, self._views(flat), strict=True):
@@ -159,6 +156,7 @@ class ShadowWeights:
             for place, local in self._own:
                 grad[local] = view[self._slice, place]
             found.append(self._deposit(name, grad, shard))
+        flat.untyped_storage().resize_(0)
         return found
 
 

@@ -60,6 +60,8 @@ class ExpertHolder(ABC):
 
     casts_tokens: bool
     """Whether the experts compute in autocast's type whatever comes, so that tokens may travel in it."""
+    stay = ""
+    """What keeps the experts where they are; empty: their weights may come to the tokens."""
 
     def __init__(self, world: World, degrees: ExpertDegrees, *, layer: str) -> None:
         self.world, self.degrees, self.layer = world, degrees, layer
@@ -94,15 +96,9 @@ class ExpertHolder(ABC):
             num_calls: of the experts with them.
         """
 
+    @abstractmethod
     def shadow(self, hot: Sequence[int], dtype: torch.dtype | None) -> ShadowWeights:
-        """Begin to bring the weights of some experts to all ranks, in a type (None: the parameters' own).
-
-        Raises:
-            ConfigError: these experts cannot leave.
-        """
-        raise ConfigError(
-            f"shadow_experts={len(hot)} with experts that are modules of your own: they stay where they are; leave it out"
-        )
+        """Begin to bring the weights of some experts to all ranks, in a type (None: the parameters' own)."""
 
 
 class ExpertStorage(ExpertHolder):
@@ -196,6 +192,7 @@ class ExpertStorage(ExpertHolder):
                     f"{self.layer}: {name}={value} with low-rank adapters, which stay whole on the one rank of their expert; use as "
                     "many ranks as divide the experts, without copies or offload"
                 )
+        self.stay = "low-rank adapters"
         mesh, first = expert_mesh(self.world, self.degrees), self.degrees.coordinates(self.rank)[0]
         for adapter in adapters.children():
             assert isinstance(adapter, Adapter)
@@ -341,7 +338,9 @@ class ExpertStorage(ExpertHolder):
         whole = self._kept_weights(use.key)
         if whole is None:
             whole = use.wait()
-            if self.keep == "until_step" and self._is_following:
+            # what inference mode made, autograd cannot save
+            may_keep = self._is_following and not torch.is_inference_mode_enabled()
+            if self.keep == "until_step" and may_keep:
                 self._kept[use.key] = self.versions(), whole
         if not in_backward():
             self._prefetcher.go_ahead(self, use.key)
