@@ -3,12 +3,14 @@
 import copy
 import pickle
 import shutil
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from expertmesh import ConfigError, MoELayer, Routing, RoutingStats
@@ -407,6 +409,20 @@ def test_custom_experts_see_their_own_rows_and_are_weighted(as_list):
         if counts[e]:
             assert_close_fp64(module.scale.grad, (share @ x.sum(-1)), what="scale", scale=10.0)
     assert "experts.3.scale" in layer.state_dict()
+
+
+def test_the_backend_is_that_of_all_that_is_around_custom_experts():
+    class Seen(TorchDispatchMode):
+        names: ClassVar[set[str]] = set()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.add(function.name())
+            return function(*args, **(kwargs or {}))
+
+    layer = make(experts=lambda e: Doubler(e), backend="reference")
+    with Seen() as seen:
+        layer(tokens().requires_grad_())
+    assert not {"expertmesh::tokens_to_rows", "expertmesh::sum_rows"} & seen.names
 
 
 def test_custom_experts_equal_grouped_ones():

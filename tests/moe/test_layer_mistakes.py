@@ -155,6 +155,12 @@ IDS = torch.zeros(6, 2, dtype=torch.int64)
         (X, {"routing": Routing(IDS, torch.ones(6, 1))}, r"routing.weights_TK has shape \(6, 1\)"),
         (X, {"routing": Routing(IDS - 1)}, "routing.expert_ids_TK holds -1"),
         (X, {"routing": Routing(IDS + 7)}, "routing.expert_ids_TK holds 7"),
+        (X, {"routing": Routing(IDS.to("meta"))}, "routing.expert_ids_TK is on meta and x on cpu"),
+        (
+            X,
+            {"routing": Routing(IDS, torch.ones(6, 2, device="meta"))},
+            "routing.weights_TK is on meta and x on cpu; move it",
+        ),
     ],
 )
 def test_wrong_arguments(x, kwargs, message):

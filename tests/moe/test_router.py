@@ -290,8 +290,11 @@ def test_a_module_returning_logits_gets_the_layers_options():
     assert stats.aux_loss > 0
 
 
-def test_a_module_returning_a_router_output_is_used_as_it_is():
-    layer, x = make(router=WholeRouter()), tokens()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_module_returning_a_router_output_is_used_as_it_is(compiled):
+    router = WholeRouter()
+    router = torch.compile(router, backend="eager") if compiled else router
+    layer, x = make(router=router), tokens()
     stats = layer(x, top_k=3)[1]
     assert torch.equal(stats.topk_expert_ids_TK, torch.arange(3).expand(T, 3))
     assert_close_fp64(stats.topk_weights_TK, x[:, :3].sigmoid(), what="weights")
@@ -309,6 +312,10 @@ def test_a_module_returning_a_router_output_is_used_as_it_is():
                 torch.zeros(T, 2, dtype=torch.int64), torch.zeros(T, 2), torch.zeros(T, 3)
             ),
             "scores of shape",
+        ),
+        (
+            RouterOutput(torch.tensor([[0, -1]]).expand(T, 2), torch.zeros(T, 2)),
+            "returned holds -1; ids must be from 0 to num_experts=8",
         ),
     ],
 )

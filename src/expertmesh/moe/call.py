@@ -168,7 +168,9 @@ def call_of(
     if isinstance(routing, RoutingStats):
         routing = Routing(routing.topk_expert_ids_TK)
     if routing is not None:
-        check_routing(routing, num_tokens=x_TD.shape[0], num_experts=E, top_k=top_k)
+        check_routing(
+            routing, num_tokens=x_TD.shape[0], num_experts=E, top_k=top_k, device=x.device
+        )
         top_k = routing.expert_ids_TK.shape[1]
     rule = layer.capacity_rule
     capacity = rule.in_call(capacity_factor, training=training)

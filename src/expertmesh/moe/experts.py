@@ -215,10 +215,10 @@ class GroupedExperts(nn.Module):
         metadata = route_metadata(
             expert_ids_TK, parameters.num_experts, max_rows=max_rows, backend=self.backend
         )
+        if self.main_grads is not None and torch.is_grad_enabled():
+            self._check_main_grads(arithmetic)
         if self.adapters is not None:
             return self._adapted(self.adapters, x_TD, weights_TK, metadata, parameters)
-        if arithmetic.batch_invariant:
-            _refuse_main_grads(self.main_grads)
         with parameters.context():
             return arithmetic.moe_mlp(
                 x_TD,
@@ -233,6 +233,19 @@ class GroupedExperts(nn.Module):
                 main_grads=parameters.main_grads,
                 late=parameters.late,
                 backend=self.backend,
+            )
+
+    def _check_main_grads(self, arithmetic: RowArithmetic) -> None:
+        """Refuse what would not add to them."""
+        if arithmetic.batch_invariant:
+            raise ConfigError(
+                "batch_invariant=True with main gradients in evaluation: its backward does not add to them; "
+                "compute under torch.no_grad(), or call layer.train()"
+            )
+        if self.adapters is not None and self.w_in.requires_grad:
+            raise ConfigError(
+                "main gradients with adapters (expertmesh.lora): their backward does not add to them; "
+                "freeze the experts, or call accumulate_main_grads(False)"
             )
 
     def _adapted(
@@ -257,14 +270,6 @@ class GroupedExperts(nn.Module):
             b_out_ED=parameters.b_out_ED,
             activation=self.activation,
             backend=self.backend,
-        )
-
-
-def _refuse_main_grads(main_grads: WeightGradients | None) -> None:
-    if main_grads is not None and torch.is_grad_enabled():
-        raise ConfigError(
-            "batch_invariant=True with main gradients in evaluation: its backward does not add to them; "
-            "compute under torch.no_grad(), or call layer.train()"
         )
 
 
@@ -310,7 +315,7 @@ class ExpertList(nn.ModuleList):
             expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend
         )
         x_TD, callables = self.callables(x_TD)
-        x_RD = permute(x_TD, metadata)
+        x_RD = permute(x_TD, metadata, backend=self.backend)
         bounds = metadata.offsets_E.tolist()
         rows = [
             _checked(expert(x_RD[start:end]), index, x_RD[start:end])
@@ -325,7 +330,8 @@ class ExpertList(nn.ModuleList):
         y_RD = torch.cat([*rows, dead.to(rows[0].dtype) if rows else dead])
         weights_R = weights_TK.flatten()[metadata.slot_of_row_N.long()]
         weighted_RD = y_RD.to(weights_R.dtype) * weights_R[:, None]
-        return combine(weighted_RD, metadata, expert_ids_TK.shape[1]).to(y_RD.dtype)
+        y_TD = combine(weighted_RD, metadata, expert_ids_TK.shape[1], backend=self.backend)
+        return y_TD.to(y_RD.dtype)
 
     def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
         """The tokens and the experts of one call, which an heir may put something before."""

@@ -81,7 +81,8 @@ def weighted_losses(
     balanced_UE = counts_E[None] if counts_UE is None else counts_UE
     if counts_UE is None and options.kind == "gshard":
         balanced_UE = sum_over_processes(count_all_choices(counted_TK, num_experts))[None]
-    aux_loss = z_loss = routed.topk_weights_TK.new_zeros(())
+    # two tensors, so that what is added to one in place is not in the other
+    aux_loss, z_loss = (routed.topk_weights_TK.new_zeros(()) for _ in range(2))
     with without_autocast(aux_loss.device):
         if options.aux_loss_weight and scores_TE is not None and options.kind != "none":
             loss: Callable[..., Tensor] = switch_loss

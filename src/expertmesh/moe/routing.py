@@ -28,6 +28,7 @@ from expertmesh.moe.selection import (
     weights_at,
 )
 from expertmesh.moe.types import RouterOutput, Routing
+from expertmesh.moe.validation import check_ids
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 
 _MODULE_ARGUMENTS = ("token_mask_T", "token_ids_T", "token_index_T", "top_k")
@@ -95,7 +96,8 @@ def _run_router(
     if options.kind != "module":
         return router(x_TD)
     T, E = call.x_TD.shape[0], options.selection.num_experts
-    names = inspect.signature(router.forward).parameters
+    # of what torch.compile has wrapped, its own
+    names = inspect.signature(getattr(router, "_orig_mod", router).forward).parameters
     kwargs = {name: getattr(call, name) for name in _MODULE_ARGUMENTS if name in names}
     given = router(x_TD.to(call.x_TD.dtype), **kwargs)
     if isinstance(given, RouterOutput):
@@ -121,6 +123,7 @@ def _check_output(output: RouterOutput, num_tokens: int, num_experts: int) -> No
             f"the router returned ids {tuple(ids.shape)} of {ids.dtype} and weights {tuple(weights.shape)}; both must "
             f"be ({num_tokens}, K), the ids int64; fix its forward"
         )
+    check_ids(ids, num_experts, what="what the router returned", fix="fix its forward")
     if scores is not None and tuple(scores.shape) != (num_tokens, num_experts):
         raise ConfigError(
             f"the router returned scores of shape {tuple(scores.shape)}; it must be ({num_tokens}, {num_experts}); "

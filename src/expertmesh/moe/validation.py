@@ -197,10 +197,27 @@ def flat_argument(name: str, value: Tensor, x: Tensor, *, boolean: bool) -> Tens
     return value.reshape(num_tokens)
 
 
+def check_ids(ids: Tensor, num_experts: int, *, what: str, fix: str) -> None:
+    """Raise ConfigError unless expert ids are from 0 to E; looked at on the CPU in eager mode only, where it waits for nothing."""
+    if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high > num_experts:
+        raise ConfigError(
+            f"{what} holds {low if low < 0 else high}; ids must be from 0 to num_experts={num_experts} "
+            f"(which means no expert); {fix}"
+        )
+
+
 def check_routing(
-    routing: Routing, *, num_tokens: int, num_experts: int, top_k: int | None
+    routing: Routing,
+    *,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int | None,
+    device: torch.device,
 ) -> None:
-    """Raise ConfigError unless a replayed choice fits the call; ids are range-checked on the CPU in eager mode."""
+    """Raise ConfigError unless a replayed choice fits the call."""
     if not isinstance(routing, Routing):
         raise ConfigError(
             f"routing is a {type(routing).__name__}; it must be a Routing, or the RoutingStats of an earlier call; wrap it in one"
@@ -210,6 +227,10 @@ def check_routing(
         if not isinstance(value, Tensor) and (name == "expert_ids_TK" or value is not None):
             raise ConfigError(
                 f"routing.{name} is a {type(value).__name__}; it must be a tensor; convert it with torch.tensor"
+            )
+        if value is not None and value.device != device:
+            raise ConfigError(
+                f"routing.{name} is on {value.device} and x on {device}; move it with .to(x.device)"
             )
     if ids.dim() != 2 or ids.shape[0] != num_tokens:
         raise ConfigError(
@@ -227,11 +248,9 @@ def check_routing(
         raise ConfigError(
             f"routing.weights_TK has shape {tuple(weights.shape)}; it must be that of the ids, {tuple(ids.shape)}; fix one"
         )
-    if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
-        return
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high > num_experts:
-        raise ConfigError(
-            f"routing.expert_ids_TK holds {low if low < 0 else high}; ids must be from 0 to num_experts={num_experts} "
-            "(which means no expert); replay into a layer of the same size"
-        )
+    check_ids(
+        ids,
+        num_experts,
+        what="routing.expert_ids_TK",
+        fix="replay into a layer of the same size",
+    )
