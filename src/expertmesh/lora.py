@@ -14,6 +14,7 @@ Example:
 
 import math
 from collections.abc import Iterator, Sequence
+from numbers import Real
 
 import torch
 from torch import nn
@@ -162,15 +163,17 @@ def _check(layers: dict[str, MoELayer], *, rank: int, alpha: float, targets: Seq
         raise ConfigError(
             "this model has no layer with grouped experts; give one with a MoELayer whose experts are not modules of your own"
         )
-    if not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"rank={rank}: must be a whole number of at least 1; use 8, for example")
-    if not 0 < alpha < math.inf:
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ConfigError(
-            f"alpha={alpha}: must be finite and above 0; use twice the rank, for example"
+            f"rank={rank!r}: must be a whole number of at least 1; use 8, for example"
         )
-    if not targets or set(targets) - set(TARGETS) or len(set(targets)) < len(targets):
+    if not isinstance(alpha, Real) or not 0 < alpha < math.inf:
         raise ConfigError(
-            f"targets={tuple(targets)}: must be {' or '.join(TARGETS)}, or both; name one or both"
+            f"alpha={alpha!r}: must be finite and above 0; use twice the rank, for example"
+        )
+    if isinstance(targets, str) or sorted(targets) not in (["w_in"], ["w_out"], ["w_in", "w_out"]):
+        raise ConfigError(
+            f"targets={targets!r}: must be a list of {' or '.join(TARGETS)}, or both; name one or both"
         )
     for path, layer in layers.items():
         assert isinstance(layer.experts, GroupedExperts)

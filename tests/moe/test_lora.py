@@ -154,6 +154,25 @@ def test_a_fresh_adapter_changes_nothing_and_a_merged_one_all():
     numerics.assert_differs(layer(x)[0], before, what="merged")
 
 
+def test_weights_in_any_order_of_memory_are_merged():
+    layer, x = layer_of(), torch.randn(7, 12)
+    layer.experts.w_in = torch.nn.Parameter(layer.experts.w_in.mT.contiguous().mT)
+    before = adapted(layer)(x)[0]
+    lora.merge(layer)
+    torch.testing.assert_close(layer(x)[0], before)
+
+
+def test_a_reset_layer_computes_without_its_adapters():
+    """So does a model that gets its memory after its adapters."""
+    x = torch.randn(7, 12)
+    layer = adapted(layer_of())
+    layer.reset_parameters(5)
+    plain = layer_of()
+    plain.reset_parameters(5)
+    torch.testing.assert_close(layer(x)[0], plain(x)[0])
+    assert all(one.a.any() for one in lora.adapters(layer).values())
+
+
 def test_nothing_as_large_as_all_experts_is_kept():
     layer = em.MoELayer(dim=32, hidden_dim=64, num_experts=16, top_k=1, seed=0)
     adapted(layer, rank=1)
@@ -172,7 +191,10 @@ def test_what_cannot_work_is_refused_in_one_line():
     for options, words in (
         ({"rank": 0}, "rank=0: must be a whole number of at least 1"),
         ({"alpha": 0}, "alpha=0: must be finite and above 0"),
-        ({"targets": ("w_in", "w_up")}, "must be w_in or w_out, or both"),
+        ({"rank": True}, "rank=True: must be a whole number of at least 1"),
+        ({"alpha": "2"}, "alpha='2': must be finite and above 0"),
+        ({"targets": ("w_in", "w_up")}, "must be a list of w_in or w_out, or both"),
+        ({"targets": "w_in"}, "targets='w_in': must be a list of w_in or w_out"),
     ):
         with pytest.raises(ConfigError, match=words):
             lora.add(layer, **options)
@@ -185,6 +207,11 @@ def test_what_cannot_work_is_refused_in_one_line():
     lora.add(layer)
     with pytest.raises(ConfigError, match="has adapters already"):
         lora.add(layer)
+    layer.experts.accumulate_main_grads()
+    layer(torch.randn(3, 12))  # frozen experts
+    layer.requires_grad_(True)
+    with pytest.raises(ConfigError, match="main gradients with adapters .*; freeze the experts"):
+        layer(torch.randn(3, 12))
 
 
 def gpt(**options):

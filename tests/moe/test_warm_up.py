@@ -56,11 +56,24 @@ def test_warm_sizes_compile_nothing(training):
 
 
 def test_gradients_and_buffers_stay_as_they_are():
-    layer = MoELayer(dim=8, hidden_dim=8, num_experts=4, top_k=2, bias_update_rate=0.1, seed=0)
+    sizes = {"dim": 8, "hidden_dim": 8, "num_experts": 4, "top_k": 2, "bias": True}
+    layer = MoELayer(**sizes, bias_update_rate=0.1, seed=0)
     before = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.experts.accumulate_main_grads()
     functional.warm_up(layer, [0, 1, 5])
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
     assert all(p.grad is None for p in layer.parameters())
+    assert not any(buffer.any() for buffer in vars(layer.experts.main_grads).values())
+
+
+def test_tokens_are_where_offloaded_experts_are_computed():
+    layer = MoELayer(dim=8, hidden_dim=8, num_experts=4, top_k=2, seed=0)
+    layer.experts.compute_device = torch.device("meta")
+    seen = []
+    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0].device.type))
+    with pytest.raises(RuntimeError):  # of weights that nobody has brought there
+        functional.warm_up(layer, [3])
+    assert seen == ["meta"]
 
 
 def test_a_negative_count_is_refused():

@@ -80,15 +80,14 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def add_to(self, w: Tensor) -> None:
         """Add s B A to a stack of matrices (E, ..., K), one expert at a time."""
-        flat_ENK = w.flatten(1, -2)
-        for expert in range(flat_ENK.shape[0]):
+        for expert, own in enumerate(w):
             at = 0 if self.shared else expert
             a, b = (
                 factor[at].to(torch.promote_types(w.dtype, factor.dtype))
                 for factor in (self.a, self.b)
             )
-            total_NK = torch.addmm(flat_ENK[expert].to(a.dtype), b, a, alpha=self.scaling)
-            flat_ENK[expert].copy_(total_NK)
+            total_NK = torch.addmm(own.flatten(0, -2).to(a.dtype), b, a, alpha=self.scaling)
+            own.copy_(total_NK.view(own.shape))
 
 
 class ExpertAdapters(nn.Module):

@@ -27,12 +27,13 @@ def reset_layer(
     seed = draw_seed() if seed is None else seed
     prefix = f"layers.{layer.layer_index}.moe."
     for name, parameter in _builtin_parameters(layer):
-        if name.endswith((".b_in", ".b_out", ".bias")):
+        is_adapter = ".adapters." in name
+        if name.endswith((".b_in", ".b_out", ".bias")) or (is_adapter and name.endswith(".b")):
             parameter.zero_()
         elif name == "router.log_scale":
             parameter.fill_(math.log(2.0))  # a temperature of 0.5, as Tutel's
         else:
-            given = out_std if name.endswith("w_out") else std
+            given = None if is_adapter else out_std if name.endswith("w_out") else std
             init_normal_(
                 parameter,
                 std=parameter.shape[-1] ** -0.5 if given is None else given,

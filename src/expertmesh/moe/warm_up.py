@@ -38,6 +38,7 @@ def warm_up(
     parameters = [p for p in layer.parameters() if p.requires_grad]
     some = next(layer.experts.parameters(), None)
     device = torch.get_default_device() if some is None else some.device
+    device = getattr(layer.experts, "compute_device", None) or device  # of offloaded experts
     dtype = dtype or (torch.get_default_dtype() if some is None else some.dtype)
     backward = layer.training if backward is None else backward
     for count in _with_powers_of_two(set(token_counts)):
@@ -46,8 +47,11 @@ def warm_up(
         with torch.set_grad_enabled(backward):
             y_TD, stats = layer(x_TD, token_ids=token_ids)
         if backward:
+            # times 0, so that buffers of main gradients stay as they are
             torch.autograd.grad(
-                _sum(y_TD, stats.aux_loss, stats.z_loss), [x_TD, *parameters], allow_unused=True
+                0.0 * _sum(y_TD, stats.aux_loss, stats.z_loss),
+                [x_TD, *parameters],
+                allow_unused=True,
             )
 
 
