@@ -95,7 +95,7 @@ def train(
     """
     console = Console(quiet=True) if quiet else None
     if isinstance(what, RunConfig):
-        given = {"config": config, "data": data, "loss": loss}
+        given = {"config": config, "data": data, "validation": validation, "loss": loss}
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(
@@ -223,4 +223,4 @@ def generate(
             start=start_of_text(tokenizer),
             batch_size=batch_size,
         )
-    return found[0].text if isinstance(prompt, str) else [one.text for one in found]
+    return found[0] if isinstance(prompt, str) else found

@@ -194,6 +194,10 @@ TRAINING = {
         lambda: em.recipe("gpt-moe-test", {"train": {"step": 3}}),
         ["train.step=3", "did you mean train.steps?"],
     ),
+    "samples beside a configuration": Mistake(
+        lambda: em.train(em.recipe("gpt-moe-test"), validation=torch.zeros(40, 2), quiet=True),
+        ["validation: belongs to a module", "leave validation out"],
+    ),
     "fewer samples than a split needs": Mistake(
         lambda: own(data=torch.zeros(3, 2)), ["data: 3 samples", "at least 20", "validation="]
     ),

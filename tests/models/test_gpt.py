@@ -224,6 +224,7 @@ def test_num_logits_are_the_last_ones() -> None:
     ids = token_ids()
     whole = gpt(ids).logits_BSV
     assert_close_fp64(gpt(ids, num_logits=2).logits_BSV, whole[:, -2:], what="last logits")
+    assert torch.equal(gpt(ids, num_logits=SEQ + 2).logits_BSV, whole)
 
 
 def test_tied_embeddings_are_one_parameter() -> None:

@@ -194,6 +194,8 @@ def test_moeify_by_name_keeps_mode_and_type():
         ({"granularity": 2, "router": "hash"}, "granularity=2: needs the linear router"),
         ({"hidden_dim": 8}, "hidden_dim=8"),
         ({"activation": "relu"}, "activation"),
+        ({"experts": nn.Identity}, "experts=.*leave it out"),
+        ({"dtype": torch.float32}, "dtype=torch.float32"),
         ({"top_k": 9}, "top_k"),
         ({"num_experts": 0}, "num_experts"),
         ({"drop_policy": "never"}, "drop_policy"),

@@ -13,6 +13,7 @@ from pydantic import Field
 from sklearn.datasets import load_digits
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
+from tests.support.replicas import world_of
 from tests.support.runs import assert_same_lines, lines_of, mortal, train_quietly
 from torch import nn
 
@@ -24,6 +25,8 @@ from expertmesh.config.run import OptimConfig, RunConfig, TrainConfig
 from expertmesh.data.tensors import TensorData
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Baseline, Loss, Task
+from expertmesh.models.own_module import OwnModule
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.loop import train
 from expertmesh.training.run_dir import load_run
 
@@ -218,6 +221,17 @@ def test_what_a_task_forgets_is_one_line(tmp_path, task, said):
     family = Family("digits", task=task, config=DigitsRun)
     with pytest.raises(ConfigError, match=said):
         train_quietly(run_of(tmp_path / "run"), family=family)
+
+
+def spread_normalised():
+    task = OwnModule(RunConfig(), module=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    place = {"device": torch.device("cpu"), "dtype": torch.float32}
+    return len(list(task.place(**place, ranks=Ranks(world_of())).parameters()))
+
+
+def test_a_module_with_a_counter_is_the_same_on_all_ranks(two_ranks):
+    """BatchNorm counts its batches in a tensor without axes."""
+    assert two_ranks.run(spread_normalised) == [4, 4]
 
 
 def mortal_main(folder):

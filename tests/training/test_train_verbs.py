@@ -7,19 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from tests.support.calls import calls_of
 from tests.support.mistakes import reseal
 from tests.support.patience import PATIENCE_S
+from torch import nn
 
 from expertmesh.cli import report, samples
 from expertmesh.cli.main import main
+from expertmesh.config.model import ModelConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus
+from expertmesh.data.tokenizer import train_tokenizer
 from expertmesh.errors import TrainingDivergedError
 from expertmesh.models.family import Baseline
+from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.training.checkpoint import newest_good
 from expertmesh.training.loop import train
@@ -175,6 +180,16 @@ def test_report_of_python_source_begins_and_is_judged_like_python(tmp_path):
     corpus = load_corpus(TextConfig(path=str(tmp_path)))
     assert "import os\nimport sys\n" not in samples.prompts_of(corpus, 9)
     assert "words that the training text has" in samples.measure(found, corpus)
+
+
+def test_a_sample_that_ends_is_not_cut():
+    """Also where it is the last one to end."""
+    tokenizer = train_tokenizer(["some words"], vocab_size=300)
+    model = GPT(ModelConfig(vocab_size=300, dim=16, num_layers=1), seed=0)
+    nn.init.zeros_(model.embedding.weight)  # the first token is the most likely: the end of text
+    found = SimpleNamespace(load_tokenizer=lambda: tokenizer)
+    options = {"prompts": ["x"], "num_tokens": 3, "temperature": 0.0, "seed": 0}
+    assert samples.sample(model, found, **options) == [samples.Sample("x", "", False)]
 
 
 def test_words_that_a_sample_has_only_a_part_of_do_not_count():

@@ -107,7 +107,7 @@ def run(argv: list[str]) -> int:
                 )
             between = "\n" if options.chat else ""
             for number, (prompt, one) in enumerate(zip(prompts, found, strict=True), 1):
-                print(f"--- {number}\n{prompt}{between}{one.text}")
+                print(f"--- {number}\n{prompt}{between}{one}")
     return 0
 
 

@@ -110,18 +110,17 @@ def sample(
             f"a prompt of {longest} tokens: must be shorter than max_seq_len={model.max_seq_len}; shorten it"
         )
     outputs: list[list[int]] = [[] for _ in prompts]
-    is_cut = [True] * len(prompts)
     room = min(num_tokens, model.max_seq_len - longest)
     steps = generate_batch(model, prompt_ids, max_tokens=room, sampling=sampling, eos_id=end_id)
     told = Progress("written", total=room, unit="tokens of each sample")
     for step in told.over(steps):
-        for i, token_id in enumerate(step):
-            if token_id is None:
-                is_cut[i] = False
-            else:
-                outputs[i].append(token_id)
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in outputs]
-    return [Sample(p, t, c) for p, t, c in zip(prompts, texts, is_cut, strict=True)]
+        for output, token_id in zip(outputs, step, strict=True):
+            if token_id is not None:
+                output.append(token_id)
+    return [
+        Sample(prompt, tokenizer.decode(ids, skip_special_tokens=True), len(ids) == room)
+        for prompt, ids in zip(prompts, outputs, strict=True)
+    ]
 
 
 def measure(samples: Sequence[Sample], corpus: "Corpus | None") -> str:

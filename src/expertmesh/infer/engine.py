@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -85,20 +85,6 @@ def _encoded(tokenizer: Tokenizer, prompt: str | Sequence[int], start: Sequence[
     return [*start, *ids] if ids else ids
 
 
-class Continuation(NamedTuple):
-    """What a model went on with.
-
-    Attributes:
-        text: of the new tokens.
-        ids: prompt, what is put before it included, and new tokens.
-        is_cut: whether it ended at its length, not at the end of the text.
-    """
-
-    text: str
-    ids: list[int]
-    is_cut: bool
-
-
 def generate_texts(
     model: CausalLM,
     tokenizer: Tokenizer,
@@ -109,7 +95,7 @@ def generate_texts(
     eos_id: int | Collection[int] | None = None,
     start: Sequence[int] = (),
     batch_size: int = 32,
-) -> list[Continuation]:
+) -> list[str]:
     """Continue several texts; other arguments and errors as `generate_text` has them.
 
     Args:
@@ -124,7 +110,6 @@ def generate_texts(
     ids = [_encoded(tokenizer, prompt, start) for prompt in prompts]
     new_tokens = _checked(model, ids, max_tokens=max_tokens)
     new: list[list[int]] = [[] for _ in ids]
-    is_cut = [True] * len(ids)
     told = Progress("continued", total=len(ids), unit="texts")
     for first in range(0, len(ids), batch_size):
         told.at(first)
@@ -137,16 +122,10 @@ def generate_texts(
         )
         for step in steps:
             for place, token_id in enumerate(step, first):
-                if token_id is None:
-                    is_cut[place] = False
-                else:
+                if token_id is not None:
                     new[place].append(token_id)
     told.finish()
-    texts = ["".join(_text_pieces(iter(one), TextStream(tokenizer))) for one in new]
-    return [
-        Continuation(text, [*start, *one], cut)
-        for text, start, one, cut in zip(texts, ids, new, is_cut, strict=True)
-    ]
+    return ["".join(_text_pieces(iter(one), TextStream(tokenizer))) for one in new]
 
 
 def _text_pieces(ids: Iterator[int], stream: TextStream) -> Iterator[str]:

@@ -27,9 +27,12 @@ _OWN = (
     "hidden_dim",
     "activation",
     "bias",
+    "experts",
     "normalize_weights",
     "weight_scale",
     "layer_index",
+    "device",
+    "dtype",
 )
 _collected: ContextVar["CollectedStats | None"] = ContextVar("collected", default=None)
 

@@ -454,7 +454,7 @@ class GPT(nn.Module):
             if stats is not None:
                 all_stats.append(stats)
         if num_logits is not None:
-            x_BSD = x_BSD[:, x_BSD.shape[1] - num_logits :]
+            x_BSD = x_BSD[:, max(x_BSD.shape[1] - num_logits, 0) :]
         x_BSD = self.final_norm(x_BSD)
         if self.output is None:
             logits_BSV = arithmetic.linear(x_BSD, table_VD)
