@@ -1,21 +1,12 @@
 """The trainer's benchmark trains equal models, and refuses to report when they are not."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 
+from benchmarks import trainer
 from expertmesh.recipes import RECIPES
 
-ROOT = Path(__file__).parents[2]
 pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def trainer(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.trainer")
 
 
 @pytest.fixture
@@ -32,7 +23,7 @@ def random_batches(config, count):
     return [(i[:, :-1], i[:, 1:]) for i in ids]
 
 
-def test_check_sees_another_size_and_a_loss_that_is_not_finite(trainer, config):
+def test_check_sees_another_size_and_a_loss_that_is_not_finite(config):
     ours, rival = (
         trainer.ours(config, "float32"),
         trainer.peer(config, "grouped_mm", "float32", "plain"),
@@ -52,20 +43,20 @@ def test_check_sees_another_size_and_a_loss_that_is_not_finite(trainer, config):
 
 
 @pytest.mark.parametrize("mode", ["autocast", "FP32 copy", "pure"])
-def test_peers_in_bf16_learn_as_in_fp32(trainer, config, mode):
+def test_peers_in_bf16_learn_as_in_fp32(config, mode):
     batches = random_batches(config, 1) * 4
     rival = trainer.peer(config, "eager", "bfloat16", mode)
     trainer.check([rival], batches, trainer.first_loss(config))
     assert rival.keeps_fp32 == (mode != "pure")
 
 
-def test_a_shape_that_no_mixtral_has_is_refused(trainer):
+def test_a_shape_that_no_mixtral_has_is_refused():
     with pytest.raises(ValueError, match="use another recipe"):
         trainer.make_mixtral(RECIPES["gpt-dense-demo"](), "eager")
 
 
 @pytest.mark.slow
-def test_trainer_benchmark_runs_and_writes(trainer, tmp_path):
+def test_trainer_benchmark_runs_and_writes(tmp_path):
     few = {"dtypes": ("float32",), "implementations": ("grouped_mm",)}
     trainer.main("gpt-moe-test", threads=1, rounds=1, check_steps=2, **few, out=tmp_path)
     text = (tmp_path / "trainer_cpu_202611.md").read_text()

@@ -1,29 +1,21 @@
 """The benchmark of upcycling in miniature: every arm, equal beginnings, never more operations, and what is done is not done again."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from benchmarks import upcycling
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    return importlib.import_module("benchmarks.upcycling")
-
-
-@pytest.fixture
-def plan(benchmark, tmp_path):
+def plan(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     for number in range(6):
         lines = (f"{number} times {other} is {number * other}.\n" for other in range(60))
         (text / f"{number}.txt").write_text("".join(lines))
     sizes = {"vocab_size": 300, "dim": 32, "num_layers": 1, "ffn_hidden_dim": 16, "seq_len": 16}
-    return benchmark.Plan(
+    return upcycling.Plan(
         trunk_steps=4,
         seeds=(0,),
         sweep_seed=1,
@@ -38,17 +30,17 @@ def plan(benchmark, tmp_path):
     )
 
 
-def test_the_comparison_in_miniature(benchmark, plan, monkeypatch, capsys):
-    benchmark.main(plan)
+def test_the_comparison_in_miniature(plan, monkeypatch, capsys):
+    upcycling.main(plan)
     record = json.loads((plan.out / "upcycling.json").read_text())
     assert record["problems"] == []
     assert [r["arm"] for r in record["sweep"]] == ["goes_on", "dense", "copy"]
     assert [r["arm"] for r in record["runs"]] == list(record["chosen"])
-    assert len(record["chosen"]) == len(benchmark.ARMS) - 1  # one of the two dense ones
+    assert len(record["chosen"]) == len(upcycling.ARMS) - 1  # one of the two dense ones
     for arm, (mean, low, high) in record["interval"].items():
         assert low <= mean <= high, arm
     by_arm = {r["arm"]: r for r in record["runs"]}
-    dense = next(by_arm[arm] for arm in benchmark.DENSE if arm in by_arm)
+    dense = next(by_arm[arm] for arm in upcycling.DENSE if arm in by_arm)
     assert dense["steps"] == 4 > by_arm["copy"]["steps"]
     assert by_arm["redraw"]["initial_loss"] != dense["initial_loss"]
     assert by_arm["copy"]["parameters"] == by_arm["scratch"]["parameters"]
@@ -56,12 +48,12 @@ def test_the_comparison_in_miniature(benchmark, plan, monkeypatch, capsys):
     assert "8 copies, top 2" in page and "NaN" not in page
     assert "polyline" in (plan.out / "upcycling.svg").read_text()
 
-    monkeypatch.setattr(benchmark, "train", None)  # all is done
+    monkeypatch.setattr(upcycling, "train", None)  # all is done
     before = (plan.out / "upcycling.json").read_text()
-    benchmark.main(plan)
+    upcycling.main(plan)
     assert (plan.out / "upcycling.json").read_text() == before
 
-    record["sweep"][2]["initial_loss"] += 2 * benchmark.NEAR_NATS
+    record["sweep"][2]["initial_loss"] += 2 * upcycling.NEAR_NATS
     record["runs"][-1]["training_flops"] *= 2
-    problems = benchmark.check(record)
+    problems = upcycling.check(record)
     assert len(problems) == 2 and "nats off" in problems[0]

@@ -1,17 +1,15 @@
 """The benchmarks of vision in miniature: what is trained once is not trained again, and what is compared is equal."""
 
-import importlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.support.pictures import stripes, write_folder
 
+from benchmarks import vision_claims, vision_speed
 from expertmesh.recipes.vision import swin_test
 
-ROOT = Path(__file__).parents[2]
 TINY = {
     "model.dim": 8,
     "model.patch_size": 8,
@@ -24,13 +22,6 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
-def claims():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT))
-        yield importlib.import_module("benchmarks.vision_claims")
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("claims")
     for number, name in enumerate(("mnist10k", "animals")):
@@ -40,29 +31,29 @@ def folder(tmp_path_factory):
     return place
 
 
-def plan_of(claims, folder, **changes):
+def plan_of(folder, **changes):
     steps = dict.fromkeys(("union", "narrow", "glyphs", "animals", "digits", "few"), 2)
     options = {"seeds": (0,), "steps": steps, "per_class": 2, "changes": TINY} | changes
-    return claims.Plan(folder, folder / "runs", **options)
+    return vision_claims.Plan(folder, folder / "runs", **options)
 
 
 @pytest.fixture(scope="module")
-def results(claims, folder):
+def results(folder):
     # the folders' first images to learn from are fewer than those of the real ones
     with pytest.MonkeyPatch.context() as patch:
-        for found in claims.FOLDERS.values():
+        for found in vision_claims.FOLDERS.values():
             for name in found:
                 patch.setitem(found, name, 16 if name != "glyphs" else 0)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr(claims, "RESAMPLES", 20)
+        patch.setattr(vision_claims, "RESAMPLES", 20)
         path = folder / "vision.json"
-        assert claims.learn(plan_of(claims, folder), path)
+        assert vision_claims.learn(plan_of(folder), path)
         yield path
 
 
-def test_every_claim_has_its_runs(claims, folder, results):
+def test_every_claim_has_its_runs(folder, results):
     record = json.loads(results.read_text())
-    names = {trial.name for trial in claims.trials(plan_of(claims, folder))}
+    names = {trial.name for trial in vision_claims.trials(plan_of(folder))}
     assert set(record["runs"]) == names and len(names) == 11
     assert len(record["claims"]) == 15
     assert {name: found["count"] for name, found in record["neighbours"].items()} == {
@@ -72,37 +63,37 @@ def test_every_claim_has_its_runs(claims, folder, results):
     assert {found["neighbours"] for found in record["neighbours"].values()} <= {1, 5}
     for data, experts in (("union", 16), ("digits", 8)):
         assert len(record["runs"][f"{data}_moe_0"]["right"]) == 6
-        config = claims.load_run(folder / "runs" / f"{data}_moe_0").config
+        config = vision_claims.load_run(folder / "runs" / f"{data}_moe_0").config
         assert config.model.moe.num_experts == (experts,)
     dense, mixture = (record["runs"][f"union_{kind}_0"] for kind in ("dense", "moe"))
     assert mixture["parameters"] > dense["parameters"] == dense["active_parameters"]
-    few = claims.load_run(folder / "runs" / "few_frozen_0").config
+    few = vision_claims.load_run(folder / "runs" / "few_frozen_0").config
     assert few.train.freeze == ("experts", "router")
     assert few.train.init_from == str(folder / "runs" / "glyphs_moe_0")
     assert few.model.moe.num_experts == (16,)
 
 
-def test_what_is_in_the_results_is_not_trained_again(claims, folder, results):
+def test_what_is_in_the_results_is_not_trained_again(folder, results):
     before = results.read_text()
     asked = []
 
     def broken_off(plan, trial):
         asked.append(trial.name)
 
-    one, two = plan_of(claims, folder), plan_of(claims, folder, seeds=(0, 1))
-    assert claims.learn(one, results, train_one=broken_off)
-    assert claims.learn(two, results, only="none", train_one=broken_off)
+    one, two = plan_of(folder), plan_of(folder, seeds=(0, 1))
+    assert vision_claims.learn(one, results, train_one=broken_off)
+    assert vision_claims.learn(two, results, only="none", train_one=broken_off)
     assert not asked
-    assert not claims.learn(two, results, train_one=broken_off)
+    assert not vision_claims.learn(two, results, train_one=broken_off)
     assert asked == ["glyphs_moe_1"]
     assert json.loads(results.read_text()) == json.loads(before)
 
 
-def test_the_page_has_the_tables(claims, results):
+def test_the_page_has_the_tables(results):
     page = results.with_suffix(".md")
-    page.write_text(f"# Vision\n\n{claims.BEGIN}\nold\n{claims.END}\n\nThe end.\n")
+    page.write_text(f"# Vision\n\n{vision_claims.BEGIN}\nold\n{vision_claims.END}\n\nThe end.\n")
     for _ in range(2):
-        claims.write_page(results)
+        vision_claims.write_page(results)
     text = page.read_text()
     assert text.startswith("# Vision") and text.endswith("The end.\n") and "old" not in text
     assert text.count("| few, frozen |") == 1
@@ -110,55 +101,57 @@ def test_the_page_has_the_tables(claims, results):
     assert text.count("| nearest neighbours |") == 1
 
 
-def test_a_page_names_every_machine(claims, results, tmp_path, capsys):
+def test_a_page_names_every_machine(results, tmp_path, capsys):
     record = json.loads(results.read_text())
     names = list(record["runs"])
     copy = tmp_path / "vision.json"
-    copy.with_suffix(".md").write_text(f"{claims.BEGIN}{claims.END}")
+    copy.with_suffix(".md").write_text(f"{vision_claims.BEGIN}{vision_claims.END}")
     record["runs"][names[0]]["circumstances"]["cpu"] = "abacus"
     copy.write_text(json.dumps(record))
-    assert claims.main(tmp_path, out=copy, page=True) == 0
+    assert vision_claims.main(tmp_path, out=copy, page=True) == 0
     assert f"{names[0]}: abacus;" in copy.with_suffix(".md").read_text()
     del record["runs"][names[0]]["circumstances"]
     copy.write_text(json.dumps(record))
-    assert claims.main(tmp_path, out=copy, page=True) == 2
+    assert vision_claims.main(tmp_path, out=copy, page=True) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: run {names[0]}: has no circumstances") and said.count("\n") == 1
 
 
-def test_runs_of_another_plan_are_refused(claims, folder, results):
-    steps = dict(plan_of(claims, folder).steps, animals=3)
+def test_runs_of_another_plan_are_refused(folder, results):
+    steps = dict(plan_of(folder).steps, animals=3)
     for changes, words in (
         ({"steps": steps}, "steps 2, but"),
         ({"per_class": 3}, "per_class 2, but"),
     ):
-        with pytest.raises(claims.ConfigError, match=words):
-            claims.learn(plan_of(claims, folder, **changes), results)
+        with pytest.raises(vision_claims.ConfigError, match=words):
+            vision_claims.learn(plan_of(folder, **changes), results)
 
 
-def test_neighbours_are_compared_image_by_image(claims):
+def test_neighbours_are_compared_image_by_image():
     """Who has the very same images right is never better, whichever images the bootstrap draws."""
-    bits = claims.packed(np.arange(40) % 3 == 0)
+    bits = vision_claims.packed(np.arange(40) % 3 == 0)
     runs = {"glyphs_moe_0": {"right": {"no limit": bits}}}
-    (found,) = claims.claims(runs, {"glyphs": bits}).values()
+    (found,) = vision_claims.claims(runs, {"glyphs": bits}).values()
     assert found["interval"] == [0.0, 0.0]
 
 
-def test_bits_survive(claims):
+def test_bits_survive():
     bits = np.random.default_rng(0).integers(0, 2, 77).astype(bool)
-    assert np.array_equal(claims.unpacked(json.loads(json.dumps(claims.packed(bits)))), bits)
+    assert np.array_equal(
+        vision_claims.unpacked(json.loads(json.dumps(vision_claims.packed(bits)))), bits
+    )
 
 
-def test_an_interval_holds_a_difference_that_is_there(claims):
+def test_an_interval_holds_a_difference_that_is_there():
     """The first is right in 60, the second in 50 of 100 kinds of images, the same with all seeds."""
     places = np.arange(4000)
     first, second = places % 100 < 60, places % 100 < 50
-    found = claims.difference([(first, second)] * 3)
+    found = vision_claims.difference([(first, second)] * 3)
     low, high = found["interval"]
     # a tenth of the images count 100: the standard error is 0.47 points
     assert found["points"] == 10.0 and 8.0 < low < 9.6 < 10.4 < high < 12.0
     assert found["seeds"] == 3
-    none = claims.difference([(first, first)])
+    none = vision_claims.difference([(first, first)])
     assert none["interval"] == [0.0, 0.0]
 
 
@@ -169,19 +162,16 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def test_einsum_dispatch_equals_ours_or_no_time_is_reported(
-    claims, tmp_path, monkeypatch, one_thread
-):
-    speed = importlib.import_module("benchmarks.vision_speed")
-    monkeypatch.setitem(speed.RECIPES, "swin-test", swin_test)
-    speed.main("swin-test", 4, 1, tmp_path, "speed")
+def test_einsum_dispatch_equals_ours_or_no_time_is_reported(tmp_path, monkeypatch, one_thread):
+    monkeypatch.setitem(vision_speed.RECIPES, "swin-test", swin_test)
+    vision_speed.main("swin-test", 4, 1, tmp_path, "speed")
     text = (tmp_path / "speed.md").read_text()
     assert text.count("einsum dispatch") >= 2 and "inference" in text
     config = swin_test().updated({"train.dtype": "float32", "train.device": "cpu"})
     other = config.updated({"train.seed": 1})
     with pytest.raises(AssertionError):
-        speed.check(
-            speed.Trainee(config, einsum=False),
-            speed.Trainee(other, einsum=True),
-            speed.batch_of(config),
+        vision_speed.check(
+            vision_speed.Trainee(config, einsum=False),
+            vision_speed.Trainee(other, einsum=True),
+            vision_speed.batch_of(config),
         )

@@ -1,8 +1,6 @@
 """The detector's benchmark: scenes, boxes, average precision by hand, and all of it in miniature."""
 
-import importlib
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +8,11 @@ import pytest
 import torch
 from tests.support.pictures import stripes, write_folder
 
+from benchmarks import detection, vision_detector
 from expertmesh.config.swin import SwinConfig
 from expertmesh.models.swin.model import Swin
 from expertmesh.testing.numerics import assert_close_fp64
 
-ROOT = Path(__file__).parents[2]
 TINY = {
     "model.dim": 8,
     "model.patch_size": 4,
@@ -25,25 +23,12 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
-def benchmarks():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT))
-        names = ("detection", "vision_detector")
-        yield SimpleNamespace(**{n: importlib.import_module(f"benchmarks.{n}") for n in names})
-
-
-@pytest.fixture(scope="module")
-def detection(benchmarks):
-    return benchmarks.detection
-
-
-@pytest.fixture(scope="module")
-def scenes(detection):
+def scenes():
     images, labels = stripes(24)
     return detection.compose(images, labels, count=6, side=32, most=2, seed=1)
 
 
-def answers_of(detection, *rows):
+def answers_of(*rows):
     """Of rows (box, label, score)."""
     boxes, labels, scores = zip(*rows, strict=True)
     return detection.Answers(
@@ -51,7 +36,7 @@ def answers_of(detection, *rows):
     )
 
 
-def scenes_with(detection, *boxes_and_labels):
+def scenes_with(*boxes_and_labels):
     """Scenes without pixels, of rows (boxes, labels)."""
     boxes, labels = zip(*boxes_and_labels, strict=True)
     return detection.Scenes(
@@ -59,7 +44,7 @@ def scenes_with(detection, *boxes_and_labels):
     )
 
 
-def test_things_are_where_the_boxes_say(detection, scenes):
+def test_things_are_where_the_boxes_say(scenes):
     assert scenes.images_SCHW.shape == (6, 1, 32, 32) and (scenes.labels_SM[:, 0] >= 0).all()
     for image, boxes, labels in zip(*scenes, strict=True):
         outside = torch.ones(32, 32, dtype=torch.bool)
@@ -83,7 +68,7 @@ class Knowing(torch.nn.Module):
 
     stride = 4
 
-    def __init__(self, detection, scenes, *, beside=0.0):
+    def __init__(self, scenes, *, beside=0.0):
         super().__init__()
         places = [(x + 2.0, y + 2.0) for y in range(0, 32, 4) for x in range(0, 32, 4)]
         logits = torch.full((len(scenes.labels_SM), len(places), 4), -12.0)
@@ -106,8 +91,8 @@ class Knowing(torch.nn.Module):
         return self.found
 
 
-def test_who_says_what_is_there_has_no_loss_and_finds_everything(detection, scenes):
-    knowing, vague = (Knowing(detection, scenes, beside=b) for b in (0.0, 9.0))
+def test_who_says_what_is_there_has_no_loss_and_finds_everything(scenes):
+    knowing, vague = (Knowing(scenes, beside=b) for b in (0.0, 9.0))
     right, beside = (detection.detection_loss(m, *scenes)[0] for m in (knowing, vague))
     assert 100 * right < beside
     found = [detection.detect(m, scenes.images_SCHW) for m in (knowing, vague)]
@@ -119,7 +104,7 @@ def test_who_says_what_is_there_has_no_loss_and_finds_everything(detection, scen
     assert sum(len(one.labels_N) for one in found[0]) == int((scenes.labels_SM >= 0).sum())
 
 
-def test_the_gain_of_boxes(detection):
+def test_the_gain_of_boxes():
     """Half of a box: 1/2. Boxes of the same size, half of each common: 1/3. Hull larger than the union: less."""
     a = torch.tensor(((2.0, 2, 2, 2), (2, 2, 2, 2), (1, 1, 3, 3)))
     b = torch.tensor(((2.0, 2, 0, 2), (0, 2, 4, 2), (3, 3, 1, 1)))
@@ -129,10 +114,9 @@ def test_the_gain_of_boxes(detection):
     assert_close_fp64(found, wanted, what="generalised IoU")
 
 
-def test_a_thing_is_found_once_and_by_its_class(detection):
-    truth = scenes_with(detection, ([[0, 0, 10, 10], [20, 20, 30, 30]], [1, -1]))
+def test_a_thing_is_found_once_and_by_its_class():
+    truth = scenes_with(([[0, 0, 10, 10], [20, 20, 30, 30]], [1, -1]))
     answers = answers_of(
-        detection,
         ((0, 0, 10, 9.2), 1, 0.6),  # overlaps by 0.92, second
         ((0, 0, 10, 10), 0, 0.9),  # another class
         ((0, 0, 10, 7.2), 1, 0.8),  # 0.72, first
@@ -145,7 +129,7 @@ def test_a_thing_is_found_once_and_by_its_class(detection):
     assert hits[2, :5].all() and hits[0, 5:9].all()
 
 
-def test_average_precision_by_hand(detection):
+def test_average_precision_by_hand():
     """Right, wrong, right, of three things: precision 1 up to a third, 2/3 up to two thirds, then 0; another class has one half."""
     hits = np.array((True, False, True, True, False))[:, None].repeat(10, 1)
     matches = detection.Matches(
@@ -163,13 +147,13 @@ def test_average_precision_by_hand(detection):
     assert_close_fp64(alone, np.full(10, (1 / 2 + 1 / 2) / 2), what="one scene")
 
 
-def test_the_surest_of_boxes_that_overlap_stays(detection):
+def test_the_surest_of_boxes_that_overlap_stays():
     boxes = np.array(((0, 0, 10, 10), (0, 0, 10, 9), (0, 0, 10, 9), (0, 4, 10, 14), (30, 0, 40, 9)))
     kept = detection.surest(boxes.astype(np.float32), np.array((1, 1, 2, 1, 1)), overlap=0.5)
     assert kept == [0, 2, 3, 4]
 
 
-def test_all_stages_learn(detection, scenes):
+def test_all_stages_learn(scenes):
     config = SwinConfig(
         image_size=32,
         patch_size=4,
@@ -202,13 +186,12 @@ def test_all_stages_learn(detection, scenes):
 
 
 @pytest.fixture(scope="module")
-def run(benchmarks, tmp_path_factory):
+def run(tmp_path_factory):
     place = tmp_path_factory.mktemp("detector")
     write_folder(place / "animals", *stripes(24))
     for number, prefix in enumerate(("train-", "test-")):
         write_folder(place / "glyphs", *stripes(16, seed=2 + number), prefix=prefix)
-    detector = benchmarks.vision_detector
-    plan = detector.Plan(
+    plan = vision_detector.Plan(
         place,
         place / "runs",
         body_steps=1,
@@ -220,9 +203,9 @@ def run(benchmarks, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
-        patch.setattr(detector, "RESAMPLES", 5)
-        assert detector.learn(plan, place / "found.json")
-    return SimpleNamespace(module=detector, plan=plan, results=place / "found.json")
+        patch.setattr(vision_detector, "RESAMPLES", 5)
+        assert vision_detector.learn(plan, place / "found.json")
+    return SimpleNamespace(plan=plan, results=place / "found.json")
 
 
 def test_every_arm_is_measured_once(run, capsys):
@@ -231,20 +214,20 @@ def test_every_arm_is_measured_once(run, capsys):
     assert set(record["claims"]) == {"frozen - tuned", "tuned - dense", "frozen - dense"}
     assert record["arms"]["tuned"]["learning"] > record["arms"]["frozen"]["learning"]
     capsys.readouterr()
-    assert run.module.learn(run.plan, run.results)
+    assert vision_detector.learn(run.plan, run.results)
     assert not capsys.readouterr().out, "trained again"
 
 
 def test_frozen_experts_are_those_of_the_body(run):
     def experts(name):
-        model = run.module.em.load(
-            run.plan.runs / name, module=lambda: run.module.detector_on(run.plan, "moe")
+        model = vision_detector.em.load(
+            run.plan.runs / name, module=lambda: vision_detector.detector_on(run.plan, "moe")
         ).model
         layers = [layer for _, layer in model.backbone.moe_blocks()]
         assert len(layers) == 2
         return [p for layer in layers for p in layer.parameters()]
 
-    begun = run.module.detector_on(run.plan, "moe").backbone
+    begun = vision_detector.detector_on(run.plan, "moe").backbone
     body = [p for _, layer in begun.moe_blocks() for p in layer.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(body, experts("frozen"), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(body, experts("tuned"), strict=True))
@@ -252,9 +235,9 @@ def test_frozen_experts_are_those_of_the_body(run):
 
 def test_matches_survive(run):
     found = json.loads(run.results.read_text())["arms"]["dense"]
-    matches = run.module.unpacked(found["matches"])
+    matches = vision_detector.unpacked(found["matches"])
     assert matches.truths_SC.shape == (8, 10)
-    areas = 100 * run.module.average_precision(matches)
+    areas = 100 * vision_detector.average_precision(matches)
     assert found["AP"] == round(float(areas.mean()), 2)
     rows = len(matches.scenes_N)
     assert matches.hits_NT.shape == (rows, 10) and rows == found["matches"]["count"]
@@ -262,9 +245,11 @@ def test_matches_survive(run):
 
 def test_the_page_has_the_tables(run, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text(f"# Vision\n\n{run.module.BEGIN}\nold\n{run.module.END}\n\nThe end.\n")
+    page.write_text(
+        f"# Vision\n\n{vision_detector.BEGIN}\nold\n{vision_detector.END}\n\nThe end.\n"
+    )
     for _ in range(2):
-        run.module.write_page(run.results, page)
+        vision_detector.write_page(run.results, page)
     text = page.read_text()
     assert text.endswith("The end.\n") and "old" not in text and "frozen - tuned" in text
     assert text.count("| moe, frozen |") == 1
