@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmarks.peer_parts import Case, OwnWeights, absent, activate
+from benchmarks.peer_parts import Case, OwnWeights, absent, activate, through_einsums
 from benchmarks.race.adapters import PACKAGES, why_missing
 from torch import Tensor, nn
 
@@ -16,25 +17,14 @@ from expertmesh import MoELayer
 
 
 class EinsumMoE(OwnWeights):
-    """Dispatch and combine as dense einsums over (token, expert, place), as in GShard and fairseq."""
+    """Dispatch and combine as dense einsums."""
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        case = self.case
-        chosen_TKE = F.one_hot(ids_TK, case.num_experts)
-        place_TKE = (chosen_TKE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_TKE)
-        place_TK = (place_TKE * chosen_TKE).sum(-1)
-        capacity = int(chosen_TKE.sum((0, 1)).max())
-        weights_TKE = weights_TK[..., None] * chosen_TKE
-        combine_TEC = x_TD.new_zeros(*weights_TKE[:, 0].shape, capacity)
-        for j in range(case.top_k):  # one choice at a time, or (T, K, E, C) would not fit
-            place_TC = F.one_hot(place_TK[:, j], capacity).to(x_TD.dtype)
-            combine_TEC = (
-                combine_TEC + weights_TKE[:, j, :, None].to(x_TD.dtype) * place_TC[:, None]
-            )
-        dispatch_TEC = (combine_TEC != 0).to(x_TD.dtype)
-        rows_ECD = torch.einsum("tec,td->ecd", dispatch_TEC, x_TD)
-        a_ECF = activate(rows_ECD @ self.w_in.transpose(1, 2), case)
-        return torch.einsum("tec,ecd->td", combine_TEC, a_ECF @ self.w_out.transpose(1, 2))
+        def of_rows(rows_ECD: Tensor) -> Tensor:
+            a_ECF = activate(rows_ECD @ self.w_in.transpose(1, 2), self.case)
+            return a_ECF @ self.w_out.transpose(1, 2)
+
+        return through_einsums(x_TD, ids_TK, weights_TK, self.case.num_experts, of_rows)
 
 
 class OneHotMoE(OwnWeights):
@@ -142,11 +132,12 @@ class DeepSpeedMoE(nn.Module):
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.moe(x_TD[None])[0][0]
 
-    def router_grad(self) -> Tensor:
-        """Of this rank's tokens."""
-        return self.moe.deepspeed_moe.gate.wg.weight.grad
+    @property
+    def router(self) -> Tensor:
+        """The router's weight; its gradient is of this rank's tokens."""
+        return self.moe.deepspeed_moe.gate.wg.weight
 
-    def expert_grads(self) -> tuple[Tensor, Tensor]:
+    def weight_grads(self) -> tuple[Tensor, Tensor]:
         """Of this rank's experts, (e, F, D) and (e, D, F)."""
         experts = self._experts()
         return (
@@ -189,40 +180,33 @@ def make_layer(case: Case) -> MoELayer:
     return layer
 
 
-def make_mixtral(layer: MoELayer, case: Case, implementation: str) -> nn.Module:
-    """Give transformers' block with our weights."""
-    from transformers import MixtralConfig
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+class MixtralMoE(OwnWeights):
+    """Transformers' block, with its router in FP32, as ours, so that all choose the same experts."""
 
-    config = MixtralConfig(
-        hidden_size=case.dim,
-        intermediate_size=case.hidden_dim,
-        num_local_experts=case.num_experts,
-        num_experts_per_tok=case.top_k,
-        experts_implementation=implementation,
-    )
-    block = MixtralSparseMoeBlock(config).to(case.device, case.dtype)
-    with torch.no_grad():
-        block.gate.weight.copy_(layer.router.proj.weight)
-        block.experts.gate_up_proj.copy_(layer.experts.w_in.flatten(1, 2))
-        block.experts.down_proj.copy_(layer.experts.w_out)
-    block.gate.float()  # the router in FP32, as ours, so that all choose the same experts
-    return _InPrecision(block)
+    def build(self, implementation: str) -> None:
+        from transformers import MixtralConfig
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+        case = self.case
+        config = MixtralConfig(
+            hidden_size=case.dim,
+            intermediate_size=case.hidden_dim,
+            num_local_experts=case.num_experts,
+            num_experts_per_tok=case.top_k,
+            experts_implementation=implementation,
+        )
+        self.block = MixtralSparseMoeBlock(config).to(case.device, case.dtype)
 
-class _InPrecision(nn.Module):
-    """Transformers' block with its router in FP32: (T, D) -> (T, D)."""
+    def take(self, router_ED: Tensor, w_in_EHD: Tensor, w_out_EDF: Tensor) -> None:
+        super().take(router_ED, w_in_EHD, w_out_EDF)
+        self.block.gate.weight = self.router
+        self.block.experts.gate_up_proj, self.block.experts.down_proj = self.w_in, self.w_out
 
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def routing(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         _, weights_TK, ids_TK = self.block.gate(x_TD.float())
-        return self.experts(x_TD, weights_TK, ids_TK)
+        return weights_TK, ids_TK
 
     def experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-        """What is done once the choice is made."""
         return self.block.experts(x_TD, ids_TK, weights_TK.to(x_TD.dtype))
 
 
@@ -249,7 +233,7 @@ def peers_of(case: Case, *, einsum: bool) -> list[Peer]:
     if case.activation == "swiglu":
         for name in ("eager", "grouped_mm", *(() if case.training else ("batched_mm",))):
             slow = name == "eager" and case.training and case.num_experts > 16
-            make = _mixtral_maker(name)
+            make = partial(MixtralMoE, implementation=name)
             found.append(Peer(f"transformers {name}", make, absent("transformers"), slow))
     for name, (package, make) in PACKAGES[case.activation].items():
         found.append(Peer(name, make, why_missing(package, case)))
@@ -260,7 +244,3 @@ def peers_of(case: Case, *, einsum: bool) -> list[Peer]:
     if einsum and case.training:
         found.append(Peer("einsum", EinsumMoE, slow=True))
     return found
-
-
-def _mixtral_maker(implementation: str) -> Callable[[MoELayer, Case], nn.Module]:
-    return lambda layer, case: make_mixtral(layer, case, implementation)

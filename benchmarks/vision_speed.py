@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from benchmarks.harness import Contender, checked, circumstances, interleaved, write_report
+from benchmarks.peer_parts import through_einsums
 from torch import Tensor, nn
 
 from expertmesh.cli.heap import keep_freed_memory
@@ -47,22 +48,14 @@ class EinsumExperts(nn.Module):
         self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, **_: object
     ) -> Tensor:
         """See `GroupedExperts.forward`."""
-        num_experts = len(self.w_in)
-        # the id E, "no expert", has a column of its own, which is left out
-        chosen_TKE = F.one_hot(expert_ids_TK, num_experts + 1)[..., :num_experts]
-        place_TKE = (chosen_TKE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_TKE)
-        place_TK = (place_TKE * chosen_TKE).sum(-1)
-        capacity = max(int(chosen_TKE.sum((0, 1)).max()), 1)
-        weights_TKE = (weights_TK[..., None] * chosen_TKE).to(x_TD.dtype)
-        places_TKC = F.one_hot(place_TK, capacity).to(x_TD.dtype)
-        combine_TEC = torch.einsum("tke,tkc->tec", weights_TKE, places_TKC)
-        dispatch_TEC = (combine_TEC != 0).to(x_TD.dtype)
-        rows_ECD = torch.einsum("tec,td->ecd", dispatch_TEC, x_TD)
-        h_ECF = rows_ECD @ self.w_in[:, 0].transpose(1, 2)
-        h_ECF = h_ECF if self.b_in is None else h_ECF + self.b_in
-        y_ECD = F.gelu(h_ECF) @ self.w_out.transpose(1, 2)
-        y_ECD = y_ECD if self.b_out is None else y_ECD + self.b_out[:, None]
-        return torch.einsum("tec,ecd->td", combine_TEC, y_ECD)
+
+        def of_rows(rows_ECD: Tensor) -> Tensor:
+            h_ECF = rows_ECD @ self.w_in[:, 0].transpose(1, 2)
+            h_ECF = h_ECF if self.b_in is None else h_ECF + self.b_in
+            y_ECD = F.gelu(h_ECF) @ self.w_out.transpose(1, 2)
+            return y_ECD if self.b_out is None else y_ECD + self.b_out[:, None]
+
+        return through_einsums(x_TD, expert_ids_TK, weights_TK, len(self.w_in), of_rows)
 
 
 class Trainee:

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from benchmarks.peer_parts import Case, OwnWeights, absent, activate
 from torch import Tensor, nn
 
-from expertmesh import MoELayer
-
 
 class LigerMoE(OwnWeights):
     """Liger-Kernel's fused experts (its portable Triton kernels) behind the router that all share."""
@@ -28,12 +26,12 @@ class LigerMoE(OwnWeights):
 class LigerCuteMoE(OwnWeights):
     """Liger's CuTe kernels, in a group of one, behind the router that all share; gate and up are copies, one each."""
 
-    def __init__(self, layer: MoELayer, case: Case) -> None:
-        super().__init__(layer, case)
+    def build(self) -> None:
         import torch.distributed as dist
         from liger_cute_kernels import MoEConfig, configure
         from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe
 
+        case = self.case
         _one_process(case.device)
         sizes = MoEConfig(
             max_tokens=case.num_tokens,
@@ -65,9 +63,10 @@ class TransformerEngineMoE(OwnWeights):
     They take the rows per expert as a list, so the host waits for the router in every step: that is their interface.
     """
 
-    def __init__(self, layer: MoELayer, case: Case) -> None:
-        super().__init__(layer, case)
+    def build(self) -> None:
         from transformer_engine.pytorch import GroupedLinear
+
+        case = self.case
 
         def linear(width: int, out: int) -> nn.Module:
             return GroupedLinear(
@@ -108,10 +107,6 @@ class TransformerEngineMoE(OwnWeights):
 
 class SonicMoE(OwnWeights):
     """SonicMoE's layer with its own router, which is BF16: logits of the layer's type, softmax over the K best."""
-
-    def __init__(self, layer: MoELayer, case: Case) -> None:
-        super().__init__(layer, case)
-        self.take(self.router.detach(), self.w_in.detach(), self.w_out.detach())
 
     def take(self, router_ED: Tensor, w_in_EHD: Tensor, w_out_EDF: Tensor) -> None:
         super().take(router_ED.to(self.case.dtype), w_in_EHD, w_out_EDF)
@@ -189,10 +184,10 @@ class TutelMoE(OwnWeights):
 
     experts = None
 
-    def __init__(self, layer: MoELayer, case: Case) -> None:
-        super().__init__(layer, case)
+    def build(self) -> None:
         from tutel import moe
 
+        case = self.case
         _one_process(case.device)
         with torch.device(case.device):  # it reads a buffer of its own on the host
             self.layer = moe.moe_layer(
@@ -205,7 +200,6 @@ class TutelMoE(OwnWeights):
                 },
                 model_dim=case.dim,
             ).to(case.dtype)
-        self.take(self.router.detach(), self.w_in.detach(), self.w_out.detach())
 
     def take(self, router_ED: Tensor, w_in_EHD: Tensor, w_out_EDF: Tensor) -> None:
         """As for all, but the second weight is a transposed copy, and biases, which it always has, are zero."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from benchmarks.layer_peers import EinsumMoE, GroupedMM, make_mixtral
+from benchmarks.layer_peers import EinsumMoE, GroupedMM, MixtralMoE
 from benchmarks.peer_parts import Case, OwnWeights, absent, choose
 from benchmarks.race.adapters import PACKAGES, why_missing
 from benchmarks.race.shapes import RaceShape
@@ -141,27 +141,6 @@ def _of_module(name: str, module: OwnWeights, shape: RaceShape) -> Racer:
     )
 
 
-def _transformers(shape: RaceShape, case: Case, layer: MoELayer) -> Racer:
-    module = make_mixtral(layer, replace(case, device="meta"), "grouped_mm")
-    block, top_k = module.block, shape.top_k
-
-    def take(weights: WeightSet) -> None:
-        block.gate.weight = nn.Parameter(weights.router_ED)
-        block.experts.gate_up_proj = nn.Parameter(weights.w_in_EGFD.flatten(1, 2))
-        block.experts.down_proj = nn.Parameter(weights.w_out_EDF)
-
-    size = (shape.num_experts, shape.num_branches, shape.hidden_dim, shape.dim)
-    return Racer(
-        TRANSFORMERS,
-        module,
-        take,
-        lambda: block.gate.weight,
-        lambda x_TD: choose(x_TD, block.gate.weight, top_k)[1],
-        lambda: (block.experts.gate_up_proj.grad.view(size), block.experts.down_proj.grad),
-        module.experts,
-    )
-
-
 def field_of(
     shape: RaceShape, *, device: str, training: bool = True, only: tuple[str, ...] = ()
 ) -> tuple[list[Racer], list[str]]:
@@ -192,9 +171,12 @@ def field_of(
     with torch.device("meta"):  # adapters copy the layer's weights; here there are none to copy
         layer = racers[0].module
         if shape.activation == "swiglu":
+            here = replace(case, device="meta")
             add(
                 TRANSFORMERS,
-                lambda: _transformers(shape, case, layer),
+                lambda: _of_module(
+                    TRANSFORMERS, MixtralMoE(layer, here, implementation="grouped_mm"), shape
+                ),
                 absent("transformers"),
             )
         add(GROUPED_MM, lambda: _of_module(GROUPED_MM, GroupedMM(layer, case), shape))
