@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -21,6 +22,7 @@ from expertmesh.integrations.hub.configs import end_ids, export_family, hub_conf
 from expertmesh.testing import numerics
 
 VOCAB = 300
+TEXT = ["a few words of some text " * 9]
 CHANGES = {
     "mixtral": {"sliding_window": None, "num_key_value_heads": 1},
     "qwen3_moe": {"decoder_sparse_step": 2, "num_key_value_heads": 1},
@@ -47,7 +49,7 @@ def hub(tmp_path_factory):
     """Folders as transformers saves them, by family, with a tokenizer, and the models."""
     found = {}
     torch.manual_seed(0)  # before the fixture of every test
-    tokenizer = train_tokenizer(["a few words of some text " * 9], vocab_size=VOCAB)
+    tokenizer = train_tokenizer(TEXT, vocab_size=VOCAB)
     for name, changes in CHANGES.items():
         model = tiny_model(name, num_experts=4, top_k=2, vocab_size=VOCAB, **changes).eval()
         with torch.no_grad():
@@ -67,18 +69,23 @@ def logits_of(model, ids):
     return found.logits if hasattr(found, "logits") else found.logits_BSV
 
 
+def check_logits(ours, model, folder):
+    """Ours and those of a model of transformers against its own in FP64; returns the tokens."""
+    ids = torch.randint(VOCAB, (6, 24))  # enough for the largest of many errors
+    oracle = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    found = (logits_of(one, ids) for one in (ours, model, oracle))
+    numerics.assert_two_times(*found, what="logits")
+    return ids
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_our_gpt_computes_the_same_logits(hub, name):
     folder, model = hub[name]
     ours = load_pretrained(folder).eval()
     assert count_parameters(ours.config).total == sum(p.numel() for p in ours.parameters())
-    ids = torch.randint(VOCAB, (6, 24))  # enough for the largest of many errors
-    oracle = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager"
-    )
-    numerics.assert_two_times(
-        logits_of(ours, ids), logits_of(model, ids), logits_of(oracle, ids), what=name
-    )
+    check_logits(ours, model, folder)
 
 
 def halved(folder, model, target):
@@ -102,13 +109,7 @@ def test_a_model_that_is_only_used_keeps_the_type_of_its_files(hub, name, tmp_pa
     ours = em.load(tmp_path / "run").model
     wide = [n for n, t in ours.state_dict().items() if t.dtype != torch.bfloat16]
     assert wide and all("router" in n or "expert_bias" in n for n in wide)
-    oracle = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager"
-    )
-    ids = torch.randint(VOCAB, (6, 24))
-    numerics.assert_two_times(
-        logits_of(ours, ids), logits_of(model, ids), logits_of(oracle, ids), what=name
-    )
+    ids = check_logits(ours, model, folder)
     _, decoder, _, precision = load_decoder(str(tmp_path / "run"), None)
     with precision.autocast():
         assert torch.equal(logits_of(decoder, ids), logits_of(ours, ids))
@@ -154,14 +155,15 @@ def test_shards_are_read_and_written(hub, tmp_path):
         assert torch.equal(tensor, again.state_dict()[name]), name
 
 
-def spoiled(folder, target, change):
-    """A copy of the folder with changed weights."""
-    target.mkdir()
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+def spoiled(folder, target, change=None, **values):
+    """A copy of the folder with changed weights, and values in config.json."""
+    shutil.copytree(folder, target)
+    if change is not None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | values))
     return target
 
 
@@ -172,9 +174,8 @@ DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
 def test_layers_that_predict_further_tokens_are_left_out(hub, tmp_path, more):
     """GLM-4.5 has one behind its last layer, which config.json counts apart."""
     ahead = {"model.layers.2.eh_proj.weight": torch.zeros(24, 48)}
-    folder = spoiled(hub["glm4_moe"][0], tmp_path / "ahead", lambda t: t.update(ahead))
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": more}))
+    values = {"num_nextn_predict_layers": more}
+    folder = spoiled(hub["glm4_moe"][0], tmp_path / "ahead", lambda t: t.update(ahead), **values)
     if not more:
         with pytest.raises(CheckpointError, match=r"has a tensor model\.layers\.2\.eh_proj"):
             load_pretrained(folder)
@@ -201,7 +202,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_its_name(hub, tmp_path, change
 
 
 def test_a_file_cut_short_is_refused_by_the_tensor_in_it(hub, tmp_path):
-    folder = spoiled(hub["mixtral"][0], tmp_path / "cut", lambda tensors: None)
+    folder = spoiled(hub["mixtral"][0], tmp_path / "cut")
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match="cut short within model"):
@@ -217,7 +218,7 @@ def test_a_file_cut_short_is_refused_by_the_tensor_in_it(hub, tmp_path):
     ],
 )
 def test_a_header_that_contradicts_itself_is_refused_by_the_tensor(hub, tmp_path, change, words):
-    folder = spoiled(hub["mixtral"][0], tmp_path / "odd", lambda tensors: None)
+    folder = spoiled(hub["mixtral"][0], tmp_path / "odd")
     path = folder / "model.safetensors"
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -242,9 +243,7 @@ def test_a_header_that_contradicts_itself_is_refused_by_the_tensor(hub, tmp_path
     ],
 )
 def test_what_our_gpt_cannot_compute_is_refused_by_name(hub, tmp_path, name, change, words):
-    folder = spoiled(hub[name][0], tmp_path / "other", lambda tensors: None)
-    values = json.loads((folder / "config.json").read_text()) | change
-    (folder / "config.json").write_text(json.dumps(values))
+    folder = spoiled(hub[name][0], tmp_path / "other", **change)
     with pytest.raises(ConfigError, match=words):
         load_pretrained(folder)
 
@@ -319,34 +318,23 @@ def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
     (tmp_path / "text").mkdir()
     for number in range(4):
         (tmp_path / "text" / f"{number}.txt").write_text(f"{number} words of some text. " * 99)
-    values = {
-        "data": {
-            "path": str(tmp_path / "text"),
-            "seq_len": 16,
-            "cache_dir": str(tmp_path / "cache"),
-        },
-        "train": {
-            "init_from": str(tmp_path / "run"),
-            "run_dir": str(tmp_path / "tuned"),
-            "steps": 1,
-            "batch_size": 2,
-            "eval_batches": 1,
-            "device": "cpu",
-            "dtype": "float32",
-            "tensorboard": False,
-        },
-        # a step too small to change a number
-        "optim": {"lr": 1e-30, "warmup_steps": 0},
-    }
-    config = begun(GPTRunConfig.model_validate(values), GPT)
+    places = {"path": str(tmp_path / "text"), "cache_dir": str(tmp_path / "cache")}
+    small = {"steps": 1, "batch_size": 2, "eval_batches": 1, "tensorboard": False}
+    where = {"init_from": str(tmp_path / "run"), "run_dir": str(tmp_path / "tuned")}
+    config = GPTRunConfig(
+        data={**places, "seq_len": 16},
+        train={**small, **where, "device": "cpu", "dtype": "float32"},
+        optim={"lr": 1e-30, "warmup_steps": 0},  # a step too small to change a number
+    )
+    config = begun(config, GPT)
     begin = load_run(tmp_path / "run")
     assert config.model == begin.config.model
     result = train(config)
-    same = (tmp_path / "tuned" / "tokenizer.json").read_bytes()
-    assert (
-        json.loads(same)["model"]
-        == json.loads((tmp_path / "run" / "tokenizer.json").read_bytes())["model"]
+    kept, given = (
+        json.loads((tmp_path / run / "tokenizer.json").read_bytes())["model"]
+        for run in ("tuned", "run")
     )
+    assert kept == given
     names = [f"model.{name}" for name in load_pretrained(hub["qwen3_moe"][0]).state_dict()]
     pairs = zip(
         *(whole_tensors(at, names) for at in (begin.checkpoint, result.checkpoint)), strict=True
@@ -365,8 +353,8 @@ CHATML = (
 def talker(hub, tmp_path_factory):
     """A hub model that talks, with two ends of a text; its run."""
     folder = tmp_path_factory.mktemp("talker")
-    source = spoiled(hub["qwen3_moe"][0], folder / "hub", lambda tensors: None)
-    tokenizer = train_tokenizer(["a few words of some text " * 9], vocab_size=VOCAB - 9)
+    source = spoiled(hub["qwen3_moe"][0], folder / "hub")
+    tokenizer = train_tokenizer(TEXT, vocab_size=VOCAB - 9)
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(source / "tokenizer.json"))
     ends = [tokenizer.token_to_id("<|im_end|>"), 0]
@@ -387,20 +375,18 @@ def test_a_converted_model_learns_conversations_by_its_own_template(talker, tmp_
     talks = [[("user", f"What is {n}?"), ("assistant", f"It is {n}.")] for n in range(40)]
     lines = [{"messages": [{"role": r, "content": c} for r, c in talk]} for talk in talks]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tuned, options = (
-        tmp_path / "tuned",
-        {
-            "--train.init-from": run,
-            "--data.path": tmp_path / "a.jsonl",
-            "--data.cache-dir": tmp_path / "cache",
-            "--data.seq-len": 32,
-            "--data.validation-fraction": 0.2,
-            "--train.run-dir": tmp_path / "tuned",
-            "--train.steps": 2,
-            "--train.dtype": "float32",
-            "--train.tensorboard": "false",
-        },
-    )
+    tuned = tmp_path / "tuned"
+    options = {
+        "--train.init-from": run,
+        "--data.path": tmp_path / "a.jsonl",
+        "--data.cache-dir": tmp_path / "cache",
+        "--data.seq-len": 32,
+        "--data.validation-fraction": 0.2,
+        "--train.run-dir": tuned,
+        "--train.steps": 2,
+        "--train.dtype": "float32",
+        "--train.tensorboard": "false",
+    }
     words = [str(word) for pair in options.items() for word in pair]
     assert main(["train", "gpt-moe-test", *words]) == 0
     config = load_run(tuned).config
@@ -446,7 +432,7 @@ def test_a_text_begins_with_what_the_tokenizer_puts_before_it(hub, tmp_path, cap
     from expertmesh.cli.main import main
     from expertmesh.infer.text import TextStream
 
-    source = spoiled(hub["mixtral"][0], tmp_path / "hub", lambda tensors: None)
+    source = spoiled(hub["mixtral"][0], tmp_path / "hub")
     tokenizer = sentencepiece_tokenizer()
     tokenizer.save(str(source / "tokenizer.json"))
     convert(source, tmp_path / "run")
@@ -585,8 +571,7 @@ def larger(tmp_path_factory):
         "qwen3_moe", num_experts=8, top_k=2, vocab_size=VOCAB, num_hidden_layers=6, hidden_size=64
     )
     model.save_pretrained(folder / "hub", max_shard_size="200KB")
-    tokenizer = train_tokenizer(["a few words of some text " * 9], vocab_size=VOCAB)
-    tokenizer.save(str(folder / "hub" / "tokenizer.json"))
+    train_tokenizer(TEXT, vocab_size=VOCAB).save(str(folder / "hub" / "tokenizer.json"))
     convert(folder / "hub", folder / "run")
     return folder / "hub", folder / "run"
 
