@@ -62,19 +62,17 @@ def add(
         ConfigError: there is no layer with grouped experts, or it has adapters already, is spread or batch-invariant; rank,
             alpha or targets break a rule.
     """
-    layers = dict(_layers(model))
-    _check(layers, rank=rank, alpha=alpha, targets=targets)
+    found = dict(_experts(model))
+    _check(found, rank=rank, alpha=alpha, targets=targets)
     if freeze:
         model.requires_grad_(False)
     seed = draw_seed() if seed is None else seed
-    for path, layer in layers.items():
-        experts = layer.experts
-        assert isinstance(experts, GroupedExperts)
+    for path, experts in found.items():
         made: dict[str, Adapter] = {}
         for name in targets:
             weight = getattr(experts, name)
             made[name] = Adapter(
-                num_experts=layer.num_experts,
+                num_experts=experts.num_experts,
                 rows=weight.flatten(1, -2).shape[1],
                 columns=weight.shape[-1],
                 rank=rank,
@@ -90,7 +88,7 @@ def add(
                 )
                 nn.init.zeros_(made[name].b)
         experts.adapters = ExpertAdapters(made)
-    return len(layers)
+    return len(found)
 
 
 def adapters(model: nn.Module) -> dict[str, Adapter]:
@@ -100,10 +98,9 @@ def adapters(model: nn.Module) -> dict[str, Adapter]:
         ConfigError: there is none.
     """
     found: dict[str, Adapter] = {}
-    for path, layer in _layers(model):
-        assert isinstance(layer.experts, GroupedExperts)
-        if layer.experts.adapters is not None:
-            for name, one in layer.experts.adapters.named_children():
+    for path, experts in _experts(model):
+        if experts.adapters is not None:
+            for name, one in experts.adapters.named_children():
                 if isinstance(one, Adapter):
                     found[f"{path}.experts.{name}".removeprefix(".")] = one
     if not found:
@@ -143,23 +140,25 @@ def remove(model: nn.Module) -> int:
     """
     adapters(model)
     count = 0
-    for _, layer in _layers(model):
-        assert isinstance(layer.experts, GroupedExperts)
-        count += layer.experts.adapters is not None
-        layer.experts.adapters = None
+    for _, experts in _experts(model):
+        count += experts.adapters is not None
+        experts.adapters = None
     model.requires_grad_(True)
     return count
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
+def _experts(model: nn.Module) -> Iterator[tuple[str, GroupedExperts]]:
+    """The experts of every layer, by the layer's name."""
     check_module(model)
     for path, module in model.named_modules():
         if isinstance(module, MoELayer) and isinstance(module.experts, GroupedExperts):
-            yield path, module
+            yield path, module.experts
 
 
-def _check(layers: dict[str, MoELayer], *, rank: int, alpha: float, targets: Sequence[str]) -> None:
-    if not layers:
+def _check(
+    found: dict[str, GroupedExperts], *, rank: int, alpha: float, targets: Sequence[str]
+) -> None:
+    if not found:
         raise ConfigError(
             "this model has no layer with grouped experts; give one with a MoELayer whose experts are not modules of your own"
         )
@@ -175,17 +174,16 @@ def _check(layers: dict[str, MoELayer], *, rank: int, alpha: float, targets: Seq
         raise ConfigError(
             f"targets={targets!r}: must be a list of {' or '.join(TARGETS)}, or both; name one or both"
         )
-    for path, layer in layers.items():
-        assert isinstance(layer.experts, GroupedExperts)
-        if layer.experts.adapters is not None:
+    for path, experts in found.items():
+        if experts.adapters is not None:
             raise ConfigError(
                 f"{path}: has adapters already; merge or remove them first (expertmesh.lora.merge, expertmesh.lora.remove)"
             )
-        if layer.experts.arithmetic.batch_invariant:
+        if experts.arithmetic.batch_invariant:
             raise ConfigError(
                 f"{path}: batch_invariant=True with adapters: their products are ordinary ones; leave one out"
             )
-        if type(layer.experts.w_in.data) is not torch.Tensor:
+        if type(experts.w_in.data) is not torch.Tensor:
             raise ConfigError(
                 f"{path}: is spread over ranks already; add adapters first, then spread the model"
             )

@@ -40,9 +40,7 @@ VECTORS = [
 
 
 def draw(counter, key):
-    words = [torch.tensor(c, dtype=torch.int64) for c in counter]
-    keys = [torch.tensor(k, dtype=torch.int64) for k in key]
-    return philox4x32(tuple(words), tuple(keys))
+    return philox4x32(*(torch.tensor(word, dtype=torch.int64) for word in (*counter, *key)))
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)

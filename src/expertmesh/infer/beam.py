@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.errors import CheckpointError, ConfigError
@@ -40,7 +41,7 @@ class _Hypotheses:
     def best_of(self, scores_BN: Tensor, ids_BNS: Tensor, count: int) -> "_Hypotheses":
         """The best `count` of these and of others, which may be longer."""
         longer = ids_BNS.shape[2] - self.ids_BKS.shape[2]
-        mine = torch.nn.functional.pad(self.ids_BKS, (0, longer), value=-1)
+        mine = F.pad(self.ids_BKS, (0, longer), value=-1)
         scores, order = torch.cat((self.scores_BK, scores_BN), 1).topk(count, dim=1)
         ids = torch.cat((mine, ids_BNS), 1)
         return _Hypotheses(scores, _rows(ids, order))
@@ -122,20 +123,16 @@ def _search(
     limits_B = torch.tensor(limits, device=device)
     penalties = [length_penalty_of(limit, alpha) for limit in limits]
     penalties_B = torch.tensor(penalties, dtype=torch.float64, device=device)
-    running: _Hypotheses | None = None
-    finished: _Hypotheses | None = None
-    cut: _Hypotheses | None = None  # the best unfinished one of each source when it was cut off
+    scores_BK = torch.full((B, K), float("-inf"), device=device)
+    none = torch.empty(B, K, 0, dtype=torch.int64, device=device)
+    finished = _Hypotheses(scores_BK, none)
+    # the best unfinished one of each source when it was cut off
+    cut = _Hypotheses(scores_BK[:, :1], none[:, :1])
+    # all beams are alike at first
+    running = _Hypotheses(F.pad(scores_BK[:, 1:], (1, 0)), none)
     for step in range(steps):
         logits_RV = model.next_logits(new_RS, token_mask_BS=None, cache=cache)
         logp_BKV = logits_RV.to(accumulate_dtype(logits_RV.dtype)).log_softmax(-1).view(B, K, -1)
-        if running is None:  # all beams are alike at first
-            scores_BK = logp_BKV.new_full((B, K), float("-inf"))
-            scores_BK[:, 0] = 0
-            none = torch.empty(B, K, 0, dtype=torch.int64, device=device)
-            running = _Hypotheses(scores_BK, none)
-            finished = _Hypotheses(torch.full_like(scores_BK, float("-inf")), none)
-            cut = _Hypotheses(finished.scores_BK[:, :1], none[:, :1])
-        assert finished is not None and cut is not None
         total_BKV = running.scores_BK[..., None] + logp_BKV
         # Of 2 K candidates at most K are ends, one of each beam; only one among the best K finishes an output.
         scores_BN, flat_BN = total_BKV.flatten(1).topk(2 * K, dim=1)
@@ -164,7 +161,6 @@ def _search(
             break
         cache.reorder((first_row_B1 + beam_BN.gather(1, order_BK)).flatten())
         new_RS = running.ids_BKS[:, :, -1].reshape(B * K, 1)
-    assert cut is not None and finished is not None
     return _best(cut, finished, penalties)
 
 

@@ -3,11 +3,13 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from expertmesh.data.news import Progress
 from expertmesh.errors import CheckpointError, ConfigError
@@ -311,29 +313,25 @@ def pad_left(
     Returns:
         (B, S) int64 ids, 0 where padded, and the (B, S) bool mask, False where padded; None if nothing is.
     """
-    return _padded(prompts, on_the_left=True, device=device)
+    return _padded(prompts, side="left", device=device)
 
 
 def pad_right(
     prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The same, aligned at their beginnings."""
-    return _padded(prompts, on_the_left=False, device=device)
+    return _padded(prompts, side="right", device=device)
 
 
 def _padded(
-    prompts: Sequence[Sequence[int]], *, on_the_left: bool, device: torch.device | str | None
+    prompts: Sequence[Sequence[int]], *, side: str, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor | None]:
-    longest = max(len(prompt) for prompt in prompts)
-    rows, masks = [], []
-    for prompt in prompts:
-        fill, here = [0] * (longest - len(prompt)), [True] * len(prompt)
-        rows.append(fill + list(prompt) if on_the_left else list(prompt) + fill)
-        masks.append([False] * len(fill) + here if on_the_left else here + [False] * len(fill))
-    ids_BS = torch.tensor(rows, dtype=torch.int64, device=device)
-    if all(map(all, masks)):
+    pad = partial(pad_sequence, batch_first=True, padding_side=side)
+    rows = [torch.tensor(list(prompt), dtype=torch.int64) for prompt in prompts]
+    ids_BS = pad(rows).to(device)
+    if len(set(map(len, rows))) == 1:
         return ids_BS, None
-    return ids_BS, torch.tensor(masks, device=device)
+    return ids_BS, pad([torch.ones_like(row, dtype=torch.bool) for row in rows]).to(device)
 
 
 @contextmanager

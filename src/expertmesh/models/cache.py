@@ -1,31 +1,11 @@
 """A preallocated key-value cache: what attention keeps of the tokens it has seen."""
 
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
-
-
-class CachedModel(Protocol):
-    """What a cache needs to know of a model's configuration."""
-
-    @property
-    def max_seq_len(self) -> int:
-        """Longest sequence."""
-
-    @property
-    def num_layers(self) -> int:
-        """Layers with keys and values of their own."""
-
-    @property
-    def kv_heads(self) -> int:
-        """Key and value heads of each."""
-
-    @property
-    def head_size(self) -> int:
-        """Size of a head."""
 
 
 class KVCache:
@@ -34,7 +14,7 @@ class KVCache:
     The model announces new tokens once with `begin`, then every layer stores its part with `update`.
 
     Args:
-        config: the config of the model.
+        config: the config of the model: its max_seq_len, num_layers, kv_heads and head_size are read.
         batch_size: sequences.
         max_len: most tokens per sequence, padding included; None: config.max_seq_len.
         device: the device of the cache.
@@ -49,7 +29,7 @@ class KVCache:
 
     def __init__(
         self,
-        config: CachedModel,
+        config: Any,
         *,
         batch_size: int,
         max_len: int | None = None,
@@ -70,11 +50,6 @@ class KVCache:
         self._k = torch.zeros(shape, device=device, dtype=dtype)
         self._v = torch.zeros(shape, device=device, dtype=dtype)
         self._is_token_BS: Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of keys and values."""
-        return 2 * self._k.numel() * self._k.element_size()
 
     @property
     def batch_size(self) -> int:

@@ -10,9 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expertmesh.config.model import MoEConfig
+from expertmesh.models.cache import KVCache
 from expertmesh.moe.dense_parts import Linear
+from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import init_normal_
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.types import RoutingStats
+from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
 
@@ -23,17 +28,7 @@ class LayerCache(Protocol):
         """Store the keys and values of new tokens and return those of all tokens so far."""
 
 
-class Drawn(Protocol):
-    """A model that was built without memory, and draws its weights."""
-
-    def to_empty(self, *, device: torch.device) -> nn.Module:
-        """Give it memory."""
-
-    def init_weights(self, seed: int | None = None) -> None:
-        """Draw every parameter."""
-
-
-def draw_weights(model: Drawn, *, device: torch.device | str | None, seed: int | None) -> None:
+def draw_weights(model: Any, *, device: torch.device | str | None, seed: int | None) -> None:
     """Give a model that was built on "meta" memory and its initial weights, each drawn once; on "meta" nothing.
 
     Args:
@@ -75,6 +70,100 @@ def init_transformer(
             returns = name.endswith(("attention.out.weight", "ffn.w_out"))
             this_std = out_std(name) if returns else std
             init_normal_(parameter, std=this_std, seed=seed, name=name, per_expert=False)
+
+
+class LanguageModel(nn.Module):
+    """What decoding asks of a model of tokens beside its logits: see `expertmesh.models.decoder.CausalLM`."""
+
+    config: Any
+    embedding: nn.Embedding
+    cache_type: type[KVCache] = KVCache
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        size: int = self.config.vocab_size
+        return size
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of a sequence that is written."""
+        length: int = self.config.max_seq_len
+        return length
+
+    @property
+    def device(self) -> torch.device:
+        """Of the embedding, where ids are expected."""
+        return self.embedding.weight.device
+
+    def new_cache(self, *, batch_size: int, max_len: int) -> Any:
+        """A cache in the dtype that attention computes in: the parameters', or autocast's where that is on."""
+        dtype = autocast_dtype(self.device) or self.embedding.weight.dtype
+        return self.cache_type(
+            self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype
+        )
+
+
+class FeedForward(nn.Module):
+    """A block of a transformer whose feed-forward layer has experts, as `moe`, or is dense, as `ffn`."""
+
+    moe: MoELayer | None
+    ffn: DenseMLP | None
+
+    def make_feed_forward(
+        self,
+        moe: MoEConfig,
+        num_experts: int,
+        *,
+        dim: int,
+        hidden_dim: int,
+        activation: str,
+        layer_index: int,
+        bias: bool = False,
+        arithmetic: RowArithmetic = ORDINARY,
+        **place: Any,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            moe: options of a layer with experts.
+            num_experts: its experts; 0: it is dense.
+            dim: model width.
+            hidden_dim: hidden size of a dense layer, and of the residual MLP beside experts.
+            activation: of experts and of a dense layer.
+            layer_index: which layer of the model this is.
+            bias: whether a dense layer has biases.
+            arithmetic: of a dense layer in evaluation.
+            **place: device and dtype of the parameters.
+        """
+        self.moe = self.ffn = None
+        if num_experts:
+            self.moe = MoELayer.from_config(
+                moe,
+                dim=dim,
+                num_experts=num_experts,
+                activation=activation,
+                residual_hidden_dim=hidden_dim,
+                layer_index=layer_index,
+                **place,
+            )
+        else:
+            self.ffn = DenseMLP(
+                dim=dim,
+                hidden_dim=hidden_dim,
+                activation=activation,
+                bias=bias,
+                arithmetic=arithmetic,
+                **place,
+            )
+
+    def feed_forward(self, x_TD: Tensor, **call: Any) -> tuple[Tensor, RoutingStats | None]:
+        """(T, D) -> (T, D), and the routing statistics of a layer with experts, which `call` is for."""
+        if self.moe is not None:
+            y_TD, stats = self.moe(x_TD, **call)
+            return y_TD, stats
+        assert self.ffn is not None
+        return self.ffn(x_TD), None
 
 
 class RMSNorm(nn.Module):

@@ -68,25 +68,16 @@ class DenseParts:
 
 def dense_parts(layer: Any, x_TD: Tensor) -> DenseParts:
     """Compute the dense parts of a MoELayer for tokens (T, D)."""
-    mix_T2 = residual_TD = None
+    arithmetic = layer.arithmetic.in_mode(layer.training)
+    mix_T2 = residual_TD = shared_TD = None
     if layer.residual_mlp is not None:
-        mix_T2, residual_TD = _mixture(layer, x_TD), layer.residual_mlp(x_TD)
-    shared_TD = None if layer.shared_experts is None else layer.shared_experts(x_TD)
-    if shared_TD is not None and layer.shared_gate is not None:
-        shared_TD = shared_TD * _share(layer, x_TD)
+        raw_T2 = layer.residual_coefficient(x_TD)
+        mix_T2 = arithmetic.softmax(raw_T2.to(accumulate_dtype(x_TD.dtype)))
+        residual_TD = layer.residual_mlp(x_TD)
+    if layer.shared_experts is not None:
+        shared_TD = layer.shared_experts(x_TD)
+        if layer.shared_gate is not None:
+            raw_T1 = layer.shared_gate(x_TD)
+            share_T1 = arithmetic.sigmoid(raw_T1.to(accumulate_dtype(raw_T1.dtype)))
+            shared_TD = shared_TD * share_T1.to(raw_T1.dtype)
     return DenseParts(mix_T2, residual_TD, shared_TD)
-
-
-def _mixture(layer: Any, x_TD: Tensor) -> Tensor:
-    raw_T2 = layer.residual_coefficient(x_TD)
-    arithmetic = layer.arithmetic.in_mode(layer.training)
-    mix_T2: Tensor = arithmetic.softmax(raw_T2.to(accumulate_dtype(x_TD.dtype)))
-    return mix_T2
-
-
-def _share(layer: Any, x_TD: Tensor) -> Tensor:
-    """(T, 1) share of the shared experts that each token takes."""
-    raw_T1 = layer.shared_gate(x_TD)
-    arithmetic = layer.arithmetic.in_mode(layer.training)
-    share_T1: Tensor = arithmetic.sigmoid(raw_T1.to(accumulate_dtype(raw_T1.dtype)))
-    return share_T1.to(raw_T1.dtype)

@@ -100,26 +100,22 @@ def weighted_losses(
     return aux_loss, z_loss, counts_E
 
 
-def _sum_groups(values_TE: Tensor, token_mask_T: Tensor | None, group_size: int | None) -> Tensor:
-    """(T, E) -> (number of groups, E), sums over the valid tokens of each routing group."""
-    if token_mask_T is not None:
-        values_TE = values_TE.masked_fill(~token_mask_T[:, None], 0)
-    T, E = values_TE.shape
-    num_groups, size = group_sizes(T, group_size)
-    if num_groups == 1:
-        return values_TE.sum(0, keepdim=True)
-    padded = torch.nn.functional.pad(values_TE, (0, 0, 0, num_groups * size - T))
-    return padded.view(num_groups, size, E).sum(1)
-
-
 def _sums(
     values_TE: Tensor,
     token_mask_T: Tensor | None,
     group_size: int | None,
     sum_over_processes: SumOverProcesses | None,
 ) -> Tensor:
-    sums_UE = _sum_groups(values_TE, token_mask_T, group_size)
-    return sums_UE if sum_over_processes is None else sum_over_processes(sums_UE)
+    """(T, E) -> (number of groups, E), sums over the valid tokens of each routing group, or of the one of all processes."""
+    if token_mask_T is not None:
+        values_TE = values_TE.masked_fill(~token_mask_T[:, None], 0)
+    T, E = values_TE.shape
+    num_groups, size = group_sizes(T, group_size)
+    if num_groups == 1:
+        sums_UE = values_TE.sum(0, keepdim=True)
+        return sums_UE if sum_over_processes is None else sum_over_processes(sums_UE)
+    padded = torch.nn.functional.pad(values_TE, (0, 0, 0, num_groups * size - T))
+    return padded.view(num_groups, size, E).sum(1)
 
 
 def _valid(

@@ -25,25 +25,23 @@ STREAM_HASH = 4
 STREAM_OUTPUT_MASK = 5
 
 
-def philox4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
-) -> Tensor:
-    """Philox4x32-10.
+# Opaque to torch.compile: fused, the ten rounds become one expression that takes a C++ compiler minutes, and one in
+# which it may assume that the products below never overflow. Step by step they wrap, which keeps all 64 bits.
+@torch.library.custom_op("expertmesh::philox4x32", mutates_args=())
+def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
+    """Philox4x32-10 of four words of the counter and two of the key.
 
     Args:
-        counter: four int64 tensors of values in [0, 2^32), broadcast together.
-        key: two scalar int64 tensors of values in [0, 2^32).
+        c0: int64 of values in [0, 2^32), broadcast together with all that follow.
+        c1: see there.
+        c2: see there.
+        c3: see there.
+        k0: scalar int64 in [0, 2^32).
+        k1: scalar int64 in [0, 2^32).
 
     Returns:
         (..., 4) int64, uniform in [0, 2^32). Does not synchronise.
     """
-    return _philox4x32(*counter, *key)
-
-
-# Opaque to torch.compile: fused, the ten rounds become one expression that takes a C++ compiler minutes, and one in
-# which it may assume that the products below never overflow. Step by step they wrap, which keeps all 64 bits.
-@torch.library.custom_op("expertmesh::philox4x32", mutates_args=())
-def _philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
     c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)
     for _ in range(_ROUNDS):
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
@@ -54,7 +52,7 @@ def _philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: 
     return torch.stack((c0, c1, c2, c3), -1)
 
 
-@_philox4x32.register_fake
+@philox4x32.register_fake
 def _(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
     return c0.new_empty((*torch.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape), 4))
 
@@ -80,8 +78,8 @@ def random_bits(
     index = token_index_T[:, None]
     c1 = (((index >> 32) & _MASK16) << 16) | block
     c3 = torch.full_like(step, ((layer_index & 0xFFFFFF) << 8) | stream)
-    words = philox4x32(
-        (index & _MASK32, c1, step & _MASK32, c3), (seed & _MASK32, (seed >> 32) & _MASK32)
+    words: Tensor = philox4x32(
+        index & _MASK32, c1, step & _MASK32, c3, seed & _MASK32, (seed >> 32) & _MASK32
     )
     return words.flatten(-2)[:, :num_columns]
 

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -53,24 +53,18 @@ class RecognizedMLP:
             w_in (G, F, D), w_out (D, F), b_in (G, F) and b_out (D,), detached; biases that the module lacks are zero, and
             None if it has none at all.
         """
-        into = [module.get_submodule(name) for name in self.in_names]
-        out = module.get_submodule(self.out_name)
-        w_in = torch.stack([_weight(linear) for linear in into])
+        names = (*self.in_names, self.out_name)
+        linears: list[Any] = [module.get_submodule(name) for name in names]
+        *w_in, w_out = (linear.weight.detach() for linear in linears)
         if not self.bias:
-            return w_in, _weight(out), None, None
-        return w_in, _weight(out), torch.stack([_bias(linear) for linear in into]), _bias(out)
-
-
-def _weight(linear: nn.Module) -> Tensor:
-    assert isinstance(linear, nn.Linear)
-    return linear.weight.detach()
-
-
-def _bias(linear: nn.Module) -> Tensor:
-    assert isinstance(linear, nn.Linear)
-    if linear.bias is None:
-        return linear.weight.new_zeros(linear.out_features)
-    return linear.bias.detach()
+            return torch.stack(w_in), w_out, None, None
+        *b_in, b_out = (
+            linear.weight.new_zeros(linear.out_features)
+            if linear.bias is None
+            else linear.bias.detach()
+            for linear in linears
+        )
+        return torch.stack(w_in), w_out, torch.stack(b_in), b_out
 
 
 def recognize_activation(function: Callable[[Tensor], Tensor]) -> str | None:

@@ -64,8 +64,9 @@ class LinearRouter(_FullPrecisionModule):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
+        **of_others: Any,
     ) -> None:
-        """Make a router without bias; `dtype` is FP32 or FP64."""
+        """Make a router without bias; `dtype` is FP32 or FP64. Options of other routers are not read."""
         super().__init__()
         how: dict[str, Any] = {"arithmetic": arithmetic, "backend": backend}
         self.proj = _Projection(dim, num_experts, device=device, dtype=dtype, **how)
@@ -109,10 +110,10 @@ class CosineRouter(_FullPrecisionModule):
         """(T, D) -> logits (T, E) in FP32, or FP64 for FP64 input."""
         projected = self.proj(x_TD)
         with without_autocast(x_TD.device):
-            token = self.arithmetic.in_mode(self.training).unit_rows(projected, eps=1e-6)
+            arithmetic = self.arithmetic.in_mode(self.training)
+            token = arithmetic.unit_rows(projected, eps=1e-6)
             expert = F.normalize(self.expert_embeddings.to(token.dtype), dim=-1, eps=1e-6)
             scale = self.log_scale.to(token.dtype).clamp(max=_MAX_LOG_SCALE).exp()
-            arithmetic = self.arithmetic.in_mode(self.training)
             return arithmetic.router_linear(token, expert, backend=self.backend) * scale
 
 
@@ -124,25 +125,15 @@ class HashRouter(nn.Module):
 
     hash_key: Tensor
 
-    def __init__(self, *, device: torch.device | str | None = None) -> None:
-        """Make a router; MoELayer.reset_parameters sets its key."""
+    def __init__(self, *, device: torch.device | str | None = None, **of_others: Any) -> None:
+        """Make a router; MoELayer.reset_parameters sets its key. Options of other routers are not read."""
         super().__init__()
         self.register_buffer("hash_key", torch.zeros(2, dtype=torch.int64, device=device))
 
 
-def make_linear_router(*, dim: int, num_experts: int, cosine_dim: int, **kwargs: Any) -> nn.Module:
-    """A LinearRouter; takes and ignores the options of other routers."""
-    return LinearRouter(dim=dim, num_experts=num_experts, **kwargs)
-
-
-def make_hash_router(*, device: torch.device | str | None = None, **kwargs: Any) -> nn.Module:
-    """A HashRouter; takes and ignores the options of other routers."""
-    return HashRouter(device=device)
-
-
 ROUTERS: dict[str, Callable[..., nn.Module]] = {
-    "topk": make_linear_router,
-    "expert_choice": make_linear_router,
+    "topk": LinearRouter,
+    "expert_choice": LinearRouter,
     "cosine": CosineRouter,
-    "hash": make_hash_router,
+    "hash": HashRouter,
 }

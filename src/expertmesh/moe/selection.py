@@ -275,7 +275,7 @@ def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts:
     mask = 0xFFFFFFFF
     stream = torch.full_like(seed, STREAM_HASH)
     words = philox4x32(
-        (ids & mask, (ids >> 32) & mask, layer & mask, stream), (seed & mask, (seed >> 32) & mask)
+        ids & mask, (ids >> 32) & mask, layer & mask, stream, seed & mask, (seed >> 32) & mask
     )
     num_steps = sum(math.gcd(b, num_experts) == 1 for b in range(1, num_experts + 1))
     # found on the device: a tensor made of the host's list would wait for it

@@ -16,6 +16,8 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.cache import KVCache
 from expertmesh.models.layers import (
     Attention,
+    FeedForward,
+    LanguageModel,
     LayerCache,
     RMSNorm,
     draw_weights,
@@ -23,12 +25,10 @@ from expertmesh.models.layers import (
     rope_tables,
 )
 from expertmesh.moe.dense_parts import Linear
-from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed
-from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
-from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.row_arithmetic import RowArithmetic, row_arithmetic
 
 
@@ -111,7 +111,7 @@ def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None
         )
 
 
-class Block(nn.Module):
+class Block(FeedForward):
     """x + attention(norm(x)), then x + feed_forward(norm(x)), where the feed-forward is dense or MoE.
 
     Args:
@@ -152,27 +152,15 @@ class Block(nn.Module):
             **how,
         )
         self.ffn_norm = RMSNorm(dim, eps=eps, **how)
-        self.moe: MoELayer | None = None
-        self.ffn: DenseMLP | None = None
-        if num_experts:
-            self.moe = MoELayer.from_config(
-                config.moe_layer,
-                dim=dim,
-                num_experts=num_experts,
-                activation=config.activation,
-                residual_hidden_dim=config.ffn_hidden_dim,
-                layer_index=layer_index,
-                device=device,
-                dtype=dtype,
-            )
-        else:
-            self.ffn = DenseMLP(
-                dim=dim,
-                hidden_dim=config.ffn_hidden_dim,
-                activation=config.activation,
-                bias=False,
-                **how,
-            )
+        self.make_feed_forward(
+            config.moe_layer,
+            num_experts,
+            dim=dim,
+            hidden_dim=config.ffn_hidden_dim,
+            activation=config.activation,
+            layer_index=layer_index,
+            **how,
+        )
 
     def forward(
         self,
@@ -193,18 +181,13 @@ class Block(nn.Module):
         )
         x_BSD = x_BSD + attended
         h_TD = self.ffn_norm(x_BSD).flatten(0, 1)
-        stats: RoutingStats | None = None
-        if self.moe is not None:
-            y_TD, stats = self.moe(
-                h_TD, token_mask=token_mask_T, token_ids=ids_T, token_index=token_index, **choices
-            )
-        else:
-            assert self.ffn is not None
-            y_TD = self.ffn(h_TD)
+        y_TD, stats = self.feed_forward(
+            h_TD, token_mask=token_mask_T, token_ids=ids_T, token_index=token_index, **choices
+        )
         return x_BSD + y_TD.view_as(x_BSD), stats
 
 
-class GPT(nn.Module):
+class GPT(LanguageModel):
     """A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, MoE in every n-th layer.
 
     With config.batch_invariant, in evaluation, the logits of a token are the same to the bit whatever other sequences and
@@ -286,31 +269,9 @@ class GPT(nn.Module):
         self.activation_checkpointing = enabled
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self.config.vocab_size
-
-    @property
-    def max_seq_len(self) -> int:
-        """Most tokens of a sequence."""
-        return self.config.max_seq_len
-
-    @property
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a generated text beside the tokenizer's own."""
         return self.config.end_ids
-
-    @property
-    def device(self) -> torch.device:
-        """Of the embedding, where ids are expected."""
-        return self.embedding.weight.device
-
-    def new_cache(self, *, batch_size: int, max_len: int) -> KVCache:
-        """A cache in the dtype that attention computes in: the parameters', or autocast's where that is on."""
-        dtype = autocast_dtype(self.device) or self.embedding.weight.dtype
-        return KVCache(
-            self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype
-        )
 
     def next_logits(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache

@@ -14,6 +14,8 @@ from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.layers import (
     Attention,
+    FeedForward,
+    LanguageModel,
     RMSNorm,
     draw_weights,
     init_transformer,
@@ -23,13 +25,11 @@ from expertmesh.models.seq2seq.cache import Seq2SeqCache
 from expertmesh.models.seq2seq.positions import Places, UntiedPositions
 from expertmesh.models.token_dropout import TokenDropout
 from expertmesh.moe.dense_parts import Linear
-from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import draw_seed
-from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.cpu.masked_attention import masked_attention, serves
-from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
+from expertmesh.ops.dtypes import accumulate_dtype
 
 Memory = tuple[Tensor, Tensor]
 """Keys and values of the sources for one layer, (sources, H, S, head_dim) each."""
@@ -121,7 +121,7 @@ class CrossAttention(nn.Module):
         return x_BSD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
-class Layer(nn.Module):
+class Layer(FeedForward):
     """x + attention(norm(x)), in the decoder x + cross_attention(norm(x), source), then x + feed_forward(norm(x)).
 
     Args:
@@ -161,26 +161,15 @@ class Layer(nn.Module):
             self.cross_norm = RMSNorm(dim, eps=eps, **place)
             self.cross_attention = CrossAttention(dim=dim, num_heads=config.num_heads, **place)
         self.ffn_norm = RMSNorm(dim, eps=eps, **place)
-        self.moe: MoELayer | None = None
-        self.ffn: DenseMLP | None = None
-        if num_experts:
-            self.moe = MoELayer.from_config(
-                config.moe,
-                dim=dim,
-                num_experts=num_experts,
-                activation=config.activation,
-                residual_hidden_dim=config.ffn_hidden_dim,
-                layer_index=layer_index,
-                **place,
-            )
-        else:
-            self.ffn = DenseMLP(
-                dim=dim,
-                hidden_dim=config.ffn_hidden_dim,
-                activation=config.activation,
-                bias=False,
-                **place,
-            )
+        self.make_feed_forward(
+            config.moe,
+            num_experts,
+            dim=dim,
+            hidden_dim=config.ffn_hidden_dim,
+            activation=config.activation,
+            layer_index=layer_index,
+            **place,
+        )
         self.dropouts = nn.ModuleList(
             TokenDropout(config.dropout, site=4 * layer_index + i) for i in range(3)
         )
@@ -223,22 +212,17 @@ class Layer(nn.Module):
             y_BSD = self.cross_attention(self.cross_norm(x_BSD), memory, source_mask)
             x_BSD = x_BSD + after_cross(y_BSD, tokens.index_T)
         h_TD = self.ffn_norm(x_BSD).flatten(0, 1)
-        stats: RoutingStats | None = None
-        if self.moe is not None:
-            y_TD, stats = self.moe(
-                h_TD,
-                token_mask=tokens.mask_T,
-                token_ids=tokens.ids_T,
-                token_index=tokens.index_T,
-                capacity_factor=capacity_factor,
-            )
-        else:
-            assert self.ffn is not None
-            y_TD = self.ffn(h_TD)
+        y_TD, stats = self.feed_forward(
+            h_TD,
+            token_mask=tokens.mask_T,
+            token_ids=tokens.ids_T,
+            token_index=tokens.index_T,
+            capacity_factor=capacity_factor,
+        )
         return x_BSD + after_ffn(y_TD.view_as(x_BSD), tokens.index_T), stats
 
 
-class Seq2Seq(nn.Module):
+class Seq2Seq(LanguageModel):
     """An encoder-decoder: RMSNorm, rotary or untied positions in self-attention, MoE in every n-th layer of both sides.
 
     It is an `expertmesh.models.decoder.EncoderDecoder`: the engine decodes it.
@@ -249,6 +233,8 @@ class Seq2Seq(nn.Module):
         dtype: of the parameters; None: torch's default.
         seed: of the initial weights; None: a fresh one from torch's default generator.
     """
+
+    cache_type = Seq2SeqCache
 
     def __init__(
         self,
@@ -320,31 +306,9 @@ class Seq2Seq(nn.Module):
         )
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self.config.vocab_size
-
-    @property
-    def max_seq_len(self) -> int:
-        """Most tokens of a target."""
-        return self.config.max_seq_len
-
-    @property
     def max_source_len(self) -> int:
         """Most tokens of a source."""
         return self.config.max_source_len
-
-    @property
-    def device(self) -> torch.device:
-        """Of the embedding, where ids are expected."""
-        return self.embedding.weight.device
-
-    def new_cache(self, *, batch_size: int, max_len: int) -> Seq2SeqCache:
-        """A cache in the dtype that attention computes in: the parameters', or autocast's where that is on."""
-        dtype = autocast_dtype(self.device) or self.embedding.weight.dtype
-        return Seq2SeqCache(
-            self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype
-        )
 
     def encode(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache) -> None:
         """Read the sources, whatever the capacity; see `expertmesh.models.decoder.EncoderDecoder`."""

@@ -5,7 +5,7 @@ shares only the log-spaced position bias with it.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from expertmesh.config.swin import SwinConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.layers import draw_weights
+from expertmesh.models.classifier import ImageScores
+from expertmesh.models.layers import FeedForward, draw_weights
 from expertmesh.models.swin.drop_path import DropPath, scaled
 from expertmesh.models.swin.windows import (
     from_windows,
@@ -25,7 +26,6 @@ from expertmesh.models.swin.windows import (
     relative_index,
 )
 from expertmesh.moe.dense_parts import Linear
-from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
@@ -155,7 +155,7 @@ class WindowAttention(nn.Module):
         return y_BHWD.roll((self.shift, self.shift), (1, 2)) if self.shift else y_BHWD
 
 
-class Block(nn.Module):
+class Block(FeedForward):
     """V2: x + norm(attention(x)), then x + norm(MLP(x)). Released: x + attention(norm(x)), then x + MLP(norm(x)).
 
     Args:
@@ -185,27 +185,18 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(dim, eps=config.norm_eps, **place)
         self.attention = WindowAttention(config, stage=stage, shift=shift, **place)
         self.ffn_norm = nn.LayerNorm(dim, eps=config.norm_eps, **place)
-        self.moe: MoELayer | None = None
-        self.ffn: DenseMLP | None = None
-        mlp: DenseMLP | GroupedExperts
-        if num_experts:
-            options = config.moe.model_copy(update={"hidden_dim": hidden_dim, "bias": True})
-            self.moe = MoELayer.from_config(
-                options,
-                dim=dim,
-                num_experts=num_experts,
-                activation="gelu",
-                residual_hidden_dim=hidden_dim,
-                layer_index=index,
-                **place,
-            )
-            assert isinstance(self.moe.experts, GroupedExperts)
-            mlp = self.moe.experts
-        else:
-            mlp = self.ffn = DenseMLP(
-                dim=dim, hidden_dim=hidden_dim, activation="gelu", bias=True, **place
-            )
+        self.make_feed_forward(
+            config.moe.model_copy(update={"hidden_dim": hidden_dim, "bias": True}),
+            num_experts,
+            dim=dim,
+            hidden_dim=hidden_dim,
+            activation="gelu",
+            layer_index=index,
+            bias=True,
+            **place,
+        )
         if not self.is_v2:
+            mlp: Any = self.ffn if self.moe is None else self.moe.experts
             mlp.b_out = None
 
     def forward(
@@ -225,22 +216,13 @@ class Block(nn.Module):
             y = self.attention(self.attention_norm(x_BHWD))
         x_BHWD = x_BHWD + scaled(y, of_attention)
         y = x_BHWD if self.is_v2 else self.ffn_norm(x_BHWD)
-        y, stats = self._feed_forward(y, image_index_B)
+        per_image = y.shape[1] * y.shape[2]
+        places = torch.arange(per_image, device=y.device)
+        token_index_T = (image_index_B[:, None] * per_image + places).flatten()
+        y_TD, stats = self.feed_forward(y.flatten(0, 2), token_index=token_index_T)
+        y = y_TD.view(y.shape)
         y = self.ffn_norm(y) if self.is_v2 else y
         return x_BHWD + scaled(y, of_ffn), stats
-
-    def _feed_forward(
-        self, x_BHWD: Tensor, image_index_B: Tensor
-    ) -> tuple[Tensor, RoutingStats | None]:
-        x_TD = x_BHWD.flatten(0, 2)
-        if self.moe is None:
-            assert self.ffn is not None
-            return self.ffn(x_TD).view(x_BHWD.shape), None
-        per_image = x_BHWD.shape[1] * x_BHWD.shape[2]
-        places = torch.arange(per_image, device=x_BHWD.device)
-        token_index_T = (image_index_B[:, None] * per_image + places).flatten()
-        y_TD, stats = self.moe(x_TD, token_index=token_index_T)
-        return y_TD.view(x_BHWD.shape), stats
 
 
 class PatchMerging(nn.Module):
@@ -301,7 +283,8 @@ class Swin(nn.Module):
         pixels = config.num_channels * config.patch_size**2
         self.patches = Linear(pixels, config.dim, bias=True, **place)
         self.patch_norm = nn.LayerNorm(config.dim, **norm)
-        self.stages, self.merges = nn.ModuleList(), nn.ModuleList()
+        self.stages: Any = nn.ModuleList()  # of lists of blocks
+        self.merges = nn.ModuleList()
         experts, index = config.experts_per_block(), 0
         for stage, depth in enumerate(config.depths):
             blocks = nn.ModuleList()
@@ -324,19 +307,34 @@ class Swin(nn.Module):
     def blocks(self) -> Iterator[Block]:
         """All blocks in their order."""
         for stage in self.stages:
-            assert isinstance(stage, nn.ModuleList)
-            for block in stage:
-                assert isinstance(block, Block)
-                yield block
+            yield from stage
 
     def moe_blocks(self) -> Iterator[tuple[str, MoELayer]]:
         """The MoE layers in their order, with their places in words, counted from 1."""
         for stage, blocks in enumerate(self.stages, 1):
-            assert isinstance(blocks, nn.ModuleList)
             for number, block in enumerate(blocks, 1):
-                assert isinstance(block, Block)
                 if block.moe is not None:
                     yield f"stage {stage} block {number}", block.moe
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Channels, height and width of its images."""
+        return self.config.num_channels, self.config.image_size, self.config.image_size
+
+    @property
+    def num_experts(self) -> Mapping[str, int]:
+        """Experts of each MoE block, by its name."""
+        return {name: layer.num_experts for name, layer in self.moe_blocks()}
+
+    def scores(self, images_BCHW: Tensor) -> ImageScores:
+        """Scores of images, and the first choice of every patch in each MoE block; see `expertmesh.models.classifier.Classifier`."""
+        output: SwinOutput = self(images_BCHW.to(self.head.weight.device))
+        experts = {}
+        for (name, _), stats in zip(self.moe_blocks(), output.stats, strict=True):
+            ids_T = stats.topk_expert_ids_TK[:, 0]
+            side = math.isqrt(len(ids_T) // len(images_BCHW))
+            experts[name] = ids_T.view(-1, side, side)
+        return ImageScores(output.logits_BC, experts)
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
@@ -376,14 +374,12 @@ class Swin(nn.Module):
         Raises:
             ConfigError: the images have another shape.
         """
-        config = self.config
-        expected = (config.num_channels, config.image_size, config.image_size)
-        if tuple(images_BCHW.shape[1:]) != expected:
+        if tuple(images_BCHW.shape[1:]) != self.size:
             raise ConfigError(
-                f"images of shape {tuple(images_BCHW.shape[1:])}: must be {expected}, channels, height and width; "
+                f"images of shape {tuple(images_BCHW.shape[1:])}: must be {self.size}, channels, height and width; "
                 "resize them, or change model.image_size and model.num_channels"
             )
-        size, side = config.patch_size, config.map_sides[0]
+        size, side = self.config.patch_size, self.config.map_sides[0]
         x = images_BCHW.to(self.patches.weight.dtype).unflatten(3, (side, size))
         x = x.unflatten(2, (side, size)).permute(0, 2, 4, 1, 3, 5)
         x_BHWD = self.patch_norm(self.patches(x.flatten(3)))
@@ -392,7 +388,6 @@ class Swin(nn.Module):
         factors = self.drop_path(image_index_B)
         maps, all_stats, index = [], [], 0
         for stage, blocks in enumerate(self.stages):
-            assert isinstance(blocks, nn.ModuleList)
             for block in blocks:
                 own = None if factors is None else factors[2 * index : 2 * index + 2]
                 x_BHWD, stats = block(x_BHWD, image_index_B, own)

@@ -11,7 +11,6 @@ from expertmesh.config.swin import SwinRunConfig
 from expertmesh.data.images import CLASSES_FILE, ImageData, class_names
 from expertmesh.data.labels import told_apart
 from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
-from expertmesh.models.swin.classifier import SwinClassifier
 from expertmesh.models.swin.model import Swin, SwinOutput
 from expertmesh.models.token_losses import token_losses
 
@@ -93,10 +92,10 @@ class SwinTask(Task):
         right = (logits_BC.argmax(1) == labels_B).sum()
         return {"loss": losses_B.sum(), "accuracy": right, "items": len(labels_B)}
 
-    def classifier(self, model: nn.Module) -> SwinClassifier:
-        """The model, with names for its MoE blocks."""
+    def classifier(self, model: nn.Module) -> Swin:
+        """The model itself."""
         assert isinstance(model, Swin)
-        return SwinClassifier(model)
+        return model
 
     def baseline(self, data: Data) -> Baseline | None:
         """What the five nearest training images by their pixels say; None where they are too many to compare."""
