@@ -77,22 +77,6 @@ def test_extreme_numbers_choose_possible_tokens() -> None:
     assert choose(logits, Sampling(), uniform_B=uniform).tolist() == [1, 2]
 
 
-def test_drawn_tokens_follow_the_distribution() -> None:
-    """Pearson's chi-square over 20000 draws, below its mean by 6 degrees of freedom plus five deviations."""
-    sampling = Sampling(temperature=0.8)
-    draws = 20_000
-    generators = sequence_generators(0, 1)
-    uniform = torch.cat([draw_uniform(generators) for _ in range(draws)])
-    chosen = choose(LOGITS.expand(draws, -1), sampling, uniform_B=uniform)
-    expected = next_token_probs(LOGITS, sampling)[0] * draws
-    possible = expected > 0
-    observed = torch.bincount(chosen, minlength=VOCAB).double()
-    assert not observed[~possible].any()
-    chi_square = float(((observed - expected).square() / expected)[possible].sum())
-    freedom = int(possible.sum()) - 1
-    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
-
-
 def test_greedy_takes_the_first_of_the_most_likely() -> None:
     assert choose(LOGITS, Sampling(greedy=True)).tolist() == [1]
     assert choose(LOGITS, Sampling(top_k=1), uniform_B=torch.tensor([0.99])).tolist() == [1]

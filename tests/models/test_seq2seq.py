@@ -1,8 +1,11 @@
 """The encoder-decoder: equal to a plain-PyTorch one, sizes as published, cached decoding, dropout, smoothing."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.support.memory import saved_bytes
 from tests.support.waits import waits
 
 from expertmesh.config.model import MoEConfig
@@ -273,17 +276,8 @@ def test_untied_positions_keep_three_widths_more_for_the_backward_pass():
     measured, estimated = [], []
     for positions in ("rotary", "untied"):
         cfg = config(positions=positions, moe=MoEConfig(num_experts=()))
-        kept: dict[int, torch.Tensor] = {}  # held, so that no other tensor gets the same address
         model = Seq2Seq(cfg, seed=0)
-        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-        def pack(t, kept=kept):
-            kept[t.untyped_storage().data_ptr()] = t
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            model(ids, ids)
-        measured.append(sum(t.untyped_storage().nbytes() for p, t in kept.items() if p not in own))
+        measured.append(saved_bytes(partial(model, ids, ids), parameters=model.parameters()))
         run = Seq2SeqRunConfig(model=cfg).updated({"train.batch_size": B})
         alone = seq2seq_costs(run, num_ranks=1, dtype="float32").alone
         estimated.append(alone.activations_bytes)

@@ -4,7 +4,6 @@ import itertools
 import math
 from fractions import Fraction
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,15 +13,10 @@ from expertmesh.moe.assignment import (
     CapacityOptions,
     assign,
     capacity_of,
-    count_choices,
     exact_ratio,
-    queue_positions,
-    smaller_factor,
-    valid_tokens_per_group,
 )
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.random import STREAM_RANDOM_DROP, key_noise, random_bits
-from expertmesh.testing.numerics import assert_close_fp64
 
 
 def ceil_capacity(num_tokens, top_k, num_experts, factor, min_capacity):
@@ -66,51 +60,6 @@ def run(
         token_index_T=torch.arange(len(ids)),
         layer_index=3,
     )
-
-
-@pytest.mark.parametrize(
-    ("policy", "kept"), [("priority", [[0, 2], [1, 2]]), ("weight", [[0, 1], [2, 2]])]
-)
-def test_batch_prioritised_routing_serves_first_choices_first(policy, kept):
-    """Token 0 has the largest weight, but its second choice waits for token 1's first (V-MoE, algorithm 2)."""
-    ids, weights = torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0.9, 0.6], [0.5, 0.0]])
-    result = run(
-        ids,
-        weights,
-        num_experts=2,
-        factor=0.5,
-        policy=policy,
-        group_size=None,
-        min_capacity=1,
-        mask=torch.tensor([True, True]),
-    )
-    assert result.expert_ids_TK.tolist() == kept
-
-
-@pytest.mark.parametrize("normalize", ["none", "topk", "kept"])
-def test_priority_is_of_probabilities_before_they_are_normalised(normalize):
-    """Token 1 is surer of its first choice; after division by both of its choices it would seem less sure than token 0."""
-    rows = [[0.55, 0.05, 0.21, 0.19], [0.6, 0.38, 0.01, 0.01]]
-    probabilities = torch.tensor(rows, dtype=torch.float64)
-    layer = MoELayer(
-        dim=4,
-        hidden_dim=4,
-        num_experts=4,
-        top_k=2,
-        capacity_factor=0.5,
-        min_capacity=1,
-        drop_policy="priority",
-        normalize_weights=normalize,
-        experts=lambda e: torch.nn.Identity(),
-        dtype=torch.float64,
-    )
-    with torch.no_grad():
-        layer.router.proj.weight.copy_(torch.eye(4))
-        output, stats = layer(probabilities.log())
-    # Expert 0 has room for one: token 1, which keeps both of its choices.
-    share = 0.98 if normalize == "none" else 1.0
-    assert stats.num_dropped == 1
-    assert_close_fp64(output[1], share * probabilities[1].log(), what="token 1")
 
 
 @settings(max_examples=120)
@@ -173,14 +122,6 @@ def test_every_policy_equals_the_loop(data):
     assert torch.equal(result.weights_TK, weights)
 
 
-@pytest.mark.parametrize(
-    ("factor", "expected"),
-    [(1.1, (11, 10)), (0.1, (1, 10)), (2 / 3, (2, 3)), (1.25, (5, 4)), (3.0, (3, 1)), (7, (7, 1))],
-)
-def test_factors_are_exact(factor, expected):
-    assert exact_ratio(factor) == expected
-
-
 @given(st.integers(1, 2000), st.integers(1, 1000))
 def test_every_simple_factor_is_exact(numerator, denominator):
     exact = Fraction(numerator, denominator)
@@ -199,51 +140,6 @@ def test_capacity_is_not_rounded_up_by_floating_point():
     assert capacity_of(1000, 1, 10, exact_ratio(1.1), min_capacity=0) == 110
     on_device = capacity_of(torch.tensor([1000, 0, 3]), 1, 10, exact_ratio(1.1), min_capacity=2)
     assert on_device.tolist() == [110, 2, 2]
-
-
-def test_the_smaller_factor_counts_and_inf_is_dropless():
-    inf = float("inf")
-    assert smaller_factor(1.5, 2.0) == smaller_factor(2.0, 1.5) == smaller_factor(None, 1.5) == 1.5
-    assert smaller_factor(inf, None) is smaller_factor(None, None) is None
-    assert smaller_factor(inf, 1.0) == 1.0
-
-
-def test_counts_and_sizes_per_group():
-    ids = torch.tensor([[0, 1], [1, 3], [3, 3], [2, 0], [0, 3]])
-    assert count_choices(ids, 3, None).tolist() == [[3, 2, 1]]
-    assert count_choices(ids, 3, 2).tolist() == [[1, 2, 0], [1, 0, 1], [1, 0, 0]]
-    mask = torch.tensor([True, False, True, True, False])
-    device = torch.device("cpu")
-    assert valid_tokens_per_group(5, 2, None, device).tolist() == [2, 2, 1]
-    assert valid_tokens_per_group(5, 2, mask, device).tolist() == [1, 2, 0]
-    assert valid_tokens_per_group(0, None, mask[:0], device).tolist() == [0]
-
-
-def test_queue_positions():
-    segment = torch.tensor([2, 0, 2, 2, 0])
-    assert queue_positions(segment, None, 3).tolist() == [0, 0, 1, 2, 1]
-    order = torch.tensor([4, 3, 2, 1, 0])
-    assert queue_positions(segment, order, 3).tolist() == [2, 1, 1, 0, 0]
-
-
-def test_first_choices_come_before_second_ones():
-    ids = torch.tensor([[1, 0], [1, 0], [0, 1]])
-    kept = run(ids, torch.ones(3, 2), num_experts=2, factor=0.5, policy="first").expert_ids_TK
-    assert kept.tolist() == [[1, 2], [1, 0], [0, 2]] or kept.tolist() == [[1, 0], [1, 2], [0, 2]]
-    assert kept.tolist() == [[1, 0], [1, 2], [0, 2]]
-
-
-def test_surviving_weights_are_renormalised():
-    ids = torch.tensor([[0, 1], [0, 1], [0, 1], [1, 2]])
-    weights = torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.8, 0.2], [0.9, 0.1]], dtype=torch.float64)
-    weights.requires_grad_()
-    kwargs = {"num_experts": 3, "factor": 0.75, "policy": "first", "renormalize": True}
-    result = run(ids, weights, **kwargs)
-    assert result.expert_ids_TK.tolist() == [[0, 1], [0, 3], [3, 3], [1, 2]]
-    expected = [[0.7, 0.3], [1.0, 0.0], [0.0, 0.0], [0.9, 0.1]]
-    assert_close_fp64(result.weights_TK, torch.tensor(expected).double(), what="w", scale=1e4)
-    gradient = torch.autograd.grad(result.weights_TK[1, 0], weights)[0]
-    assert_close_fp64(gradient[1], torch.tensor([1.0, 1.0]).double(), what="d total / d w")
 
 
 CHI_SQUARE_Z = (
@@ -333,38 +229,3 @@ def test_max_capacity_bounds_a_dropless_layer():
     assert dropped(layer_with(max_capacity_factor=0.25, min_capacity=0), x) == 128 - 4 * 8
     assert dropped(layer_with(max_capacity_factor=0.25, capacity_factor=0.5), x) == 128 - 4 * 8
     assert dropped(layer_with(max_capacity_factor=9.0), x) == 0
-
-
-def test_random_dropping_is_first_come_in_evaluation():
-    x = torch.randn(64, 6, dtype=torch.float64)
-    kwargs = {"eval_capacity_factor": 0.5, "capacity_factor": 0.5}
-    random, first = layer_with(**kwargs), layer_with(drop_policy="first", **kwargs)
-    assert torch.equal(random.eval()(x)[0], first.eval()(x)[0])
-    assert not torch.equal(random.train()(x)[0], first.train()(x)[0])
-
-
-def test_groups_do_not_see_each_other_and_the_tail_is_its_own_group():
-    layer = layer_with(
-        capacity_factor=0.5, min_capacity=1, routing_group_size=8, drop_policy="priority"
-    )
-    x = torch.randn(21, 6, dtype=torch.float64)
-    whole = layer(x)[0]
-    parts = torch.cat([layer(part)[0] for part in x.split(8)])
-    assert_close_fp64(whole, parts, what="y")
-
-
-def test_masked_tokens_lower_the_threshold():
-    layer = layer_with(capacity_factor=0.5, min_capacity=0, drop_policy="first")
-    x, mask = torch.randn(40, 6, dtype=torch.float64), torch.rand(40) > 0.5
-    masked, alone = layer(x, token_mask=mask), layer(x[mask])
-    assert_close_fp64(masked[0][mask], alone[0], what="y")
-    assert masked[1].num_dropped == alone[1].num_dropped > 0
-
-
-def test_fewer_tokens_than_the_least_capacity_drop_nothing():
-    assert (
-        dropped(
-            layer_with(capacity_factor=0.01, min_capacity=4), torch.randn(4, 6, dtype=torch.float64)
-        )
-        == 0
-    )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from tests.support.operators import Operators
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh import MoELayer
@@ -28,18 +28,6 @@ def tokens():
     return torch.randn(T, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-class Spy(TorchDispatchMode):
-    """The operators that ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.ran = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ran.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def loss_of(result):
     y, stats = result
     return y.square().sum() + stats.aux_loss
@@ -55,9 +43,9 @@ def test_nothing_that_chooses_runs_again_and_gradients_are_the_same(name):
     again = tokens()
     torch.manual_seed(7)
     kwargs = {"use_reentrant": False, "context_fn": routing_checkpoint_contexts}
-    with Spy() as forward:
+    with Operators() as forward:
         loss = loss_of(checkpoint(layer, again, **kwargs))
-    with Spy() as backward:
+    with Operators() as backward:
         loss.backward()
     assert CHOOSING_OPERATORS & set(forward.ran)
     assert not CHOOSING_OPERATORS & set(backward.ran)

@@ -8,8 +8,9 @@ from typing import Literal, get_args, get_origin
 import numpy as np
 import pytest
 import torch
+from tests.support.memory import saved_bytes
+from tests.support.operators import Operators
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh import MoELayer, Routing
 from expertmesh.config.model import MoEConfig
@@ -76,19 +77,6 @@ class ConstantRouter(nn.Module):
         return torch.arange(E, dtype=x_TD.dtype).expand(len(x_TD), E)
 
 
-class Operators(TorchDispatchMode):
-    """Names of our own operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "expertmesh":
-            self.names.add(function.name())
-        return function(*args, **(kwargs or {}))
-
-
 def observe(layer, kwargs, what, **call):
     """One observable of a layer, by name."""
     call = dict(call)
@@ -108,21 +96,11 @@ def observe(layer, kwargs, what, **call):
         layer.update_expert_bias(stats.num_tokens_per_expert_E)
         return None if layer.expert_bias_E is None else as_fp64(layer.expert_bias_E).tolist()
     if what == "saved bytes":
-        saved = {}
-
-        def pack(tensor):
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            kept = layer(
-                x, **call
-            )  # held, so that no saved memory is freed and counted as another's
-        return sum(saved.values()) if kept else None
+        return saved_bytes(lambda: layer(x, **call))
     if what == "eval operators":
         with Operators() as seen:
             layer(x, **call)
-        return seen.names
+        return {f.name() for f in seen.ran if f.namespace == "expertmesh"}
     y, stats = layer(x, **call)
     if what == "double backward":
         (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)

@@ -3,18 +3,16 @@
 import copy
 import pickle
 import shutil
-from typing import ClassVar
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from tests.support.operators import Operators
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from expertmesh import ConfigError, MoELayer, Routing, RoutingStats
-from expertmesh.config.model import MoEConfig
 from expertmesh.moe.dispatch import LocalDispatcher, LocalJourney, Tokens
 from expertmesh.moe.random import key_noise
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
@@ -412,17 +410,11 @@ def test_custom_experts_see_their_own_rows_and_are_weighted(as_list):
 
 
 def test_the_backend_is_that_of_all_that_is_around_custom_experts():
-    class Seen(TorchDispatchMode):
-        names: ClassVar[set[str]] = set()
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.names.add(function.name())
-            return function(*args, **(kwargs or {}))
-
-    layer = make(experts=lambda e: Doubler(e), backend="reference")
-    with Seen() as seen:
+    layer = make(experts=Doubler, backend="reference")
+    with Operators() as seen:
         layer(tokens().requires_grad_())
-    assert not {"expertmesh::tokens_to_rows", "expertmesh::sum_rows"} & seen.names
+    names = {function.name() for function in seen.ran}
+    assert not {"expertmesh::tokens_to_rows", "expertmesh::sum_rows"} & names
 
 
 def test_custom_experts_equal_grouped_ones():
@@ -491,16 +483,6 @@ def test_statistics_are_a_pytree_and_detached():
     assert not stats.topk_weights_TK.requires_grad
     with pytest.raises(AttributeError):
         stats.aux_loss = None
-
-
-def test_from_config_passes_every_option():
-    moe = MoEConfig(num_experts=(4, 8), top_k=3, hidden_dim=6, capacity_factor=1.5, residual=True)
-    layer = MoELayer.from_config(
-        moe, dim=D, num_experts=8, activation="relu", residual_hidden_dim=10, layer_index=2, seed=4
-    )
-    assert layer.experts.w_in.shape == (8, 1, 6, D)
-    assert layer.residual_mlp.w_out.shape == (D, 10)
-    assert (layer.top_k, layer.options.capacity_factor, layer.layer_index) == (3, 1.5, 2)
 
 
 @pytest.mark.parametrize(

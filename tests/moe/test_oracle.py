@@ -210,32 +210,6 @@ def test_the_cases_are_not_trivial():
         assert out.aux_loss > 0 and out.z_loss > 0, name
 
 
-FAULTS = {
-    "half a percent of scale": lambda y, w: (y * 1.005, w),
-    "gate and up swapped": lambda y, w: (y, {**w, "experts.w_in": w["experts.w_in"].flip(1)}),
-    "one row dropped": lambda y, w: (torch.cat([torch.zeros_like(y[:1]), y[1:]]), w),
-    "two experts swapped": lambda y, w: (y, {**w, "experts.w_out": w["experts.w_out"].roll(1, 0)}),
-    "one element of a bias": lambda y, w: (
-        y,
-        {**w, "experts.b_out": w["experts.b_out"] + 0.01 * torch.eye(E, D, dtype=y.dtype)},
-    ),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_two_times_rule_notices_faults(fault):
-    """Without a fault FP32 passes the rule; with one it does not."""
-    inputs, options = make_case("plain", mask=False)
-    out, loop = loop_case(inputs, options, torch.float32, requires_grad=False)
-    reference = loop_forward(loop, options)[0]
-    numerics.assert_two_times(reference, reference, out.y_TD, what="no fault")
-    y, params = FAULTS[fault](reference, loop.params)
-    if params is not loop.params:
-        y = loop_forward(dataclasses.replace(loop, params=params), options)[0]
-    with pytest.raises(AssertionError, match="allowed"):
-        numerics.assert_two_times(y, reference, out.y_TD, what=fault)
-
-
 def test_the_two_times_rule_notices_nan_shape_and_dtype():
     good = torch.ones(3)
     numerics.assert_two_times(good, good, np.ones(3), what="good")

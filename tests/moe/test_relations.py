@@ -212,9 +212,6 @@ def test_scaling_laws_of_the_routed_part(name):
         layer.experts.b_out.mul_(3.0)
     close(run(layer, x)[0], 3.0 * y, "w_out times 3")
     scaled = make(name, **plain, weight_scale=3.0 * ROUTERS[name].get("weight_scale", 1.0))
-    scaled.load_state_dict(make(name, **plain).state_dict())
-    torch.manual_seed(0)
-    layer = make(name, **plain)
     scaled.load_state_dict(layer.state_dict())
     close(run(scaled, x)[0], 3.0 * run(layer, x)[0], "weight_scale times 3")
 
