@@ -1,11 +1,10 @@
 """Collectives: values, gradients, counted bytes, any group, and failures that say who and what."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import RankError, RankPool
+from tests.support.replicas import world_of
 
 from expertmesh.comm.all_to_all.flat import CountsInFlight, in_flight_all_to_all
 from expertmesh.comm.collectives import (
@@ -22,19 +21,14 @@ from expertmesh.errors import CollectiveError, ConfigError
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-@functools.cache
-def world():
-    return World()
-
-
 def group_of(cells):
-    return world().group(cells, name="a test's ranks")
+    return world_of().group(cells, name="a test's ranks")
 
 
 def values_and_gradients(cells):
     """Each collective and its gradient, with small integers, which all dtypes add exactly."""
     group = group_of(cells)
-    mine = world().position
+    mine = world_of().position
     for dtype in DTYPES:
         x = torch.full((2, 3), mine + 1.0, dtype=dtype, requires_grad=True)
         y = all_gather(x, group, where="test")
@@ -73,7 +67,7 @@ def ragged(cells, rows_of):
     for dtype in DTYPES:
         rows = [[group.rank, place] for place, n in enumerate(send) for _ in range(n)]
         x = torch.tensor(rows, dtype=dtype).view(-1, 2).requires_grad_()
-        with world().traffic.logged() as log:
+        with world_of().traffic.logged() as log:
             y = in_flight_all_to_all(x, counts, group, where="test").finish()
             (y * (group.rank + 1)).sum().backward()
         expected = [[place, group.rank] for place, n in enumerate(receive) for _ in range(n)]
@@ -97,9 +91,9 @@ def test_ragged_all_to_all(four_ranks, cells):
 def logs_nest():
     group = group_of([[0, 1]])
     x = torch.ones(4)
-    with world().traffic.logged() as outer:
+    with world_of().traffic.logged() as outer:
         all_reduce(x, group, where="layer 1, statistics")
-        with world().traffic.logged() as inner:
+        with world_of().traffic.logged() as inner:
             all_gather(x, group, where="layer 2, weights")
     all_gather(x, group, where="nobody listens")
     return outer.num_bytes(), inner.num_bytes(), outer.num_bytes(collective="all_reduce")
@@ -116,7 +110,7 @@ def sums_of_any_size(num_elements):
     totals = []
     for dtype in (*DTYPES, torch.int64, torch.int32):
         x = torch.arange(num_elements).remainder(7).add(group.rank).to(dtype)
-        with world().traffic.logged() as log:
+        with world_of().traffic.logged() as log:
             wait_for(start_all_reduce(x, group, where="test"))
         expected = 4 * torch.arange(num_elements).remainder(7) + 6
         assert torch.equal(x, expected.to(dtype)), dtype
@@ -171,25 +165,5 @@ def test_the_pool_reports_failures_and_recovers():
         with pytest.raises(RankError, match="rank 1 of 2(.|\n)*this rank fails"):
             pool.run(fails_on, 1)
         assert pool.run(fails_on, 5) == [5, 5]
-    finally:
-        pool.stop()
-
-
-def connects_at_the_second_try(folder):
-    tried = folder / f"tried_{dist.get_rank()}"
-    if not tried.exists():
-        tried.touch()
-        raise RuntimeError("Gloo connectFullMesh failed with ...")
-    return dist.get_rank()
-
-
-def test_the_pool_starts_again_once_where_gloo_could_not_connect(tmp_path):
-    pool = RankPool(2)
-    try:
-        for rank in range(2):
-            (tmp_path / f"tried_{rank}").touch()
-        assert pool.run(connects_at_the_second_try, tmp_path) == [0, 1]
-        (tmp_path / "tried_1").unlink()
-        assert pool.run(connects_at_the_second_try, tmp_path) == [0, 1]
     finally:
         pool.stop()

@@ -60,6 +60,7 @@ def test_all_groups_end_without_the_others():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = World()
     world.mesh((1, 1), ("a", "b"), [0])
+    assert world.everyone().name == "all ranks", "what errors say, also when a mesh was first"
     end_groups(world, ours=True, agree=False)
     assert not dist.is_initialized()
 

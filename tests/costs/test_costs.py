@@ -80,15 +80,8 @@ def test_parameters_equal_the_model(name: str) -> None:
     assert count.experts == sum_of(".experts.")
     assert count.shared == sum_of(".shared_experts.", ".shared_gate.")
     assert count.residual == sum_of(".residual_")
-
-
-@all_variants
-def test_shapes_equal_the_model(name: str) -> None:
-    cfg = config(**VARIANTS[name])
     shapes = {p.name: p.shape for p in parameter_shapes(cfg)}
-    model = GPT(cfg, device="meta")
     assert shapes == {n: tuple(p.shape) for n, p in model.named_parameters()}
-    assert sum(p.num_elements for p in parameter_shapes(cfg)) == count_parameters(cfg).total
 
 
 @all_variants

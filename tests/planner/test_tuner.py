@@ -30,7 +30,6 @@ from expertmesh.planner.cache import (
 )
 from expertmesh.planner.tuner import (
     CLOSE,
-    PATIENCE,
     TOO_SLOW,
     Bucket,
     Choices,
@@ -194,18 +193,6 @@ def test_of_equal_ways_the_simplest_is_settled_on():
     assert len({way for way in ways if way.route_degree == 4}) > 1
     assert play(truth.__getitem__, effort)[0] == simplest
     assert play((truth | {simplest: 1.05}).__getitem__, effort)[0] != simplest
-
-
-def test_trials_that_never_end_are_made_again():
-    """Every other forward has no backward."""
-    tuner, bucket = Tuner(search()), Bucket.of(HOT, num_ranks=4, trains=True)
-    for call in itertools.count():
-        _, trial = tuner.choose(HOT, bucket)
-        if bucket.key in tuner.settled:
-            break
-        if trial is not None and call % 2:
-            tuner.report(trial, 1.0)
-    assert call <= 20 * PATIENCE
 
 
 def test_a_capacity_factor_is_part_of_a_bucket():

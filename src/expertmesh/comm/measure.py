@@ -9,9 +9,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from expertmesh.comm.all_to_all.flat import start_all_to_all
-from expertmesh.comm.collectives import start_all_gather, start_all_reduce
-from expertmesh.comm.group import Pending, RankGroup, wait_for
+from expertmesh.comm.all_to_all.flat import in_flight_all_to_all
+from expertmesh.comm.collectives import all_gather, start_all_reduce
+from expertmesh.comm.group import RankGroup, wait_for
 from expertmesh.comm.world import World
 from expertmesh.costs.communication import USUAL_NETWORK, Link, Network
 
@@ -63,7 +63,7 @@ def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterato
         sizes: bytes for each other rank.
     """
     groups = link_groups(world, nodes)
-    # elsewhere a rank of each node is not a rank of all others in two steps
+    # between nodes of different sizes some ranks would have no partner
     has_two_steps = {"inside", "across"} <= groups.keys() and len(set(map(nodes.count, nodes))) == 1
     for size in sizes:
         for link, group in groups.items():
@@ -72,7 +72,7 @@ def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterato
             flat = x_PB[0].clone()
             ways: dict[str, tuple[Callable[[], object], int]] = {
                 "all_to_all": (partial(_all_to_all, x_PB, group), (n - 1) * size),
-                "all_gather": (partial(_all_gather, flat, group), (n - 1) * size),
+                "all_gather": (partial(all_gather, flat, group, where="bench"), (n - 1) * size),
                 "all_reduce": (partial(_all_reduce, flat, group), 2 * (n - 1) * size // n),
             }
             if link == "all" and has_two_steps:
@@ -82,22 +82,12 @@ def measure(world: World, nodes: Sequence[int], sizes: Sequence[int]) -> Iterato
                 yield Point(algorithm, link, size, seconds, num_bytes / seconds)
 
 
-def _finish(started: tuple[Tensor, Pending | None]) -> Tensor:
-    out, pending = started
-    wait_for(pending)
-    return out
-
-
-def _all_gather(x: Tensor, group: RankGroup) -> Tensor:
-    return _finish(start_all_gather(x, group, where="bench"))
-
-
 def _all_reduce(x: Tensor, group: RankGroup) -> None:
     wait_for(start_all_reduce(x, group, where="bench"))
 
 
 def _all_to_all(x_PB: Tensor, group: RankGroup) -> Tensor:
-    return _finish(start_all_to_all(x_PB, None, None, group, where="bench"))
+    return in_flight_all_to_all(x_PB, None, group, where="bench").finish()
 
 
 def _two_step(x_PB: Tensor, groups: dict[str, RankGroup]) -> None:
@@ -125,7 +115,7 @@ def _synchronize(world: World) -> None:
 
 def _slowest(world: World, seconds: float) -> float:
     mine = torch.tensor(seconds, dtype=torch.float64, device=world.device_type)
-    return float(_finish(start_all_gather(mine, world.everyone(), where="bench")).max())
+    return float(all_gather(mine, world.everyone(), where="bench").max())
 
 
 def fit(points: Sequence[Point], nodes: Sequence[int]) -> Network:

@@ -116,6 +116,7 @@ class World:
         self._group = group or dist.group.WORLD
         self._groups: dict[tuple[tuple[int, ...], ...], RankGroup] = {}
         self._meshes: dict[tuple[tuple[Any, ...], ...], DeviceMesh] = {}
+        self.everyone()  # the first who asks for a group gives it its name
 
     def __deepcopy__(self, memo: dict[int, object]) -> "World":
         """The same world: copies of a layer talk to the same ranks."""
@@ -208,24 +209,18 @@ class World:
             order: positions in row-major order of the mesh.
         """
         key = (tuple(shape), tuple(names), tuple(order))
-        if key not in self._meshes:
-            self._meshes[key] = self._new_mesh(shape, names, order)
-        return self._meshes[key]
-
-    def _new_mesh(
-        self, shape: Sequence[int], names: Sequence[str], order: Sequence[int]
-    ) -> DeviceMesh:
+        if key in self._meshes:
+            return self._meshes[key]
         grid = torch.tensor(list(order)).view(*shape)
         groups = []
         for axis, name in enumerate(names):
             cells = grid.movedim(axis, -1).reshape(-1, shape[axis]).tolist()
             groups.append(self._group_of_axis(self.group(cells, name=f"axis {name}")))
         ranks = torch.tensor(self.ranks)[grid]
-        if len(shape) == 1:
-            return DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=tuple(names))
-        return DeviceMesh.from_group(
+        self._meshes[key] = DeviceMesh.from_group(
             groups, self.device_type, mesh=ranks, mesh_dim_names=tuple(names)
         )
+        return self._meshes[key]
 
     def _group_of_axis(self, group: RankGroup) -> dist.ProcessGroup:
         """A mesh needs a process group for an axis of one rank too."""

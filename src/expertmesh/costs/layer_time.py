@@ -93,6 +93,15 @@ def hottest(shares: tuple[float, ...], number: int) -> tuple[int, ...]:
     return tuple(sorted(by_rows[:number]))
 
 
+def _rows(way: Way, route: RouteShape, load: TokenLoad) -> tuple[tuple[int, ...], TokenLoad, float]:
+    """The hot experts, the load that is left to travel, and rows of the rank with most."""
+    hot = hottest(load.shares, way.shadow_experts or 0) if route.route_degree > 1 else ()
+    moving = load.without(hot)
+    fullest = max(moving.block_shares(route.num_blocks)) * route.num_blocks
+    stay = sum(load.shares[e] for e in hot)
+    return hot, moving, load.num_tokens * load.top_k * (fullest + stay)
+
+
 def step_time(
     way: Way, route: RouteShape, layer: LayerShape, load: TokenLoad, machine: Machine
 ) -> StepTime:
@@ -106,13 +115,9 @@ def step_time(
         machine: that it runs on.
     """
     network, W = machine.network, layer.num_ranks
-    hot = hottest(load.shares, way.shadow_experts or 0) if route.route_degree > 1 else ()
-    moving = load.without(hot)
-    r, slices = route.route_degree, len(route.blocks) // route.num_blocks
-    stay = sum(load.shares[e] for e in hot)
-    fullest = max(moving.block_shares(route.num_blocks)) * r / slices
-    parts, here = way.overlap_degree or 1, layer.num_experts // route.num_blocks / slices
-    rows = load.num_tokens * load.top_k * (fullest + stay) + ROWS_OF_A_PART * parts * here
+    hot, moving, rows = _rows(way, route, load)
+    parts, here = way.overlap_degree or 1, layer.num_experts / len(route.blocks)
+    rows += ROWS_OF_A_PART * parts * here
     passes = 3 if layer.trains else 1
     products_s = passes * rows * 2 * layer.expert_elements / machine.flops_per_s
     travel_s = (2 if layer.trains else 1) * travel_seconds(
@@ -146,13 +151,9 @@ def extra_bytes(way: Way, route: RouteShape, layer: LayerShape, load: TokenLoad)
     In training each layer keeps its arrived rows, the hot experts' weights, and gathered weights that the backward does
     not gather again; of gradients, and of what is gathered again, there is one layer's at a time.
     """
-    hot = hottest(load.shares, way.shadow_experts or 0) if route.route_degree > 1 else ()
-    slices = len(route.blocks) // route.num_blocks
-    here = layer.num_experts // route.num_blocks / slices if route.num_gathering > 1 else 0
+    hot, _, rows = _rows(way, route, load)
+    here = layer.num_experts / len(route.blocks) if route.num_gathering > 1 else 0
     gathered, shadow = here * layer.expert_elements, len(hot) * layer.expert_elements
-    fullest = max(load.without(hot).block_shares(route.num_blocks)) * route.route_degree / slices
-    stay = sum(load.shares[e] for e in hot)
-    rows = load.num_tokens * load.top_k * (fullest + stay)
     row = layer.dim + layer.num_matrices * layer.hidden_dim
     if not layer.trains:
         return (rows * row + gathered + shadow) * layer.element_bytes

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Protocol
 
 from expertmesh.config.way import AllToAll, Way
 from expertmesh.costs.communication import RouteShape, TokenLoad
@@ -143,22 +142,9 @@ class Effort:
     num_trials: int = 3
 
 
-class Search(Protocol):
-    """Which ways are worth measuring."""
-
-    def starts(self, load: TokenLoad, trains: bool, number: int) -> list[Way]:
-        """So many to begin with, the best first; at least one."""
-
-    def near(self, way: Way, load: TokenLoad, trains: bool) -> list[Way]:
-        """Those that differ from one in one step of one choice, the best first."""
-
-    def fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
-        """Whether there is memory for one."""
-
-
 @dataclass(frozen=True)
 class ModelSearch:
-    """By the cost model. A `Search`.
+    """Which ways are worth measuring, by the cost model.
 
     None that does not fit memory, unless nothing does: then the usual one. None that is hopeless, but for the usual one.
 
@@ -173,7 +159,7 @@ class ModelSearch:
     machine: Machine
 
     def starts(self, load: TokenLoad, trains: bool, number: int) -> list[Way]:
-        """The best of each route_degree, the usual one, the best of each all-to-all and number of shadows, and the next."""
+        """So many to begin with, at least one, the best first: of each route_degree, of each all-to-all and number of shadows."""
         ranked = self._ranked(load, trains)
         if not ranked:
             return [self.choices.usual]
@@ -187,7 +173,7 @@ class ModelSearch:
         return sorted(list(wanted)[:number], key=lambda way: self._seconds(way, load, trains))
 
     def near(self, way: Way, load: TokenLoad, trains: bool) -> list[Way]:
-        """Another number of parts, another all-to-all, or one shadow more or less."""
+        """Another number of parts, another all-to-all, or one shadow more or less; the best first."""
         return [other for other in self._ranked(load, trains) if self._is_near(way, other)]
 
     def _is_near(self, one: Way, other: Way) -> bool:
@@ -322,7 +308,7 @@ class Tuner:
 
     def __init__(
         self,
-        search: Search,
+        search: ModelSearch,
         *,
         known: Mapping[str, Way] | None = None,
         on_settled: Callable[[Mapping[str, Way]], None] | None = None,

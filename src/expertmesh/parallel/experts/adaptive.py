@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.comm.collectives import start_all_gather
-from expertmesh.comm.group import wait_for
+from expertmesh.comm.collectives import all_gather
 from expertmesh.comm.mesh import divisors
 from expertmesh.config.way import AllToAll, Way
 from expertmesh.costs.communication import Network, RouteShape
@@ -70,7 +69,7 @@ class Stopwatch:
 
 
 class LayerChooser:
-    """Chooses for one layer. A `Chooser`.
+    """Chooses for one layer, alike on all ranks.
 
     Args:
         tuner: of all layers of its shape.
@@ -85,7 +84,7 @@ class LayerChooser:
         self._sent: Trial | None = None
 
     def way(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> Way:
-        """The way of the call that begins."""
+        """The way of the call that begins, all of it."""
         load = dispatcher.load.token_load(top_k, capacity_factor)
         self._trial = None
         if load is None:
@@ -259,9 +258,7 @@ def _sharing_memory(device_type: str, nodes: Sequence[int]) -> int:
 def _agreed_least(world: Any, mine: float) -> float:
     """The least over all ranks, which leave together."""
     number = torch.tensor([mine], dtype=torch.float64, device=world.device_type)
-    all_P1, pending = start_all_gather(number, world.everyone(), where="speed and memory of ranks")
-    wait_for(pending)
-    return float(all_P1.min())
+    return float(all_gather(number, world.everyone(), where="speed and memory of ranks").min())
 
 
 def _flops_per_s(layer: MoELayer) -> float:

@@ -28,6 +28,7 @@ from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.phases import phase
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.parallel.experts.adaptive import LayerChooser
 from expertmesh.parallel.experts.exchange import (
     Alone,
     Exchange,
@@ -41,7 +42,6 @@ from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
 from expertmesh.parallel.experts.load import (
     FIRST_TOKENS,
-    Chooser,
     Chosen,
     LoadRecord,
     Repetitions,
@@ -177,7 +177,7 @@ class ExpertDispatcher:
         self._everyone = storage.world.everyone()
         self._exchanges: dict[tuple[int, bool], Exchange] = {}
         self.load = LoadRecord(num_experts, num_ranks=storage.world.size)
-        self.chooser: Chooser | None = None
+        self.chooser: LayerChooser | None = None
         self._repetitions = Repetitions(storage.layer)
         _check_word("dispatch_dtype", dispatch_dtype, DispatchDtype)
         if nodes is not None and len(nodes) != storage.world.size:

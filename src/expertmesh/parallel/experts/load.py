@@ -2,17 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from expertmesh.comm.host_copy import on_host
-from expertmesh.config.way import Way
 from expertmesh.costs.communication import RouteShape, TokenLoad
 from expertmesh.errors import ConfigError
-from expertmesh.moe.dispatch import Tokens
 from expertmesh.parallel.experts.plan import Plan
 
 FIRST_TOKENS = 4096.0
@@ -36,22 +33,6 @@ class Chosen:
     is_flat: bool
     hot: tuple[int, ...]
     num_pieces: int = 1
-
-
-class Chooser(Protocol):
-    """Chooses how a layer's tokens travel; all ranks must choose alike."""
-
-    def way(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> Way:
-        """The way of the call that begins, all of it."""
-
-    def timed(self, tokens: Tokens) -> tuple[Tokens, Callable[[Tensor], None] | None]:
-        """The tokens of that call, and what is to be told of its result; None: nothing."""
-
-    def to_agree_on(self) -> list[int]:
-        """Numbers of this rank that are to be summed over all of them, on the way with the counts of the call."""
-
-    def agreed(self, sums: Tensor) -> None:
-        """Their sums."""
 
 
 class _Waiting:
