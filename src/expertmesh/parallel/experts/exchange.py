@@ -68,6 +68,21 @@ class Route:
         own_RK = (local_RK >= 0) & (local_RK < self.num_local)
         return torch.where(own_RK, local_RK, self.num_local), own_RK
 
+    def send(
+        self, both_RK: Tensor, x_RD: Tensor, counts: Counts, group: RankGroup, purpose: str
+    ) -> tuple[InFlight, InFlight]:
+        """Send rows out, and what `choices_of_rows` gave them, which is not rounded."""
+        where = f"{self.layer}, {purpose}"
+        both = in_flight_all_to_all(both_RK, counts, group, where=where)
+        x = in_flight_all_to_all(x_RD, counts, group, where=where, payload=self.payload)
+        return both, x
+
+    def arrived(self, both_RK: Tensor, x_RD: Tensor, max_rows: int | None = None) -> Tokens:
+        """Rows of other ranks with what `choices_of_rows` gave them; choices of other ranks' experts are none here."""
+        weights_RK, ids_RK = both_RK.tensor_split(2, 1)
+        local_RK, own_RK = self.local_ids(ids_RK.detach().to(torch.int64), self.first_expert)
+        return Tokens(x_RD, local_RK, weights_RK * own_RK, max_rows)
+
 
 class Homebound(Protocol):
     """Partial sums on their way home."""
@@ -102,8 +117,8 @@ class Outbound(ABC):
         """Send a partial sum for each token that arrived back to where it came from."""
 
 
-class Exchange(ABC):
-    """Moves tokens over the ranks of one route. Every rank of it must call, in the same order.
+class Exchange:
+    """Moves tokens over the ranks of one route. Every rank of it must call, in the same order. An heir has `start` or `start_parts`.
 
     Args:
         route: of the tokens.
@@ -112,13 +127,13 @@ class Exchange(ABC):
     def __init__(self, route: Route) -> None:
         self.route = route
 
-    @abstractmethod
     def start(self, tokens: Tokens) -> Outbound:
         """Send tokens out; returns without waiting for other ranks.
 
         Args:
             tokens: of this rank, with global ids.
         """
+        return self.start_parts(tokens, 1)[0]
 
     def start_parts(
         self, tokens: Tokens, num_parts: int, num_pieces: int = 1
@@ -196,15 +211,11 @@ class _Staying(Outbound):
 class Alone(Exchange):
     """This rank has all experts of its tokens: nothing moves."""
 
-    def start(self, tokens: Tokens) -> Outbound:
-        """Keep the tokens."""
-        return _Staying(tokens)
-
     def start_parts(
         self, tokens: Tokens, num_parts: int, num_pieces: int = 1
     ) -> Sequence[Outbound]:
         """Keep the tokens, together."""
-        return [self.start(tokens)]
+        return [_Staying(tokens)]
 
 
 class Fixed(Exchange):
@@ -219,18 +230,14 @@ class Fixed(Exchange):
         super().__init__(route)
         self.bound = bound
 
-    def start(self, tokens: Tokens) -> Outbound:
-        """Send all tokens, padded to the bound, to every rank, which leaves those of others alone.
+    def start_parts(
+        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+    ) -> Sequence[Outbound]:
+        """Send all tokens to every rank, which leaves those of others alone; each part padded to its part of the bound.
 
         Raises:
             ConfigError: there are more tokens than the bound.
         """
-        return self.start_parts(tokens, 1)[0]
-
-    def start_parts(
-        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
-    ) -> Sequence[Outbound]:
-        """The same in parts, each padded to its part of the bound."""
         T, bound = len(tokens.x_TD), self.bound
         if bound < T:
             raise ConfigError(
@@ -246,7 +253,7 @@ class Fixed(Exchange):
 
 class _FixedOutbound(Outbound):
     def __init__(self, route: Route, tokens: Tokens, bound: int) -> None:
-        self._route, (self._num_tokens, self._top_k) = route, tokens.expert_ids_TK.shape
+        self._route, self._num_tokens = route, len(tokens.x_TD)
         missing = (0, 0, 0, bound - self._num_tokens)
         where = f"{route.layer}, dispatch"
         # The value is an id beyond all experts, and a weight that nobody uses.
@@ -263,11 +270,8 @@ class _FixedOutbound(Outbound):
         """All is under way."""
 
     def finish(self) -> Tokens:
-        both_RK, K = self._both.finish().flatten(0, 1), self._top_k
-        x_RD = self._x.finish().flatten(0, 1)
-        ids_RK = both_RK[:, K:].detach().to(torch.int64)
-        local_RK, own_RK = self._route.local_ids(ids_RK, self._route.first_expert)
-        return Tokens(x_RD, local_RK, both_RK[:, :K] * own_RK)
+        both_RK, x_RD = (move.finish().flatten(0, 1) for move in (self._both, self._x))
+        return self._route.arrived(both_RK, x_RD)
 
     def start_home(self, y_RD: Tensor) -> Homebound:
         group = self._route.group
@@ -283,14 +287,10 @@ class _FixedOutbound(Outbound):
 class Ragged(Exchange):
     """Every rank sends each as many rows as it has for it; the host waits for their numbers, once."""
 
-    def start(self, tokens: Tokens) -> Outbound:
-        """Tell the other ranks how many rows to expect; `Outbound.advance` sends them."""
-        return self.start_parts(tokens, 1)[0]
-
     def start_parts(
         self, tokens: Tokens, num_parts: int, num_pieces: int = 1
     ) -> Sequence[Outbound]:
-        """The same in parts, with one exchange of numbers for all."""
+        """Tell the other ranks how many rows to expect, in one exchange for all parts; `Outbound.advance` sends them."""
         parts = split(tokens, part_sizes(tokens, num_parts))
         found = [_RaggedOutbound(self.route, part) for part in parts]
         counts_PC = torch.cat([part.counts_PC for part in found], 1)
@@ -328,37 +328,17 @@ class _RaggedOutbound(Outbound):
     def advance(self) -> None:
         if self._rows is not None:
             return
-        counts, _ = self._counts()
-        where = f"{self._route.layer}, dispatch"
-        self._metadata = only_rows(self._metadata, sum(counts.send))
-        both_RK, group = self._choices_of_rows(counts), self._route.group
-        both = in_flight_all_to_all(both_RK, counts, group, where=where)
-        x_RD = permute(self._tokens.x_TD, self._metadata)
-        payload = self._route.payload
-        x = in_flight_all_to_all(x_RD, counts, group, where=where, payload=payload)
-        self._rows = both, x
-
-    def _choices_of_rows(self, counts: Counts) -> Tensor:
-        """Per row (R, 2K): weights, and ids local to the receiver, which are exact in FP32 up to 2^24."""
-        route, ids_TK = self._route, self._tokens.expert_ids_TK
-        block_of = {place: n for n, places in enumerate(route.places) for place in places}
-        firsts = [block_of[place] * route.num_local for place in range(route.group.size)]
-        first_P, rows_P = on_device(firsts, ids_TK.device), self.counts_PC[:, 0]
-        first_R = first_P.repeat_interleave(rows_P, output_size=sum(counts.send))
-        token_of_row_R = self._metadata.token_of_row_N
-        local_RK, own_RK = route.local_ids(ids_TK[token_of_row_R], first_R[:, None])
-        weights_TK = at_least_fp32(self._tokens.weights_TK)
-        return weights_and_ids(permute(weights_TK, self._metadata) * own_RK, local_RK)
+        route, (counts, _) = self._route, self._counts()
+        self._metadata = metadata = only_rows(self._metadata, sum(counts.send))
+        both_RK = choices_of_rows(self._tokens, metadata)
+        x_RD = permute(self._tokens.x_TD, metadata)
+        self._rows = route.send(both_RK, x_RD, counts, route.group, "dispatch")
 
     def finish(self) -> Tokens:
         self.advance()
         assert self._rows is not None
-        both_RK, x_RD = (rows.finish() for rows in self._rows)
-        K = self._tokens.expert_ids_TK.shape[1]
-        _, slots = self._counts()
-        return Tokens(
-            x_RD, both_RK[:, K:].detach().to(torch.int64), both_RK[:, :K], sum(slots.receive)
-        )
+        both_RK, x_RD = (move.finish() for move in self._rows)
+        return self._route.arrived(both_RK, x_RD, sum(self._counts()[1].receive))
 
     def start_home(self, y_RD: Tensor) -> Homebound:
         counts, _ = self._counts()
@@ -379,6 +359,12 @@ def slots_of_ranks(block_TK: Tensor, places_BQ: Tensor) -> Tensor:
 def at_least_fp32(weights_TK: Tensor) -> Tensor:
     """Routing weights as they travel: FP32, or FP64 if they are."""
     return weights_TK if weights_TK.dtype == torch.float64 else weights_TK.float()
+
+
+def choices_of_rows(tokens: Tokens, metadata: RouteMetadata) -> Tensor:
+    """(R, 2K) weights and global ids of each row, which are exact in FP32 up to 2^24."""
+    weights_RK = permute(at_least_fp32(tokens.weights_TK), metadata)
+    return weights_and_ids(weights_RK, tokens.expert_ids_TK[metadata.token_of_row_N])
 
 
 def weights_and_ids(weights_RK: Tensor, ids_RK: Tensor) -> Tensor:

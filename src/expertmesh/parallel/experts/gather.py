@@ -39,8 +39,8 @@ SLICED_AXIS = {"w_in": 2, "w_out": 2, "b_in": 2, "b_out": 1}
 """Axis of each parameter that the f slices cut; b_out has no hidden axis, and is cut along D."""
 
 
-class ShardSource(Protocol):
-    """Who owns shards.
+class ShardSource(FetchedLayer, Protocol):
+    """Who owns shards, and gathers them.
 
     Attributes:
         layer: name for errors and the byte counter.
@@ -259,10 +259,6 @@ def reduce_gradients(
     return reduced
 
 
-class WeightSource(ShardSource, FetchedLayer, Protocol):
-    """Owns shards, and gathers them."""
-
-
 class GatheredWeights:
     """The weights of one layer in one forward, under one plan.
 
@@ -279,7 +275,7 @@ class GatheredWeights:
 
     def __init__(
         self,
-        source: WeightSource,
+        source: ShardSource,
         layout: Layout,
         dtype: torch.dtype,
         *,

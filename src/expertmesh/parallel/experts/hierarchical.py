@@ -24,13 +24,12 @@ from expertmesh.parallel.experts.exchange import (
     Homebound,
     Outbound,
     Route,
-    at_least_fp32,
+    choices_of_rows,
     destinations,
     only_rows,
     part_sizes,
     slots_of_ranks,
     split,
-    weights_and_ids,
 )
 from expertmesh.parallel.experts.tables import on_device
 
@@ -69,14 +68,10 @@ class Hierarchical(Exchange):
         super().__init__(route)
         self.nodes = nodes
 
-    def start(self, tokens: Tokens) -> Outbound:
-        """Tell the other ranks how many rows to expect, on both ways; `Outbound.advance` sends them across."""
-        return self.start_parts(tokens, 1)[0]
-
     def start_parts(
         self, tokens: Tokens, num_parts: int, num_pieces: int = 1
     ) -> Sequence[Outbound]:
-        """The same in parts, with one exchange of numbers for all; each crosses in pieces."""
+        """Tell the other ranks how many rows to expect, on both ways, in one exchange for all parts; each crosses in pieces."""
         cut = split(tokens, part_sizes(tokens, num_parts * num_pieces))
         found = [_Outbound(self.route, self.nodes, piece) for piece in cut]
         counts_PC = torch.cat([piece.counts_PC for piece in found], 1)
@@ -202,18 +197,11 @@ class _Outbound(Outbound):
     def advance(self) -> None:
         if self._across is not None:
             return
-        rows, group = self._counts()[0], self._route.group
-        self._metadata = only_rows(self._metadata, sum(rows.send))
-        weights_RK = permute(at_least_fp32(self._tokens.weights_TK), self._metadata)
-        ids_RK = self._tokens.expert_ids_TK[self._metadata.token_of_row_N]
-        where = f"{self._route.layer}, dispatch across nodes"
-        both = in_flight_all_to_all(weights_and_ids(weights_RK, ids_RK), rows, group, where=where)
-        x_RD = permute(self._tokens.x_TD, self._metadata)
-        payload = self._route.payload
-        self._across = (
-            both,
-            in_flight_all_to_all(x_RD, rows, group, where=where, payload=payload),
-        )
+        route, rows = self._route, self._counts()[0]
+        self._metadata = metadata = only_rows(self._metadata, sum(rows.send))
+        both_RK = choices_of_rows(self._tokens, metadata)
+        x_RD = permute(self._tokens.x_TD, metadata)
+        self._across = route.send(both_RK, x_RD, rows, route.group, "dispatch across nodes")
 
     def hand_on(self) -> None:
         """Wait for what has crossed, and send it on inside the node; `finish` does it if nobody did."""
@@ -223,21 +211,15 @@ class _Outbound(Outbound):
         assert self._across is not None
         both_RK, x_RD = (rows.finish() for rows in self._across)
         metadata, _, copies = self._inside = self._inside_places(both_RK)
-        where, group = f"{self._route.layer}, dispatch inside a node", self._nodes.inside
-        both = in_flight_all_to_all(permute(both_RK, metadata), copies, group, where=where)
-        x = in_flight_all_to_all(
-            permute(x_RD, metadata), copies, group, where=where, payload=self._route.payload
-        )
-        self._arriving = both, x
+        both_RK, x_RD = permute(both_RK, metadata), permute(x_RD, metadata)
+        inside, purpose = self._nodes.inside, "dispatch inside a node"
+        self._arriving = self._route.send(both_RK, x_RD, copies, inside, purpose)
 
     def finish(self) -> Tokens:
         self.hand_on()
         assert self._arriving is not None
         both_RK, x_RD = (rows.finish() for rows in self._arriving)
-        K = self._tokens.expert_ids_TK.shape[1]
-        ids_RK = both_RK[:, K:].detach().to(torch.int64)
-        local_RK, own_RK = self._route.local_ids(ids_RK, self._route.first_expert)
-        return Tokens(x_RD, local_RK, both_RK[:, :K] * own_RK, sum(self._counts()[2].receive))
+        return self._route.arrived(both_RK, x_RD, sum(self._counts()[2].receive))
 
     def _inside_places(self, both_RK: Tensor) -> tuple[RouteMetadata, int, Counts]:
         """Where the rows that came across go inside the node; nothing that the host does not know."""

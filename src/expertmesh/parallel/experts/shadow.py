@@ -59,10 +59,12 @@ class ShadowWeights:
         layer: str,
     ) -> None:
         self.names, self.hot, self.layer = names, tuple(hot), layer
-        self._shards, self._degrees, self._copy, self._everyone = shards, degrees, copy, everyone
+        self._shards, self._degrees, self._everyone = shards, degrees, everyone
         self._deposit, self._dtype = deposit, dtype
         part, self._slice = degrees.coordinates(rank)
         first, size = part * shards[0].shape[0], shards[0].shape[0]
+        # of each parameter: (f, h, ...), slice by slice
+        self._shapes = [torch.Size((degrees.f, len(hot), *shard.shape[1:])) for shard in shards]
         self._own = [(n, e - first) for n, e in enumerate(self.hot) if first <= e < first + size]
         self._flat = self._pack(bring)
         where = f"{layer}, weights of hot experts"
@@ -72,17 +74,12 @@ class ShadowWeights:
         self._returning: Pending | None = None
         self._token: Tensor = _Leave.apply(self, *shards)
 
-    def _shapes(self) -> list[tuple[int, ...]]:
-        """Of each parameter: (f, h, ...), slice by slice."""
-        return [(self._degrees.f, len(self.hot), *shard.shape[1:]) for shard in self._shards]
-
     def _views(self, flat: Tensor) -> list[Tensor]:
-        shapes = [torch.Size(shape) for shape in self._shapes()]
-        parts = flat.split([shape.numel() for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def _pack(self, bring: Callable[[Tensor], Tensor]) -> Tensor:
-        total = sum(torch.Size(shape).numel() for shape in self._shapes())
+        total = sum(shape.numel() for shape in self._shapes)
         device = bring(self._shards[0].detach()[:0]).device
         flat = torch.zeros(total, dtype=self._dtype, device=device)
         for view, shard in zip(self._views(flat), self._shards, strict=True):
