@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from tests.support.memory import peak_bytes
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
-from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.world import World
 from expertmesh.errors import CheckpointError, PeerError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.parallel.matrices import own_part
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
 from expertmesh.training import checkpoint
@@ -174,20 +174,16 @@ def bytes_of_ranks(folder, layout):
     store.save(1, tensors, {}, eval_loss=None)
     store.wait()
     store.close()
-    before = {name: local(t).clone() for name, t in tensors.items()}
+    before = {name: own_part(t).detach().clone() for name, t in tensors.items()}
     with torch.no_grad():
         for tensor in tensors.values():
-            local(tensor).zero_()
+            own_part(tensor).zero_()
     reading = peak_bytes(lambda: read_tensors(store.paths()[0], tensors))
-    same = all(torch.equal(local(t), before[name]) for name, t in tensors.items())
+    same = all(torch.equal(own_part(t), before[name]) for name, t in tensors.items())
     largest = max(t.nbytes for t in staged.pieces.values())
     exact = sum(t.numel() * t.element_size() for t in tensors.values())
     state.ranks.world.close()
     return staged.num_bytes, staging, reading, largest, exact, everything, same
-
-
-def local(tensor):
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @pytest.mark.parametrize(

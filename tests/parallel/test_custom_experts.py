@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tests.support import spread_case
-from tests.support.replicas import world_of
+from tests.support.replicas import assert_said, messages_of, world_of
 from tests.support.spread_case import D, E, SpreadCase, run_spread, run_whole
 from torch import nn
 
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
-from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.apply import follow_optimizer, parallelize
 from expertmesh.parallel.clip import clip_grad_norm_
@@ -211,40 +210,31 @@ def test_checkpoints_have_global_names(two_ranks, four_ranks, tmp_path):
 
 
 def mistakes():
-    world, messages = world_of(), []
-
-    def note(function):
-        with pytest.raises(ConfigError) as caught:
-            function()
-        messages.append(str(caught.value))
-
-    note(lambda: spread_experts(Model(num_experts=3).moe, world))
-    note(lambda: spread_experts(Model().moe, world, es_degree=2))
-    note(lambda: spread_experts(Model().moe, world, route_degree=1))
-    note(lambda: spread_experts(Model().moe, world, offload=True))
-    note(lambda: spread_experts(Model().moe, world, shadow_experts=1))
-    note(lambda: spread_experts(Model(experts=half_of_nothing).moe, world))
-    layer = Model().moe
+    world, layer = world_of(), Model().moe
     spread_experts(layer, world)
-    x = torch.zeros(1, D, dtype=torch.float64)
-    note(lambda: layer(x, route_degree=1))
-    copied = copy.deepcopy(layer.experts)
-    for experts in (copied, layer.experts.to("meta")):
+    found = messages_of(
+        lambda: spread_experts(Model(num_experts=3).moe, world),
+        lambda: spread_experts(Model().moe, world, es_degree=2),
+        lambda: spread_experts(Model().moe, world, route_degree=1),
+        lambda: spread_experts(Model().moe, world, offload=True),
+        lambda: spread_experts(Model().moe, world, shadow_experts=1),
+        lambda: spread_experts(Model(experts=half_of_nothing).moe, world),
+        lambda: layer(torch.zeros(1, D, dtype=torch.float64), route_degree=1),
+    )
+    for experts in (copy.deepcopy(layer.experts), layer.experts.to("meta")):
         assert all(p.owners.size == world.size for p in experts.parameters())
-    return messages
+    return found
 
 
 def test_mistakes(two_ranks):
-    expected = (
-        "3 experts that are modules of your own on 2 ranks",
-        "es_degree=2 with experts that are modules of your own: they cannot be sliced",
-        "route_degree=1 with experts that are modules of your own: they stay where they are",
-        "offload=True with experts that are modules of your own",
-        "shadow_experts=1 with experts that are modules of your own: they stay where they are",
-        f"experts {E // 2} to {E - 1} have no parameter, and are all that one rank would have",
-        "route_degree=1 with experts that are modules of your own: they stay where they are",
-    )
     for messages in two_ranks.run(mistakes):
-        assert len(messages) == len(expected)
-        for message, text in zip(messages, expected, strict=True):
-            assert text in message
+        assert_said(
+            messages,
+            "3 experts that are modules of your own on 2 ranks",
+            "es_degree=2 with experts that are modules of your own: they cannot be sliced",
+            "route_degree=1 with experts that are modules of your own: they stay where they are",
+            "offload=True with experts that are modules of your own",
+            "shadow_experts=1 with experts that are modules of your own: they stay where they are",
+            f"experts {E // 2} to {E - 1} have no parameter, and are all that one rank would have",
+            "route_degree=1 with experts that are modules of your own: they stay where they are",
+        )

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from tests.support.spread_case import D, E, SpreadCase, build, compare, world_of
 
-from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Tokens
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.exchange import Alone, Fixed, Ragged
@@ -143,12 +142,8 @@ def test_parts_are_exact_and_move_the_same_bytes(four_ranks):
         assert of_one[1] == 1, "one exchange of counts for all parts"
 
 
-def in_bfloat16():
-    compare(SpreadCase(dtype=torch.bfloat16, spread={"overlap_degree": 4}))
-
-
 def test_parts_add_weight_gradients_exactly(four_ranks):
-    four_ranks.run(in_bfloat16)
+    four_ranks.run(compare, SpreadCase(dtype=torch.bfloat16, spread={"overlap_degree": 4}))
 
 
 class Order:
@@ -193,13 +188,3 @@ def test_a_part_travels_while_experts_compute(two_ranks, where):
     expected = [("advance", 0), ("advance", 1), ("finish", 0), ("start_home", 0)]
     expected += [("finish", 1), ("start_home", 1)]
     assert two_ranks.run(order_of_two_parts, *arguments) == [expected] * 2
-
-
-def no_parts():
-    for options, call in (({"overlap_degree": 0}, {}), ({}, {"overlap_degree": -1})):
-        with pytest.raises(ConfigError, match="overlap_degree=.*: must be at least 1; use 1"):
-            order_of_two_parts(options, call)
-
-
-def test_no_parts(two_ranks):
-    two_ranks.run(no_parts)

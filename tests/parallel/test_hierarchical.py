@@ -22,11 +22,11 @@ EIGHT = {"4x2": (0, 0, 1, 1, 2, 2, 3, 3), "5+3": (0, 0, 0, 0, 0, 1, 1, 1)}
 SPREADS = [{}, {"es_degree": 2}, {"es_degree": 2, "overlap_degree": 3}, {"route_degree": 2}]
 
 
-def exact(nodes, spreads, tokens, piece_bytes=dispatcher.PIECE_BYTES):
+def exact(nodes, spreads, tokens, piece_bytes=dispatcher.PIECE_BYTES, dtype=torch.float64):
     with mock.patch.object(dispatcher, "PIECE_BYTES", piece_bytes):
         for spread in spreads:
             way = spread | {"all_to_all": "hierarchical", "nodes": nodes}
-            compare(SpreadCase({"top_k": 3}, way, tokens=tokens))
+            compare(SpreadCase({"top_k": 3}, way, tokens=tokens, dtype=dtype))
 
 
 @pytest.mark.parametrize("nodes", SHAPES.values(), ids=SHAPES)
@@ -46,13 +46,8 @@ def test_nodes_of_eight_ranks(eight_ranks, nodes):
     eight_ranks.run(exact, nodes, [{"num_replicas": 2}, {"overlap_degree": 2}], TOKENS)
 
 
-def in_bfloat16(nodes):
-    way = {"all_to_all": "hierarchical", "nodes": nodes}
-    compare(SpreadCase({"top_k": 3}, way, tokens=TOKENS, dtype=torch.bfloat16))
-
-
 def test_sums_inside_a_node_are_as_exact_as_one_process(four_ranks):
-    four_ranks.run(in_bfloat16, SHAPES["2x2"])
+    four_ranks.run(exact, SHAPES["2x2"], [{}], TOKENS, dtype=torch.bfloat16)
 
 
 def bytes_across(nodes):

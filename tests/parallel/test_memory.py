@@ -3,13 +3,13 @@
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.world import World
 from expertmesh.costs.memory import rank_memory
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.apply import follow_optimizer
+from expertmesh.parallel.matrices import own_part
 from expertmesh.recipes import RECIPES
 from expertmesh.training.optim import build_optimizer
 
@@ -43,12 +43,8 @@ FORMS = {
 ALL_IN_PARTS = ("E", "E+Z1", "E+Z2", "E+Z3", "E+D by copies")
 
 
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def num_bytes(tensors):
-    return sum(local(t).nbytes for t in tensors)
+    return sum(own_part(t).nbytes for t in tensors)
 
 
 def under_way(block):
@@ -58,7 +54,7 @@ def under_way(block):
 
 
 def place(parameter):
-    return local(parameter).untyped_storage().data_ptr()
+    return own_part(parameter).untyped_storage().data_ptr()
 
 
 class Watch:

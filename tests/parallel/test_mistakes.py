@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from tests.support.replicas import assert_said, messages_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,52 +125,46 @@ def test_two_names_for_one_thing():
 
 def mistakes_of_a_layer():
     world = World()
-    messages = []
 
     def layer(**changes):
         options = {"dim": 7, "hidden_dim": 6, "num_experts": 4, "top_k": 2}
         return MoELayer(**options | changes)
 
-    def note(function):
-        try:
-            function()
-        except ConfigError as error:
-            messages.append(str(error))
-
-    note(lambda: spread_experts(layer(), world, num_replicas=3))
-    note(lambda: spread_experts(layer(bias=True), world, es_degree=2))
-    note(lambda: spread_experts(layer(), world, order="inner"))
-    note(lambda: spread_experts(layer(), world, keep="always"))
-    note(lambda: spread_experts(layer(), world, nodes=(0, 0, 1, 1)))
-    spread = layer()
+    spread, model, other = layer(), nn.Sequential(nn.Linear(7, 7)), nn.Sequential(nn.Linear(7, 7))
     spread_experts(spread, world, fixed_tokens=2)
-    note(lambda: spread(torch.zeros(2, 7), route_degree=3))
-    note(lambda: spread(torch.zeros(3, 7)))
-    note(lambda: spread_experts(spread, world))
-    model = nn.Sequential(nn.Linear(7, 7))
-    note(lambda: parallelize(model, {"ep_degree": 2}, world=world))
-    note(lambda: parallelize(DistributedDataParallel(model), ParallelConfig(), world=world))
-    parallelize(model, ParallelConfig(), world=world)
-    note(lambda: parallelize(model, ParallelConfig(), world=world))
+    parallelize(other, ParallelConfig(), world=world)
+    found = messages_of(
+        lambda: spread_experts(layer(), world, num_replicas=3),
+        lambda: spread_experts(layer(bias=True), world, es_degree=2),
+        lambda: spread_experts(layer(), world, order="inner"),
+        lambda: spread_experts(layer(), world, keep="always"),
+        lambda: spread_experts(layer(), world, nodes=(0, 0, 1, 1)),
+        lambda: spread_experts(layer(), world, overlap_degree=0),
+        lambda: spread(torch.zeros(2, 7), route_degree=3),
+        lambda: spread(torch.zeros(3, 7)),
+        lambda: spread_experts(spread, world),
+        lambda: parallelize(model, {"ep_degree": 2}, world=world),
+        lambda: parallelize(DistributedDataParallel(model), ParallelConfig(), world=world),
+        lambda: parallelize(other, ParallelConfig(), world=world),
+    )
     world.close()
-    return messages
+    return found
 
 
 def test_a_layer(two_ranks):
-    expected = (
-        "num_replicas=3: must divide the 2 ranks",
-        "b_out of shape (4, 7) cannot be cut into 2 equal parts along axis 1",
-        "order='inner': must be slices_inner, experts_inner; choose one",
-        "keep='always': must be until_step, until_backward, regather; choose one",
-        "nodes=(0, 0, 1, 1): must name the node of each of the 2 ranks",
-        "route_degree=3: must divide the 2 ranks",
-        "3 tokens on this rank with fixed_tokens=2",
-        "the experts of layer 0 are spread already; spread a layer",
-        "config is a dict: must be a ParallelConfig; give",
-        "model is wrapped in DistributedDataParallel, which would average",
-        "model is a FSDPSequential, spread already; call parallelize once",
-    )
     for messages in two_ranks.run(mistakes_of_a_layer):
-        assert len(messages) == len(expected)
-        for message, text in zip(messages, expected, strict=True):
-            assert text in message
+        assert_said(
+            messages,
+            "num_replicas=3: must divide the 2 ranks",
+            r"b_out of shape \(4, 7\) cannot be cut into 2 equal parts along axis 1",
+            "order='inner': must be slices_inner, experts_inner; choose one",
+            "keep='always': must be until_step, until_backward, regather; choose one",
+            r"nodes=\(0, 0, 1, 1\): must name the node of each of the 2 ranks",
+            "overlap_degree=0: must be at least 1; use 1",
+            "route_degree=3: must divide the 2 ranks",
+            "3 tokens on this rank with fixed_tokens=2",
+            "the experts of layer 0 are spread already; spread a layer",
+            "config is a dict: must be a ParallelConfig; give",
+            "model is wrapped in DistributedDataParallel, which would average",
+            "model is a FSDPSequential, spread already; call parallelize once",
+        )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.support.replicas import world_of
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
-from tests.support.spread_case import D, SpreadCase, build, compare
+from tests.support.spread_case import D, SpreadCase, build, compare_all
 from tests.support.two_devices import two_devices
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,11 +24,6 @@ from expertmesh.parallel.offload import HostMemory
 from expertmesh.recipes import RECIPES
 
 KEEPS = ("until_step", "until_backward", "regather")
-
-
-def compare_all(cases):
-    for case in cases:
-        compare(case)
 
 
 def test_a_layer_equals_one_process(four_ranks):

@@ -96,7 +96,7 @@ def test_rounding_twice_is_rounding_once(kind):
 
 
 def moved(way, kind):
-    """Of one rank: what its tokens became on their way, their gradient, and bytes of the ways of x."""
+    """Of one rank: its tokens, what they became on their way, their gradient, and bytes of the ways of x."""
     world = world_of(False)
     layer = build(SpreadCase(), torch.float64)
     exchange = spread_experts(layer, world, dispatch_dtype=kind, **way).exchange()
@@ -104,10 +104,8 @@ def moved(way, kind):
     ids_TK = torch.stack([torch.randperm(E, generator=generator)[:3] for _ in range(20)])
     x_TD = torch.randn(20, D, generator=generator, dtype=torch.float64).requires_grad_()
     weights_TK = torch.rand(20, 3, generator=generator, dtype=torch.float64)
-    y, parts = (
-        [],
-        exchange.start_parts(Tokens(x_TD, ids_TK, weights_TK), way.get("overlap_degree", 1)),
-    )
+    tokens, y = Tokens(x_TD, ids_TK, weights_TK), []
+    parts = exchange.start_parts(tokens, way.get("overlap_degree", 1))
     with world.traffic.logged() as log:
         for outbound in parts:
             arrived = outbound.finish()
@@ -117,14 +115,14 @@ def moved(way, kind):
         y_TD.sum().backward()
     scale_T1 = weights_TK.sum(1, True)
     out = sum(t.num_bytes for t in log.transfers if "dispatch" in t.where and t.where[-1] != "d")
-    return y_TD.detach() / scale_T1, rounded(x_TD.detach(), kind), x_TD.grad, scale_T1, out
+    return x_TD.detach(), y_TD.detach() / scale_T1, x_TD.grad, scale_T1, out
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_tokens_arrive_rounded_and_gradients_are_exact(four_ranks, way, kind):
-    for y_TD, expected_TD, grad_TD, scale_T1, _ in four_ranks.run(moved, way, kind):
-        assert relative_error(y_TD, expected_TD) <= 4 * torch.finfo(torch.float32).eps
+    for x_TD, y_TD, grad_TD, scale_T1, _ in four_ranks.run(moved, way, kind):
+        assert relative_error(y_TD, rounded(x_TD, kind)) <= 4 * torch.finfo(torch.float32).eps
         assert_close_fp64(grad_TD, scale_T1.expand_as(grad_TD), what="gradient")
 
 
@@ -134,26 +132,10 @@ def bytes_out(kind):
 
 def test_fewer_bytes_travel_out(four_ranks):
     """A row of D FP64 elements, 3 weights and 3 ids in FP64, becomes one of D bytes and a scale, weights and ids."""
-    in_eight, rest = four_ranks.run(bytes_out, "int8"), 2 * 3 * 8
-    whole = four_ranks.run(whole_bytes)
+    in_eight, whole = (four_ranks.run(bytes_out, kind) for kind in ("int8", "same"))
+    rest = 2 * 3 * 8
     for few, many in zip(in_eight, whole, strict=True):
         assert few * (8 * D + rest) == many * (row_bytes(D, 8, "int8") + rest)
-
-
-def whole_bytes():
-    world = world_of(False)
-    layer = build(SpreadCase(), torch.float64)
-    exchange = spread_experts(layer, world).exchange()
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    ids_TK = torch.stack([torch.randperm(E, generator=generator)[:3] for _ in range(20)])
-    x_TD, weights_TK = (
-        torch.zeros(20, D, dtype=torch.float64),
-        torch.rand(20, 3, dtype=torch.float64),
-    )
-    outbound = exchange.start(Tokens(x_TD, ids_TK, weights_TK))
-    with world.traffic.logged() as log:
-        outbound.finish()
-    return sum(t.num_bytes for t in log.transfers if "dispatch" in t.where)
 
 
 def kept_until_the_backward(kind):

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from tests.support.replicas import whole, world_of
-from tests.support.spread_case import D, SpreadCase, build, compare
+from tests.support.spread_case import D, SpreadCase, build, compare, compare_all
 from torch.distributed.fsdp import fully_shard
 
 from expertmesh import MoELayer
@@ -40,14 +40,6 @@ def cases(num_ranks, tokens):
         order = draw.choice(("slices_inner", "experts_inner"))
         spread = {"route_degree": route, "es_degree": es, "keep": next(keeps), "order": order}
         yield SpreadCase(layer, spread, tokens=tokens, group=8 if name in GROUPED else 1)
-
-
-def compare_all(all_cases):
-    for case in all_cases:
-        try:
-            compare(case)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
 
 
 @pytest.mark.parametrize("tokens", [(5, 5), (7, 0)], ids=["equal", "zero"])
@@ -132,7 +124,7 @@ def compiled(layer):
     return torch.compile(layer, backend="eager")
 
 
-@pytest.mark.parametrize("changed", [copy.deepcopy, compiled])
+@pytest.mark.parametrize("changed", [copy.deepcopy, pytest.param(compiled, marks=pytest.mark.slow)])
 def test_a_graph_may_be_gone_through_twice_in_copies_and_compiled_models(two_ranks, changed):
     layer, spread = {"bias": True, "aux_loss_weight": 0.0}, {"shadow_experts": 2, "es_degree": 2}
     for once, both in two_ranks.run(twice, SpreadCase(layer, spread), changed):

@@ -101,23 +101,3 @@ def test_switches(four_ranks, parallel, count):
     for error, moved, expected in four_ranks.run(switch_every_step, parallel, count):
         assert error <= FP64_RELATIVE
         assert moved == expected > 0
-
-
-def degrees_by_layer():
-    """Sizes of the groups that share tokens, by layer, and the error of the logits."""
-    world, config = World(), small()
-    whole, spread = build(config), build(config)
-    parallelize_gpt(spread, ParallelConfig(ep_degree=(1, 4)), world=world)
-    ids = torch.randint(0, 512, (B, S), generator=torch.Generator().manual_seed(0))
-    p = world.position
-    expected = backward(whole, ids, slice(0, B), 0)[p : p + 1]
-    error = relative_error(backward(spread, ids, slice(p, p + 1), 0), expected)
-    sizes = [block.moe.dispatcher.exchange().route.group.size for block in spread.layers]
-    world.close()
-    return sizes, error
-
-
-def test_a_degree_for_each_layer_of_a_pyramid(four_ranks):
-    for sizes, error in four_ranks.run(degrees_by_layer):
-        assert sizes == [1, 4]
-        assert error <= FP64_RELATIVE

@@ -1,9 +1,11 @@
 """The same in every process: the world of a pool of ranks, weights, some steps of the trainer on a GPT."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.world import World
 from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.models.gpt.task import GPTTask
@@ -39,6 +42,17 @@ def _world_of(is_half: bool) -> World:
     everyone = range(dist.get_world_size())
     halves = [dist.new_group(list(everyone[half::2])) for half in (0, 1)]
     return World(halves[dist.get_rank() % 2])
+
+
+def messages_of(*calls: Callable[[], object]) -> list[str]:
+    """What the ConfigErrors of some calls say, one after the other."""
+    return [str(pytest.raises(ConfigError, call).value) for call in calls]
+
+
+def assert_said(found: list[str], *expected: str) -> None:
+    """One line each, in which a pattern is found."""
+    for message, pattern in zip(found, expected, strict=True):
+        assert re.search(pattern, message) and "\n" not in message, message
 
 
 def fill_biases(module: nn.Module, *, scale: float = 1.0) -> None:

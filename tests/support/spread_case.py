@@ -1,6 +1,6 @@
 """Run one layer spread over ranks and whole on each of them, and compare; the code of the ranks of a test."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,3 +157,12 @@ def compare(case: SpreadCase) -> list[Any]:
             assert plain is not None
             assert_two_times(ours, plain, theirs, what=name)
     return spread.transfers
+
+
+def compare_all(cases: Iterable[SpreadCase]) -> None:
+    """The same for several; an error names the case."""
+    for case in cases:
+        try:
+            compare(case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
