@@ -19,12 +19,12 @@ def route_metadata(
     top_k = max(expert_ids_TK.shape[1], 1)
     ids_N = expert_ids_TK.reshape(-1)
     slots_by_expert = [torch.nonzero(ids_N == e).flatten() for e in range(num_experts + 1)]
-    counts = torch.tensor([0, *[len(slots) for slots in slots_by_expert[:num_experts]]])
+    counts = [0, *[len(slots) for slots in slots_by_expert[:num_experts]]]
     order = torch.cat(slots_by_expert)
     row_of_slot_N = torch.empty_like(order)
     row_of_slot_N[order] = torch.arange(len(order), device=order.device)
     order = order[: len(order) if max_rows is None else max_rows]
-    offsets_E = counts.cumsum(0).to(ids_N.device)
+    offsets_E = torch.tensor(counts, device=ids_N.device).cumsum(0)
     maps = (offsets_E, order // top_k, order, row_of_slot_N)
     offsets, token_of_row, slot_of_row, row_of_slot = (m.to(torch.int32) for m in maps)
     return offsets, token_of_row, slot_of_row, row_of_slot

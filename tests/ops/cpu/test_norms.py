@@ -113,13 +113,15 @@ def test_norm_and_rope_by_the_two_times_rule(dtype, with_norm):
         assert_two_times(ours[name], plain[name], oracle[name], what=name)
 
 
-def test_autocast_rounds_no_gradients():
-    x, weight, grad = torch.randn(9, 16), torch.randn(16), torch.randn(9, 16)
-    expected = results(block_norm, x, weight, grad)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = results(block_norm, x, weight, grad)
-    for name in expected:
-        assert torch.equal(found[name], expected[name])
+@pytest.mark.parametrize("mode", [torch.autocast("cpu", torch.bfloat16), torch.device("meta")])
+def test_modes_of_the_caller_change_no_bit(mode):
+    x, weight, grad = torch.randn(2, 9, 3, 16), torch.randn(16), torch.randn(2, 9, 3, 16)
+    for function, turn in ((block_norm, ()), (block_rope, tables(9, 16, torch.float32))):
+        expected = results(function, x, weight, grad, *turn)
+        with mode:
+            found = results(function, x, weight, grad, *turn)
+        for name in expected:
+            assert torch.equal(found[name], expected[name])
 
 
 def test_strided_input_is_taken_as_it_is():

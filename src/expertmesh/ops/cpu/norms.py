@@ -140,7 +140,7 @@ class _NormRope(torch.autograd.Function):
     ) -> Tensor:
         dtype = accumulate_dtype(x_BSHd.dtype)
         B, S, H, d = x_BSHd.shape
-        y_BSHd = torch.empty(B, S, H, d, dtype=x_BSHd.dtype)
+        y_BSHd = x_BSHd.new_empty(B, S, H, d)
         scale_BSH = None if weight is None else _inverse_rms(x_BSHd, eps, dtype)
         wide = None if weight is None else weight.to(dtype)
         cos_SHd, sin_SHd = _whole_tables(cos, sin, H, dtype)
@@ -158,7 +158,7 @@ class _NormRope(torch.autograd.Function):
         x_BSHd, weight, scale_BSH, cos, sin = ctx.saved_tensors
         dtype = accumulate_dtype(grad_BSHd.dtype)
         B, S, H, d = grad_BSHd.shape
-        out_BSHd = torch.empty(B, S, H, d, dtype=grad_BSHd.dtype)
+        out_BSHd = grad_BSHd.new_empty(B, S, H, d)
         cos_SHd, sin_SHd = _whole_tables(cos, -sin, H, dtype)
         wide = None if weight is None else weight.to(dtype)
         grad_weight = None if wide is None else torch.zeros_like(wide)
