@@ -7,7 +7,7 @@ built by default is part of the covering set of test_compile_cover.py.
 import re
 
 import pytest
-from tests.support.aot import TARGETS, build
+from tests.support.aot import TARGETS
 from tests.support.build_rules import GLOBAL_ATOMIC, check_routing
 from tests.support.routing_builds import further_cases, main_cases
 
@@ -28,14 +28,3 @@ def test_the_histogram_counts_in_shared_memory():
         made = count.build(target)
         assert re.search(pattern, made.assembly)
         assert re.search(GLOBAL_ATOMIC[target[:2]], made.assembly) is None
-
-
-def test_the_atomic_pattern_finds_atomics():
-    assert re.search(GLOBAL_ATOMIC["sm"], "atom.global.add.u32 %r1, [%rd1], 1;")
-    assert re.search(GLOBAL_ATOMIC["sm"], "red.relaxed.gpu.global.add.f32 [%rd1], %f1;")
-    assert re.search(GLOBAL_ATOMIC["gf"], "\tglobal_atomic_add_f32 v0, v1, s[0:1]")
-
-
-def test_aot_names_wrong_arguments():
-    with pytest.raises(AssertionError, match="num_tiles"):
-        build(main_cases()["count"].kernel, "sm_90", {"ids_ptr": "*i64"}, {})

@@ -12,10 +12,10 @@ from tests.support.experts_case import ExpertsCase, check_together
 from tests.support.pairwise import covering
 from tests.support.poison import poisoned_empty
 
+from expertmesh.kernels.tables import GEMMS
 from expertmesh.kernels.tiles import Tile
 from expertmesh.ops.activation import _INNER
 
-GEMMS = ("up", "down", "hidden_grad", "input_grad", "w_in_grad", "w_out_grad")
 # the sums of weight gradients are split wherever an expert has more rows than a piece
 SPLIT = {"sharing": 60, "piece_rows": 32}
 PLANS = {

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
 
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
@@ -14,17 +13,6 @@ from expertmesh.ops.backend import explain_backends, resolve_backend
 from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def test_metadata_is_that_of_torch():
-    for num_tokens, top_k, num_experts in ((0, 2, 3), (9, 2, 5), (40, 4, 16)):
-        ids = torch.randint(0, num_experts + 1, (num_tokens, top_k), device=DEVICE)
-        live = int((ids < num_experts).sum())
-        for max_rows in (None, live + 1):
-            ours = route_metadata(ids, num_experts, max_rows=max_rows, backend="triton")
-            oracle = route_metadata(ids, num_experts, max_rows=max_rows, backend="torch")
-            for a, b in zip(tree_leaves(ours), tree_leaves(oracle), strict=True):
-                assert torch.equal(a, b)
 
 
 def test_too_many_experts_are_told_or_left_to_torch():
@@ -52,36 +40,6 @@ def test_moves_and_their_gradients(backend):
         (b,) = torch.autograd.grad(theirs, value, grad)
         assert backend == "reference" or torch.equal(a, b)
         assert_close_fp64(a, b, what="gradient")
-
-
-def test_gradients_of_any_order():
-    ids = torch.randint(0, 4, (4, 2), device=DEVICE)
-    metadata = route_metadata(ids, 3)
-    x = torch.randn(4, 3, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    rows = torch.randn(8, 3, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    for move, value in (
-        (lambda v: permute(v, metadata, backend="triton"), x),
-        (lambda v: combine(v, metadata, 2, backend="triton"), rows),
-    ):
-        torch.autograd.gradcheck(move, (value,), fast_mode=True)
-        torch.autograd.gradgradcheck(move, (value,), fast_mode=True)
-
-
-def test_compile_without_breaks_or_recompiles():
-    def moves(x, ids):
-        metadata = route_metadata(ids, 4, backend="triton")
-        rows = permute(x, metadata, backend="triton")
-        slots = unpermute(rows, metadata, 2, backend="triton")
-        return combine(rows, metadata, 2, backend="triton") + slots.sum(1)
-
-    compiled = torch.compile(moves, fullgraph=True, dynamic=True, backend="aot_eager")
-    for step, num_tokens in enumerate((6, 9)):
-        x = torch.randn(num_tokens, 8, device=DEVICE, requires_grad=True)
-        ids = torch.randint(0, 5, (num_tokens, 2), device=DEVICE)
-        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
-            y = compiled(x, ids)
-        assert torch.equal(y, moves(x, ids))
-        y.sum().backward()
 
 
 @pytest.mark.gpu
@@ -122,21 +80,6 @@ def test_missing_and_old_triton(monkeypatch):
     report = explain_backends()[0]
     assert not report.works
     assert "not installed" in report.why
-
-
-def test_operators_follow_the_rules_of_torch_library():
-    ids = torch.randint(0, 5, (6, 2), device=DEVICE)
-    m = route_metadata(ids, 4)
-    x = torch.randn(6, 4, device=DEVICE, requires_grad=True)
-    rows = torch.randn(12, 4, device=DEVICE, requires_grad=True)
-    ops = torch.ops.expertmesh
-    maps = (m.offsets_E, m.token_of_row_N, m.row_of_slot_N)
-    slots = (m.offsets_E, m.slot_of_row_N, m.row_of_slot_N)
-    torch.library.opcheck(ops.route_metadata.default, (ids, 4, 10, "triton"))
-    torch.library.opcheck(ops.tokens_to_rows.default, (x, *maps, "triton"))
-    torch.library.opcheck(ops.sum_rows.default, (rows, *maps, 2, "triton"))
-    torch.library.opcheck(ops.rows_to_slots.default, (rows, *slots, "triton"))
-    torch.library.opcheck(ops.slots_to_rows.default, (rows, *slots, "triton"))
 
 
 @pytest.mark.parametrize(

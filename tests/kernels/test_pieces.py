@@ -9,9 +9,9 @@ from tests.support.experts_case import ExpertsCase
 from tests.support.poison import poisoned_empty
 
 from expertmesh.kernels import moe_wgrad, pieces, tiles
+from expertmesh.kernels.tables import GEMMS
 from expertmesh.kernels.tiles import Tile
 
-GEMMS = ("up", "down", "hidden_grad", "input_grad", "w_in_grad", "w_out_grad")
 SPLIT = dict.fromkeys(GEMMS, Tile(16, 16, 16, 4, 1, group_m=3)) | {"sharing": 60, "piece_rows": 16}
 BLOCK_K = 8
 

@@ -71,7 +71,7 @@ def test_moves_are_copies(shape, dtype):
         slots = permute_kernels.rows_to_slots(
             rows_with_dead_tail(num_rows, dim, dtype, live), offsets, row_of_slot
         )
-        back = permute_kernels.slots_to_rows(
+        back = permute_kernels.tokens_to_rows(
             torch.where((ids < num_experts).view(-1, 1), slots, float("nan")),
             offsets,
             row_of_slot,

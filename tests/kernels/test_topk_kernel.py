@@ -8,7 +8,6 @@ from tests.support.poison import poisoned_empty
 
 from expertmesh.kernels import topk as kernels
 from expertmesh.kernels.topk import Rule
-from expertmesh.moe.selection import SelectionOptions, choose_by_token
 from expertmesh.ops import reference
 from expertmesh.testing.numerics import assert_two_times
 
@@ -131,14 +130,10 @@ def test_extreme_logits():
     assert bool(weights[0].isfinite().all() and grad[0].isfinite().all())
 
 
-def test_missing_gradients_are_zero_and_scores_are_optional():
+def test_missing_gradients_are_zero():
     logits = torch.randn(9, 12, device=DEVICE)
     rule = Rule("sigmoid", True)
-    ids, weights, none = kernels.choose(logits, 3, rule, with_scores=False)
-    again, same, scores = kernels.choose(logits, 3, rule)
-    assert none is None
-    assert torch.equal(ids, again)
-    assert torch.equal(weights, same)
+    ids, weights, scores = kernels.choose(logits, 3, rule)
     zero_w, zero_s = torch.zeros_like(weights), torch.zeros_like(scores)
     d_w, d_s = torch.randn_like(weights), torch.randn_like(scores)
     for a, b in (
@@ -148,28 +143,3 @@ def test_missing_gradients_are_zero_and_scores_are_optional():
     ):
         one = kernels.choose_backward(logits, ids, rule, *a)
         assert torch.equal(one, kernels.choose_backward(logits, ids, rule, *b))
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_is_the_choice_of_the_layer(function):
-    logits = torch.randn(33, 24, device=DEVICE)
-    noise, bias = torch.randn_like(logits), torch.randn(24, device=DEVICE)
-
-    def choose(backend, dtype=torch.float32):
-        options = SelectionOptions(
-            num_experts=24,
-            score_function=function,
-            weight_scale=1.5,
-            num_expert_groups=4,
-            num_limited_groups=2,
-            backend=backend,
-        )
-        to = {"noise_TE": noise.to(dtype), "bias_E": bias.to(dtype)}
-        return choose_by_token(logits.to(dtype), 3, options=options, **to)
-
-    ours, same, oracle = choose("triton"), choose("torch"), choose("torch", torch.float64)
-    assert torch.equal(ours.topk_expert_ids_TK, same.topk_expert_ids_TK)
-    assert torch.equal(ours.topk_expert_ids_TK, oracle.topk_expert_ids_TK)
-    for name in ("topk_weights_TK", "scores_TE"):
-        three = [getattr(output, name) for output in (ours, same, oracle)]
-        assert_two_times(*three, what=name)

@@ -8,11 +8,12 @@ from expertmesh.errors import ConfigError
 from expertmesh.functional import combine, permute, route_metadata, unpermute
 from expertmesh.testing.numerics import assert_two_times, sums_of_terms
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(0, 2, 3, 4), (1, 1, 1, 1), (7, 3, 5, 5), (40, 2, 4, 33), (9, 8, 8, 16)]
 
 
-def _routing(num_tokens, top_k, num_experts, *, max_rows=None):
-    ids = torch.randint(0, num_experts + 1, (num_tokens, top_k))
+def _routing(num_tokens, top_k, num_experts, *, max_rows=None, device="cpu"):
+    ids = torch.randint(0, num_experts + 1, (num_tokens, top_k), device=device)
     return ids, route_metadata(ids, num_experts, max_rows=max_rows)
 
 
@@ -58,56 +59,56 @@ def test_max_rows_shortens_the_rows():
     assert torch.equal(combine(rows, metadata, 2), torch.cat([x[:2], torch.zeros(1, 4)]))
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("shape", SHAPES[1:3])
-def test_gradients_of_first_and_second_order(shape):
+def test_gradients_of_first_and_second_order(shape, backend):
     num_tokens, top_k, num_experts, dim = shape
-    _, metadata = _routing(num_tokens, top_k, num_experts)
-    x = torch.randn(num_tokens, dim, dtype=torch.float64, requires_grad=True)
-    rows = torch.randn(num_tokens * top_k, dim, dtype=torch.float64, requires_grad=True)
+    _, metadata = _routing(num_tokens, top_k, num_experts, device=DEVICE)
+    x, rows = (
+        torch.randn(n, dim, dtype=torch.float64, device=DEVICE, requires_grad=True)
+        for n in (num_tokens, num_tokens * top_k)
+    )
     for fn, inputs in (
-        (lambda v: permute(v, metadata), (x,)),
-        (lambda v: unpermute(v, metadata, top_k), (rows,)),
-        (lambda v: combine(v, metadata, top_k), (rows,)),
+        (lambda v: permute(v, metadata, backend=backend), (x,)),
+        (lambda v: unpermute(v, metadata, top_k, backend=backend), (rows,)),
+        (lambda v: combine(v, metadata, top_k, backend=backend), (rows,)),
     ):
-        torch.autograd.gradcheck(fn, inputs)
-        torch.autograd.gradgradcheck(fn, inputs)
+        torch.autograd.gradcheck(fn, inputs, fast_mode=backend == "triton")
+        torch.autograd.gradgradcheck(fn, inputs, fast_mode=backend == "triton")
 
 
-def test_compile_without_breaks_or_recompiles():
+@pytest.mark.parametrize(("backend", "sizes"), [("torch", (6, 9, 33)), ("triton", (6, 9))])
+def test_compile_without_breaks_or_recompiles(backend, sizes):
     def moves(x, ids):
-        metadata = route_metadata(ids, 4)
-        rows = permute(x, metadata)
-        return combine(rows, metadata, 2) + unpermute(rows, metadata, 2).sum(1)
+        metadata = route_metadata(ids, 4, backend=backend)
+        rows = permute(x, metadata, backend=backend)
+        slots = unpermute(rows, metadata, 2, backend=backend)
+        return combine(rows, metadata, 2, backend=backend) + slots.sum(1)
 
     compiled = torch.compile(moves, fullgraph=True, dynamic=True, backend="aot_eager")
-    with torch.compiler.set_stance("default"):
-        for step, num_tokens in enumerate((6, 9, 33)):
-            x = torch.randn(num_tokens, 8, requires_grad=True)
-            ids = torch.randint(0, 5, (num_tokens, 2))
-            stance = "fail_on_recompile" if step else "default"
-            with torch.compiler.set_stance(stance):
-                y = compiled(x, ids)
-            assert torch.equal(y, moves(x, ids))
-            y.sum().backward()
+    for step, num_tokens in enumerate(sizes):
+        x = torch.randn(num_tokens, 8, device=DEVICE, requires_grad=True)
+        ids = torch.randint(0, 5, (num_tokens, 2), device=DEVICE)
+        with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+            y = compiled(x, ids)
+        assert torch.equal(y, moves(x, ids))
+        y.sum().backward()
 
 
-def test_opcheck():
-    _, m = _routing(9, 2, 4)
-    x = torch.randn(9, 6, requires_grad=True)
-    rows = torch.randn(18, 6, requires_grad=True)
-    ops = torch.ops.expertmesh
-    torch.library.opcheck(
-        ops.tokens_to_rows.default, (x, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, "torch")
-    )
-    torch.library.opcheck(
-        ops.sum_rows.default, (rows, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, 2, "torch")
-    )
-    torch.library.opcheck(
-        ops.rows_to_slots.default, (rows, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N, "torch")
-    )
-    torch.library.opcheck(
-        ops.slots_to_rows.default, (rows, m.offsets_E, m.slot_of_row_N, m.row_of_slot_N, "torch")
-    )
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_opcheck(backend):
+    ids, m = _routing(9, 2, 4, device=DEVICE)
+    x, rows = (torch.randn(n, 6, device=DEVICE, requires_grad=True) for n in (9, 18))
+    maps = (m.offsets_E, m.token_of_row_N, m.row_of_slot_N)
+    slots = (m.offsets_E, m.slot_of_row_N, m.row_of_slot_N)
+    for name, args in {
+        "route_metadata": (ids, 4, 10),
+        "tokens_to_rows": (x, *maps),
+        "sum_rows": (rows, *maps, 2),
+        "rows_to_slots": (rows, *slots),
+    }.items():
+        operator = getattr(torch.ops.expertmesh, name).default
+        torch.library.opcheck(operator, (*args, backend))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "reference"])

@@ -145,20 +145,31 @@ class ExpertsCase:
         ]
 
     def run(
-        self, backend: str, dtype: torch.dtype | None = None, **options: Any
+        self,
+        backend: str,
+        dtype: torch.dtype | None = None,
+        *,
+        sizes: list[int] | None = None,
+        **options: Any,
     ) -> dict[str, Tensor]:
-        """Output and every gradient by name."""
+        """Output and every gradient by name; with sizes from weights in such slices along F."""
+
+        def cut(tensor: Tensor | None) -> Any:
+            if tensor is None or sizes is None:
+                return tensor
+            return [part.contiguous() for part in tensor.split(sizes, 2)]
+
         leaves = self.leaves(dtype)
         x, w_in, w_out, weights, b_in, b_out = leaves
         assert x is not None and w_in is not None and w_out is not None and weights is not None
         y = moe_mlp(
             x,
-            w_in,
-            w_out,
+            cut(w_in),
+            cut(w_out),
             weights,
             self.metadata,
             activation=self.activation,
-            b_in_EGF=b_in,
+            b_in_EGF=cut(b_in),
             b_out_ED=b_out,
             backend=backend,
             **options,

@@ -11,20 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, to_ragged_indices
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from expertmesh.kernels.route_metadata import tile_table
-
-INNER = {
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "reglu": "relu",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-    "silu": "silu",
-}
-"""The point-wise function of every activation."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +60,6 @@ class Rows:
         return self.tile_expert.shape[0]
 
 
-def descriptor(tensor: Tensor, block: list[int]) -> Any:
-    """Describe a tensor to the copy engine (TMA): strides and base are multiples of 16 bytes, no dimension is empty."""
-    return TensorDescriptor.from_tensor(tensor, block)
-
-
-def ragged_descriptor(rows_RN: Tensor, block: list[int]) -> Any:
-    """Describe rows so that the copy engine reads zeros behind an expert's last row, and writes nothing there."""
-    return create_ragged_descriptor(rows_RN, block)
-
-
 def hidden_descriptor(
     h_RH: Tensor, num_branches: int, block: list[int], *, interleaved: bool
 ) -> Any:
@@ -95,8 +73,8 @@ def hidden_descriptor(
     """
     rows, units = block
     if interleaved:
-        return ragged_descriptor(h_RH[:, None], [rows, 1, 2 * units])
-    return ragged_descriptor(h_RH.view(h_RH.shape[0], num_branches, -1), [rows, 1, units])
+        return create_ragged_descriptor(h_RH[:, None], [rows, 1, 2 * units])
+    return create_ragged_descriptor(h_RH.view(h_RH.shape[0], num_branches, -1), [rows, 1, units])
 
 
 @triton.jit
@@ -288,7 +266,7 @@ def _store_branch(
 def store_rows(out, value, row, live, first, end, n, N, RAGGED: tl.constexpr):
     """Write columns from n on of rows (rows, N); what is not live or behind N is not written.
 
-    If RAGGED, out is a `ragged_descriptor`: the copy engine reads the tile from shared memory while the program goes on.
+    If RAGGED, out is a ragged descriptor: the copy engine reads the tile from shared memory while the program goes on.
     """
     BLOCK_M: tl.constexpr = value.shape[0]
     BLOCK_N: tl.constexpr = value.shape[1]

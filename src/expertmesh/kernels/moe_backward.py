@@ -11,17 +11,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from expertmesh.kernels.grouped import (
-    INNER,
     Rows,
     activate,
-    descriptor,
     fetch_hidden,
     hidden_descriptor,
     load_branches,
     product,
-    ragged_descriptor,
     row_weights,
     rows_from,
     slope,
@@ -31,7 +30,7 @@ from expertmesh.kernels.grouped import (
     tile_rows,
 )
 from expertmesh.kernels.launch import launch
-from expertmesh.kernels.moe_forward import RowOptions
+from expertmesh.kernels.moe_forward import low, row_options
 from expertmesh.kernels.tiles import HIDDEN_GRAD_CHUNK, Plan
 
 _BIAS_COLUMNS = 64
@@ -262,7 +261,7 @@ def hidden_grad(
     rows: Rows,
     plan: Plan,
     *,
-    activation: str,
+    inner: str,
     interleaved: bool,
     need_a: bool,
     need_h: bool,
@@ -277,7 +276,7 @@ def hidden_grad(
         h_RH: (R, G * F) from `moe_forward.up`.
         rows: sorted rows, cut in tiles of plan.block_m.
         plan: tile sizes.
-        activation: a name of `ops.activation`.
+        inner: the point-wise function in the activation: silu, gelu, relu or relu2.
         interleaved: whether gate and up alternate in H.
         need_a: whether A' is wanted.
         need_h: whether dH is wanted.
@@ -295,7 +294,7 @@ def hidden_grad(
     partial = torch.empty(shape, dtype=torch.float32, device=h_RH.device) if need_weights else None
     if R == 0 or not (need_a or need_h or need_weights):
         return a, d_h, partial
-    options = RowOptions.of(plan, tile, rows, F, D)
+    grid, options = row_options(plan, tile, rows, F, D)
     G = h_RH.shape[1] // F if F else 1
     chunk = min(
         tile.chunk or HIDDEN_GRAD_CHUNK,
@@ -305,15 +304,17 @@ def hidden_grad(
 
     a_out: Any = a
     d_h_out: Any = d_h
-    if options.ragged and a is not None:
-        a_out = ragged_descriptor(a, [tile.block_m, units])
-    if options.ragged and d_h is not None:
+    if options["RAGGED"] and a is not None:
+        a_out = create_ragged_descriptor(a, [tile.block_m, units])
+    if options["RAGGED"] and d_h is not None:
         d_h_out = hidden_descriptor(d_h, G, [tile.block_m, units], interleaved=interleaved)
     launch(
         _hidden_grad,
-        (options.num_programs,),
+        grid,
         grad_TD,
-        descriptor(w_out_EDF, [1, tile.block_k, tile.block_n]) if plan.tma else w_out_EDF,
+        TensorDescriptor.from_tensor(w_out_EDF, [1, tile.block_k, tile.block_n])
+        if plan.tma
+        else w_out_EDF,
         weights_TK,
         h_RH,
         rows.token_of_row_N,
@@ -324,19 +325,19 @@ def hidden_grad(
         rows.num_tiles,
         a_out,
         d_h_out,
-        options.low(a),
-        options.low(d_h),
+        low(a, tile),
+        low(d_h, tile),
         partial,
         R,
         F,
         D,
         G=G,
-        INNER=INNER[activation],
+        INNER=inner,
         INTERLEAVED=interleaved,
         TMA=plan.tma,
         FETCH=plan.tma and tile.fetch and not plan.interpreted,
         CHUNK_N=chunk,
-        **options.constants(),
+        **options,
     )
     return a, d_h, partial
 

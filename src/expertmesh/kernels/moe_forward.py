@@ -4,22 +4,20 @@ The gather is in the loads of the first GEMM, activation and routing weight in i
 memory. `rows_times_weights` is the second GEMM and, with the weights the other way round, the input's gradient.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from expertmesh.kernels.grouped import (
-    INNER,
     Rows,
     activate,
-    descriptor,
     hidden_descriptor,
     product,
-    ragged_descriptor,
     row_weights,
     rows_from,
     store_branches,
@@ -290,56 +288,31 @@ def _rows_tile(
         store_rows(y, total, row, live, first, end, n, N, RAGGED)
 
 
-@dataclass(frozen=True)
-class RowOptions:
-    """What all GEMMs over routed rows are launched with.
+def row_options(
+    plan: Plan, tile: Tile, rows: Rows, n: int, k: int
+) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid of a GEMM over routed rows, of n columns and sums of k products, and its constants and launch options."""
+    bound = rows.most_tiles * triton.cdiv(n, tile.block_n)
+    return (min(plan.num_programs * tile.programs, bound),), {
+        "RAGGED": plan.tma and tile.ragged,
+        "TAILS": tile.tails,
+        "FLATTEN": tile.flatten,
+        "EVEN_N": n % tile.block_n == 0,
+        "EVEN_K": k % tile.block_k == 0,
+        "UPCAST": plan.interpreted,
+        "PRECISION": plan.precision,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
 
-    Attributes:
-        num_programs: programs of the grid.
-        ragged: whether results are written by descriptors.
-        even_n: whether column tiles fill the matrix.
-        even_k: whether steps fill the sum.
-        plan: precision.
-        tile: tile sizes.
-    """
 
-    num_programs: int
-    ragged: bool
-    even_n: bool
-    even_k: bool
-    plan: Plan
-    tile: Tile
-
-    @staticmethod
-    def of(plan: Plan, tile: Tile, rows: Rows, n: int, k: int) -> "RowOptions":
-        """Options for a result of n columns and sums of k products."""
-        bound = rows.most_tiles * triton.cdiv(n, tile.block_n)
-        most = plan.num_programs * tile.programs
-        even_n, even_k = n % tile.block_n == 0, k % tile.block_k == 0
-        ragged = plan.tma and tile.ragged
-        return RowOptions(min(most, bound), ragged, even_n, even_k, plan, tile)
-
-    def low(self, value: Any) -> Any:
-        """What tiles of half the height take; None where no tile is one."""
-        return value if self.tile.tails else None
-
-    def constants(self) -> dict[str, Any]:
-        """Constant arguments and launch options."""
-        return {
-            "RAGGED": self.ragged,
-            "TAILS": self.tile.tails,
-            "FLATTEN": self.tile.flatten,
-            "EVEN_N": self.even_n,
-            "EVEN_K": self.even_k,
-            "UPCAST": self.plan.interpreted,
-            "PRECISION": self.plan.precision,
-            "BLOCK_M": self.tile.block_m,
-            "BLOCK_N": self.tile.block_n,
-            "BLOCK_K": self.tile.block_k,
-            "GROUP_M": self.tile.group_m,
-            "num_warps": self.tile.num_warps,
-            "num_stages": self.tile.num_stages,
-        }
+def low(value: Any, tile: Tile) -> Any:
+    """What tiles of half the height take; None where no tile is one."""
+    return value if tile.tails else None
 
 
 def up(
@@ -350,7 +323,7 @@ def up(
     rows: Rows,
     plan: Plan,
     *,
-    activation: str,
+    inner: str,
     store_h: bool,
     store_a: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -363,7 +336,7 @@ def up(
         weights_TK: (T, K) routing weights, contiguous.
         rows: sorted rows, cut in tiles of plan.block_m.
         plan: tile sizes.
-        activation: a name of `ops.activation`.
+        inner: the point-wise function in the activation: silu, gelu, relu or relu2.
         store_h: whether H is wanted.
         store_a: whether A' is wanted.
 
@@ -380,23 +353,25 @@ def up(
     tma = plan.tma
     w_EFGD = w_in_EGFD.transpose(1, 2)
     interleaved = is_interleaved(w_in_EGFD)
-    options = RowOptions.of(plan, tile, rows, F, D)
+    grid, options = row_options(plan, tile, rows, F, D)
     chunk = tile.chunk or UP_CHUNK
-    if interleaved and options.ragged:  # pairs leave by a buffer of twice the columns
+    if interleaved and options["RAGGED"]:  # pairs leave by a buffer of twice the columns
         chunk = min(chunk, UP_CHUNK // 2)
     units = min(tile.block_n, chunk)
     h_out: Any = h if store_h else None
     a_out: Any = a if store_a else None
-    h_low, a_low = options.low(h_out), options.low(a_out)
-    if options.ragged and store_h:
+    h_low, a_low = low(h_out, tile), low(a_out, tile)
+    if options["RAGGED"] and store_h:
         h_out = hidden_descriptor(h, G, [tile.block_m, units], interleaved=interleaved)
-    if options.ragged and store_a:
-        a_out = ragged_descriptor(a, [tile.block_m, units])
+    if options["RAGGED"] and store_a:
+        a_out = create_ragged_descriptor(a, [tile.block_m, units])
     launch(
         _up,
-        (options.num_programs,),
+        grid,
         x_TD,
-        descriptor(w_EFGD, [1, tile.block_n, G, tile.block_k]) if tma else w_in_EGFD,
+        TensorDescriptor.from_tensor(w_EFGD, [1, tile.block_n, G, tile.block_k])
+        if tma
+        else w_in_EGFD,
         b_in_EGF,
         weights_TK,
         rows.token_of_row_N,
@@ -412,11 +387,11 @@ def up(
         F,
         D,
         G=G,
-        INNER=INNER[activation],
+        INNER=inner,
         INTERLEAVED=interleaved,
         TMA=tma,
         CHUNK_N=chunk,
-        **options.constants(),
+        **options,
     )
     return h, a
 
@@ -452,23 +427,23 @@ def rows_times_weights(
     y = torch.empty(R, N, dtype=a_RK.dtype, device=a_RK.device)
     if R == 0:
         return y
-    options = RowOptions.of(plan, tile, rows, N, K)
+    grid, options = row_options(plan, tile, rows, N, K)
     a_arg: Any = a_RK
     w_arg: Any = w
-    a_low, y_low = options.low(a_RK), options.low(y)
+    a_low, y_low = low(a_RK, tile), low(y, tile)
     if plan.tma:
-        a_arg = descriptor(a_RK, [tile.block_m, tile.block_k])
-        a_low = options.low(descriptor(a_RK, [tile.block_m // 2, tile.block_k]))
+        a_arg = TensorDescriptor.from_tensor(a_RK, [tile.block_m, tile.block_k])
+        a_low = low(TensorDescriptor.from_tensor(a_RK, [tile.block_m // 2, tile.block_k]), tile)
         if transposed:
-            w_arg = descriptor(w[:, :, None], [1, tile.block_n, 1, tile.block_k])
+            w_arg = TensorDescriptor.from_tensor(w[:, :, None], [1, tile.block_n, 1, tile.block_k])
         else:
-            w_arg = descriptor(w, [1, tile.block_k, tile.block_n])
+            w_arg = TensorDescriptor.from_tensor(w, [1, tile.block_k, tile.block_n])
     y_out: Any = y
-    if options.ragged:
-        y_out = ragged_descriptor(y, [tile.block_m, tile.block_n // 2])
+    if options["RAGGED"]:
+        y_out = create_ragged_descriptor(y, [tile.block_m, tile.block_n // 2])
     launch(
         _rows,
-        (options.num_programs,),
+        grid,
         a_arg,
         w_arg,
         b_out_ED,
@@ -485,6 +460,6 @@ def rows_times_weights(
         K,
         K_MAJOR=transposed,
         TMA=plan.tma,
-        **options.constants(),
+        **options,
     )
     return y

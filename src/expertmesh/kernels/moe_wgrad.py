@@ -10,9 +10,9 @@ instead (FP32 main gradients).
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import load_ragged
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 
-from expertmesh.kernels.grouped import Rows, ragged_descriptor, tile_place
+from expertmesh.kernels.grouped import Rows, tile_place
 from expertmesh.kernels.launch import launch
 from expertmesh.kernels.pieces import Pieces, add, cut, rows_of_pieces
 from expertmesh.kernels.tiles import Plan, Tile
@@ -269,18 +269,18 @@ def weight_grad(
             out.zero_()
         return
     block = tile.block_n if gathered_rows else tile.block_m
-    pieces = _pieces(rows, plan, tile, M, N)
-    num_sums = num_experts if pieces is None else pieces.start.shape[0]
+    p = _pieces(rows, plan, tile, M, N)
+    num_sums = num_experts if p is None else p.start.shape[0]
     tiles = num_sums * triton.cdiv(M, tile.block_m) * triton.cdiv(N, tile.block_n)
     num_programs = min(plan.num_programs * tile.programs, tiles)
     launch(
         _rows_transposed,
         (num_programs,),
-        ragged_descriptor(dense_RM, [tile.block_k, block]) if plan.tma else dense_RM,
+        create_ragged_descriptor(dense_RM, [tile.block_k, block]) if plan.tma else dense_RM,
         source_TN,
         rows.token_of_row_N,
         rows.offsets_E,
-        *_list_of(pieces),
+        *((None,) * 6 if p is None else (p.start, p.end, p.expert, p.place, p.num_pieces, p.work)),
         out,
         num_experts,
         M,
@@ -288,10 +288,19 @@ def weight_grad(
         GATHERED_M=gathered_rows,
         TMA=plan.tma,
         ACCUMULATE=accumulate,
-        **weight_options(plan, tile, M, N),
+        EVEN_M=M % tile.block_m == 0,
+        EVEN_N=N % tile.block_n == 0,
+        UPCAST=plan.interpreted,
+        PRECISION=plan.precision,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        GROUP_M=tile.group_m,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )
-    if pieces is not None:
-        add(pieces, out, accumulate=accumulate)
+    if p is not None:
+        add(p, out, accumulate=accumulate)
 
 
 def _pieces(rows: Rows, plan: Plan, tile: Tile, M: int, N: int) -> Pieces | None:
@@ -303,29 +312,6 @@ def _pieces(rows: Rows, plan: Plan, tile: Tile, M: int, N: int) -> Pieces | None
     if piece_rows >= rows.num_rows:
         return None
     return cut(rows.offsets_E, piece_rows, rows.num_rows, M, N)
-
-
-def _list_of(pieces: Pieces | None) -> tuple[Tensor | None, ...]:
-    if pieces is None:
-        return (None,) * 6
-    p = pieces
-    return (p.start, p.end, p.expert, p.place, p.num_pieces, p.work)
-
-
-def weight_options(plan: Plan, tile: Tile, m: int, n: int) -> dict[str, object]:
-    """The constants of `weight_grad`'s kernel that depend on the plan."""
-    return {
-        "EVEN_M": m % tile.block_m == 0,
-        "EVEN_N": n % tile.block_n == 0,
-        "UPCAST": plan.interpreted,
-        "PRECISION": plan.precision,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "GROUP_M": tile.group_m,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
 
 
 def bias_grad(

@@ -93,10 +93,3 @@ def tokens_to_rows(
 def rows_to_slots(y_RD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor) -> Tensor:
     """Copy rows (R, D) back to slots (N, D), zeros for dead slots. Does not synchronise."""
     return sum_rows(y_RD, offsets_E[-1:], row_of_slot_N, 1)
-
-
-def slots_to_rows(
-    slots_ND: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, num_rows: int
-) -> Tensor:
-    """Copy slots (N, D) to rows (R, D), zeros behind the live rows. Does not synchronise."""
-    return tokens_to_rows(slots_ND, offsets_E, row_of_slot_N, num_rows)

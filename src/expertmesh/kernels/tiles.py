@@ -436,29 +436,18 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@dataclass(frozen=True)
-class SplitTile:
-    """How a product by BF16 parts is cut; attributes as those of `Tile`."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-def split_tile(device: torch.device, *, num_rows: int, num_programs: int) -> SplitTile:
+def split_tile(device: torch.device, *, num_rows: int, num_programs: int) -> Tile:
     """Tiles of `split_product`, a step of which holds up to four blocks of operands."""
     arch = architecture(device)
     if arch == "interpreter":
-        return SplitTile(64, 64, 64, 4, 1)
+        return Tile(64, 64, 64, 4, 1)
     if arch.startswith("gfx"):
-        return SplitTile(64, 64, 32, 4, 2)
+        return Tile(64, 64, 32, 4, 2)
     if arch not in _LARGE:
-        return SplitTile(64, 128, 32, 4, 3)
+        return Tile(64, 128, 32, 4, 3)
     is_small = num_rows <= 64 * num_programs
     if (
         arch != "sm_90"
     ):  # sums come out of tensor memory through shared memory, and four warps spill
-        return SplitTile(64, 128, 64, 8, 3) if is_small else SplitTile(128, 128, 32, 8, 3)
-    return SplitTile(64, 128, 64, 4, 3) if is_small else SplitTile(128, 128, 64, 8, 3)
+        return Tile(64, 128, 64, 8, 3) if is_small else Tile(128, 128, 32, 8, 3)
+    return Tile(64, 128, 64, 4, 3) if is_small else Tile(128, 128, 64, 8, 3)

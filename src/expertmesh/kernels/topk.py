@@ -1,6 +1,6 @@
 """Scores, choice and routing weights of every token in one pass over its logits, and the gradient in another.
 
-Forward: 4 * T * E bytes of logits read, 12 * T * K written (and 4 * T * E when the scores are asked for); what plain
+Forward: 4 * T * E bytes of logits read, 12 * T * K written and 4 * T * E of scores; what plain
 PyTorch does in about ten kernels with as many (T, E) intermediates. The choice packs an order-preserving integer of
 the criterion and the complement of the expert id into one 64-bit key, so a partial sort of the keys gives the K best
 with ties going to the lower expert id; NaN counts as largest, as in torch.topk. Only logits and ids are needed for
@@ -118,9 +118,7 @@ def _choose(
     real = (t < num_tokens)[:, None] & is_expert[None, :]
     index = t[:, None] * E + expert[None, :]
     logits = tl.load(logits_ptr + index, mask=real, other=0.0)
-    scores = logits
-    if FUNCTION != "softmax_after_topk" or scores_ptr is not None:
-        scores = _scores(logits, real, FUNCTION)
+    scores = _scores(logits, real, FUNCTION)
 
     criterion = logits
     if noise_ptr is not None:
@@ -149,10 +147,9 @@ def _choose(
     place = t[:, None] * K + column[None, :]
     tl.store(ids_ptr + place, chosen.to(tl.int64), mask=is_choice)
     tl.store(weights_ptr + place, weights * scale, mask=is_choice)
-    if scores_ptr is not None:
-        if FUNCTION == "sigmoid":
-            scores = tl.div_rn(scores, tl.maximum(tl.sum(scores, 1), _TINY)[:, None])
-        tl.store(scores_ptr + index, scores, mask=real)
+    if FUNCTION == "sigmoid":
+        scores = tl.div_rn(scores, tl.maximum(tl.sum(scores, 1), _TINY)[:, None])
+    tl.store(scores_ptr + index, scores, mask=real)
 
 
 @triton.jit
@@ -242,8 +239,7 @@ def choose(
     *,
     noise_TE: Tensor | None = None,
     bias_E: Tensor | None = None,
-    with_scores: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Give every token's K best experts, their weights, and the scores for the balance loss; one launch.
 
     Args:
@@ -252,11 +248,10 @@ def choose(
         rule: see there.
         noise_TE: (T, E) FP32, added to the logits for the choice only.
         bias_E: (E,) FP32, added to the scores for the choice only.
-        with_scores: also write the scores.
 
     Returns:
         ids (T, K) int64 in descending order of the criterion, ties to the lower id; weights (T, K) FP32; scores
-        (T, E) FP32 that sum to 1 per token, or None. Does not synchronise.
+        (T, E) FP32 that sum to 1 per token. Does not synchronise.
     """
     num_tokens, num_experts = logits_TE.shape
     groups = rule.num_expert_groups
@@ -275,7 +270,7 @@ def choose(
         None if bias_E is None else bias_E.contiguous(),
         ids,
         weights,
-        scores if with_scores else None,
+        scores,
         num_tokens,
         rule.weight_scale,
         E=num_experts,
@@ -290,7 +285,7 @@ def choose(
         BLOCK_T=block_t,
         num_warps=num_warps,
     )
-    return ids, weights, scores if with_scores else None
+    return ids, weights, scores
 
 
 def choose_backward(

@@ -72,10 +72,6 @@ def combine(y_RD: Tensor, metadata: RouteMetadata, top_k: int, *, backend: str =
     return _sum_rows(y_RD, m.offsets_E, m.token_of_row_N, m.row_of_slot_N, top_k, name)
 
 
-def _live(index: Tensor, offsets_E: Tensor) -> Tensor:
-    return torch.arange(index.shape[0], device=index.device) < offsets_E[-1]
-
-
 @torch.library.custom_op("expertmesh::tokens_to_rows", mutates_args=())
 def _tokens_to_rows(
     x_TD: Tensor,
@@ -94,7 +90,7 @@ def _tokens_to_rows(
         torch.index_select(x_TD.contiguous(), 0, token_of_row_N[:num_live], out=out[:num_live])
         out[num_live:].zero_()
         return out
-    live = _live(token_of_row_N, offsets_E)
+    live = torch.arange(token_of_row_N.shape[0], device=x_TD.device) < offsets_E[-1]
     return torch.where(live[:, None], x_TD[token_of_row_N], 0)
 
 
@@ -178,27 +174,6 @@ _rows_to_slots.register_fake(
 )
 
 
-@torch.library.custom_op("expertmesh::slots_to_rows", mutates_args=())
-def _slots_to_rows(
-    slots_ND: Tensor,
-    offsets_E: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_N: Tensor,
-    backend: str,
-) -> Tensor:
-    if backend == "triton":
-        from expertmesh.kernels import permute as kernels
-
-        return kernels.slots_to_rows(slots_ND, offsets_E, row_of_slot_N, slot_of_row_N.shape[0])
-    live = _live(slot_of_row_N, offsets_E)
-    return torch.where(live[:, None], slots_ND[slot_of_row_N], 0)
-
-
-_slots_to_rows.register_fake(
-    lambda values, offsets, slots, rows, backend: values.new_empty(slots.shape[0], values.shape[1])
-)
-
-
 # Each copy is the transpose of another one, so they are each other's gradients, to any order.
 
 
@@ -219,14 +194,10 @@ def _sum_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _rows_to_slots_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _slots_to_rows(grad, *ctx.saved_tensors, ctx.backend), *(None,) * 4
-
-
-def _slots_to_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _rows_to_slots(grad, *ctx.saved_tensors, ctx.backend), *(None,) * 4
+    # a slot is a token with one choice: the slot of a row is its token
+    return _tokens_to_rows(grad, *ctx.saved_tensors, ctx.backend), *(None,) * 4
 
 
 _tokens_to_rows.register_autograd(_tokens_to_rows_backward, setup_context=_save_maps)
 _sum_rows.register_autograd(_sum_rows_backward, setup_context=_save_maps)
 _rows_to_slots.register_autograd(_rows_to_slots_backward, setup_context=_save_maps)
-_slots_to_rows.register_autograd(_slots_to_rows_backward, setup_context=_save_maps)

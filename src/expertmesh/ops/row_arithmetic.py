@@ -6,6 +6,7 @@ by `arithmetic.in_mode(self.training)`, since training is by the ordinary way al
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -77,18 +78,6 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 def _linear(x: Tensor, w_NK: Tensor, b_N: Tensor | None = None, *, backend: str = "auto") -> Tensor:
     return products.linear(x, w_NK) if b_N is None else F.linear(x, w_NK, b_N)
-
-
-def _softmax(x: Tensor) -> Tensor:
-    return x.softmax(-1)
-
-
-def _row_sum(x: Tensor) -> Tensor:
-    return x.sum(-1, keepdim=True)
-
-
-def _unit_rows(x: Tensor, *, eps: float) -> Tensor:
-    return F.normalize(x, dim=-1, eps=eps)
 
 
 def _cos_and_sin(angle: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,10 +160,10 @@ ORDINARY = RowArithmetic(
     batch_invariant=False,
     linear=_linear,
     router_linear=router_linear,
-    softmax=_softmax,
+    softmax=partial(torch.softmax, dim=-1),
     sigmoid=torch.sigmoid,
-    row_sum=_row_sum,
-    unit_rows=_unit_rows,
+    row_sum=partial(torch.sum, dim=-1, keepdim=True),
+    unit_rows=partial(F.normalize, dim=-1),
     cos_and_sin=_cos_and_sin,
     rms_norm=_rms_norm,
     norm_and_rope=_norm_and_rope,

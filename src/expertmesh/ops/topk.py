@@ -144,9 +144,7 @@ def _choose_experts(
     from expertmesh.kernels import topk as kernels
 
     rule = kernels.Rule(score_function, normalize, weight_scale, *groups)
-    ids, weights, scores = kernels.choose(logits_TE, top_k, rule, noise_TE=noise_TE, bias_E=bias_E)
-    assert scores is not None
-    return ids, weights, scores
+    return kernels.choose(logits_TE, top_k, rule, noise_TE=noise_TE, bias_E=bias_E)
 
 
 _choose_experts.register_fake(

@@ -95,19 +95,26 @@ def test_autocast_equals_an_explicit_cast(dtype):
     )
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_compile_fullgraph_and_no_recompile_per_batch(autocast):
+@pytest.mark.parametrize(
+    ("backend", "autocast", "sizes"),
+    [
+        ("torch", False, (24, 31, 7, 64)),
+        ("torch", True, (24, 31, 7, 64)),
+        ("triton", False, (18, 9)),
+    ],
+)
+def test_compile_fullgraph_and_no_recompile_per_batch(backend, autocast, sizes):
     router = torch.randn(D, E, requires_grad=True)
 
     def block(x, w_in, w_out):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             weights, ids = (x.float() @ router).softmax(-1).topk(K)
             metadata = route_metadata(ids, E)
-            return moe_mlp(x, w_in, w_out, weights, metadata, activation="swiglu")
+            return moe_mlp(x, w_in, w_out, weights, metadata, activation="swiglu", backend=backend)
 
     _, w_in, w_out, _ = _inputs()
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
-    for step, num_tokens in enumerate((24, 31, 7, 64)):
+    for step, num_tokens in enumerate(sizes):
         x = torch.randn(num_tokens, D, requires_grad=True)
         with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
             y = compiled(x, w_in, w_out)

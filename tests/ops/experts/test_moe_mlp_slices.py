@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
-from tests.support.experts_case import NAMES, ExpertsCase
+from tests.support.experts_case import ExpertsCase
 from tests.support.memory import saved_bytes
 from tests.support.poison import poisoned_empty
 
@@ -19,44 +19,13 @@ def cut(tensor, sizes, dim):
     return [s.detach().clone().requires_grad_() for s in tensor.split(sizes, dim)]
 
 
-def run_sliced(case, sizes, backend="auto", dtype=None, **options):
-    """Output and every gradient by name, those of the slices concatenated."""
-    x, w_in, w_out, weights, b_in, b_out = case.leaves(dtype)
-    slices = {
-        "w_in": cut(w_in, sizes, 2),
-        "w_out": cut(w_out, sizes, 2),
-        "b_in": None if b_in is None else cut(b_in, sizes, 2),
-    }
-    y = moe_mlp(
-        x,
-        slices["w_in"],
-        slices["w_out"],
-        weights,
-        case.metadata,
-        activation=case.activation,
-        b_in_EGF=slices["b_in"],
-        b_out_ED=b_out,
-        backend=backend,
-        **options,
-    )
-    y.backward(case.grad_TD.to(y.dtype))
-    whole = {"x": x, "weights": weights, "b_out": b_out}
-    results = {"y": y.detach()}
-    for name in NAMES:
-        if whole.get(name) is not None:
-            results[name] = whole[name].grad
-        elif slices.get(name) is not None:
-            results[name] = torch.cat([s.grad for s in slices[name]], 2)
-    return results
-
-
 @pytest.mark.parametrize("sizes", [[24], [8, 16], [7, 1, 16], [3] * 8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["uniform", "sparse", "dropped"])
 def test_two_times_rule(sizes, dtype, kind):
     case = ExpertsCase.draw(SHAPE, kind=kind, dtype=dtype, bias=True)
     with poisoned_empty():
-        ours = run_sliced(case, sizes)
+        ours = case.run("auto", sizes=sizes)
     case.check(lambda: ours)
 
 
@@ -65,14 +34,14 @@ def test_fp64(activation):
     case = ExpertsCase.draw(SHAPE, activation=activation, dtype=torch.float64, bias=True)
     whole = case.run("reference", torch.float64)
     for backend in ("torch", "reference"):
-        for name, value in run_sliced(case, [5, 19], backend, torch.float64).items():
+        for name, value in case.run(backend, torch.float64, sizes=[5, 19]).items():
             assert_close_fp64(value, whole[name], what=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_triton(dtype):
     case = ExpertsCase.draw((9, 8, 24, 3, 2), kind="sparse", dtype=dtype, bias=True)
-    case.check(lambda: run_sliced(case, [16, 8], "triton"))
+    case.check(lambda: case.run("triton", sizes=[16, 8]))
 
 
 @pytest.mark.parametrize(
@@ -81,9 +50,9 @@ def test_triton(dtype):
 )
 def test_deterministic_and_recomputation_changes_no_bit(backend, dtype):
     case = ExpertsCase.draw((9, 8, 24, 3, 2), dtype=dtype, bias=True)
-    first = run_sliced(case, [16, 8], backend)
+    first = case.run(backend, sizes=[16, 8])
     for options in ({}, {"recompute_h": True}):
-        again = run_sliced(case, [16, 8], backend, **options)
+        again = case.run(backend, sizes=[16, 8], **options)
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
@@ -106,7 +75,7 @@ def test_some_slices_frozen():
     case = ExpertsCase.draw(SHAPE)
     x, w_in, w_out, weights, *_ = case.leaves()
     ins, outs = cut(w_in, [8, 16], 2), cut(w_out, [8, 16], 2)
-    full = run_sliced(case, [8, 16])
+    full = case.run("auto", sizes=[8, 16])
     ins[0].requires_grad_(False)
     outs[1].requires_grad_(False)
     y = moe_mlp(x, ins, outs, weights, case.metadata, activation="swiglu")

@@ -1,6 +1,6 @@
 """The experts on a CPU for so few rows that calls cost as much as products: what generating text token by token needs.
 
-The steps are those of `expert_loop` (large weights leave H and A in FP32, `compiled_products`), but the rows are ordered in Python from one list of the ids, and
+The steps are those of `forward` (large weights leave H and A in FP32, `compiled_products`), but the rows are ordered in Python from one list of the ids, and
 one token's rows stay in the order of its choices, so that nothing is gathered at all.
 """
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.ops.activation import inner_name
 from expertmesh.ops.expert_types import Experts, HiddenGradients, Needs
 from expertmesh.ops.route_metadata import RouteMetadata
 
@@ -39,7 +40,7 @@ def forward(
         call.weights_TK,
         call.rows,
         call.plan,
-        activation=experts.activation,
+        inner=inner_name(experts.activation),
         store_h=save_h,
         store_a=True,
     )
@@ -92,7 +93,7 @@ def data_grads(
             call.weights_TK,
             call.rows,
             call.plan,
-            activation=experts.activation,
+            inner=inner_name(experts.activation),
             store_h=True,
             store_a=False,
         )
@@ -103,7 +104,7 @@ def data_grads(
         h_RH,
         call.rows,
         call.plan,
-        activation=experts.activation,
+        inner=inner_name(experts.activation),
         interleaved=tiles.is_interleaved(call.w_in_EGFD),
         need_a=needs.w_out,
         need_h=needs.x or needs.w_in or needs.b_in,

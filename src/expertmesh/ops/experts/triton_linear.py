@@ -7,14 +7,21 @@ from torch import Tensor
 
 
 def forward(
-    x_RK: Tensor, w: Tensor, offsets_E: Tensor, b_EN: Tensor | None, *, transposed: bool
+    x_RK: Tensor,
+    w: Tensor,
+    offsets_E: Tensor,
+    b_EN: Tensor | None,
+    *,
+    transposed: bool,
+    batch_invariant: bool = False,
 ) -> Tensor:
-    """Give (R, N), zeros behind the last live row. Does not synchronise."""
+    """Give (R, N), zeros behind the last live row; with batch_invariant by tiles that do not depend on R. Does not synchronise."""
     from expertmesh.kernels import moe_forward, tiles
 
     x_RK, w = x_RK.contiguous(), w.contiguous()
     N = w.shape[2] if transposed else w.shape[1]
-    plan = tiles.described(_plan(x_RK, w, dim=N, hidden_dim=x_RK.shape[1]), x_RK, w)
+    plan = _plan(x_RK, w, dim=N, hidden_dim=x_RK.shape[1], batch_invariant=batch_invariant)
+    plan = tiles.described(plan, x_RK, w)
     rows = _rows(x_RK, offsets_E, plan.block_m)
     ones = None if b_EN is None else x_RK.new_ones(x_RK.shape[0], 1)
     y = moe_forward.rows_times_weights(
@@ -64,7 +71,9 @@ def bias_grad(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return out
 
 
-def _plan(x_RK: Tensor, w: Tensor, *, dim: int, hidden_dim: int) -> Any:
+def _plan(
+    x_RK: Tensor, w: Tensor, *, dim: int, hidden_dim: int, batch_invariant: bool = False
+) -> Any:
     from expertmesh.kernels import tiles
 
     return tiles.choose_plan(
@@ -75,6 +84,7 @@ def _plan(x_RK: Tensor, w: Tensor, *, dim: int, hidden_dim: int) -> Any:
         dim=dim,
         hidden_dim=hidden_dim,
         num_branches=1,
+        batch_invariant=batch_invariant,
     )
 
 

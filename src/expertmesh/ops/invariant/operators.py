@@ -25,6 +25,7 @@ from torch import Tensor
 
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
+from expertmesh.ops.experts import triton_linear
 
 BLOCK_ROWS = 16
 """Rows of every product: more waste time where few tokens come together, fewer do not fill the vector units."""
@@ -132,9 +133,12 @@ def _linear(x_RK: Tensor, w_NK: Tensor, b_N: Tensor | None, backend: str) -> Ten
         if resolve_backend(backend, x_RK.device, x_RK.dtype) == "triton" and (
             x_RK.dtype != torch.float64
         ):
-            from expertmesh.kernels.linear import linear as kernel
-
-            return kernel(x_RK, w_NK, b_N)
+            # all rows are those of one expert
+            offsets_E = torch.arange(2, dtype=torch.int32, device=x_RK.device) * x_RK.shape[0]
+            b_EN = None if b_N is None else b_N[None]
+            return triton_linear.forward(
+                x_RK, w_NK[None], offsets_E, b_EN, transposed=False, batch_invariant=True
+            )
         dtype = gemm_dtype(x_RK.device, x_RK.dtype)
         block = BlockProduct.of(w_NK.to(dtype), None if b_N is None else b_N.to(dtype))
         return block.into(x_RK, x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
