@@ -268,18 +268,3 @@ def test_router_linear_gradcheck_twice():
     w = torch.randn(E, D, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(router_linear, (x, w))
     assert torch.autograd.gradgradcheck(router_linear, (x, w))
-
-
-def logits_of(layer, x):
-    return (x @ layer.router.proj.weight.t()).detach()
-
-
-@pytest.mark.parametrize("top_k", [1, 3])
-@pytest.mark.parametrize("normalize", ["auto", "none", "topk", "kept"])
-def test_normalisation_and_scale(normalize, top_k):
-    layer = make(top_k=top_k, normalize_weights=normalize, weight_scale=2.5)
-    x = tokens()
-    weights = logits_of(layer, x).softmax(-1).topk(top_k).values
-    if normalize in ("topk", "kept") or (normalize == "auto" and top_k > 1):
-        weights = weights / weights.sum(-1, keepdim=True)
-    assert_close_fp64(layer(x)[1].topk_weights_TK, 2.5 * weights, what="weights")
