@@ -59,6 +59,16 @@ def test_a_damaged_entry_is_made_anew_and_said(entry, damage, caplog):
     assert entry.filled == [0, 1]
 
 
+def test_what_cannot_be_filled_leaves_nothing_but_its_lock(tmp_path):
+    def fill(folder):
+        (folder / INDEX).write_text("[]")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fill_once(tmp_path / NAME, fill)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}.lock"]
+
+
 def test_an_entry_of_old_has_no_checksums(entry):
     folder = entry()
     (folder / "checksums.json").unlink()

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import naming
@@ -42,14 +41,14 @@ def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
     """
     if _damage(folder) is None:
         return
-    make_cache(folder.parent)
+    _make_cache(folder.parent)
     with naming(folder), exclusive(folder.with_name(f"{folder.name}.lock")):
         damage = _damage(folder)
         if damage is None:
             return
         if folder.exists():
             _log.warning("cache %s: %s; it is made anew", folder, damage)
-        remove_leftovers(folder.parent, mine=folder.name)
+        _remove_leftovers(folder.parent, mine=folder.name)
         partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
         partial.mkdir()
         try:
@@ -81,21 +80,16 @@ def _damage(folder: Path) -> str | None:
 
 
 def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return sha256_of(file)
-
-
-def sha256_of(file: BinaryIO) -> str:
-    """The checksum of what is left of a file, in hex digits; says how far it is."""
+    """In hex digits; says how far it is."""
     digest = hashlib.sha256()
-    size = os.fstat(file.fileno()).st_size
-    blocks = iter(lambda: file.read(_BLOCK), b"")
-    for block in Progress("checked", total=size, unit="MB of tokens").over(blocks, len):
-        digest.update(block)
+    with path.open("rb") as file:
+        progress = Progress("checked", total=path.stat().st_size, unit="MB of tokens")
+        for block in progress.over(iter(lambda: file.read(_BLOCK), b""), len):
+            digest.update(block)
     return digest.hexdigest()
 
 
-def make_cache(path: Path) -> None:
+def _make_cache(path: Path) -> None:
     """Make the folder of a cache.
 
     Raises:
@@ -116,7 +110,7 @@ def make_cache(path: Path) -> None:
         ) from None
 
 
-def remove_leftovers(base: Path, *, mine: str) -> None:
+def _remove_leftovers(base: Path, *, mine: str) -> None:
     """Delete what killed processes have not finished; whoever still works holds the lock of its entry.
 
     Args:

@@ -77,7 +77,7 @@ class TextData:
         self._ends = tokens.training.ends
         self._label_of_document = np.array([d.place for d in self.corpus.training], dtype=np.int64)
         self.description = (
-            f"{tokens.corpus.source}: {len(tokens.training.tokens_N):,} training and "
+            f"{self.corpus.source}: {len(tokens.training.tokens_N):,} training and "
             f"{len(tokens.validation.tokens_N):,} validation tokens"
         )
 
