@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -49,59 +49,33 @@ class Piece(NamedTuple):
     is_learned: bool
 
 
-class ChatFormat(Protocol):
-    """How conversations are written."""
-
-    @property
-    def identity(self) -> str:
-        """Digest of all that the tokens depend on beside the tokenizer."""
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Tokens with which an answer ends; none where it ends in plain text."""
-        ...
-
-    def problem(self, conversation: Conversation) -> str | None:
-        """Why a conversation cannot be written without a lie, in the plural; None: it can."""
-
-    def samples(self, conversation: Conversation) -> list[list[Piece]]:
-        """Token sequences to learn from; one, or one for each turn of the assistant.
-
-        Raises:
-            ConfigError: the format has no such thing.
-        """
-
-    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
-        """What a model is given to answer as the assistant.
-
-        Raises:
-            ConfigError: the format has no such thing.
-        """
-
-
 class OwnFormat:
     """Marks of roles, and the end of text after each message.
 
     Args:
         tokenizer: any with an end of text, that writes special tokens in a text as text.
+
+    Attributes:
+        identity: of all that the tokens depend on beside the tokenizer.
+        ends: tokens with which an answer ends; none where it ends in plain text.
     """
 
     identity = "own 1"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The end of text."""
-        return (self._end,)
+        self.ends: tuple[int, ...] = (self._end,)
 
     def problem(self, conversation: Conversation) -> str | None:
-        """None: whatever a message says is text."""
+        """Why a conversation cannot be written without a lie, in the plural; None: whatever a message says is text."""
         return None
 
     def samples(self, conversation: Conversation) -> list[list[Piece]]:
-        """One sequence."""
+        """Token sequences to learn from: one.
+
+        Raises:
+            ConfigError: it calls tools.
+        """
         if "tools" in conversation or any(m.get("tool_calls") for m in conversation[MESSAGES]):
             raise ConfigError(
                 "calls of tools need the chat template of a converted model; begin with one (train.init_from)"
@@ -114,7 +88,11 @@ class OwnFormat:
         return [pieces]
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The messages and the assistant's mark."""
+        """What a model is given to answer as the assistant: the messages and its mark.
+
+        Raises:
+            ConfigError: they call tools.
+        """
         (pieces,) = self.samples({MESSAGES: messages})
         return [i for piece in pieces for i in piece.ids] + self._mark("assistant")
 
@@ -138,6 +116,9 @@ class TemplateFormat:
         tokenizer: of the model.
         template: Jinja's source.
         variables: names such as bos_token that the template may use.
+
+    Attributes:
+        identity: of all that the tokens depend on beside the tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, variables: Mapping[str, str]) -> None:
@@ -175,7 +156,11 @@ class TemplateFormat:
         return None if self._quoted(conversation) is None else _QUOTED
 
     def samples(self, conversation: Conversation) -> list[list[Piece]]:
-        """One sequence, or one for each turn."""
+        """Token sequences to learn from: one, or one for each turn.
+
+        Raises:
+            ConfigError: the template refuses the conversation, or does not continue its own prompt.
+        """
         messages, tools = conversation[MESSAGES], conversation.get("tools")
         turns = [i for i, message in enumerate(messages) if is_answer(message)]
         bounds = []
@@ -251,6 +236,10 @@ _FAILURES = (
     MemoryError,
 )
 """What the program of a template may raise beside jinja2's own."""
+
+
+ChatFormat = OwnFormat | TemplateFormat
+"""How conversations are written."""
 
 
 def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.chat import MARKS, ChatFormat, extras_of, find_format
 from expertmesh.data.conversation_lines import MESSAGES, Conversation, is_answer
 from expertmesh.data.corpus import Corpus, Document
+from expertmesh.data.files import LeftOut
 from expertmesh.data.news import Progress, say
 from expertmesh.data.order import shuffled, spread_batches
 from expertmesh.data.tokenizer import (
@@ -102,12 +102,11 @@ class ConversationData:
                 "data.document_mask=True: each conversation has a row of its own; leave it out"
             )
         tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size)
-        identity = [FORMAT_VERSION, tokenizers.__version__, vocab_size, config.seq_len]
-        identity += [corpus.digest]
+        versions = [FORMAT_VERSION, tokenizers.__version__]
+        identity = [*versions, vocab_size, config.seq_len, corpus.digest]
         if tokenizer is not None:
             identity += [tokenizer.to_str(), find_format(tokenizer, given).identity]
-        digest = hashlib.sha256(json.dumps(identity).encode())
-        self.key = digest.hexdigest()[:24]
+        self.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
         self._seq_len, self._seed = config.seq_len, seed
         folder = cache_root(config.cache_dir) / f"conversations-{self.key}"
         fill_once(
@@ -175,11 +174,10 @@ def _fill(
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     form = find_format(tokenizer, path)
-    counts: Counter[str] = Counter()
-    examples: dict[str, str] = {}
+    told = LeftOut()
     index: dict[str, Any] = {}
     for side, documents in zip(_SIDES, (corpus.training, corpus.validation), strict=True):
-        found = _write(folder, side, documents, form, seq_len, counts, examples)
+        found = _write(folder, side, documents, form, seq_len, told)
         if not found["sequences"]:
             raise ConfigError(
                 f"data.path: {corpus.source}: no conversation for {side} has a turn of the assistant in its first "
@@ -187,23 +185,21 @@ def _fill(
             )
         if side == "training":
             index |= found
-    index["notes"] = _notes(corpus, counts, examples, seq_len)
+    index["notes"] = _notes(corpus, told, seq_len)
     (folder / INDEX).write_text(json.dumps(index, indent=1))
 
 
-def _notes(
-    corpus: Corpus, counts: Counter[str], examples: dict[str, str], seq_len: int
-) -> list[str]:
+def _notes(corpus: Corpus, told: LeftOut, seq_len: int) -> list[str]:
     notes = []
-    for reason, count in counts.items():
+    for reason, count in told.counts.items():
         what = "" if reason in (_CUT, _EMPTY) else "are left out: they"
         fix = {
             _CUT: f"after {seq_len + 1} tokens; for all of them raise data.seq_len and model.max_seq_len",
             _CUT_AWAY: "; raise data.seq_len and model.max_seq_len",
         }.get(reason, "")
         rows = "sequences" if reason in (_CUT, _CUT_AWAY) else "conversations"
-        line = f"{corpus.source}: {count:,} {rows} {what} {reason} {fix}"
-        line = f"{line} (for example {examples[reason]})"
+        example = f"(for example {told.examples[reason]})"
+        line = f"{corpus.source}: {count:,} {rows} {what} {reason} {fix} {example}"
         notes.append(" ".join(line.split()).replace(" ;", ";"))
     return notes
 
@@ -220,26 +216,21 @@ def _write(
     documents: Sequence[Document],
     form: ChatFormat,
     seq_len: int,
-    counts: Counter[str],
-    examples: dict[str, str],
+    told: LeftOut,
 ) -> dict[str, int]:
     """Write the tokens of a side; says how many there are, and counts what is cut and left out."""
     starts, learned = [0], 0
     progress = Progress("tokenised", total=sum(document.num_bytes for document in documents))
-    num_bytes = 0
     with (
         (folder / f"{side}.tokens").open("wb") as ids,
         (folder / f"{side}.learned").open("wb") as marks,
     ):
-        for document in documents:
-            for row, mask in _rows(document, form, seq_len, counts, examples):
+        for document in progress.over(documents, lambda document: document.num_bytes):
+            for row, mask in _rows(document, form, seq_len, told):
                 ids.write(np.array(row, dtype="<u4").tobytes())
                 marks.write(np.array(mask, dtype="u1").tobytes())
                 starts.append(starts[-1] + len(row))
                 learned += sum(mask[1:])
-            num_bytes += document.num_bytes
-            progress.at(num_bytes)
-    progress.finish()
     np.save(folder / f"{side}.starts.npy", np.array(starts, dtype=np.int64))
     return {"sequences": len(starts) - 1, "tokens": starts[-1], "learned": learned}
 
@@ -248,25 +239,19 @@ def _rows(
     document: Document,
     form: ChatFormat,
     seq_len: int,
-    counts: Counter[str],
-    examples: dict[str, str],
+    told: LeftOut,
 ) -> Iterator[tuple[list[int], list[bool]]]:
     """Token ids of a conversation and which of them are learned, each sequence with a target that is."""
-
-    def count(reason: str) -> None:
-        counts[reason] += 1
-        examples.setdefault(reason, document.name)
-
     conversation: Conversation = json.loads(document.read())
     if (problem := form.problem(conversation)) is not None:
-        count(problem)
+        told.add(problem, document.name)
         return
     messages = conversation[MESSAGES]
     if not any(map(is_answer, messages)):
-        count(_NO_ANSWER)
+        told.add(_NO_ANSWER, document.name)
         return
     if any(message["role"] == "assistant" and not is_answer(message) for message in messages):
-        count(_EMPTY)
+        told.add(_EMPTY, document.name)
     try:
         samples = form.samples(conversation)
     except ConfigError as error:
@@ -275,8 +260,8 @@ def _rows(
         row = [i for piece in pieces for i in piece.ids]
         mask = [piece.is_learned for piece in pieces for _ in piece.ids]
         if not any(mask[1 : seq_len + 1]):
-            count(_CUT_AWAY)
+            told.add(_CUT_AWAY, document.name)
             continue
         if len(row) > seq_len + 1:
-            count(_CUT)
+            told.add(_CUT, document.name)
         yield row[: seq_len + 1], mask[: seq_len + 1]

@@ -11,6 +11,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +23,11 @@ from expertmesh.data.files import (
     NOT_TEXT,
     LeftOut,
     TextFile,
-    check_is_file,
     find_files,
     is_packed,
     printable,
 )
-from expertmesh.data.formats import COLUMN, is_companion, rows_of
+from expertmesh.data.formats import COLUMN, given, is_companion, rows_of
 from expertmesh.data.news import Progress
 from expertmesh.data.paths import WeightedPath, find_paths
 from expertmesh.errors import ConfigError
@@ -272,7 +272,6 @@ def _of_place(place: WeightedPath, config: TextConfig) -> tuple[list[Candidate],
     if len(place.paths) == 1:
         (root,) = place.paths
         if not root.is_dir():
-            check_is_file(root, f"data.path={printable(str(root))}")
             return _of_one_file(root, config), left_out
     for path in place.paths:
         if path.is_dir():
@@ -298,8 +297,6 @@ def _weighted(training: Sequence[Document], config: TextConfig) -> list[Document
     if config.path is None or config.dataset is not None:
         return list(training)
     weights = [place.weight for place in find_paths(config.path)]
-    if len(weights) == 1:
-        return list(training)
     copies: list[list[Document]] = [[] for _ in range(math.ceil(max(weights)))]
     for document in training:
         weight = weights[document.place]
@@ -326,6 +323,10 @@ def _whole(root: Path, found: Iterable[Path]) -> list[Candidate]:
 
 def _of_one_file(path: Path, config: TextConfig) -> list[Candidate]:
     """A single file as many documents; what is wrong with it is the user's business."""
+    if not path.is_file():  # a pipe or a device would be waited for, or read for ever
+        raise ConfigError(
+            f"data.path={printable(str(path))}: is no regular file, and text is read more than once; write it to a file and give that"
+        )
     try:
         rows = _rows(path, path.name, config)
         if rows is not None:
@@ -391,18 +392,10 @@ def _pieces(path: Path, name: str, size: int) -> list[Candidate] | None:
         piece = text[start:end]
         last_byte = first_byte + len(piece.encode())
         # Packed files cannot be entered in the middle.
-        read = _Constant(piece) if is_packed(path) else TextFile(path, first_byte, last_byte)
+        read = partial(given, piece) if is_packed(path) else TextFile(path, first_byte, last_byte)
         pieces.append(Candidate(f"{name}#{len(pieces):06d}", read))
         start, first_byte = end, last_byte
     return pieces
-
-
-@dataclass(frozen=True)
-class _Constant:
-    text: str
-
-    def __call__(self) -> str | None:
-        return self.text
 
 
 def _dataset(name: str) -> list[Candidate]:
@@ -423,17 +416,11 @@ def _dataset(name: str) -> list[Candidate]:
         raise ConfigError(
             f"data.dataset={name}: needs a 'text' column, has {', '.join(rows.column_names)}; choose another dataset"
         )
-    return [Candidate(f"{i:012d}", _Row(rows, i)) for i in range(len(rows))]
+    return [Candidate(f"{i:012d}", partial(_row, rows, i)) for i in range(len(rows))]
 
 
-@dataclass(frozen=True)
-class _Row:
-    rows: Any
-    index: int
-
-    def __call__(self) -> str | None:
-        text = self.rows[self.index][COLUMN]
-        return text if isinstance(text, str) else None
+def _row(rows: Any, index: int) -> str | None:
+    return given(rows[index][COLUMN])
 
 
 def _reader(read: Callable[[], str | None]) -> Callable[[], str]:

@@ -185,18 +185,6 @@ def decode_text(data: bytes) -> str | None:
         return None
 
 
-def check_is_file(path: Path, option: str) -> None:
-    """Refuse what is neither a folder nor a file: a pipe or a device, which would be waited for, or read for ever.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if not path.is_file():
-        raise ConfigError(
-            f"{option}: is no regular file, and text is read more than once; write it to a file and give that"
-        )
-
-
 def find_files(root: Path, *, follow_links: bool = True) -> tuple[list[Path], LeftOut]:
     """Regular files below a folder, relative to it; no installed packages, no caches.
 

@@ -8,8 +8,7 @@ import importlib.util
 import io
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,44 +53,22 @@ def is_companion(path: Path) -> bool:
     return path.suffix == ".idx" and path.with_suffix(".bin").exists()
 
 
-@dataclass(frozen=True)
-class _Line:
+def _line(path: Path, start: int, length: int) -> bytes:
     """One line of a file that is not packed."""
-
-    path: Path
-    start: int
-    length: int
-
-    def __call__(self) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            return file.read(self.length)
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(length)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A line of a packed file, which cannot be entered in the middle."""
-
-    line: bytes
-
-    def __call__(self) -> bytes:
-        return self.line
-
-
-@dataclass(frozen=True)
-class _Field:
+def _field(read: Callable[[], bytes]) -> str:
     """The text in a line of JSON."""
-
-    read: Callable[[], bytes]
-
-    def __call__(self) -> str | None:
-        try:
-            text = parse_json(self.read()).get(COLUMN)
-        except (ValueError, AttributeError):
-            raise OSError(None, "not a JSON object") from None
-        if not isinstance(text, str):
-            raise OSError(None, f"no text in the field {COLUMN!r}")
-        return text
+    try:
+        text = parse_json(read()).get(COLUMN)
+    except (ValueError, AttributeError):
+        raise OSError(None, "not a JSON object") from None
+    if not isinstance(text, str):
+        raise OSError(None, f"no text in the field {COLUMN!r}")
+    return text
 
 
 def _json_lines(path: Path, _: str | None) -> list[Reader]:
@@ -103,20 +80,20 @@ def _json_lines(path: Path, _: str | None) -> list[Reader]:
     with opened(path) as file:
         for number, line in enumerate(Progress("looked through").over(file, len), 1):
             if line.strip():
-                read = _Kept(line) if packed else _Line(path, start, len(line))
+                # a packed file cannot be entered in the middle
+                read = partial(bytes, line) if packed else partial(_line, path, start, len(line))
                 if talks is None:
                     talks = holds_conversation(line)
-                readers.append(ConversationLine(number, where, read) if talks else _Field(read))
+                readers.append(
+                    ConversationLine(number, where, read) if talks else partial(_field, read)
+                )
             start += len(line)
     return readers
 
 
-@dataclass(frozen=True)
-class _Text:
-    text: Any
-
-    def __call__(self) -> str | None:
-        return self.text if isinstance(self.text, str) else None
+def given(value: Any) -> str | None:
+    """A value if it is a text."""
+    return value if isinstance(value, str) else None
 
 
 def _parquet(path: Path, _: str | None) -> list[Reader]:
@@ -132,7 +109,7 @@ def _parquet(path: Path, _: str | None) -> list[Reader]:
             table = parquet.ParquetFile(io.BytesIO(file.read()) if is_packed(path) else path)
         names = table.schema_arrow.names
         if COLUMN in names:
-            return [_Text(value) for value in table.read([COLUMN])[COLUMN].to_pylist()]
+            return [partial(given, value) for value in table.read([COLUMN])[COLUMN].to_pylist()]
     except ArrowException as error:
         raise ConfigError(
             f"data.path={path}: is no Parquet file ({' '.join(str(error).split())[:120]}); check it"
@@ -142,21 +119,11 @@ def _parquet(path: Path, _: str | None) -> list[Reader]:
     )
 
 
-@dataclass(frozen=True)
-class _Tokens:
+def _decoded(path: Path, tokenizer: str, dtype: str, start: int, count: int) -> str:
     """One document of a token file."""
-
-    path: Path
-    tokenizer: str
-    dtype: str
-    start: int
-    length: int
-
-    def __call__(self) -> str | None:
-        count = self.length // np.dtype(self.dtype).itemsize
-        ids = np.fromfile(self.path, self.dtype, count=count, offset=self.start)
-        text: str = _tokenizer(self.tokenizer).decode(ids.tolist(), skip_special_tokens=True)
-        return text
+    ids = np.fromfile(path, dtype, count=count, offset=start)
+    text: str = _tokenizer(tokenizer).decode(ids.tolist(), skip_special_tokens=True)
+    return text
 
 
 @cache
@@ -198,8 +165,9 @@ def _megatron(path: Path, tokenizer: str | None) -> list[Reader]:
     readers: list[Reader] = []
     for first, last in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True):
         if last > first:
-            length = int(sizes[first:last].sum()) * item  # its sequences lie one after the other
-            readers.append(_Tokens(path, tokenizer, _TYPES[code], int(starts[first]), length))
+            num_tokens = int(sizes[first:last].sum())  # its sequences lie one after the other
+            start = int(starts[first])
+            readers.append(partial(_decoded, path, tokenizer, _TYPES[code], start, num_tokens))
     return readers
 
 
