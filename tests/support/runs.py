@@ -3,7 +3,7 @@
 import io
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ def lines_of(run_dir: str | Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.endswith("_per_second")} for line in lines]
 
 
+def losses_of(config: RunConfig) -> list[float]:
+    """The loss of each step of a run."""
+    return [line["loss"] for line in lines_of(config.train.run_dir)]
+
+
 def assert_same_lines(
     found: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]], *names: str
 ) -> None:
@@ -41,6 +46,19 @@ def assert_same_lines(
             if name in oracle:
                 error = relative_error(line[name], oracle[name])
                 assert error <= RELATIVE, f"step {line['step']}: {name} is off by {error:.1e}"
+
+
+def assert_resumed_to_the_bit(
+    run_of: Callable[..., RunConfig], straight: str | Path, folder: Path
+) -> None:
+    """A run that is stopped after 7 steps of 20 and goes on has the lines of one that did not stop."""
+    for steps in (7, 20):
+        train_quietly(run_of(folder, **{"train.steps": steps, "optim.schedule_steps": 20}))
+    found, expected = (
+        [(line["step"], line["loss"], line["grad_norm"]) for line in lines_of(run)]
+        for run in (folder, straight)
+    )
+    assert found == expected
 
 
 def mortal(task: Any, *, step: int) -> type[Task]:

@@ -1,6 +1,7 @@
 """A tiny corpus and a tiny run for the tests of the trainer."""
 
 import functools
+import math
 import random
 import signal
 
@@ -110,6 +111,19 @@ def run_quietly():
         return train(config, recipe="gpt-moe-test", console=Console(quiet=True))
 
     return run
+
+
+def spoil_gradients(is_bad):
+    """For `before_steps`: gradients of the steps whose numbers are bad are not finite."""
+    seen = []
+
+    def action(model, step):
+        seen.append(step)
+        if len(seen) == 1:
+            norm = model.final_norm.weight
+            norm.register_hook(lambda g: g * (math.nan if is_bad(seen[-1]) else 1))
+
+    return action
 
 
 @pytest.fixture

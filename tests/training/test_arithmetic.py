@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.support.runs import losses_of
 
 from expertmesh.config.run import TrainConfig
 from expertmesh.costs.flops import forward_flops
@@ -11,7 +12,6 @@ from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.recipes import RECIPES
 from expertmesh.training import arithmetic
 from expertmesh.training.arithmetic import Way, choose, fastest, measure
-from expertmesh.training.metrics import read_metrics
 from expertmesh.training.precision import resolve_precision
 from expertmesh.training.run_dir import RunDir
 
@@ -71,10 +71,6 @@ def test_either_library_multiplies_while_it_is_asked_to():
     assert cpu_products.is_worth_it(a, b) == (USUAL == "onednn")
 
 
-def losses(config):
-    return [line["loss"] for line in read_metrics(RunDir(config.train.run_dir).metrics)]
-
-
 @pytest.mark.parametrize("first", ["float32", "bfloat16"])
 def test_a_run_goes_on_as_it_began_where_the_measurement_would_now_differ(
     tiny, run_quietly, tmp_path, monkeypatch, first
@@ -94,12 +90,12 @@ def test_a_run_goes_on_as_it_began_where_the_measurement_would_now_differ(
         return config
 
     other = "float32" if first == "bfloat16" else "bfloat16"
-    whole = losses(run("whole", first))
+    whole = losses_of(run("whole", first))
     schedule = {"optim.schedule_steps": 8}
     run("parts", first, **{"train.steps": 4}, **schedule)
     config = run("parts", other, **{"train.resume": "auto"}, **schedule)
-    assert losses(config) == whole
-    assert losses(run("other", other)) != whole, (
+    assert losses_of(config) == whole
+    assert losses_of(run("other", other)) != whole, (
         "the two types must differ for this to show anything"
     )
     record = RunDir(config.train.run_dir).arithmetic

@@ -1,13 +1,20 @@
 """A Swin Transformer in miniature: trained, killed, resumed, spread over two ranks, evaluated, classifying."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 from tests.support.pictures import stripes, write_folder
-from tests.support.runs import assert_same_lines, lines_of, mortal, train_quietly
+from tests.support.runs import (
+    assert_resumed_to_the_bit,
+    assert_same_lines,
+    lines_of,
+    mortal,
+    train_quietly,
+)
 
 from expertmesh.cli.main import main
 from expertmesh.config.family import SWIN, Family
@@ -16,6 +23,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.swin.task import SwinTask
 from expertmesh.recipes.vision import swin_test
 from expertmesh.training.optim import freeze
+from expertmesh.training.room import check_room
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
 
@@ -56,14 +64,7 @@ def straight(folder):
 
 
 def test_stopped_and_resumed_to_the_bit(folder, straight, tmp_path):
-    for steps in (7, 20):
-        train_quietly(
-            run_of(folder, tmp_path, **{"train.steps": steps, "optim.schedule_steps": 20})
-        )
-    lines = {line["step"]: line for line in lines_of(tmp_path)}
-    for line in lines_of(straight):
-        assert lines[line["step"]]["loss"] == line["loss"], line["step"]
-        assert lines[line["step"]]["grad_norm"] == line["grad_norm"], line["step"]
+    assert_resumed_to_the_bit(partial(run_of, folder), straight, tmp_path)
 
 
 def mortal_main(folder, run_dir):
@@ -246,6 +247,13 @@ def test_a_head_of_other_classes_is_not_taken(folder, fine, tmp_path, data, has_
 def test_fine_tuning_on_two_ranks(folder, fine, tmp_path, two_ranks):
     two_ranks.run(fine_main, folder, tmp_path / "run")
     assert_same_lines(lines_of(tmp_path / "run"), lines_of(fine), "loss", "grad_norm", "aux_loss")
+
+
+def test_too_many_images_at_once_are_refused(folder, tmp_path):
+    config = run_of(folder, tmp_path, **{"train.batch_size": 2**40})
+    said = r"too large for memory: .*; lower train.micro_batch_size \(train --dry-run"
+    with pytest.raises(ConfigError, match=said):
+        check_room(SWIN, config, torch.device("cpu"), num_ranks=1)
 
 
 def test_beginning_and_freezing_are_refused_in_one_line(folder, fine, tmp_path, capsys):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from tests.support.runs import lines_of, train_quietly
+from tests.support.runs import losses_of, train_quietly
 
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.text import TextConfig
@@ -34,7 +34,7 @@ def short_documents(tmp_path):
     }
 
 
-def losses_of(task, model, batch):
+def loss_and_gradients(task, model, batch):
     model.zero_grad()
     total = task.loss(model, batch, Part(0, slice(0, len(batch[0])), Ranks())).total
     total.backward()
@@ -52,32 +52,32 @@ def test_a_packed_window_is_its_documents_alone(tiny, short_documents, heads):
     starts = ids_BS == END_OF_TEXT_ID
     assert torch.equal(document_BS[:, 1:] - document_BS[:, :-1], starts[:, 1:].long())
     assert int(starts.sum()) > 4, "windows of several documents"
-    packed, gradients = losses_of(task, model, batch)
+    packed, gradients = loss_and_gradients(task, model, batch)
     alone = torch.zeros(())
     summed = {name: torch.zeros_like(g) for name, g in gradients.items()}
     for ids_S, targets_S, document_S in zip(ids_BS, targets_BS, document_BS, strict=True):
         for number in document_S.unique():
             one = document_S == number
-            total, found = losses_of(task, model, (ids_S[one][None], targets_S[one][None]))
+            total, found = loss_and_gradients(task, model, (ids_S[one][None], targets_S[one][None]))
             alone = alone + total
             for name, gradient in found.items():
                 summed[name] += gradient
     assert_close_fp64(packed, alone, what="loss")
     for name, gradient in gradients.items():
         assert_close_fp64(gradient, summed[name], what=name)
-    crossing, _ = losses_of(task, model, (ids_BS, targets_BS))
+    crossing, _ = loss_and_gradients(task, model, (ids_BS, targets_BS))
     assert_differs(packed, crossing, what="the loss where documents see one another")
     *measured, more = next(data.validation(2, 2))
     with torch.no_grad():
         nats = task.measure(model.eval(), (*measured, more), Part(0, slice(0, 2), Ranks()))["nats"]
-    expected, _ = losses_of(task, model, (*measured[:2], more))
+    expected, _ = loss_and_gradients(task, model, (*measured[:2], more))
     assert_close_fp64(nats, expected, what="nats of an evaluation")
 
 
 def losses_of_run(values):
     config = GPTRunConfig.model_validate_json(values)
     train_quietly(config)
-    return [line["loss"] for line in lines_of(config.train.run_dir)]
+    return losses_of(config)
 
 
 def test_ranks_that_share_windows_tell_documents_apart(tiny, short_documents, two_ranks, tmp_path):

@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from tests.support.runs import losses_of
 from torch import nn
 
 from expertmesh.config.model import ModelConfig, MoEConfig
@@ -14,9 +15,7 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 from expertmesh.training import muon
-from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import build_optimizer, is_decayed
-from expertmesh.training.run_dir import RunDir
 
 CONFIG = OptimConfig(name="muon", lr=0.02, momentum=0.9, weight_decay=0.3)
 
@@ -185,16 +184,13 @@ def test_a_run_goes_on_to_the_bit(tiny, run_quietly, tmp_path):
     rest = half.updated({"train.steps": 6, "train.resume": "required"})
     for config in (straight, half, rest):
         run_quietly(config)
-    losses, halves = (
-        [line["loss"] for line in read_metrics(RunDir(c.train.run_dir).metrics)]
-        for c in (straight, rest)
-    )
+    losses, halves = (losses_of(config) for config in (straight, rest))
     assert len(losses) == 6 and losses == halves
     with pytest.raises(ConfigError, match="optim.name=adamw: the run in .* has muon; use that"):
         run_quietly(rest.updated({"optim.name": "adamw", "train.steps": 7}))
     plain = tiny(**{"train.steps": 6, "train.run_dir": str(tmp_path / "adamw")})
     run_quietly(plain)
-    others = [line["loss"] for line in read_metrics(RunDir(plain.train.run_dir).metrics)]
+    others = losses_of(plain)
     assert_differs(torch.tensor(losses[1:]), torch.tensor(others[1:]), what="losses")
 
 

@@ -1,13 +1,14 @@
 """Whole runs: resume, locks, what is refused, what is written."""
 
+import errno
 import fcntl
 import json
-import logging
 import math
 import os
 import shutil
 import signal
 import sys
+from contextlib import contextmanager
 from multiprocessing import Pipe
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 from tests.support.calls import calls_of
 from tests.support.nursery import the_nursery
 from tests.support.patience import PATIENCE_S
-from tests.support.runs import lines_of
+from tests.support.runs import lines_of, losses_of
+from tests.training.conftest import spoil_gradients
 
 from expertmesh.data.text import TextData
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
@@ -120,8 +122,7 @@ def test_a_run_goes_on_without_the_one_that_it_began_with(tiny, run_quietly, tmp
     saved = load_run(half.train.run_dir).config
     assert saved.train.init_from == str(tmp_path / "first")
     run_quietly(saved.updated({"train.steps": 8}))
-    ours, theirs = ([line["loss"] for line in lines(run)] for run in (half, straight))
-    assert ours == theirs and len(ours) == 8
+    assert losses_of(half) == losses_of(straight) and len(losses_of(half)) == 8
     with pytest.raises(ConfigError, match="first: does not exist"):
         run_quietly(tiny(**common, **{"train.run_dir": str(tmp_path / "other")}))
 
@@ -136,7 +137,7 @@ def test_a_finished_run_has_nothing_left_to_do(tiny, run_quietly):
     assert lines_of(config.train.run_dir) == before
 
 
-def test_metrics_after_the_checkpoint_are_cut_off(tiny, run_quietly):
+def test_metrics_after_the_checkpoint_are_cut_off(tiny, run_quietly, caplog):
     config = tiny(**{"train.resume": "auto"})
     run_quietly(config)
     straight = lines_of(config.train.run_dir)
@@ -146,17 +147,8 @@ def test_metrics_after_the_checkpoint_are_cut_off(tiny, run_quietly):
     with RunDir(config.train.run_dir).metrics.open("a") as file:
         file.write('{"step": 9, "loss": 1.0}\n{"step": 10, "lo')
     assert run_quietly(config).resumed_from == 4
+    assert f"{newest} is damaged" in caplog.text
     assert lines_of(config.train.run_dir) == straight
-
-
-def test_resume_warns_of_the_damaged_checkpoint(tiny, run_quietly, caplog):
-    config = tiny(**{"train.resume": "auto"})
-    run_quietly(config)
-    newest = list_checkpoints(RunDir(config.train.run_dir).checkpoints)[-1]
-    (newest / "state.json").write_text("{}")
-    with caplog.at_level(logging.WARNING):
-        run_quietly(config)
-    assert "step_00000008" in caplog.text and "damaged" in caplog.text
 
 
 def snapshot(folder, *, without="lock"):
@@ -240,6 +232,18 @@ def test_a_lock_that_its_holder_has_just_removed_is_made_anew(tmp_path):
         sys.setprofile(before)
 
 
+def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (
+        pytest.raises(OSError, match="No locks available.*run/lock"),
+        RunDir(tmp_path / "run").locked(),
+    ):
+        pass
+
+
 def test_required_without_a_checkpoint_and_a_file_as_folder(tiny, run_quietly, tmp_path):
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         run_quietly(tiny(**{"train.resume": "required"}))
@@ -297,16 +301,7 @@ def test_nan_weights_stop_the_run_and_name_the_last_good_checkpoint(
 
 def test_a_few_bad_steps_are_skipped_and_counted(tiny, run_quietly, before_steps):
     config = tiny(**{"train.max_bad_steps": 2})
-    steps = []
-
-    @before_steps
-    def _spoil(model, step):
-        if not steps:
-            model.final_norm.weight.register_hook(
-                lambda g: g * (math.nan if steps[-1] in (2, 4) else 1)
-            )
-        steps.append(step)
-
+    before_steps(spoil_gradients(lambda step: step in (2, 4)))
     result = run_quietly(config)
     assert (result.step, result.skipped_steps) == (8, 2)
     assert [m["skipped_steps"] for m in lines(config)] == [0, 0, 1, 1, 2, 2, 2, 2]
@@ -354,7 +349,7 @@ def test_the_seed_decides_everything(tiny, run_quietly, tmp_path):
     for i, config in enumerate(runs):
         torch.manual_seed(i)
         run_quietly(config)
-    first, second, third = ([m["loss"] for m in lines(config)] for config in runs)
+    first, second, third = map(losses_of, runs)
     assert first == second and first != third
 
 
@@ -363,6 +358,24 @@ def test_a_run_leaves_the_callers_random_state_and_threads(tiny, run_quietly):
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     run_quietly(tiny(**{"train.steps": 2, "parallel.num_threads": 2}))
     assert torch.equal(torch.get_rng_state(), before) and torch.get_num_threads() == threads
+
+
+def test_a_run_on_a_gpu_of_some_number_makes_it_the_current_one(tiny, run_quietly, monkeypatch):
+    """Else a checkpoint would have the random state of another."""
+
+    class EnteredError(Exception):
+        pass
+
+    @contextmanager
+    def enter(device):
+        raise EnteredError(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    with pytest.raises(EnteredError, match="cuda:1"):
+        run_quietly(tiny(**{"train.device": "cuda:1"}))
 
 
 def test_a_tensorboard_that_cannot_be_imported_is_one_line(tmp_path):

@@ -1,7 +1,6 @@
 """How runs end early: signals, nobody who reads, steps that are not finite; what is said, and what is kept."""
 
 import io
-import math
 import os
 import pty
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.training.conftest import spoil_gradients
 
 from expertmesh.cli.main import main
 from expertmesh.config.family import GPT
@@ -132,19 +132,6 @@ def test_a_run_that_learned_nothing_is_a_failure(tiny, capfd, steps, most):
     assert "no checkpoint" in said.err and "expertmesh report" not in said.out
 
 
-def spoil_gradients_from(first):
-    seen = []
-
-    def action(model, step):
-        if not seen:
-            model.final_norm.weight.register_hook(
-                lambda g: g * (math.nan if seen[-1] >= first else 1)
-            )
-        seen.append(step)
-
-    return action
-
-
 @pytest.mark.parametrize(
     "stopped, words",
     [
@@ -153,7 +140,7 @@ def spoil_gradients_from(first):
     ],
 )
 def test_steps_that_are_not_in_the_checkpoint_are_said(tiny, before_steps, stopped, words):
-    before_steps(spoil_gradients_from(6))
+    before_steps(spoil_gradients(lambda step: step >= 6))
     if stopped:
         before_steps(lambda model, step: step == 6 and os.kill(os.getpid(), signal.SIGTERM))
     text = io.StringIO()
@@ -164,6 +151,6 @@ def test_steps_that_are_not_in_the_checkpoint_are_said(tiny, before_steps, stopp
 
 def test_a_resumed_run_that_learns_nothing_more_is_a_failure(tiny, before_steps, run_quietly):
     run_quietly(tiny(**{"train.steps": 4}))
-    before_steps(spoil_gradients_from(0))
+    before_steps(spoil_gradients(lambda step: True))
     with pytest.raises(loop.TrainingDivergedError, match=r"last 4 of 4 steps .*step_00000004"):
         run_quietly(tiny(**{"train.resume": "auto"}))

@@ -1,11 +1,18 @@
 """An encoder-decoder in miniature: trained, killed, resumed, spread over two ranks, evaluated, translating."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
-from tests.support.runs import assert_same_lines, lines_of, mortal, train_quietly
+from tests.support.runs import (
+    assert_resumed_to_the_bit,
+    assert_same_lines,
+    lines_of,
+    mortal,
+    train_quietly,
+)
 
 from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ, Family
@@ -69,14 +76,7 @@ def straight(corpus):
 
 
 def test_stopped_and_resumed_to_the_bit(corpus, straight, tmp_path):
-    for steps in (7, 20):
-        train_quietly(
-            run_of(corpus, tmp_path, **{"train.steps": steps, "optim.schedule_steps": 20})
-        )
-    lines = {line["step"]: line for line in lines_of(tmp_path)}
-    for line in lines_of(straight):
-        assert lines[line["step"]]["loss"] == line["loss"], line["step"]
-        assert lines[line["step"]]["grad_norm"] == line["grad_norm"], line["step"]
+    assert_resumed_to_the_bit(partial(run_of, corpus), straight, tmp_path)
 
 
 def mortal_main(corpus, folder):

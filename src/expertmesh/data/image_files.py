@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import os
 import re
 import struct
 import warnings
@@ -125,8 +126,7 @@ def read_folder(
         raise ConfigError(
             f"data.path={path}: has {parts[0].name}/ and no val/ or test/ beside it; add one, or name {parts[0]} itself"
         )
-    others, validation = _class_folders(parts[1], classes)
-    del others
+    _, validation = _class_folders(parts[1], classes)
     return LabelledFolder(classes, training, validation)
 
 
@@ -260,7 +260,7 @@ def _class_folders(
         files += inside
         labels += [label] * len(inside)
         for file in inside:
-            digest.update(_encoded(f"{file.relative_to(path)} {file.stat().st_size}\n"))
+            digest.update(os.fsencode(f"{file.relative_to(path)} {file.stat().st_size}\n"))
     images = Images(
         np.array(labels),
         lambda i: read_image(files[i]),
@@ -282,16 +282,11 @@ def _held_out(labels_N: np.ndarray, path: Path, classes: Sequence[str], fraction
             raise ConfigError(
                 f"{path / name}: has {len(places)} image, and one is needed on each side of the split; add some"
             )
-        digest = hashlib.blake2b(_encoded(name), digest_size=8).digest()
+        digest = hashlib.blake2b(os.fsencode(name), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
         order = np.argsort(np.random.Philox(key=seed).random_raw(len(places)), kind="stable")
         taken[places[order[:count]]] = True
     return taken
-
-
-def _encoded(name: str) -> bytes:
-    """A file's name as it is on disk, UTF-8 or not."""
-    return name.encode("utf-8", "surrogateescape")
 
 
 def read_image_or_idx(name: str) -> np.ndarray:

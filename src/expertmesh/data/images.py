@@ -135,7 +135,7 @@ class ImageData:
             most_distances: with more pairs of images than that there is no answer, None.
         """
         training, validation = self._sides
-        if len(training) * len(validation) > most_distances or not training.in_memory:
+        if len(training) * len(validation) > most_distances or training.pixels_NCHW is None:
             return None
         known_ND, labels_N = training.take(range(len(training)))
         known_ND = known_ND.flatten(1)
@@ -151,7 +151,7 @@ class ImageData:
 
 
 class _Side:
-    """The training or the validation images of all folders, in memory where they are not too many."""
+    """The training or the validation images of all folders; `pixels_NCHW` where they are not too many for memory."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Side:
         labels = [images.labels_N + first[i] for i, images in enumerate(sources)]
         self.labels_N = torch.from_numpy(np.concatenate(labels))
         self.digest = [images.digest for images in sources]
-        self._pixels_NCHW: Tensor | None = None
+        self.pixels_NCHW: Tensor | None = None
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -189,18 +189,13 @@ class _Side:
             except ImageError as error:
                 problems.append(str(error))
         if not problems:
-            self._pixels_NCHW = torch.stack(pixels)
+            self.pixels_NCHW = torch.stack(pixels)
         return problems
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether no image is read any more."""
-        return self._pixels_NCHW is not None
 
     def take(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(B, C, H, W) FP32 images in [0, 1], and their classes."""
-        if self._pixels_NCHW is not None:
-            pixels = self._pixels_NCHW[list(which)]
+        if self.pixels_NCHW is not None:
+            pixels = self.pixels_NCHW[list(which)]
         else:
             pixels = torch.stack([self._read(i) for i in which])
         return pixels.to(torch.float32) / 255, self.labels_N[list(which)]

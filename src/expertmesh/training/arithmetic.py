@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.base import parse_json
+from expertmesh.config.output_file import write_whole
 from expertmesh.costs.products import Product
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu import products as cpu_products
@@ -201,7 +202,5 @@ def read_arithmetic(path: Path) -> Arithmetic | None:
 
 
 def write_arithmetic(path: Path, arithmetic: Arithmetic) -> None:
-    """Write the file by one rename."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(arithmetic), indent=1) + "\n")
-    partial.rename(path)
+    """Write the file, all of it or nothing."""
+    write_whole(path, json.dumps(asdict(arithmetic), indent=1) + "\n")

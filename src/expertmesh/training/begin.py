@@ -43,7 +43,8 @@ def begun(config: RunConfig, family: Family) -> RunConfig:
     saved, _ = own.read_config(named)
     changes: dict[str, str | None] = {"train.init_from": str(own.path)}
     given = getattr(config.data, "encode_with", None)
-    if given is not None and expanded(given).resolve() in _tokenizers(begin, own.path):
+    own_files = [(expanded(run) / TOKENIZER).resolve() for run in (begin, own.path)]
+    if given is not None and expanded(given).resolve() in own_files:
         changes["data.encode_with"] = None
     found = family.begun_with(config.updated(changes), saved, where=str(own.path))
     return found.updated({"train.init_from": begin})
@@ -52,10 +53,6 @@ def begun(config: RunConfig, family: Family) -> RunConfig:
 def _can_go_on(own: RunDir, family: Family) -> bool:
     is_whole = own.config.exists() and all((own.path / name).is_file() for name in family.files)
     return is_whole and bool(list_checkpoints(own.checkpoints))
-
-
-def _tokenizers(*runs: str | Path) -> list[Path]:
-    return [(expanded(run) / TOKENIZER).resolve() for run in runs]
 
 
 def save_as_run(

@@ -50,7 +50,6 @@ _NAME = re.compile(rf"{_PREFIX}\d{{8}}")
 _PARTIAL = ".partial-"
 _DELETED = ".deleted-"
 _RECORD = ".written-"
-_BLOCK = 1 << 22
 _POLL_S = 0.01
 # How long rank 0 looks for the records of the others when the run ends in an error.
 _GRACE_S = 5.0
@@ -400,11 +399,8 @@ def _flushed(path: Path) -> dict[str, Any]:
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -4,7 +4,7 @@ A piece is an archive as `torch.save` writes one tensor: a ZIP file whose entry 
 The index of the checkpoint says type and shape, so that the pickle beside it is never opened.
 """
 
-import io
+import mmap
 import struct
 import zipfile
 from pathlib import Path
@@ -20,6 +20,13 @@ _BLOCK_BYTES_GPU = 1 << 24
 """Each block is a copy of its own, for which the host waits."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _MAGIC = b"PK\x03\x04"
+
+
+class _Map(mmap.mmap):
+    """A mapped file as `zipfile` wants it; before Python 3.13 there is no `seekable`."""
+
+    def seekable(self) -> bool:
+        return True
 
 
 def copy_piece(
@@ -50,8 +57,11 @@ def copy_piece(
     """
     num_bytes = dtype.itemsize * sizes.numel()
     try:
-        archive = np.memmap(path, dtype=np.uint8, mode="r", offset=offset, shape=(length,))
-        start = _start_of_data(archive, num_bytes)
+        before = offset % mmap.ALLOCATIONGRANULARITY  # of the file, with which a map must begin
+        with path.open("rb") as file:
+            whole = before + length
+            mapped = _Map(file.fileno(), whole, offset=offset - before, access=mmap.ACCESS_READ)
+        start = _start_of_data(mapped, num_bytes)
     except (
         zipfile.BadZipFile,
         RuntimeError,
@@ -63,7 +73,7 @@ def copy_piece(
         raise CheckpointError(
             f"{path.parent}: its .distcp files hold no tensors of this checkpoint ({error}); choose another checkpoint"
         ) from None
-    data = archive[start : start + num_bytes]
+    data = np.frombuffer(mapped, np.uint8, num_bytes, start)
     if not sizes:
         target.copy_(torch.from_numpy(data.copy()).view(dtype)[0])
         return
@@ -79,15 +89,15 @@ def copy_piece(
         target[row - first : end - first].copy_(block[:, *where[1:]])
 
 
-def _start_of_data(archive: np.ndarray, num_bytes: int) -> int:
-    """Where the memory of the one tensor in an archive begins.
+def _start_of_data(mapped: _Map, num_bytes: int) -> int:
+    """Where the memory of the one tensor begins in an archive, before which there may be something else.
 
     Raises:
         ValueError: it has none of that length.
         zipfile.BadZipFile: it is no archive; RuntimeError (NotImplementedError with it): of a kind that is not read here;
             EOFError: it ends too early.
     """
-    with zipfile.ZipFile(io.BufferedReader(_View(archive))) as entries:
+    with zipfile.ZipFile(mapped) as entries:  # type: ignore[call-overload]
         found = [e for e in entries.infolist() if e.filename.endswith("/data/0")]
         order = [e for e in entries.infolist() if e.filename.endswith("/byteorder")]
         if any(e.compress_type != zipfile.ZIP_STORED for e in order):
@@ -99,39 +109,8 @@ def _start_of_data(archive: np.ndarray, num_bytes: int) -> int:
     if found[0].file_size != num_bytes:
         raise ValueError(f"a tensor has {found[0].file_size} bytes, not {num_bytes}")
     at = found[0].header_offset
-    header = archive[at : at + _LOCAL_HEADER.size].tobytes()
-    magic, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+    magic, name_length, extra_length = _LOCAL_HEADER.unpack_from(mapped, at)
     start = at + _LOCAL_HEADER.size + name_length + extra_length
-    if magic != _MAGIC or start + num_bytes > len(archive):
+    if magic != _MAGIC or start + num_bytes > len(mapped):
         raise ValueError("an archive is cut short")
-    return int(start)
-
-
-class _View(io.RawIOBase):
-    """Mapped bytes as a file."""
-
-    def __init__(self, data: np.ndarray) -> None:
-        super().__init__()
-        self._data, self._at = data, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
-        if base + offset < 0:
-            raise ValueError("an archive is cut short")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        part = self._data[self._at : self._at + len(buffer)]
-        memoryview(buffer)[: len(part)] = part.tobytes()
-        self._at += len(part)
-        return len(part)
+    return start

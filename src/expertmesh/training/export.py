@@ -76,7 +76,14 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
     state = read_run_state(checkpoint, "step", "config")
     shapes, dtypes = tensor_shapes(checkpoint), tensor_dtypes(checkpoint)
     names = sorted(name for name in shapes if name.startswith(_MODEL))
-    header = _header(names, shapes, dtypes, _texts(state))
+    tensors = [(name.removeprefix(_MODEL), dtypes[name], shapes[name]) for name in names]
+    texts = {
+        "format": "pt",
+        "step": str(state["step"]),
+        "recipe": str(state.get("recipe", "unknown")),
+        "config": json.dumps(state["config"]),
+    }
+    header = file_header(tensors, texts)
     with complete(output) as partial:
         with partial.open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
@@ -123,25 +130,6 @@ def find_checkpoint(source: Path) -> Path:
     if problem is not None:
         raise CheckpointError(f"checkpoint {source}: is damaged ({problem}); choose another")
     return source
-
-
-def _texts(state: dict[str, Any]) -> dict[str, str]:
-    return {
-        "format": "pt",
-        "step": str(state["step"]),
-        "recipe": str(state.get("recipe", "unknown")),
-        "config": json.dumps(state["config"]),
-    }
-
-
-def _header(
-    names: list[str],
-    shapes: dict[str, tuple[int, ...]],
-    dtypes: dict[str, torch.dtype],
-    texts: dict[str, str],
-) -> bytes:
-    tensors = [(name.removeprefix(_MODEL), dtypes[name], shapes[name]) for name in names]
-    return file_header(tensors, texts)
 
 
 def file_header(

@@ -117,6 +117,8 @@ def train(
     device = resolve_device(config.train.device)
     run_dir = RunDir(config.train.run_dir)
     with ExitStack() as stack:
+        if device.index is not None:  # the random numbers and the memory that count are this GPU's
+            stack.enter_context(torch.cuda.device(device))
         ranks = stack.enter_context(
             open_ranks(
                 device_type=device.type,

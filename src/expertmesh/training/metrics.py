@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import naming
 
@@ -167,8 +165,3 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return found if isinstance(found["step"], int) else None
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def to_lists(tensors: list[Tensor]) -> list[list[int]]:
-    """Integer vectors as lists; synchronises."""
-    return [tensor.tolist() for tensor in tensors]

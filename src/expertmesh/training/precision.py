@@ -48,20 +48,10 @@ class Precision:
         reason = self.arithmetic.reason
         return f"{dtype} on {self.device}" + (f" (auto: {reason})" if reason else "")
 
-    @property
-    def uses_autocast(self) -> bool:
-        """Whether the forward pass casts to another dtype than the parameters'."""
-        return self.compute_dtype != self.master_dtype
-
-    @property
-    def uses_scaler(self) -> bool:
-        """Whether gradients need loss scaling (FP16's range is too small for them)."""
-        return self.compute_dtype == torch.float16
-
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """Context of a forward pass, the run's library included."""
-        if not self.uses_autocast:
+        if self.compute_dtype == self.master_dtype:
             with self.products():
                 yield
             return
@@ -73,12 +63,13 @@ class Precision:
         return multiplying_by(self.arithmetic.library)
 
     def scaler(self, ranks: Ranks | None = None) -> LossScaler:
-        """Loss scaler; switched off unless the compute dtype is FP16.
+        """Loss scaler; switched off unless the compute dtype is FP16, whose range is too small for gradients.
 
         Args:
             ranks: ranks among which gradients are spread; None: this process alone.
         """
-        return LossScaler(self.device.type, enabled=self.uses_scaler, ranks=ranks)
+        is_needed = self.compute_dtype == torch.float16
+        return LossScaler(self.device.type, enabled=is_needed, ranks=ranks)
 
 
 def resolve_precision(

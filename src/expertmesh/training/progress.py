@@ -5,7 +5,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -27,12 +26,6 @@ from expertmesh.training.metrics import StepMetrics
 _PLAIN_LINES = 40
 _WIDE = 60
 """Columns that a terminal must have for a bar beside the numbers."""
-
-
-@dataclass(frozen=True)
-class _Cell:
-    name: str
-    text: str
 
 
 class _Console(Console):
@@ -140,21 +133,22 @@ class ProgressReport:
             self._shown = Group(self._bar, self._table(metrics))
             self._live.update(self._shown)
         elif metrics.step % self._every == 0 or metrics.step in (self._first + 1, self._total):
-            cells = ", ".join(f"{c.name} {c.text}" for c in self._cells(metrics))
+            cells = ", ".join(f"{name} {text}" for name, text in self._cells(metrics))
             self.message(f"step {metrics.step}/{self._total}: {cells}, ETA {self._eta(metrics)}")
 
-    def _cells(self, metrics: StepMetrics) -> list[_Cell]:
+    def _cells(self, metrics: StepMetrics) -> list[tuple[str, str]]:
+        """Names of numbers, and the numbers as texts."""
         cells = [
-            _Cell("loss", f"{metrics.loss:.4f}"),
-            _Cell(f"{self._family.items}/s", f"{self._rate or 0.0:,.0f}"),
-            _Cell("grad norm", f"{metrics.grad_norm:.3f}"),
-            _Cell("lr", f"{metrics.lr:.2e}"),
-            _Cell("expert load max/mean", f"{metrics.load_imbalance:.2f}"),
-            _Cell("dropped", f"{metrics.dropped_fraction:.2%}"),
-            _Cell("dead experts", str(metrics.dead_experts)),
+            ("loss", f"{metrics.loss:.4f}"),
+            (f"{self._family.items}/s", f"{self._rate or 0.0:,.0f}"),
+            ("grad norm", f"{metrics.grad_norm:.3f}"),
+            ("lr", f"{metrics.lr:.2e}"),
+            ("expert load max/mean", f"{metrics.load_imbalance:.2f}"),
+            ("dropped", f"{metrics.dropped_fraction:.2%}"),
+            ("dead experts", str(metrics.dead_experts)),
         ]
         if metrics.skipped_steps:
-            cells.append(_Cell("skipped steps", str(metrics.skipped_steps)))
+            cells.append(("skipped steps", str(metrics.skipped_steps)))
         return cells
 
     def _table(self, metrics: StepMetrics) -> Table | Text:
@@ -163,14 +157,14 @@ class ProgressReport:
         cells = self._cells(metrics)
         if self._evaluation is not None:
             metric = self._family.metric
-            cells.insert(1, _Cell(metric.short, f"{self._evaluation[metric.key]:.4f}"))
+            cells.insert(1, (metric.short, f"{self._evaluation[metric.key]:.4f}"))
         # Names break between words, numbers do not.
-        widths = [max(map(len, [*cell.name.split(), cell.text])) + 2 for cell in cells]
+        widths = [max(map(len, [*name.split(), text])) + 2 for name, text in cells]
         if sum(widths) - 2 > self.console.width:
-            return Text(", ".join(f"{cell.name} {cell.text}" for cell in cells))
-        for cell in cells:
-            table.add_column(cell.name, justify="right")
-        table.add_row(*(cell.text for cell in cells))
+            return Text(", ".join(f"{name} {text}" for name, text in cells))
+        for name, _ in cells:
+            table.add_column(name, justify="right")
+        table.add_row(*(text for _, text in cells))
         return table
 
     def _eta(self, metrics: StepMetrics) -> str:

@@ -42,6 +42,7 @@ def check_room(family: Family, config: RunConfig, device: torch.device, *, num_r
     taught = teacher_bytes(config, family, num_ranks=num_ranks, compute_dtype=dtype)
     fixed = weights + each.gradients_bytes + each.optimizer_bytes + taught
     whole = fixed + costs.alone.activations_bytes // num_ranks
+    has_seq_len = hasattr(config.data, "seq_len")
     where = "this machine" if on_host else f"{device}"
     for needed, limit, what, fix in (
         (
@@ -54,7 +55,7 @@ def check_room(family: Family, config: RunConfig, device: torch.device, *, num_r
             whole,
             _FAR * memory,
             "all and activations",
-            "lower train.micro_batch_size, or data.seq_len",
+            "lower train.micro_batch_size" + (", or data.seq_len" if has_seq_len else ""),
         ),
     ):
         if needed > limit:

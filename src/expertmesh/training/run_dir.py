@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.family import FAMILIES, GPT, Family
-from expertmesh.config.output_file import naming
+from expertmesh.config.output_file import complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
@@ -84,9 +84,12 @@ class RunDir:
                 ) from None
             file = self.lock.open("a+b", buffering=0)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+                with naming(self.lock):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
                 with file:
+                    if not isinstance(error, BlockingIOError):
+                        raise  # there are no locks on this file system
                     file.seek(0)
                     holder = file.read().decode().strip() or "unknown"
                 raise ConfigError(
@@ -124,14 +127,13 @@ class RunDir:
         """Write config.json, versions.json and copies of the data's files, each by one rename."""
         values = {"recipe": recipe, **config.model_dump(mode="json")}
         with naming(self.path):
-            _write_json(self.config, values)
-            _write_json(self.versions, versions())
+            write_whole(self.config, json.dumps(values, indent=1) + "\n")
+            write_whole(self.versions, json.dumps(versions(), indent=1) + "\n")
             for name, source in files.items():
                 target = self.path / name
                 target.parent.mkdir(exist_ok=True)
-                partial = target.with_suffix(".partial")
-                shutil.copyfile(source, partial)
-                partial.rename(target)
+                with complete(target) as partial:
+                    shutil.copyfile(source, partial)
         self._is_described = True
 
     def read_values(self) -> tuple[dict[str, Any], str]:
@@ -246,9 +248,3 @@ def versions() -> dict[str, Any]:
         except PackageNotFoundError:
             found[name] = None
     return found
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(values, indent=1) + "\n")
-    partial.rename(path)

@@ -11,7 +11,7 @@ from expertmesh.models.family import Batch, Part, Task, each_tensor, num_samples
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.expert_use import ExpertUse, is_recorded, use_of_experts
-from expertmesh.training.metrics import Load, measure_load, to_lists
+from expertmesh.training.metrics import Load, measure_load
 from expertmesh.training.optim import balance_experts
 from expertmesh.training.precision import Precision
 from expertmesh.training.routing import LoadCounter, Watched, routing_losses
@@ -88,7 +88,7 @@ def training_step(
     norm = ranks.clip_grad_norm_(model.parameters(), config.optim.grad_clip)
     loss, aux_loss, z_loss, grad_norm = torch.cat((sums, norm.to(sums).reshape(1))).tolist()
     # before the update, for which the host would wait, too
-    counts = to_lists(counter.counts)
+    counts = [counts_E.tolist() for counts_E in counter.counts]
     dropped = [] if counter.num_dropped is None else counter.num_dropped.tolist()
     is_finite = all(map(math.isfinite, (loss, aux_loss, z_loss, grad_norm)))
     if is_finite:

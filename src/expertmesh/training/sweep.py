@@ -5,13 +5,13 @@ import math
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from expertmesh.config.base import expanded
 from expertmesh.config.family import Family, Metric, find_family
+from expertmesh.config.output_file import write_whole
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, TrainingDivergedError
 from expertmesh.training.loop import train
@@ -101,10 +101,8 @@ def sweep(
     found: list[SweptRate] = []
     for one in _each(runs, recipe, family, console):
         found.append(one)
-        table = folder / TABLE_NAME
-        partial = table.with_suffix(".partial")
-        partial.write_text(json.dumps([asdict(swept) for swept in found], indent=1) + "\n")
-        partial.rename(table)
+        table = json.dumps([asdict(swept) for swept in found], indent=1)
+        write_whole(folder / TABLE_NAME, f"{table}\n")
         if one.stopped_by is not None:
             break
     return found
@@ -136,7 +134,6 @@ def _each(
         try:
             result = train(config, recipe=recipe, family=family, console=console)
         except TrainingDivergedError:
-            Path(run_dir).mkdir(parents=True, exist_ok=True)
             lines = read_metrics(RunDir(run_dir).metrics)
             seconds = _seconds(lines, family.items)
             yield SweptRate(lr, run_dir, None, None, lines[-1]["step"] if lines else 0, seconds)
