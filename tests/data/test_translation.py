@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.support.calls import calls_of
 
 from expertmesh.config.seq2seq import ParallelTextConfig
 from expertmesh.data.noise import Draws, add_noise, poisson
@@ -18,7 +19,7 @@ from expertmesh.data.parallel_text import (
     read_lines,
     tag_id,
 )
-from expertmesh.data.tokenizer import load_tokenizer
+from expertmesh.data.tokenizer import load_tokenizer, train_tokenizer
 from expertmesh.data.translation import CHUNK, Examples, Mixture, TranslationData, probabilities
 from expertmesh.errors import ConfigError
 
@@ -218,12 +219,13 @@ def test_noise_permutes_whole_sentences_and_draws_poisson_numbers():
     assert 2.5 < np.var(draws) < 3.5
 
 
-def test_the_cache_is_filled_once(corpus, monkeypatch):
+def test_the_cache_is_filled_once(corpus):
     path, cache = corpus
     config = ParallelTextConfig(path=(path,), cache_dir=cache)
     first = prepare_parallel(config, vocab_size=330)
-    monkeypatch.setattr("expertmesh.data.parallel_text._in_turn", lambda corpora: 1 / 0)
-    assert prepare_parallel(config, vocab_size=330).key == first.key
+    with calls_of(train_tokenizer) as calls:
+        assert prepare_parallel(config, vocab_size=330).key == first.key
+    assert not calls
 
 
 def test_a_language_is_the_same_in_names_of_files_and_in_options(tmp_path, caplog):

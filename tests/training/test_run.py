@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-from contextlib import contextmanager
 from multiprocessing import Pipe
 
 import pytest
@@ -232,16 +231,18 @@ def test_a_lock_that_its_holder_has_just_removed_is_made_anew(tmp_path):
         sys.setprofile(before)
 
 
-def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path):
+    def refuse(frame, event, function):
+        if event == "c_call" and function is fcntl.flock:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with (
-        pytest.raises(OSError, match="No locks available.*run/lock"),
-        RunDir(tmp_path / "run").locked(),
-    ):
-        pass
+    before = sys.getprofile()
+    sys.setprofile(refuse)
+    try:
+        with pytest.raises(OSError, match=r"No locks available.*run/lock"):
+            RunDir(tmp_path / "run").locked().__enter__()
+    finally:
+        sys.setprofile(before)
 
 
 def test_required_without_a_checkpoint_and_a_file_as_folder(tiny, run_quietly, tmp_path):
@@ -361,21 +362,16 @@ def test_a_run_leaves_the_callers_random_state_and_threads(tiny, run_quietly):
 
 
 def test_a_run_on_a_gpu_of_some_number_makes_it_the_current_one(tiny, run_quietly, monkeypatch):
-    """Else a checkpoint would have the random state of another."""
-
-    class EnteredError(Exception):
-        pass
-
-    @contextmanager
-    def enter(device):
-        raise EnteredError(device)
-        yield
-
+    """Else a checkpoint would have the random state of another. Here there is none, which entering it says."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "device", enter)
-    with pytest.raises(EnteredError, match="cuda:1"):
-        run_quietly(tiny(**{"train.device": "cuda:1"}))
+    config = tiny(**{"train.device": "cuda:1"})
+    with (
+        calls_of(torch.cuda.device.__init__) as calls,
+        pytest.raises((RuntimeError, AssertionError)),
+    ):
+        run_quietly(config)
+    assert [variables["device"] for variables, _ in calls] == [torch.device("cuda:1")]
 
 
 def test_a_tensorboard_that_cannot_be_imported_is_one_line(tmp_path):
