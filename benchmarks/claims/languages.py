@@ -109,7 +109,7 @@ NARROW = replace(
     ),
     steps=8000,
     ladder=("MoE-32",),
-    single=("MoE-32", "dense"),
+    single=(),
     sweeps=False,
 )
 """Rates are the best of `LANGUAGES`."""
