@@ -107,6 +107,10 @@ def test_dry_run():
         (["zebra"], "unknown recipe 'zebra'; known: gpt-moe-test, "),
         ([RECIPE, "again"], "unexpected word 'again'; options look like --section.field value"),
         (
+            [RECIPE, "--data.path", "here", "there"],
+            "unexpected word 'there'; write --data.path before each of its values",
+        ),
+        (
             [RECIPE, "--train.stepz", "3"],
             "unknown option --train.stepz; did you mean --train.steps?",
         ),

@@ -180,9 +180,11 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     if not words:
         raise ConfigError(f"no recipe given; say one after 'train': {', '.join(recipes)}")
     if len(words) > 1:
-        raise ConfigError(
-            f"unexpected word {shown(words[1])!r}; options look like --section.field value"
-        )
+        repeated = [flag_name(name) for name, (option, _) in flags.items() if option.is_repeated]
+        fix = "options look like --section.field value"
+        if repeated:
+            fix = f"write {repeated[0]} before each of its values"
+        raise ConfigError(f"unexpected word {shown(words[1])!r}; {fix}")
     default = _recipe(words[0], recipes)()
     values = {name: _value(option, texts) for name, (option, texts) in flags.items()}
     in_file: dict[str, Any] = {}
