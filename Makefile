@@ -11,10 +11,11 @@ STAMP := .venv/.installed
 .PHONY: help install demo translate classify test test-fast test-all test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
 
 help:
+	@echo "make install install into .venv, as everything below does first"
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
 	@echo "make translate  train a small encoder-decoder on parallel text, then translate and score (DATA=folder, FROM=en, TO=de)"
 	@echo "make classify  train a small vision transformer with experts on digits, then classify (IMAGES=folder, CLASSIFY_ARGS=...)"
-	@echo "make test    run every test"
+	@echo "make test    run the tests"
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
 	@echo "make kernels-all  run every test of the Triton kernels: interpreter, builds for every GPU target (no GPU needed)"
@@ -84,8 +85,8 @@ kernels-all: $(STAMP) $(if $(TRITON),$(TRITON_SITE))
 .triton-%: $(STAMP)
 	@$(BIN)/python -m pip install -q --no-deps --target $@ triton==$*
 
-# GPU_PYTHON=python3: an interpreter that has torch for this GPU, pytest, pydantic and tyro; none: installs into .venv.
-# GPU_WHEELS=folder: packages that it lacks, as `make gpu-wheels` collects them, for a machine without a network.
+# GPU_PYTHON=python3: an interpreter that has torch for this GPU, triton and transformers; none: installs into .venv.
+# GPU_WHEELS=folder: what else is needed, as `make gpu-wheels` collects it, for a machine without a network.
 GPU_WHEELS ?=
 GPU_SITE := .gpu-site
 GPU_ENV = PYTHONPATH=src:.$(if $(GPU_WHEELS),:$(GPU_SITE)) PYTHONUNBUFFERED=1
@@ -116,6 +117,7 @@ gpu-wheels: $(STAMP)
 	  --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 	  --platform manylinux2014_x86_64 -c constraints.txt -d $(or $(GPU_WHEELS),.whl) \
 	  pydantic pydantic_core annotated-types typing-inspection typing_extensions tyro docstring_parser typeguard \
+	  pytest pytest-xdist hypothesis execnet iniconfig pluggy pygments sortedcontainers \
 	  $$($(BIN)/python -m benchmarks.race.peers)
 	python3 tools/wheels.py split $(or $(GPU_WHEELS),.whl) .whl-pieces
 
@@ -139,4 +141,4 @@ bench-distributed: $(STAMP)
 	$(BIN)/python -m benchmarks.distributed_layer
 
 clean:
-	rm -rf .venv .gpu-site .whl .whl-pieces build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .gpu-site .whl .whl-pieces .triton-* build dist src/*.egg-info .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis

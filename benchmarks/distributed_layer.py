@@ -150,7 +150,7 @@ def main(
     """Check, time, write.
 
     Args:
-        ranks: numbers of ranks; the first is the one that others are compared with.
+        ranks: numbers of ranks; the least is the one that others are compared with.
         rounds: timed rounds.
         tokens: T of each rank.
         dim: D.

@@ -4,13 +4,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from benchmarks.peer_parts import Case, OwnWeights, absent, activate, through_einsums
-from benchmarks.race.adapters import PACKAGES, why_missing
+from benchmarks.race.adapters import PACKAGES, one_process, why_missing
 from torch import Tensor, nn
 
 from expertmesh import MoELayer
@@ -95,15 +94,9 @@ class DeepSpeedMoE(nn.Module):
         import deepspeed
         from deepspeed.moe.layer import MoE
 
-        place: dict[str, Any] = {}
-        if not dist.is_initialized():
-            place = {"init_method": "tcp://127.0.0.1:29561", "rank": 0, "world_size": 1}
-        deepspeed.init_distributed(
-            "gloo" if case.device == "cpu" else "nccl",
-            auto_mpi_discovery=False,
-            verbose=False,
-            **place,
-        )
+        one_process(case.device)
+        backend = "gloo" if case.device == "cpu" else "nccl"
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
         self.case, self.num_ranks = case, dist.get_world_size()
         self.num_local = case.num_experts // self.num_ranks
         self.first_expert = dist.get_rank() * self.num_local

@@ -32,7 +32,7 @@ class LigerCuteMoE(OwnWeights):
         from liger_kernel.transformers.moe import LigerExpertParallelFusedMoe
 
         case = self.case
-        _one_process(case.device)
+        one_process(case.device)
         sizes = MoEConfig(
             max_tokens=case.num_tokens,
             hidden_size=case.dim,
@@ -188,7 +188,7 @@ class TutelMoE(OwnWeights):
         from tutel import moe
 
         case = self.case
-        _one_process(case.device)
+        one_process(case.device)
         with torch.device(case.device):  # it reads a buffer of its own on the host
             self.layer = moe.moe_layer(
                 gate_type={"type": "top", "k": case.top_k, "capacity_factor": 0.0},  # 0: dropless
@@ -229,8 +229,8 @@ def _stream(x: Tensor) -> int:
     return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
 
 
-def _one_process(device: str) -> None:
-    """A process group of one, which Tutel asks for; its own way to one makes every exit of the process a success."""
+def one_process(device: str) -> None:
+    """A process group of one, where there is none; Tutel's own way to one makes every exit of the process a success."""
     import torch.distributed as dist  # another library's layer needs the group, not ours
 
     if not dist.is_initialized():

@@ -1,6 +1,7 @@
 """The rules of the code base that no linter checks: sizes, names, docstrings, what is imported when."""
 
 import ast
+import contextlib
 import functools
 import importlib.metadata
 import re
@@ -81,14 +82,10 @@ def python_files():
 
 
 def project_text_files():
-    skipped = {".git", ".venv", "runs", "build", "dist", "__pycache__"}
+    """Not what is made beside the project's files: runs, packages, and all in hidden folders but .ci."""
+    made = re.compile(r"\.git$|(\.(?!ci/)[^/]+|runs|build|dist|src/[^/]+\.egg-info)/")
     for path in sorted(ROOT.rglob("*")):
-        parts = path.relative_to(ROOT).parts
-        if skipped.intersection(parts) or any(part.endswith("_cache") for part in parts):
-            continue
-        if any(part.endswith(".egg-info") or part == ".hypothesis" for part in parts):
-            continue
-        if path.is_file() and path.suffix in TEXT_SUFFIXES:
+        if path.suffix in TEXT_SUFFIXES and path.is_file() and not made.match(relative(path)):
             yield path
 
 
@@ -292,26 +289,35 @@ def test_constraints_are_exact_and_complete():
     ]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines), lines
     pinned = {normal(line.split("==")[0]) for line in lines}
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = list(project["dependencies"])
-    for extra in project["optional-dependencies"].values():
-        wanted += extra
-    missing, seen = set(), set()
-    queue = [normal(re.match(r"[A-Za-z0-9._-]+", text).group()) for text in wanted]
+    extras = project()["optional-dependencies"].values()
+    wanted = sum(extras, start=project()["dependencies"])
+    assert needed_by(wanted) - pinned <= {"setuptools"}
+
+
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def needed_by(requirements):
+    """Names of these packages and of all that they need, as far as they are installed here."""
+    found, queue = set(), list(requirements)
     while queue:
-        name = queue.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        missing |= {name} - pinned
-        try:
-            needs = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue  # an extra that is not installed here
-        queue += [
-            normal(re.match(r"[A-Za-z0-9._-]+", text).group()) for text in needs if ";" not in text
-        ]
-    assert missing <= {"setuptools"}
+        name = normal(re.match(r"[A-Za-z0-9._-]+", queue.pop()).group())
+        if name not in found:
+            found.add(name)
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                queue += [n for n in importlib.metadata.requires(name) or [] if ";" not in n]
+    return found
+
+
+def test_a_gpu_without_a_network_gets_all_wheels():
+    """What `make gpu-wheels` collects is all that tests and race need beside torch, triton and transformers."""
+    recipe = (ROOT / "Makefile").read_text().partition("\ngpu-wheels:")[2].partition("\n\n")[0]
+    (line,) = re.findall(r"-d \S+ \S+ \\\n(.*)\$\$\(", recipe, re.DOTALL)
+    collected = {normal(word) for word in line.split() if word != "\\"}
+    tests = ["pytest", "pytest-xdist", "hypothesis"]
+    wanted = needed_by([*project()["dependencies"], *tests])
+    assert wanted - needed_by(["torch", "triton", "transformers"]) - {"torch"} <= collected
 
 
 def normal(name):
