@@ -13,6 +13,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.nursery import the_nursery
 
@@ -30,11 +31,16 @@ SKIPS = pytest.StashKey[set]()
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
-    """Every test starts from the same random state."""
+def _alone():
+    """Every test starts from the same random state, and leaves no process group to the next ones."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    groups = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not groups:
+        dist.destroy_process_group()
+        pytest.fail("this test left torch's process group open: the next ones would find it")
 
 
 @pytest.fixture

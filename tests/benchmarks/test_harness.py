@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.support import stand_ins
 
 from benchmarks import harness, layer, routing_scaling
@@ -73,6 +74,8 @@ def all_peers():
     stand_ins.install()
     yield
     stand_ins.remove()
+    if dist.is_initialized():  # some of them ask for a group
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])

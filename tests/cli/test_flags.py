@@ -1,5 +1,7 @@
 """`expertmesh train RECIPE --section.field value`: every spelling that works, and what each mistake says."""
 
+from operator import attrgetter
+
 import pytest
 
 from expertmesh.cli.flags import (
@@ -34,9 +36,7 @@ def test_every_option_can_be_given(family):
     config = family.config()
     words = []
     for name in option_names(family.config):
-        value = config
-        for part in name.split("."):
-            value = getattr(value, part)
+        value = attrgetter(name)(config)
         texts = [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
         words += [flag_name(name), *texts]
     assert parse_run_config(["base", *words], recipes={"base": family.config}).config == config
@@ -88,10 +88,7 @@ def test_spellings(words, name, value):
     for order in ([RECIPE, *words], [*words, RECIPE]):
         if order[-1] == RECIPE and words[-1] == "--model.moe.num-experts":
             continue  # a list takes the words that follow it
-        found = parse_run_config(order).config
-        for part in name.split("."):
-            found = getattr(found, part)
-        assert found == value
+        assert attrgetter(name)(parse_run_config(order).config) == value
 
 
 def test_dry_run():

@@ -43,24 +43,21 @@ def test_an_interpreter_without_a_program_beside_it(environment):
     assert program() == "expertmesh"
 
 
-def test_messages(environment):
-    said = spell_program(
-        "train it first: expertmesh train; see /x/expertmesh report and expertmesh.", VERBS
-    )
-    assert (
-        said
-        == "train it first: .venv/bin/expertmesh train; see /x/expertmesh report and expertmesh."
-    )
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("it first: expertmesh train; see", "it first: .venv/bin/expertmesh train; see"),
+        ("see /x/expertmesh report and expertmesh.", None),
+        ("torchrun --nproc-per-node N -m expertmesh train ...", None),
+        ("expertmesh exporters", None),
+    ],
+)
+def test_commands_in_messages_and_nothing_else(environment, text, said):
+    assert spell_program(text, VERBS) == (said or text)
 
 
 def test_a_verb_of_any_list_is_spelled(environment):
     assert spell_program("expertmesh new x", ["old", "new"]) == ".venv/bin/expertmesh new x"
-
-
-def test_a_module_keeps_its_name(environment):
-    said = "start more with torchrun --nproc-per-node N -m expertmesh train ..."
-    assert spell_program(said, VERBS) == said
-    assert spell_program("expertmesh exporters", VERBS) == "expertmesh exporters"
 
 
 def test_what_to_try_next_can_be_copied(environment, tmp_path):

@@ -1,6 +1,7 @@
 """Every rule of the configuration: a broken one raises ConfigError with one line that says value, rule and fix."""
 
 import pickle
+from operator import attrgetter
 from typing import get_args
 
 import numpy as np
@@ -171,11 +172,7 @@ def test_broken_rule(changes, named, rule):
 )
 def test_edge_of_a_rule_is_allowed(changes):
     config = GPTRunConfig().updated(changes)
-    for name, value in changes.items():
-        found = config
-        for part in name.split("."):
-            found = getattr(found, part)
-        assert found == value
+    assert {name: attrgetter(name)(config) for name in changes} == changes
 
 
 # Values that would change something elsewhere, and that a dense model, or the condition of a row, leaves without effect.

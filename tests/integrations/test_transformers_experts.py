@@ -13,6 +13,7 @@ from tests.support.hub_models import (
     D,
     E,
     K,
+    logits_and_gradients,
     tiny_experts,
     tiny_model,
 )
@@ -186,18 +187,6 @@ def test_autocast_computes_in_its_type_and_returns_the_input_s(name):
             what=what,
             dtype=torch.bfloat16,
         )
-
-
-def logits_and_gradients(model, ids, *, dtype=None, implementation="expertmesh"):
-    model = copy.deepcopy(model).to(dtype or model.dtype)
-    if implementation == "expertmesh":
-        apply(model)
-    else:
-        model.set_experts_implementation(implementation)
-    logits = model(ids).logits
-    logits.backward(torch.linspace(-1, 1, logits.numel()).view_as(logits).to(logits.dtype))
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach()} | found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

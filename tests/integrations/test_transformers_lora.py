@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.support.hub_models import tiny_model
+from tests.support.hub_models import logits_and_gradients, tiny_model
 from tests.support.real_text import byte_windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,28 +40,16 @@ def adapted(name, adapters=("default",), dtype=torch.float32):
     return model
 
 
-def run(model, implementation, ids, dtype=None, *, turned=False):
-    """Logits and gradients; turned: of the same texts in the opposite order, so that sums over them round differently."""
-    model = copy.deepcopy(model)
-    model = model if dtype is None else model.to(dtype)
-    if implementation == "expertmesh":
-        apply(model)
-    else:
-        model.base_model.model.set_experts_implementation(implementation)
-    logits = model(ids.flip(0) if turned else ids).logits
-    logits = logits.flip(0) if turned else logits
-    logits.backward(torch.linspace(-1, 1, logits.numel()).view_as(logits).to(logits.dtype))
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach()} | grads
-
-
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("adapters", [("default",), ("default", "other")], ids=len)
 def test_logits_and_gradients_are_peft_s(name, adapters):
     model, ids = adapted(name, adapters), torch.randint(61, (2, 7))
-    ours, oracle = run(model, "expertmesh", ids), run(model, "eager", ids, torch.float64)
-    plain = [run(model, how, ids) for how in ("eager", "grouped_mm")]
-    plain.append(run(model, "eager", ids, turned=True))
+    ours, oracle = (
+        logits_and_gradients(model, ids),
+        logits_and_gradients(model, ids, "eager", torch.float64),
+    )
+    plain = [logits_and_gradients(model, ids, how) for how in ("eager", "grouped_mm")]
+    plain.append(logits_and_gradients(model, ids, "eager", turned=True))
     assert ours.keys() == oracle.keys() and any("lora_A" in what for what in ours)
     for what in oracle:
         same = [found[what] for found in plain]
@@ -97,7 +85,7 @@ def test_nothing_as_large_as_all_experts_is_made(name):
     found = {}
     for implementation in ("grouped_mm", "expertmesh"):
         with Stacks(size) as found[implementation]:
-            run(model, implementation, torch.randint(61, (1, 2)))
+            logits_and_gradients(model, torch.randint(61, (1, 2)), implementation)
     with Stacks(size) as copies:  # `run` makes them, too
         copy.deepcopy(model)
     assert found["grouped_mm"].count > copies.count == found["expertmesh"].count
@@ -105,8 +93,8 @@ def test_nothing_as_large_as_all_experts_is_made(name):
 
 def test_merging_and_saving_stay_peft_s(tmp_path):
     model, ids = adapted("qwen3_moe"), torch.randint(61, (1, 5))
-    plain = run(model, "eager", ids)["logits"]
-    oracle = run(model, "eager", ids, torch.float64)["logits"]
+    plain = logits_and_gradients(model, ids, "eager")["logits"]
+    oracle = logits_and_gradients(model, ids, "eager", torch.float64)["logits"]
     apply(model)
     with torch.no_grad():
         before = model(ids).logits

@@ -21,7 +21,8 @@ def draw():
     return x.requires_grad_(), ids, weights.requires_grad_(), dy
 
 
-def compare(name, implementation):
+def compare(name, implementation, one_choice=False):
+    """With one choice, all tokens go to the first rank and the others' experts get none."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     from expertmesh.integrations.transformers import register
@@ -29,13 +30,15 @@ def compare(name, implementation):
     size, rank = dist.get_world_size(), dist.get_rank()
     whole = tiny_experts(name, torch.float64, num_experts=EXPERTS)
     x, ids, weights, dy = draw()
+    if one_choice:
+        ids = torch.zeros_like(ids)
     expected = whole(x, ids, weights)
     expected.backward(dy)
     module = torch.nn.Sequential(tiny_experts(name, torch.float64, num_experts=EXPERTS))
     module[0].config._experts_implementation = register()
     ep = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("ep",))
     grid = DeviceMesh("cpu", torch.arange(size)[:, None], mesh_dim_names=("dp", "tp"))
-    shares = implementation == "all_reduce"
+    shares = one_choice or implementation == "all_reduce"  # a batch of all ranks
     names = [n for n, _ in module.named_parameters()]
     plan = dict.fromkeys(names, "grouped_gemm") | PLAN
     apply_expert_parallelism(module, ep, ep if shares else grid["tp"], plan, implementation)
@@ -63,30 +66,5 @@ def test_four_ranks(four_ranks, implementation):
     four_ranks.run(compare, "qwen3_moe", implementation)
 
 
-def _one_choice(name):
-    """All tokens go to the first rank, the others' experts get none; ranks of a tensor-parallel group have one batch."""
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
-
-    from expertmesh.integrations.transformers import register
-
-    size = dist.get_world_size()
-    whole = tiny_experts(name, torch.float64, num_experts=EXPERTS)
-    x, _, weights, dy = draw()
-    ids = torch.zeros(6, 2, dtype=torch.long)
-    expected = whole(x, ids, weights)
-    expected.backward(dy)
-    module = torch.nn.Sequential(tiny_experts(name, torch.float64, num_experts=EXPERTS))
-    module[0].config._experts_implementation = register()
-    mesh = DeviceMesh("cpu", list(range(size)), mesh_dim_names=("ep",))
-    plan = dict.fromkeys([n for n, _ in module.named_parameters()], "grouped_gemm") | PLAN
-    apply_expert_parallelism(module, mesh, mesh, plan, "expertmesh")
-    y_x, _, y_weights, _ = draw()
-    y = module[0](y_x, ids, y_weights)
-    y.backward(dy)
-    numerics.assert_close_fp64(y.detach(), expected.detach(), what="y")
-    numerics.assert_close_fp64(y_x.grad, x.grad, what="x")
-    numerics.assert_close_fp64(y_weights.grad, weights.grad, what="weights")
-
-
 def test_a_rank_without_tokens_takes_part(two_ranks):
-    two_ranks.run(_one_choice, "qwen3_moe")
+    two_ranks.run(compare, "qwen3_moe", "expertmesh", True)

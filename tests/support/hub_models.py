@@ -1,10 +1,13 @@
 """The rows of the table of experts in transformers: tiny experts of every kind, and tiny whole models."""
 
+import copy
 import importlib
 from types import SimpleNamespace
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from expertmesh.integrations.transformers import apply
 
 D, F, E, K = 24, 16, 5, 3
 
@@ -123,3 +126,17 @@ def tiny_model(name, *, num_experts=E, top_k=K, dtype=torch.float32, **changes):
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(noise * 1.5 * parameter.shape[-1] ** -0.5)
     return model.to(dtype)
+
+
+def logits_and_gradients(model, ids, implementation="expertmesh", dtype=None, *, turned=False):
+    """Of a copy; turned: of the same texts in the opposite order, so that sums over them round differently."""
+    model = copy.deepcopy(model).to(dtype or model.dtype)
+    if implementation == "expertmesh":
+        apply(model)
+    else:
+        model.set_experts_implementation(implementation)
+    logits = model(ids.flip(0) if turned else ids).logits
+    logits = logits.flip(0) if turned else logits
+    logits.backward(torch.linspace(-1, 1, logits.numel()).view_as(logits).to(logits.dtype))
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach()} | found

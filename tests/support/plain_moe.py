@@ -1,6 +1,25 @@
 """The documented semantics of the older systems' layers as a loop over tokens and choices, in plain PyTorch."""
 
+import inspect
+
 import torch
+
+from expertmesh.testing.numerics import assert_close_fp64
+
+
+def plain_signature(function):
+    """The signature of a function without its annotations, as text."""
+    found = inspect.signature(function)
+    plain = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    return str(inspect.Signature(plain))
+
+
+def assert_plain(y, l_aux, counts, expected):
+    """The output of a layer, its balance loss and its counts are those of `plain_moe`; None: that is not compared."""
+    assert_close_fp64(y.detach().flatten(0, -2), expected[0].detach(), what="y")
+    if l_aux is not None:
+        assert_close_fp64(l_aux.detach(), expected[1].detach(), what="l_aux")
+    assert torch.equal(counts, expected[2])
 
 
 def plain_moe(

@@ -137,12 +137,11 @@ def chosen_run(word: str | None, option: str | None, prog: str) -> str:
     Raises:
         ConfigError: neither, or both.
     """
-    if (word is None) == (option is None):
-        rule = "no run given" if word is None else f"two runs given, {word} and {option}"
+    given = [one for one in (word, option) if one is not None]
+    if len(given) != 1:
+        rule = f"two runs given, {word} and {option}" if given else "no run given"
         raise ConfigError(f"{rule}; write one: {prog} runs/demo (see {prog} --help)")
-    found = word if option is None else option
-    assert found is not None
-    return found
+    return given[0]
 
 
 def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> ParsedRun:

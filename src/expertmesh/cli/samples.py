@@ -27,7 +27,7 @@ PYTHON_PROMPTS = (
     "try:\n    ",
 )
 _PROMPT_WORDS = 4
-_WORD_BYTES = 20_000_000
+_MOST_CHARACTERS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ def countable_words(sampled: Sample) -> list[str]:
 
 
 def _words(texts: Iterable[str]) -> set[str]:
-    """Different words of about the first `_WORD_BYTES` characters."""
+    """Different words of about the first `_MOST_CHARACTERS` characters."""
     found: set[str] = set()
     seen = 0
     for text in texts:
         found.update(text.split())
         seen += len(text)
-        if seen >= _WORD_BYTES:
+        if seen >= _MOST_CHARACTERS:
             break
     return found
 

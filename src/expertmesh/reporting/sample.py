@@ -65,28 +65,25 @@ def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[i
     return found
 
 
-def sample_of_run(run: Run, trained: Trained, *, seed: int = 0) -> list[dict[str, Any]]:
+def sample_of_run(run: Run, trained: Trained) -> list[dict[str, Any]]:
     """A text that the run's newest model writes from nothing, token by token.
 
     Args:
-        run: the run.
+        run: the run, of a family that generates text.
         trained: its model.
-        seed: of the draws.
 
     Returns:
-        For every token its "text" and, per MoE layer, "experts" as (expert, weight) pairs; [] where models of the family write no
-        text.
+        For every token its "text" and, per MoE layer, "experts" as (expert, weight) pairs; [] where the model writes about what it
+        reads.
 
     Raises:
         CheckpointError: its tokenizer is missing or damaged, or its weights are.
     """
-    if not run.family.generates_text:
-        return []
     task, module, precision = trained
     model = task.decoder(module)
     if isinstance(model, EncoderDecoder):
-        return []  # it writes about what it reads
-    sampling = Sampling(temperature=0.7, top_p=0.95, seed=seed)
+        return []
+    sampling = Sampling(temperature=0.7, top_p=0.95, seed=0)
     tokenizer = run.load_tokenizer()
     end_id, start = end_of_text_id(tokenizer), list(start_of_text(tokenizer))
     room = min(_TOKENS, model.max_seq_len - len(start))
