@@ -1,5 +1,6 @@
 """Ways that only calls without masks, gradients or compilers take: to the bit the general ones."""
 
+import re
 from unittest.mock import patch
 
 import pytest
@@ -16,8 +17,8 @@ def test_the_router_without_gradients_skips_the_operator(dtype):
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients), torch.profiler.profile() as profile:
             found.append(router_linear.router_linear(x_TD, w_ED))
-        names = {event.name for event in profile.events()}
-        assert ("expertmesh::router_linear" in names) == gradients
+        names = " ".join(event.name for event in profile.events())  # with _default in torch 2.14
+        assert bool(re.search("expertmesh(::|_)router_linear", names)) == gradients
     seen, plain = found
     assert torch.equal(seen, plain)
     assert seen.requires_grad
