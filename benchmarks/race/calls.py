@@ -105,7 +105,7 @@ def peers(s: Setting) -> list[Part]:
 
     def race(name: str) -> Part:
         return s.part(
-            f"layers {name}", "layers:race_shape", 75, attempts=3, shape=name, rounds=11, peers=list(s.peers)
+            f"layers {name}", "layers:race_shape", 75, attempts=5, shape=name, rounds=11, peers=list(s.peers)
         )  # fmt: skip
 
     smaller = [

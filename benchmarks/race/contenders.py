@@ -142,7 +142,13 @@ def _of_module(name: str, module: OwnWeights, shape: RaceShape) -> Racer:
 
 
 def field_of(
-    shape: RaceShape, *, device: str, training: bool = True, only: tuple[str, ...] = ()
+    shape: RaceShape,
+    *,
+    device: str,
+    training: bool = True,
+    only: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
+    trying: Callable[[str], object] = id,
 ) -> tuple[list[Racer], list[str]]:
     """All who can run a shape here, ours first, and a line for each who cannot.
 
@@ -151,13 +157,19 @@ def field_of(
         device: cpu or cuda.
         training: with gradients.
         only: names to which peers are limited; none: all.
+        without: names of peers that are neither imported nor built.
+        trying: told each peer's name before it is.
     """
     case = case_of(shape, device=device, training=training)
     racers, missing = [ours(shape, device=device)], []
 
-    def add(name: str, make: Callable[[], Racer], why: str | None = None) -> None:
-        if only and name not in only:
+    def add(
+        name: str, make: Callable[[], Racer], missing_here: Callable[[], str | None] = lambda: None
+    ) -> None:
+        if (only and name not in only) or name in without:
             return
+        trying(name)
+        why = missing_here()
         if why is None:
             try:
                 racers.append(make())
@@ -177,14 +189,14 @@ def field_of(
                 lambda: _of_module(
                     TRANSFORMERS, MixtralMoE(layer, here, implementation="grouped_mm"), shape
                 ),
-                absent("transformers"),
+                lambda: absent("transformers"),
             )
         add(GROUPED_MM, lambda: _of_module(GROUPED_MM, GroupedMM(layer, case), shape))
         for name, (package, make) in PACKAGES[shape.activation].items():
             add(
                 name,
                 lambda name=name, make=make: _of_module(name, make(layer, case), shape),
-                why_missing(package, case),
+                lambda package=package: why_missing(package, case),
             )
         if shape.against_einsum and training:
             add(EINSUM, lambda: _of_module(EINSUM, EinsumMoE(layer, case), shape))

@@ -1,7 +1,11 @@
 """One shape of the race: contenders checked at full size, then timed side by side, whole layers and experts alone."""
 
 import gc
+import os
+import sys
+import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +14,86 @@ from benchmarks.race.clock import Entry, Sample, Stopwatch, interleaved
 from benchmarks.race.contenders import OURS, Inputs, Racer, WeightSet, field_of
 from benchmarks.race.parts import Keep
 from benchmarks.race.shapes import PHASES, RaceShape, chosen
+from benchmarks.race.verdicts import LIGER
 from benchmarks.race.warm import tune_quickly
 
 _WARMUP = 2
+_LOST_GPU = 70
+"""Exit code of a process that can use its GPU no longer."""
 
 
 class WrongError(Exception):
     """Our own results are wrong; no time counts."""
+
+
+class _Race:
+    """What a shape's race has found, and who is being tried: a contender that fails costs itself only.
+
+    One that raises leaves the race. One with which the process dies, hangs, or loses the GPU is left out of the next attempt.
+    """
+
+    def __init__(self, keep: Keep, shape: str, device: str) -> None:
+        before = keep.before or {}
+        self.keep, self.shape, self.device = keep, shape, device
+        self.rows: list[dict[str, Any]] = before.get("rows", [])
+        self.experts: list[dict[str, Any]] = []
+        self.missing: list[str] = before.get("missing", [])
+        self.out: dict[str, str] = before.get("out", {})
+        self.now = before.get("trying")
+        if self.now == OURS:
+            raise WrongError(f"{shape}: ours crashed or hung; no time counts")
+        if self.now is not None:
+            self.out.setdefault(self.now, self._note("crashed or hung"))
+
+    def found(self) -> dict[str, Any]:
+        """The result, as far as there is one."""
+        notes = [*self.missing, *self.out.values()]
+        return {"rows": self.rows, "experts": self.experts, "notes": notes}
+
+    def begin(self, name: str | None) -> None:
+        """Note what was found, and who is tried from now on; None: nobody."""
+        self.now = name
+        self.keep(self.found() | {"missing": self.missing, "out": self.out, "trying": name})
+
+    def fail(self, error: Exception) -> None:
+        """Take who is being tried out of the race; ends this process where the GPU is lost with it.
+
+        Raises:
+            WrongError: it is ours.
+        """
+        assert self.now is not None
+        if self.now == OURS:
+            raise WrongError(f"{self.shape}: {error}; no time counts") from error
+        self.out[self.now] = self._note(f"{type(error).__name__}: {str(error)[:300]}")
+        self.begin(self.now)
+        release(self.device)
+
+    def _note(self, why: str) -> str:
+        return f"{'Experts alone' if self.rows else 'Out of the race'}: {self.now}: {why}."
+
+    def timed(
+        self,
+        racers: list[Racer],
+        stopwatch: Stopwatch,
+        rounds: int,
+        entries_of: Callable[[Racer], list[Entry]],
+    ) -> dict[str, dict[str, Sample]]:
+        """Samples by racer and phase of all who last; after a failure the others begin again."""
+        while True:
+            ready = [racer for racer in racers if racer.name not in self.out]
+            phases = [self._noted(entry, r.name) for r in ready for entry in entries_of(r)]
+            try:
+                samples = interleaved(phases, stopwatch, rounds=rounds, warmup=_WARMUP)
+                return {r.name: {**samples[r.name], **samples[f"{r.name}, both"]} for r in ready}
+            except Exception as error:
+                self.fail(error)
+
+    def _noted(self, entry: Entry, name: str) -> Entry:
+        def prepare(number: int) -> None:
+            self.begin(name)
+            entry.prepare(number)
+
+        return replace(entry, prepare=prepare)
 
 
 def race_shape(
@@ -32,7 +109,7 @@ def race_shape(
     """A part: check all contenders of a shape, then time those who are right.
 
     Args:
-        keep: of the part. After a crash, whoever was being tried then is left out.
+        keep: of the part. After a crash, whoever was being tried then is left out, and what was timed stands.
         shape: its name.
         device: cuda, or cpu with tiny.
         tiny: sizes that a CPU runs in seconds, and stand-ins for packages that are not here.
@@ -46,14 +123,17 @@ def race_shape(
     Raises:
         WrongError: ours are wrong.
     """
+    race = _Race(keep, shape, device)
     (sizes,) = chosen((shape,))
     if tiny:
         from tests.support.stand_ins import install
 
         install()
         sizes = sizes.tiny()
-    else:
+    elif LIGER not in race.out:
+        race.begin(LIGER)
         tune_quickly()  # or choosing among hundreds of candidates would take the part's time
+        race.begin(None)
     num_sets = 2 if tiny else sizes.weight_sets(total_memory(device))
     if not num_sets:
         needed = sizes.peak_bytes(1) / 2**30
@@ -61,52 +141,42 @@ def race_shape(
     generator = torch.Generator(device).manual_seed(0)
     weights = [WeightSet.draw(sizes, device, generator) for _ in range(num_sets)]
     inputs = Inputs.draw(sizes, device, generator)
-    racers, missing = field_of(sizes, device=device, only=peers)
-    notes = [f"Not in the table: {why}." for why in missing]
-    died = (keep.before or {}).get("trying")
-    if died == OURS:
-        raise WrongError(f"{shape}: ours crashed or hung; no time counts")
-    if died is not None:
-        racers = [racer for racer in racers if racer.name != died]
-        notes.append(f"Out of the race: {died}: crashed or hung.")
-    ready, distances = [], {}
-    for racer in racers:
-        keep({"rows": [], "experts": [], "notes": notes, "trying": racer.name})
-        try:
-            _first_run(racer, weights[0], inputs)
-            distances[racer.name] = checked(
-                sizes, racer, weights[0], inputs.batches[0], inputs.grad_TD, generator
-            )
-            ready.append(racer)
-        except Exception as error:
-            if racer.name == OURS:
-                raise WrongError(f"{shape}: {error}; no time counts") from error
-            notes.append(
-                f"Out of the race: {racer.name}: {type(error).__name__}: {str(error)[:300]}."
-            )
-        racer.take(weights[0])  # lets go of gradients
+    racers, missing = field_of(
+        sizes, device=device, only=peers, without=tuple(race.out), trying=race.begin
+    )
+    race.missing = race.missing or [f"Not in the table: {why}." for why in missing]
+    stopwatch = Stopwatch(device)
+    if not race.rows:
+        distances = {}
+        for racer in racers:
+            race.begin(racer.name)
+            try:
+                _first_run(racer, weights[0], inputs)
+                distances[racer.name] = checked(
+                    sizes, racer, weights[0], inputs.batches[0], inputs.grad_TD, generator
+                )
+            except Exception as error:
+                race.fail(error)
+            racer.take(weights[0])  # lets go of gradients
+            release(device)
+        times = race.timed(racers, stopwatch, rounds, lambda r: entries(r, weights, inputs))
+        race.rows = [row(sizes, name, s) | {"off by": distances[name]} for name, s in times.items()]
+        race.begin(None)
         release(device)
-    stopwatch, found = Stopwatch(device), {"notes": notes, "experts": []}
-    phases = [entry for racer in ready for entry in entries(racer, weights, inputs)]
-    samples = interleaved(phases, stopwatch, rounds=rounds, warmup=_WARMUP)
-    by_name = {r.name: {**samples[r.name], **samples[f"{r.name}, both"]} for r in ready}
-    found["rows"] = [
-        row(sizes, name, s) | {"off by": distances[name]} for name, s in by_name.items()
-    ]
-    keep(found)
-    release(device)
-    found["experts"] = _experts_alone(sizes, ready, weights, inputs, stopwatch, rounds, notes)
-    return found
+    raced = {one["contender"] for one in race.rows} - race.out.keys()
+    ready = [racer for racer in racers if racer.name in raced]
+    race.experts = _experts_alone(race, sizes, ready, weights, inputs, stopwatch, rounds)
+    return race.found()
 
 
 def _experts_alone(
+    race: _Race,
     sizes: RaceShape,
     racers: list[Racer],
     weights: list[WeightSet],
     inputs: Inputs,
     stopwatch: Stopwatch,
     rounds: int,
-    notes: list[str],
 ) -> list[dict[str, Any]]:
     """Rows of the experts with a choice that all are given: who routes in which type does not count."""
     ids_TK = racers[0].expert_ids(inputs.batches[0])
@@ -115,25 +185,23 @@ def _experts_alone(
     for racer in racers:
         if racer.experts is None:
             continue
-        racer.take(weights[0])
+        race.begin(racer.name)
         try:
+            racer.take(weights[0])
             with torch.no_grad():
                 y_TD = racer.experts(inputs.batches[0], weights_TK, ids_TK)
             expected = y_TD if expected is None else expected
             _near(y_TD, expected)
             trying.append(racer)
         except Exception as error:
-            notes.append(
-                f"Experts alone: {racer.name}: {type(error).__name__}: {str(error)[:300]}."
-            )
+            race.fail(error)
 
     def run(racer: Racer) -> Callable[[torch.Tensor], torch.Tensor]:
         leaf_TK = weights_TK.clone().requires_grad_()
         return lambda x_TD: racer.experts(x_TD, leaf_TK, ids_TK)
 
-    phases = [e for r in trying for e in entries(r, weights, inputs, run(r))]
-    samples = interleaved(phases, stopwatch, rounds=rounds, warmup=_WARMUP)
-    return [row(sizes, r.name, {**samples[r.name], **samples[f"{r.name}, both"]}) for r in trying]
+    times = race.timed(trying, stopwatch, rounds, lambda r: entries(r, weights, inputs, run(r)))
+    return [row(sizes, name, s) for name, s in times.items()]
 
 
 def _near(y_TD: torch.Tensor, expected_TD: torch.Tensor) -> None:
@@ -203,7 +271,18 @@ def total_memory(device: str) -> int:
 
 
 def release(device: str) -> None:
-    """Give cached memory back, so that one contender's pieces do not crowd the next."""
+    """Give cached memory back, so that one contender's pieces do not crowd the next.
+
+    Where a kernel has lost the GPU (a bad address, say), every later call of this process fails: then it ends here, as a
+    crash does, and another attempt goes on without who was being tried.
+    """
     gc.collect()
-    if device.startswith("cuda"):
+    if not device.startswith("cuda"):
+        return
+    try:
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(_LOST_GPU)

@@ -217,6 +217,8 @@ def _attempts(part: Part, budget: Budget, out: Path, name: str) -> Outcome:
             log=out / f"{name}.log",
             before=earlier["result"],
         )
+        if outcome["result"] is None:  # it got nowhere: what an earlier attempt kept stands
+            outcome["result"] = earlier["result"]
         if number:
             outcome["attempts"] = number + 1
         if outcome["state"] in ("done", "failed"):

@@ -44,3 +44,10 @@ def dies_at_the_second(keep):
         done[name] = "fine"
         keep(done)
     return done
+
+
+def dies_at_once_after_the_first(keep):
+    """Keep something, crash, and in the next attempt crash before anything is kept."""
+    if keep.before is None:
+        keep({"first": 1})
+    os.abort()

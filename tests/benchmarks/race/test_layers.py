@@ -74,16 +74,16 @@ PEERS = (contenders.GROUPED_MM, verdicts.EINSUM)
 """The others would be stand-ins."""
 
 
-def raced(tmp_path, name, before=None):
+def raced(tmp_path, name, before=None, checked=check.check):
     """Race a shape in which a contender's results are wrong."""
 
-    def checked(shape, racer, *rest):
+    def checks(shape, racer, *rest):
         assert racer.name != name, "off by 0.3"
-        return check.check(shape, racer, *rest)
+        return checked(shape, racer, *rest)
 
     keep, shape = Keep(tmp_path / "part.json", before), {"shape": "blog-e16", "device": "cpu"}
     try:
-        return layers.race_shape(keep, **shape, tiny=True, rounds=1, peers=PEERS, checked=checked)
+        return layers.race_shape(keep, **shape, tiny=True, rounds=1, peers=PEERS, checked=checks)
     finally:
         stand_ins.remove()
 
@@ -106,6 +106,73 @@ def test_who_crashed_is_left_out_of_the_second_attempt(tmp_path):
     assert f"Out of the race: {verdicts.EINSUM}: crashed or hung." in found["notes"]
     with pytest.raises(layers.WrongError, match="ours crashed or hung"):
         raced(tmp_path, "nobody", before={"trying": verdicts.OURS})
+
+
+def test_all_who_crashed_are_left_out_of_further_attempts(tmp_path):
+    class CrashError(BaseException):
+        """Ends a process where it stands."""
+
+    def crashes(shape, racer, *rest):
+        if racer.name != verdicts.OURS:
+            raise CrashError
+        return check.check(shape, racer, *rest)
+
+    before = None
+    for _ in PEERS:
+        with pytest.raises(CrashError):
+            raced(tmp_path, "nobody", before, crashes)
+        before = Keep(tmp_path / "part.json").found()["result"]
+    found = raced(tmp_path, "nobody", before, crashes)
+    assert [row["contender"] for row in found["rows"]] == [verdicts.OURS]
+    crashed = [note for note in found["notes"] if "crashed or hung" in note]
+    assert [peer for peer in PEERS for note in crashed if peer in note] == [*PEERS]
+
+
+def test_who_fails_while_timed_leaves_the_others_their_times(tmp_path, monkeypatch):
+    run, calls = contenders.GroupedMM.experts, []
+
+    def fails(module, x_TD, *rest):
+        calls.append(x_TD)
+        if len(calls) == 4:  # after the first run, the check and the warm-up's first step
+            raise RuntimeError("out of memory")
+        return run(module, x_TD, *rest)
+
+    monkeypatch.setattr(contenders.GroupedMM, "experts", fails)
+    found = raced(tmp_path, "nobody")
+    assert len(calls) == 4
+    others = [verdicts.OURS, verdicts.EINSUM]
+    assert [row["contender"] for row in found["rows"]] == others
+    assert [row["contender"] for row in found["experts"]] == others
+    why = f"Out of the race: {contenders.GROUPED_MM}: RuntimeError: out of memory."
+    assert why in found["notes"]
+
+
+def test_times_stand_where_the_experts_alone_crash(tmp_path):
+    first = raced(tmp_path, verdicts.EINSUM)
+    before = first | {"missing": [], "out": {}, "trying": contenders.GROUPED_MM}
+    found = raced(tmp_path, "nobody", before)
+    assert found["rows"] == first["rows"]
+    assert [row["contender"] for row in found["experts"]] == [verdicts.OURS]
+    assert f"Experts alone: {contenders.GROUPED_MM}: crashed or hung." in found["notes"]
+
+
+def test_a_lost_gpu_ends_the_process(monkeypatch):
+    """Another attempt then goes on without who lost it; all that follows in this one would fail."""
+
+    class EndError(BaseException):
+        """Stands for the end of the process."""
+
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def end(code):
+        raise EndError(code)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(layers.os, "_exit", end)
+    with pytest.raises(EndError):
+        layers.release("cuda")
+    layers.release("cpu")
 
 
 class _Device:

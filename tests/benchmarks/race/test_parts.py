@@ -40,6 +40,7 @@ def test_the_call_goes_on(tmp_path):
             ("again", "dies_at_the_second", 30.0, {"attempts": 2}),
             ("fresh", "fine", 60.0, {"arguments": {"value": 8}, "fresh": True}),
             ("once", "dies_at_the_second", 30.0, {}),
+            ("twice", "dies_at_once_after_the_first", 30.0, {"attempts": 2}),
         ],
         tmp_path,
     )
@@ -52,6 +53,7 @@ def test_the_call_goes_on(tmp_path):
         "again": "done",
         "fresh": "done",
         "once": "crashed",
+        "twice": "crashed",
     }
     for name in ("hangs", "raises", "crashes"):
         assert parts[name]["result"] == {"first": 1}
@@ -61,6 +63,7 @@ def test_the_call_goes_on(tmp_path):
     assert parts["fine"]["result"] == {"value": 7}
     assert parts["fresh"]["result"] == {"value": 8}
     assert parts["again"]["result"] == {"a": "fine", "b": "skipped", "c": "fine"}
+    assert parts["twice"]["result"] == {"first": 1}
     assert parts["once"]["result"] == {"a": "fine", "b": "begun"}
     assert "RuntimeError: a kernel is wrong" in (tmp_path / "call.log").read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["call.json", "call.log"]
