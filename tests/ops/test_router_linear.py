@@ -64,6 +64,28 @@ def test_three_parts_hold_every_bit_of_a_weight():
     assert not torch.equal(split(w, 2).double().sum(0), w.double())
 
 
+def test_parts_that_lie_far_apart(tmp_path):
+    """The third part of what has 2**30 elements begins behind 2**31: that many tokens times experts."""
+    from expertmesh.kernels import split_product
+
+    rows, width, apart = 64, 16, 2**30
+    file, size = (
+        str(tmp_path / "sparse"),
+        2 * apart + rows * width,
+    )  # takes the pages that are written
+    memory = torch.from_file(file, shared=True, size=size, dtype=torch.bfloat16)
+    grad = torch.randn(rows, width)
+    constants = {"PARTS": 3, "BLOCK": rows * width}
+    split_product.launch(split_product._split, (1,), grad, memory, grad.numel(), apart, **constants)
+    far = memory.as_strided((3, rows, width), (apart, width, 1))
+    near = split_product.split(grad, 3)
+    assert torch.equal(far, near)
+    x = torch.randn(rows, 8).bfloat16()[None]
+    options = {"dtype": torch.float32, "long_sum": True}
+    products = [split_product._product(p.transpose(1, 2), x, **options) for p in (far, near)]
+    assert torch.equal(*products)
+
+
 def test_long_sums_are_shared_out_and_added_in_order():
     from expertmesh.kernels import split_product
 

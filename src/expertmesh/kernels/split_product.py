@@ -20,12 +20,13 @@ _NEVER_SPECIALIZED = ["M", "K", "steps_of_piece"]
 @triton.jit(do_not_specialize=["size"])
 def _split(source_ptr, out_ptr, size, stride, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """out[i] = the i-th BF16 part of every number: each is the rounded rest of those before."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
+    next_part = tl.cast(stride, tl.int64)
     rest = tl.load(source_ptr + place, mask=inside, other=0.0)
     for i in tl.static_range(PARTS):
         part = rest.to(tl.bfloat16)
-        tl.store(out_ptr + i * stride + place, part, mask=inside)
+        tl.store(out_ptr + i * next_part + place, part, mask=inside)
         rest -= part.to(tl.float32)
 
 
@@ -63,6 +64,8 @@ def _split_product(
     n_inside = (n < N)[None, :]
     a_rows = a_ptr + m.to(tl.int64)[:, None] * a_stride_m
     b_columns = b_ptr + n.to(tl.int64)[None, :] * b_stride_n
+    a_next_part = tl.cast(a_stride_part, tl.int64)
+    b_next_part = tl.cast(b_stride_part, tl.int64)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in tl.range(0, num_steps):
         k = (piece * steps_of_piece + step) * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -72,10 +75,10 @@ def _split_product(
         b_inside = n_inside if EVEN_K else n_inside & (k < K)[:, None]
         fresh = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for i in tl.static_range(A_PARTS):
-            a = tl.load(a_block + i * a_stride_part, mask=a_inside, other=0.0)
+            a = tl.load(a_block + i * a_next_part, mask=a_inside, other=0.0)
             # with two parts each the product of the smaller ones is below the last bit that counts
             for j in tl.static_range(B_PARTS - i if A_PARTS == B_PARTS else B_PARTS):
-                b = tl.load(b_block + j * b_stride_part, mask=b_inside, other=0.0)
+                b = tl.load(b_block + j * b_next_part, mask=b_inside, other=0.0)
                 fresh = tl.dot(a, b, fresh)
         total += fresh
     out = out_ptr + (piece.to(tl.int64) * M + m.to(tl.int64)[:, None]) * N + n[None, :]
