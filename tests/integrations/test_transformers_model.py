@@ -116,6 +116,10 @@ def test_what_cannot_work_is_refused_in_one_line(model):
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ConfigError, match="has 4 columns for 4 tokens in the cache and 1 new"):
         model(ids[:, :1], past_key_values=cache, attention_mask=torch.tensor([[0, 1, 1, 1]]))
+    window = model.gpt.config.max_seq_len
+    full = model(torch.ones(1, window, dtype=torch.int64), use_cache=True).past_key_values
+    with pytest.raises(ConfigError, match=f"{window + 1} tokens, {window} of them in the cache"):
+        model(ids[:, :1], past_key_values=full)
     with pytest.raises(ConfigError, match="vocabulary of a GPT of expertmesh is fixed"):
         model.resize_token_embeddings(300)
     with pytest.raises(ConfigError, match="labels need the logits"):

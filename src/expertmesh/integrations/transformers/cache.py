@@ -13,18 +13,19 @@ class SequencesOf:
     Args:
         cache: holds what came before, and gets what comes.
         token_mask_BK: (B, keys) bool over the tokens before and the new ones, False for padding; None: there is none.
+        max_seq_len: most tokens of a sequence, those in the cache included.
 
     Raises:
         ConfigError: the cache has a fixed size.
     """
 
-    def __init__(self, cache: Cache, token_mask_BK: Tensor | None) -> None:
+    def __init__(self, cache: Cache, token_mask_BK: Tensor | None, *, max_seq_len: int) -> None:
         if cache.is_compileable:
             raise ConfigError(
                 f"past_key_values: a {type(cache).__name__} has a fixed size; use a DynamicCache, or leave "
                 "cache_implementation out"
             )
-        self._cache, self._token_mask_BK = cache, token_mask_BK
+        self._cache, self._token_mask_BK, self._max_seq_len = cache, token_mask_BK, max_seq_len
 
     def begin(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None
@@ -36,10 +37,15 @@ class SequencesOf:
             token_mask_BS: (B, S) bool, the last columns of the mask of all tokens; not read.
 
         Raises:
-            ConfigError: the mask of all tokens does not cover those in the cache.
+            ConfigError: the mask of all tokens does not cover those in the cache, or there are too many tokens.
         """
         past = self._cache.get_seq_length()
         S = ids_BS.shape[1]
+        if past + S > self._max_seq_len:
+            raise ConfigError(
+                f"a sequence of {past + S} tokens, {past} of them in the cache: must be at most max_seq_len={self._max_seq_len}; "
+                "shorten the prompt, or generate fewer (max_new_tokens)"
+            )
         keys_K = torch.arange(past + S, device=ids_BS.device)
         positions_S = keys_K[past:]
         causal_SK = keys_K <= positions_S[:, None]

@@ -203,7 +203,10 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             mask_BK = None
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
-        cache = None if past_key_values is None else SequencesOf(past_key_values, mask_BK)
+        cache = None
+        if past_key_values is not None:
+            most = self.config.max_position_embeddings
+            cache = SequencesOf(past_key_values, mask_BK, max_seq_len=most)
         output = self.gpt(
             input_ids,
             token_mask_BS=None if mask_BK is None else mask_BK[:, -input_ids.shape[1] :],
