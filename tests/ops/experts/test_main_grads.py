@@ -178,6 +178,10 @@ def test_autocast_adds_to_the_buffers_of_fp32_parameters():
     assert buffers.w_in.any()
 
 
+class Shard(torch.Tensor):
+    """Of a tensor, as DTensor is: what `zeros_like` makes of parameters that FSDP has sharded."""
+
+
 def test_mistakes_are_one_line_errors():
     case = ExpertsCase.draw((24, 8, 16, 3, 2), bias=True)
     leaves = case.leaves()
@@ -189,6 +193,7 @@ def test_mistakes_are_one_line_errors():
         ({"w_in": good.w_in.bfloat16()}, "dtype"),
         ({"w_out": good.w_out[:2]}, "shape"),
         ({"w_out": transposed}, "strides"),
+        ({"w_out": good.w_out.as_subclass(Shard)}, "a Shard and w_out a Tensor; both"),
     ):
         with pytest.raises(ConfigError, match=word) as error:
             step(case, leaves, WeightGradients(**(vars(good) | change)))

@@ -106,6 +106,12 @@ def make_buffers(call: ExpertsCall, main: WeightGradients | None) -> list[Tensor
         for buffer, parameter in zip(buffers, parameters, strict=True):
             wide = accumulate_dtype(parameter.dtype)
             _check_tensor(f"main_grads.{name}", buffer, tuple(parameter.shape), wide)
+            kinds = type(buffer.data).__name__, type(parameter.data).__name__
+            if kinds[0] != kinds[1] and not torch.compiler.is_compiling():
+                raise ConfigError(
+                    f"main_grads.{name} is a {kinds[0]} and {name} a {kinds[1]}; both must be of one kind, and FSDP gathers its shards of "
+                    "parameters alone; leave main gradients out, or spread the layer with expertmesh.parallel"
+                )
             like_w_in = name in ("w_in", "b_in") and interleaved
             if not (buffer.transpose(1, 2) if like_w_in else buffer).is_contiguous():
                 raise ConfigError(
