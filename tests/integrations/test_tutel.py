@@ -1,5 +1,7 @@
 """The Tutel door against its documented semantics, in a loop of plain PyTorch."""
 
+import copy
+
 import pytest
 import torch
 from tests.support.plain_moe import assert_plain, plain_moe, plain_signature
@@ -81,6 +83,15 @@ def test_arguments_of_a_call_do_not_stick():
         x, top_k=2, capacity_factor=0.25, adaptive_r=0, a2a_ffn_overlap_degree=2, megablocks_size=1
     )
     assert torch.equal(layer(x).detach(), before)
+
+
+def test_copies_are_of_the_layer_and_not_of_its_last_call():
+    layer, x = build(), torch.randn(24, D, dtype=torch.float64)
+    y = layer(x)
+    again = copy.deepcopy(layer)
+    assert again.l_aux is None and again.dispatch_count is None
+    assert torch.equal(again(x), y)
+    assert layer.l_aux is y.l_aux
 
 
 @pytest.mark.parametrize("factor", [0.5, -0.5])

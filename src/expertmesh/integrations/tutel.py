@@ -173,6 +173,10 @@ class MOELayer(nn.Module):
             )
         return min(int(r), self.sharded_count)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a file gets; of the last call nothing, whose loss hangs on autograd's graph."""
+        return self.__dict__ | {"_l_aux": None, "_dispatch_count": None}
+
     @property
     def l_aux(self) -> Tensor | None:
         """The balance loss of the last call, or None."""
