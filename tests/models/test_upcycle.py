@@ -198,6 +198,7 @@ def test_moeify_by_name_keeps_mode_and_type():
         ({"dtype": torch.float32}, "dtype=torch.float32"),
         ({"top_k": 9}, "top_k"),
         ({"num_experts": 0}, "num_experts"),
+        ({"every": 99}, "every=99: .* has [0-9]+ feed-forward blocks; lower it"),
         ({"drop_policy": "never"}, "drop_policy"),
     ],
 )
@@ -207,6 +208,15 @@ def test_mistakes(change, words):
     with pytest.raises(ConfigError, match=words):
         upcycle(model, **change)
     assert list(model.state_dict()) == list(before)
+
+
+def test_a_model_without_a_block_is_told_what_helps():
+    """Naming its blocks would not: they are looked at in the same way."""
+    model = nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))})
+    with pytest.raises(ConfigError, match=r"is recognised: .* put MoELayer\(experts=\.\.\.\)"):
+        upcycle(model)
+    with pytest.raises(ConfigError, match="is not recognised"):
+        moeify(model, names=["mlp"])
 
 
 @pytest.mark.parametrize("names", [["9.mlp"], ["0.mix"], [""], ["0.mlp", "1.mix"]])

@@ -157,15 +157,19 @@ def upcycle(
         _check_options(options)
         copies = ExpertCopies(num_experts, top_k, granularity, noise_std, redraw, seed)
         return upcycle_gpt(model, copies, every=every, options=options)
-    names = [name for name, _ in _find_blocks(model)][every - 1 :: every]
-    if not names:
+    blocks = [name for name, _ in _find_blocks(model)]
+    if not blocks:
         raise ConfigError(
-            f"{type(model).__name__} has no feed-forward block to replace with every={every}: none of two or three "
-            "nn.Linear (without dropout) that is recognised; name the blocks with moeify(model, names=[...])"
+            f"{type(model).__name__} has no feed-forward block that is recognised: none of two nn.Linear, or of three with a gate, with "
+            "silu, gelu (exact), relu or relu squared and without dropout; put MoELayer(experts=...) in the place of its blocks"
+        )
+    if every > len(blocks):
+        raise ConfigError(
+            f"every={every}: {type(model).__name__} has {len(blocks)} feed-forward blocks; lower it to that at most"
         )
     return moeify(
         model,
-        names=names,
+        names=blocks[every - 1 :: every],
         num_experts=num_experts,
         top_k=top_k,
         granularity=granularity,
