@@ -302,3 +302,17 @@ def test_compiles_into_one_graph(names: list[str]) -> None:
     assert_close_fp64(loss.detach(), eager_loss, what="compiled loss")
     for parameter_name, parameter in gpt.named_parameters():
         assert_close_fp64(parameter.grad, eager[parameter_name], what=parameter_name)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_one_graph_and_one_program_take_any_number_of_tokens() -> None:
+    gpt, ids = model(num_layers=1).eval(), token_ids()
+    torch._dynamo.reset()
+    compiled = torch.compile(gpt, fullgraph=True, dynamic=True, backend="eager")
+    sizes = ({0: torch.export.Dim("B", min=2), 1: torch.export.Dim("S", min=2, max=ids.shape[1])},)
+    program = torch.export.export(gpt, (ids,), dynamic_shapes=sizes).module()
+    for length in (2, ids.shape[1] - 1, ids.shape[1]):
+        expected = gpt(ids[:, :length]).logits_BSV
+        for ours in (compiled, program):
+            found = ours(ids[:, :length].clone()).logits_BSV
+            assert_close_fp64(found, expected, what=f"{length} tokens")

@@ -102,7 +102,10 @@ def _norm_and_rope(
 
 def _attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, *, mask: Tensor | None) -> Tensor:
     # One new token may look at everything so far, so it needs no mask at all.
-    causal = mask is None and q_BHSd.shape[2] > 1
+    # By a branch: with dynamic shapes the condition is a symbol, which the operator refuses.
+    causal = False
+    if mask is None and q_BHSd.shape[2] > 1:
+        causal = True
     if causal and short_attention.serves(q_BHSd, k_BHLd):
         return short_attention.causal_attention(q_BHSd, k_BHLd, v_BHLd)
     if mask is not None and masked_attention.serves(q_BHSd, k_BHLd):
