@@ -270,19 +270,26 @@ def total_memory(device: str) -> int:
     return torch.cuda.get_device_properties(device).total_memory
 
 
-def release(device: str) -> None:
+def release(
+    device: str, *, cuda: Any = torch.cuda, end: Callable[[int], object] = os._exit
+) -> None:
     """Give cached memory back, so that one contender's pieces do not crowd the next.
 
     Where a kernel has lost the GPU (a bad address, say), every later call of this process fails: then it ends here, as a
     crash does, and another attempt goes on without who was being tried.
+
+    Args:
+        device: cuda or cpu.
+        cuda: waits for the device and empties the cache.
+        end: of the process.
     """
     gc.collect()
     if not device.startswith("cuda"):
         return
     try:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        cuda.synchronize()
+        cuda.empty_cache()
     except Exception:
         traceback.print_exc()
         sys.stdout.flush()
-        os._exit(_LOST_GPU)
+        end(_LOST_GPU)

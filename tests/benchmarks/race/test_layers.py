@@ -128,18 +128,17 @@ def test_all_who_crashed_are_left_out_of_further_attempts(tmp_path):
     assert [peer for peer in PEERS for note in crashed if peer in note] == [*PEERS]
 
 
-def test_who_fails_while_timed_leaves_the_others_their_times(tmp_path, monkeypatch):
-    run, calls = contenders.GroupedMM.experts, []
+def test_who_fails_while_timed_leaves_the_others_their_times(tmp_path):
+    def fails(*_):
+        raise RuntimeError("out of memory")
 
-    def fails(module, x_TD, *rest):
-        calls.append(x_TD)
-        if len(calls) == 4:  # after the first run, the check and the warm-up's first step
-            raise RuntimeError("out of memory")
-        return run(module, x_TD, *rest)
+    def right_and_then_failing(shape, racer, *rest):
+        off = check.check(shape, racer, *rest)
+        if racer.name == contenders.GROUPED_MM:
+            racer.module.experts = fails
+        return off
 
-    monkeypatch.setattr(contenders.GroupedMM, "experts", fails)
-    found = raced(tmp_path, "nobody")
-    assert len(calls) == 4
+    found = raced(tmp_path, "nobody", checked=right_and_then_failing)
     others = [verdicts.OURS, verdicts.EINSUM]
     assert [row["contender"] for row in found["rows"]] == others
     assert [row["contender"] for row in found["experts"]] == others
@@ -156,23 +155,17 @@ def test_times_stand_where_the_experts_alone_crash(tmp_path):
     assert f"Experts alone: {contenders.GROUPED_MM}: crashed or hung." in found["notes"]
 
 
-def test_a_lost_gpu_ends_the_process(monkeypatch):
+def test_a_lost_gpu_ends_the_process():
     """Another attempt then goes on without who lost it; all that follows in this one would fail."""
 
-    class EndError(BaseException):
-        """Stands for the end of the process."""
+    class Lost:
+        def synchronize(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def lost():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def end(code):
-        raise EndError(code)
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    monkeypatch.setattr(layers.os, "_exit", end)
-    with pytest.raises(EndError):
-        layers.release("cuda")
-    layers.release("cpu")
+    ends = []
+    layers.release("cuda", cuda=Lost(), end=ends.append)
+    layers.release("cpu", cuda=Lost(), end=ends.append)
+    assert ends == [layers._LOST_GPU]
 
 
 class _Device:
