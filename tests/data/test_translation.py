@@ -14,6 +14,7 @@ from expertmesh.config.seq2seq import ParallelTextConfig
 from expertmesh.data.noise import Draws, add_noise, poisson
 from expertmesh.data.parallel_text import (
     MASK_ID,
+    in_turn,
     languages_of,
     prepare_parallel,
     read_lines,
@@ -226,6 +227,18 @@ def test_the_cache_is_filled_once(corpus):
     with calls_of(train_tokenizer) as calls:
         assert prepare_parallel(config, vocab_size=330).key == first.key
     assert not calls
+
+
+def test_a_vocabulary_is_learned_from_every_folder_by_its_share():
+    counts = {"large": 600, "small": 60}
+    corpora = [
+        {code: [f"{name} {code}"] * n for code in ("de", "en")} for name, n in counts.items()
+    ]
+    found = list(in_turn(corpora))
+    assert len(found) == 2 * 660
+    for part in (found[:132], found[-132:]):
+        for name, n in counts.items():
+            assert all(abs(part.count(f"{name} {code}") - n // 10) <= 1 for code in ("de", "en"))
 
 
 def test_a_language_is_the_same_in_names_of_files_and_in_options(tmp_path, caplog):

@@ -2,12 +2,13 @@
 
 import gzip
 import hashlib
+import heapq
 import json
 import logging
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -186,6 +187,8 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
     )
     if given is not None:
         digest.update(given.read_bytes())
+    elif len(folders) > 1:
+        digest.update(b"|all folders in turn")  # which was once one after the other
     for name in _SPLIT_NAMES:
         for found in splits[name]:
             digest.update(f"|{name} {sorted(found)}".encode())
@@ -286,12 +289,20 @@ def _texts(files: dict[str, Path]) -> dict[str, list[str]]:
     return texts
 
 
-def _in_turn(corpora: Sequence[dict[str, list[str]]]) -> Iterator[str]:
-    """Lines of all languages in turn, in a random order, so that the first of them stand for all."""
-    for texts in corpora:
-        count = len(next(iter(texts.values())))
-        for line in permutation(count, 0, 0):
-            yield from (lines[line] for lines in texts.values())
+def in_turn(corpora: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[str]:
+    """Lines of all folders and languages in turn, in a random order, so that the first of them stand for all.
+
+    Args:
+        corpora: the lines of each language, for each folder.
+    """
+
+    def shuffled(number: int, count: int) -> Iterator[tuple[float, int, int]]:
+        for place, line in enumerate(permutation(count, 0, 0)):
+            yield (place + 0.5) / count, number, int(line)
+
+    counts = [len(next(iter(texts.values()))) for texts in corpora]
+    for _, number, line in heapq.merge(*map(shuffled, range(len(counts)), counts)):
+        yield from (lines[line] for lines in corpora[number].values())
 
 
 def _build(
@@ -305,7 +316,7 @@ def _build(
     texts = {name: [_texts(files) for files in splits[name]] for name in _SPLIT_NAMES}
     if given is None:
         marks = [_MASK, *map(tag, languages)]
-        learned = train_tokenizer(_in_turn(texts["training"]), vocab_size=vocab_size, marks=marks)
+        learned = train_tokenizer(in_turn(texts["training"]), vocab_size=vocab_size, marks=marks)
         learned.save(str(folder / "tokenizer.json"))
     else:
         shutil.copyfile(given, folder / "tokenizer.json")
