@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zstandard
 from tests.support.calls import calls_of
 
 from expertmesh.config.seq2seq import ParallelTextConfig
@@ -25,6 +26,7 @@ from expertmesh.data.translation import CHUNK, Examples, Mixture, TranslationDat
 from expertmesh.errors import ConfigError
 
 LINES = 60
+PACKED = {"en": (".gz", gzip.compress), "fr": (".zst", zstandard.compress)}
 
 
 def write(folder, *, languages=("de", "en", "fr"), lines=LINES, splits=("train", "val")):
@@ -39,10 +41,8 @@ def write(folder, *, languages=("de", "en", "fr"), lines=LINES, splits=("train",
                 for i in range(lines)
             ]
             text = "".join(f"{row}\n" for row in rows).encode()
-            if code == "en":
-                (folder / f"{split}.{code}.gz").write_bytes(gzip.compress(text))
-            else:
-                (folder / f"{split}.{code}").write_bytes(text)
+            ending, packed = PACKED.get(code, ("", lambda raw: raw))
+            (folder / f"{split}.{code}{ending}").write_bytes(packed(text))
     return str(folder)
 
 
@@ -324,7 +324,9 @@ def spoil(folder, name, text):
         (lambda f: spoil(f, "train.de.gz", gzip.compress(b"one\n")), {}, "train.de.gz: there is train.de beside it, for the same"),
         (lambda f: spoil(f, "val.de.gz", gzip.compress(b"one\n")), {"languages": ("de", "en")}, "val.de.gz: there is val.de beside it"),
         (lambda f: spoil(f, "train.en.gz", b"text"), {}, "train.en.gz: is damaged, or was not packed"),
-        (lambda f: [p.write_bytes(gzip.compress(b"") if p.suffix == ".gz" else b"") for p in f.glob("train.*")], {}, "no line has two languages"),
+        (lambda f: spoil(f, "train.fr.zst", b"text"), {}, "train.fr.zst: is damaged, or was not packed"),
+        (lambda f: [p.unlink() or spoil(f, p.name[:8], b"") for p in f.glob("train.*")], {}, "no line has two languages"),
+        (lambda f: [p.unlink() or spoil(f, p.name[:6], b"very " * 90 + b"long\n") for p in f.glob("val.*")], {}, "val: has no line in two .* within model.max_source_len=64"),
         (lambda f: (f / "train.de").unlink(), {"languages": ("de", "en")}, "data.languages=de: no folder"),
         (lambda f: [p.unlink() for p in f.glob("train.*")], {}, "has train files of 0 languages"),
         (None, {"languages": ("de",)}, "data.languages=de: is one language, .*name another"),

@@ -152,7 +152,7 @@ class ParallelTextConfig(Config):
     """Lines of text in several languages, and what is learned from them."""
 
     path: tuple[str, ...] = ()
-    """Folders with a file per split and language, SPLIT.LANG or SPLIT.LANG.gz, line i the same in all of them (blank: not translated)."""
+    """Folders with a file per split and language, SPLIT.LANG, .gz or .zst, line i the same in all of them (blank: not translated)."""
     languages: tuple[str, ...] = ()
     """Languages to use; none: all that the folders have."""
     pairs: tuple[str, ...] = ()

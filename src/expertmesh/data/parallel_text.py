@@ -1,13 +1,11 @@
-"""Parallel text: folders of files SPLIT.LANG[.gz] whose lines belong together, as tokens of one vocabulary, cached."""
+"""Parallel text: folders of files SPLIT.LANG[.gz] or .zst whose lines belong together, as tokens of one vocabulary, cached."""
 
-import gzip
 import hashlib
 import heapq
 import json
 import logging
 import re
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +18,7 @@ from tokenizers import Tokenizer
 from expertmesh.config.base import cache_root, expanded, nearest_name, parse_json, user_cache_dir
 from expertmesh.config.seq2seq import LANGUAGE, ParallelTextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
-from expertmesh.data.files import LeftOut, lines_of
+from expertmesh.data.files import LeftOut, is_packed, lines_of, opened
 from expertmesh.data.order import permutation
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
@@ -31,7 +29,7 @@ MASK_ID = 1
 _MASK = "<|mask|>"
 _SPLIT_NAMES = ("training", "validation")
 _OTHER_ENDINGS = frozenset(
-    {"txt", "bak", "old", "tmp", "csv", "tsv", "log", "md", "gz", "xz", "zip", "tar"}
+    {"txt", "bak", "old", "tmp", "csv", "tsv", "log", "md", "gz", "xz", "zip", "tar", "zst"}
 )
 """Endings that have a language's form and hardly ever are one; data.languages names those that are (bak, Bashkir)."""
 _BLANKS = re.compile(rb"\n(?:[ \t\f\v]|\xc2\xa0|\xe3\x80\x80)+(?=\r?\n)")
@@ -223,7 +221,7 @@ def _given(name: str, vocab_size: int) -> Path:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, packed by gzip or not, without their ends.
+    """The lines of a text file, packed or not, without their ends.
 
     Raises:
         ConfigError: it is not UTF-8 text, or damaged.
@@ -241,14 +239,15 @@ def read_lines(path: Path) -> list[str]:
 
 def _bytes(path: Path) -> bytes:
     """Of a text file, unpacked; a line of blanks alone is an empty one, which is not translated."""
-    data = path.read_bytes()
-    if path.suffix == ".gz":
-        try:
-            data = gzip.decompress(data)
-        except (EOFError, OSError, zlib.error):
-            raise ConfigError(
-                f"{path}: is damaged, or was not packed by gzip; restore it from a copy"
-            ) from None
+    try:
+        with opened(path) as file:
+            data = file.read()
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise ConfigError(
+            f"{path}: is damaged, or was not packed as its name says; restore it from a copy"
+        ) from None
     return _BLANKS.sub(b"\n", b"\n" + data)[1:]
 
 
@@ -262,7 +261,8 @@ def _files(
     """
     found: dict[str, Path] = {}
     for path in sorted(folder.glob(f"{split}.*")):
-        code = path.name.removeprefix(f"{split}.").removesuffix(".gz")
+        ending = path.suffix if is_packed(path) else ""
+        code = path.name.removeprefix(f"{split}.").removesuffix(ending)
         if not path.is_file():
             continue
         is_language = LANGUAGE.fullmatch(code) is not None and code not in _OTHER_ENDINGS

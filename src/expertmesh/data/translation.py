@@ -217,7 +217,8 @@ class TranslationData:
         self._validation = [task for task in found if len(task.where)]
         if not self._validation:
             raise ConfigError(
-                f"data.validation_split={config.validation_split}: has no line in two of the languages; add some"
+                f"data.validation_split={config.validation_split}: has no line in two of the languages within "
+                f"model.max_source_len={max_source_len} and model.max_seq_len={max_target_len}; add some, or raise them"
             )
         if any(too_long):
             _log.warning(
