@@ -210,15 +210,19 @@ def damage(case, tmp_path):
         write_class_folders(root / "val", {"cow": 3})
     elif case == "no validation":
         write_class_folders(root / "train", {"cat": 3})
+    elif case == "no training":
+        write_class_folders(root / "Testing", {"cat": 3, "dog": 3})
+    elif case == "one class":
+        write_class_folders(root / "pets", {"cat": 3, "dog": 3})
     elif case in ("corrupt", "cut", "deep"):
-        write_class_folders(root, {"cat": 6})
+        write_class_folders(root, {"cat": 6, "dog": 2})
         file = root / "cat" / "2.png"
         if case == "deep":
             Image.fromarray(np.zeros((16, 16), np.uint16)).save(file)
         else:
             file.write_bytes(b"no image" if case == "corrupt" else file.read_bytes()[:100])
     elif case == "several":
-        write_class_folders(root, {"cat": 8})
+        write_class_folders(root, {"cat": 8, "dog": 2})
         for i in range(1, 8):
             Image.fromarray(np.zeros((16, 16), np.uint16)).save(root / "cat" / f"{i}.png")
         (root / "cat" / "5.png").write_bytes(b"no image")
@@ -262,10 +266,12 @@ def damage(case, tmp_path):
         ("lonely", "has 1 image, and one is needed on each side"),
         ("unknown class", "cow: is no class that there is to learn"),
         ("no validation", "no val/ or test/ beside it"),
+        ("no training", "has Testing/ and no train/ beside it"),
+        ("one class", "x: has images of one class, pets; .*name the folder that has one for each class"),
         ("corrupt", "2.png: is no image that can be read"),
         ("cut", "2.png: is no image that can be read"),
         ("deep", "has pixels of mode I;16"),
-        ("several", r"7 of 8 images cannot be used: .*/cat/\d.png: .*? \| (.*/cat/\d.png: .*){4} \| and 2 more$"),
+        ("several", r"7 of 10 images cannot be used: .*/cat/\d.png: .*? \| (.*/cat/\d.png: .*){4} \| and 2 more$"),
         ("size", "image 0: image of 9 x 16 pixels, model of 16 x 16: must be that"),
         ("few labels", "has 7 labels for 20 images"),
         ("no labels", "has no labels-idx1-ubyte.gz beside it"),
@@ -283,6 +289,28 @@ def test_mistakes_are_one_line(case, words, tmp_path):
     with pytest.raises(ConfigError, match=words) as caught:
         data_of(root, tmp=tmp_path, fit="exact")
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_a_split_and_what_a_class(tmp_path):
+    vehicles = write_class_folders(tmp_path / "vehicles", {"train": 4, "bus": 4})
+    assert data_of(vehicles, tmp=tmp_path).classes == ("bus", "train")
+    split = tmp_path / "split"
+    write_class_folders(split / "Train", {"cat": 2, "cow": 2, "dog": 2})
+    write_class_folders(split / "TEST", {"cat": 1, "dog": 1})
+    data = data_of(split, tmp=tmp_path)
+    (batch,) = data.validation(None, 9)
+    assert data.classes == ("cat", "cow", "dog") and batch[1].tolist() == [0, 2], (
+        "rare ones only learn"
+    )
+
+
+def test_hidden_files_are_no_images(tmp_path):
+    pets = write_class_folders(tmp_path / "pets", {"cat": 4, "dog": 4})
+    key = data_of(pets, tmp=tmp_path).key
+    (pets / "cat" / "._0.png").write_bytes(b"\0\5\x16\7")
+    (pets / "dog" / ".ipynb_checkpoints").mkdir()
+    (pets / "dog" / ".ipynb_checkpoints" / "0-checkpoint.png").write_bytes(b"an old copy")
+    assert data_of(pets, tmp=tmp_path).key == key
 
 
 def test_names_that_are_not_utf_8(tmp_path):

@@ -22,7 +22,10 @@ _NAMED = 5
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 _IDX = re.compile(r"(?:(?P<split>\w+)[-.])?images[-.]idx3-ubyte(?:\.gz)?")
 _UNSIGNED_BYTE = 8
-_TRAIN, _VALIDATION = ("train", "training"), ("val", "valid", "validation", "test", "t10k")
+_TRAIN, _VALIDATION = (
+    ("train", "training"),
+    ("val", "valid", "validation", "test", "testing", "t10k"),
+)
 _CLASSES = "classes.txt"
 
 
@@ -115,19 +118,20 @@ def read_folder(
         return _idx_folder(path, found, num_train, validation_fraction)
     if num_train:
         raise _has_no_use(num_train, path)
-    parts = {side: _below(path, wanted) for side, wanted in enumerate((_TRAIN, _VALIDATION))}
-    if parts[0] is None:
-        classes, images = _class_folders(path)
-        taken = _held_out(images.labels_N, path, classes, validation_fraction)
-        sides = (images.take(np.flatnonzero(side)) for side in (~taken, taken))
-        return LabelledFolder(classes, *sides)
-    classes, training = _class_folders(parts[0])
-    if parts[1] is None:
+    to_learn, to_validate = (_below(path, wanted) for wanted in (_TRAIN, _VALIDATION))
+    if to_learn is not None and to_validate is not None:
+        classes, training = _class_folders(to_learn)
+        _, validation = _class_folders(to_validate, classes)
+        return LabelledFolder(classes, training, validation)
+    if only := to_learn or to_validate:
+        lacks = "train/" if to_learn is None else "val/ or test/"
         raise ConfigError(
-            f"data.path={path}: has {parts[0].name}/ and no val/ or test/ beside it; add one, or name {parts[0]} itself"
+            f"data.path={path}: has {only.name}/ and no {lacks} beside it; add one, or name {only} itself"
         )
-    _, validation = _class_folders(parts[1], classes)
-    return LabelledFolder(classes, training, validation)
+    classes, images = _class_folders(path)
+    taken = _held_out(images.labels_N, path, classes, validation_fraction)
+    sides = (images.take(np.flatnonzero(side)) for side in (~taken, taken))
+    return LabelledFolder(classes, *sides)
 
 
 def _has_no_use(num_train: int, path: Path) -> ConfigError:
@@ -139,7 +143,10 @@ def _has_no_use(num_train: int, path: Path) -> ConfigError:
 
 
 def _below(path: Path, names: Sequence[str]) -> Path | None:
-    return next((path / name for name in names if (path / name).is_dir()), None)
+    """The folder of a split. It has folders, which a class of such a name (train, of vehicles) has not."""
+    named = {p.name.lower(): p for p in sorted(path.iterdir()) if p.is_dir()}
+    found = (named[name] for name in names if name in named)
+    return next((p for p in found if any(inside.is_dir() for inside in p.iterdir())), None)
 
 
 def _idx_folder(
@@ -233,7 +240,11 @@ def _read_idx(path: Path, dimensions: int) -> np.ndarray:
 def _class_folders(
     path: Path, classes: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...], Images]:
-    """The images of a folder per class, by class, then by name.
+    """The images of a folder per class, by class, then by name; hidden files are none.
+
+    Args:
+        path: the folder.
+        classes: that there are, some of which may have no folder here; None: those of the folders.
 
     Raises:
         ConfigError: there is no class, an empty one, or (with `classes`) another one.
@@ -252,8 +263,8 @@ def _class_folders(
     labels: list[int] = []
     digest = hashlib.sha256()
     for label, name in enumerate(classes):
-        inside = sorted(p for p in (path / name).glob("**/*") if p.suffix.lower() in ENDINGS)
-        if not inside:
+        inside = _images_below(path / name)
+        if not inside and name in found:
             raise ConfigError(
                 f"{path / name}: has no image ({', '.join(ENDINGS)}); add some, or remove the folder"
             )
@@ -268,6 +279,12 @@ def _class_folders(
         digest.hexdigest(),
     )
     return classes, images
+
+
+def _images_below(folder: Path) -> list[Path]:
+    """Image files of a folder and its folders; no hidden ones, as macOS and notebooks leave them."""
+    found = (p for p in folder.glob("**/*") if p.suffix.lower() in ENDINGS)
+    return sorted(p for p in found if not any(n[0] == "." for n in p.relative_to(folder).parts))
 
 
 def _held_out(labels_N: np.ndarray, path: Path, classes: Sequence[str], fraction: float) -> Any:

@@ -72,6 +72,11 @@ class ImageData:
             for name in folder.classes
         )
         self.folder_of_class = tuple(place for place, folder in named for _ in folder.classes)
+        if len(self.classes) < 2:
+            raise ConfigError(
+                f"data.path={' '.join(config.path)}: has images of one class, {self.classes[0]}; to tell classes apart there must be "
+                "two or more: name the folder that has one for each class"
+            )
         if len(self.classes) > num_classes:
             raise ConfigError(
                 f"model.num_classes={num_classes}: the data have {len(self.classes)} classes; use "
