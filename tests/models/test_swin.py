@@ -283,6 +283,28 @@ def test_sizes(name):
     assert cfg.train.run_dir == f"runs/{name}"
 
 
+PUBLISHED_TRAINING = [
+    ("swin-t", 0.2, 300, 20, 1_281_167, 0.05, 5.0, 0.02),
+    ("swin-s", 0.3, 300, 20, 1_281_167, 0.05, 5.0, 0.02),
+    ("swin-b", 0.5, 300, 20, 1_281_167, 0.05, 5.0, 0.02),
+    ("swin-s-moe8", 0.2, 90, 10, 14_197_122, 0.1, 3.0, 0.005),
+    ("swin-b-moe8", 0.3, 90, 10, 14_197_122, 0.1, 3.0, 0.005),
+]
+"""Stochastic depth, epochs, those of the warm-up, images, decay, clipping, initial weights of the released configurations."""
+
+
+@pytest.mark.parametrize(
+    "name, drop_path, epochs, warm_up, images, decay, clip, std", PUBLISHED_TRAINING
+)
+def test_published_training(name, drop_path, epochs, warm_up, images, decay, clip, std):
+    cfg = RECIPES[name]()
+    found = cfg.model.drop_path, cfg.model.init_std, cfg.optim.weight_decay, cfg.optim.grad_clip
+    assert found == (drop_path, std, decay, clip)
+    per_epoch = images / cfg.train.batch_size
+    assert abs(cfg.train.steps / per_epoch / epochs - 1) < 0.03
+    assert abs(cfg.optim.warmup_steps / per_epoch / warm_up - 1) < 0.03
+
+
 @pytest.mark.parametrize(
     "options",
     [{"router": "cosine", "cosine_dim": 8}, {"num_shared_experts": 1}, {"residual": True}],

@@ -128,6 +128,7 @@ class PublishedSwin:
         dim: of the first stage.
         third: blocks of the third stage.
         heads: of the first stage.
+        drop_path: share of the images that skip the last block's branches.
         num_experts: of each MoE block; none: dense.
     """
 
@@ -135,6 +136,7 @@ class PublishedSwin:
     dim: int
     third: int
     heads: int
+    drop_path: float
     num_experts: tuple[int, ...] = ()
 
     @property
@@ -160,7 +162,7 @@ class PublishedSwin:
                 depths=(2, 2, self.third, 2),
                 num_heads=tuple(self.heads << stage for stage in range(4)),
                 window_size=12 if is_moe else 8,
-                drop_path=0.3 if self.dim > 96 else 0.2,
+                drop_path=self.drop_path,
                 init_std=0.005 if is_moe else 0.02,
                 moe=MoEConfig(**moe),
             ),
@@ -178,7 +180,7 @@ class PublishedSwin:
             ),
             optim=OptimConfig(
                 lr=1e-3,
-                warmup_steps=34_000 if is_moe else 6_250,
+                warmup_steps=34_000 if is_moe else 25_000,
                 min_lr_ratio=0.01,
                 weight_decay=0.1 if is_moe else 0.05,
                 beta2=0.999,
@@ -196,14 +198,17 @@ class PublishedSwin:
 
 
 PUBLISHED = (
-    PublishedSwin("swin-t", 96, 6, 3),
-    PublishedSwin("swin-s", 96, 18, 3),
-    PublishedSwin("swin-b", 128, 18, 4),
+    PublishedSwin("swin-t", 96, 6, 3, 0.2),
+    PublishedSwin("swin-s", 96, 18, 3, 0.3),
+    PublishedSwin("swin-b", 128, 18, 4, 0.5),
     *(
-        PublishedSwin(f"swin-s-moe{experts}", 96, 18, 3, (experts,))
+        PublishedSwin(f"swin-s-moe{experts}", 96, 18, 3, 0.2, (experts,))
         for experts in (8, 16, 32, 64, 128)
     ),
-    *(PublishedSwin(f"swin-b-moe{experts}", 128, 18, 4, (experts,)) for experts in (8, 16, 32)),
+    *(
+        PublishedSwin(f"swin-b-moe{experts}", 128, 18, 4, 0.3, (experts,))
+        for experts in (8, 16, 32)
+    ),
 )
 
 RECIPES: dict[str, Callable[[], SwinRunConfig]] = {
