@@ -17,7 +17,7 @@ from tests.support.runs import (
 from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ, Family
 from expertmesh.data import files
-from expertmesh.infer.translate import one_line, translate
+from expertmesh.infer.translate import in_pieces, one_line, translate
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_test
 from expertmesh.training.expert_use import read_use
@@ -181,6 +181,42 @@ def test_a_translation_does_not_depend_on_the_texts_beside_it(learned):
     assert translate(model, tokenizer, translation, [" " * 999]) == [""], "blanks are not too long"
 
 
+def test_a_long_text_is_translated_in_pieces_where_that_is_asked_for(learned, capsys):
+    dogs = ["a red dog.", "a blue cat.", "a green bird."] * 12
+    words = ["translate", "--run", learned, "--to", "xx", "--split-long"]
+    assert main([*words, "a red dog.", " ".join(dogs), ""]) == 0
+    short, long, blank = capsys.readouterr().out.split("\n")[:3]
+    assert short == "DOG RED IS HERE!" and long.count(" IS HERE!") > 1 and not blank
+
+
+def test_pieces_end_with_sentences_or_words_and_lose_nothing():
+    def fits(text):
+        return len(text) <= 12
+
+    assert in_pieces("No. It is so! He said.", fits) == ["No.", "It is so!", "He said."]
+    assert in_pieces("它是一只红色的狗。他说：“是。”再见。", fits) == [
+        "它是一只红色的狗。",
+        "他说：“是。”再见。",
+    ]
+    assert in_pieces("about 3.5 of them", fits) == ["about 3.5", "of them"]
+    assert in_pieces("x" * 30, fits) == ["x" * 7, "x" * 8] * 2
+    assert in_pieces("ab", lambda text: False) == ["a", "b"], "what never fits is refused later"
+
+
+def test_a_translation_without_an_end_is_named(learned, caplog):
+    found = load_run(learned)
+    task, model, _ = open_trained(found)
+    tokenizer = found.load_tokenizer()
+    translation = task.translation(tokenizer, to="xx")
+    texts = ["a red dog.", "", "a blue cat."]
+    assert translate(model, tokenizer, translation, texts)[0] == "DOG RED IS HERE!"
+    assert not caplog.messages
+    translate(model, tokenizer, translation, texts, num_beams=1, max_tokens=1)
+    assert caplog.messages == [
+        "2 of 3 translations have no end and were cut off at their greatest length: of texts 1, 3"
+    ]
+
+
 def test_a_line_is_what_ends_with_a_newline():
     """Not what Python's splitlines takes for one, as U+2028 and the form feed; and a translation is one line."""
     assert files.lines_of("a red dog.\u2028\r\n\x0c\n\na bird.") == [
@@ -206,6 +242,7 @@ def test_a_line_is_what_ends_with_a_newline():
         (["--to", "xx", "--beams", "9" * 9, "a dog"], "--beams 999999999: must be from 1 to"),
         (["--to", "xx", "--length-penalty", "1e308", "a dog"], "--length-penalty 1e+308: must"),
         (["--to", "xx", "dog " * 100], "text 1: has"),
+        (["--to", "xx", "dog " * 100], "translated in pieces by --split-long"),
         (["--to", "xx", "dog " * 100, "a dog", "dog " * 99], "texts 1, 3: have up to"),
         (["--to", "xx", *["dog " * 99] * 25], "19, 20 and 5 more: have up to"),
     ],

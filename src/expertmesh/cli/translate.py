@@ -73,16 +73,20 @@ def _translated(options: Any, texts: list[str]) -> list[str]:
 
     from expertmesh.infer.translate import translate
 
-    with torch.no_grad(), precision.autocast():
-        return translate(
-            model,
-            tokenizer,
-            translation,
-            texts,
-            num_beams=options.beams,
-            length_penalty=options.length_penalty,
-            batch_size=options.batch_size,
-        )
+    try:
+        with torch.no_grad(), precision.autocast():
+            return translate(
+                model,
+                tokenizer,
+                translation,
+                texts,
+                num_beams=options.beams,
+                length_penalty=options.length_penalty,
+                batch_size=options.batch_size,
+                split_long=options.split_long,
+            )
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("split_long=True", "--split-long")) from None
 
 
 def _parser() -> OptionParser:
@@ -118,6 +122,11 @@ def _parser() -> OptionParser:
         default=1.0,
         metavar="X",
         help="larger: longer translations; 0: none (1)",
+    )
+    parser.add_argument(
+        "--split-long",
+        action="store_true",
+        help="translate texts that the model cannot read at once in pieces, cut where sentences end",
     )
     parser.add_argument(
         "--batch-size", type=int, default=32, metavar="N", help="texts at a time (32)"

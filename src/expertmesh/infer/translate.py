@@ -1,6 +1,8 @@
 """Translation of texts by an encoder-decoder: tokens, batches of about one length, beam search, text again."""
 
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tokenizers import Tokenizer
 
@@ -10,7 +12,11 @@ from expertmesh.infer.beam import beam_search
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
 
 _NAMED = 20
-"""Texts that are too long whose numbers a message says."""
+"""Texts whose numbers a message says."""
+_SENTENCE = re.compile(r"[.!?…]+[\"')\]»”’]*\s+|[。！？]+[」』）”’]*\s*")
+"""The end of one, with the blanks behind it."""
+_BLANKS = re.compile(r"\s+")
+_log = logging.getLogger("expertmesh.data")
 
 
 def translate(
@@ -23,8 +29,11 @@ def translate(
     length_penalty: float = 1.0,
     batch_size: int = 32,
     max_tokens: int | None = None,
+    split_long: bool = False,
 ) -> list[str]:
     """The texts in another language, in their order; a blank one stays blank.
+
+    Says which translations have no end, because they came to their greatest length.
 
     Args:
         model: an encoder-decoder.
@@ -35,6 +44,7 @@ def translate(
         length_penalty: see `beam_search`.
         batch_size: texts that are translated together.
         max_tokens: see `beam_search`; None: twice the tokens of each text and 16 more, at most what the model has room for.
+        split_long: texts that the model cannot read at once are translated in pieces, cut where sentences end.
 
     Raises:
         ConfigError: the model is no encoder-decoder, texts are too long for it, or a value breaks a rule.
@@ -43,14 +53,26 @@ def translate(
         raise ConfigError(f"a {type(model).__name__} reads no sources; use an encoder-decoder")
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}: must be at least 1; 32 is usual")
-    encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    parts = [[text] for text in texts]
+    if split_long:
+        around = len(translation.before) + len(translation.after)
+
+        def fits(text: str) -> bool:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            return around + len(ids) <= model.max_source_len
+
+        parts = [in_pieces(text.strip(), fits) for text in texts]
+    whose = [number for number, pieces in enumerate(parts, 1) for _ in pieces]
+    flat = [piece for pieces in parts for piece in pieces]
+    encoded = tokenizer.encode_batch_fast(flat, add_special_tokens=False)
     sources = [[*translation.before, *encoding.ids, *translation.after] for encoding in encoded]
     order = sorted(
-        (i for i, text in enumerate(texts) if text.strip()), key=lambda i: len(sources[i])
+        (i for i, text in enumerate(flat) if text.strip()), key=lambda i: len(sources[i])
     )
-    _check_lengths({i + 1: len(sources[i]) for i in order}, model.max_source_len)
+    _check_lengths({whose[i]: len(sources[i]) for i in order}, model.max_source_len)
     room = model.max_seq_len - len(translation.start)
-    found = [""] * len(texts)
+    found = [""] * len(flat)
+    endless: set[int] = set()
     told = Progress("translated", total=len(order), unit="texts")
     for first in range(0, len(order), batch_size):
         told.at(first)
@@ -67,21 +89,57 @@ def translate(
         )
         for i, output in zip(batch, outputs, strict=True):
             found[i] = one_line(tokenizer.decode(output.ids, skip_special_tokens=True))
+            if not output.is_finished:
+                endless.add(whose[i])
     told.finish()
-    return found
+    if endless:
+        _log.warning(
+            f"{len(endless):,} of {len(texts):,} translations have no end and were cut off at their greatest length: of "
+            f"{_named('text', endless)}"
+        )
+    pieces = iter(found)
+    return [_joined([next(pieces) for _ in parts_of_one]) for parts_of_one in parts]
+
+
+def in_pieces(text: str, fits: Callable[[str], bool]) -> list[str]:
+    """A text in pieces that fit: cut behind a sentence, else at a blank, else anywhere, each time nearest to the middle.
+
+    Args:
+        text: without blanks around it.
+        fits: whether a piece is short enough.
+    """
+    if len(text) < 2 or fits(text):
+        return [text]
+    cut = len(text) // 2
+    for pattern in (_SENTENCE, _BLANKS):
+        if ends := [m.end() for m in pattern.finditer(text) if m.end() < len(text)]:
+            cut = min(ends, key=lambda end: abs(2 * end - len(text)))
+            break
+    return [*in_pieces(text[:cut].rstrip(), fits), *in_pieces(text[cut:], fits)]
+
+
+def _joined(pieces: Sequence[str]) -> str:
+    """Pieces with blanks between them, but behind the full-width end of a sentence none."""
+    return re.sub(r"(?<=[。！？]) ", "", " ".join(pieces)) if len(pieces) > 1 else pieces[0]
+
+
+def _named(what: str, numbers: Iterable[int]) -> str:
+    """As "texts 1, 4 and 9 more"."""
+    ordered = sorted(numbers)
+    shown = ", ".join(map(str, ordered[:_NAMED]))
+    more = f" and {len(ordered) - _NAMED:,} more" if len(ordered) > _NAMED else ""
+    return f"{what}{'s' if len(ordered) > 1 else ''} {shown}{more}"
 
 
 def _check_lengths(lengths: Mapping[int, int], limit: int) -> None:
     """All that are too long are named by their numbers, so that they are found at one start, before any work."""
-    long = sorted(number for number, length in lengths.items() if length > limit)
+    long = [number for number, length in lengths.items() if length > limit]
     if not long:
         return
-    most = max(lengths.values())
-    named = ", ".join(map(str, long[:_NAMED]))
-    named += f" and {len(long) - _NAMED:,} more" if len(long) > _NAMED else ""
-    who = f"text {named}: has" if len(long) == 1 else f"texts {named}: have up to"
+    has = "has" if len(long) == 1 else "have up to"
     raise ConfigError(
-        f"{who} {most} tokens and the model reads at most {limit}; shorten what is longer, or give sentences one by one"
+        f"{_named('text', long)}: {has} {max(lengths.values())} tokens and the model reads at most {limit}; shorten what is longer,"
+        " or have it translated in pieces by split_long=True"
     )
 
 

@@ -263,7 +263,7 @@ class Task(ABC):
             ConfigError: models of this family generate nothing; so here.
         """
         raise ConfigError(
-            f"family {self.config.family}: its models generate no text; use one that does, for example gpt"
+            f"family {self.config.family}: its models generate no text; use gpt, or seq2seq to translate"
         )
 
     def translation(self, tokenizer: Any, *, to: str) -> Translation:
