@@ -28,6 +28,8 @@ from expertmesh.training.trained import Trained
 Found = dict[str, Any]
 SMALL = {
     "model.vocab_size": 3000,
+    "model.max_source_len": 128,
+    "model.max_seq_len": 128,
     "model.dim": 64,
     "model.ffn_hidden_dim": 256,
     "model.dropout": 0.0,

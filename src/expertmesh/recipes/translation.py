@@ -88,8 +88,8 @@ def translate_twelve() -> Seq2SeqRunConfig:
     return config.updated(
         {
             "model.vocab_size": 16_000,
-            "model.max_source_len": 128,
-            "model.max_seq_len": 128,
+            "model.max_source_len": 256,  # no line of the help is longer
+            "model.max_seq_len": 256,
             "model.dropout": 0.1,
             "data.path": ("lohelp", "multi30k"),
             "data.languages": _TWELVE,
