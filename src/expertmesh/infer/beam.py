@@ -73,7 +73,7 @@ def beam_search(
         sources: token ids, none of them empty.
         start: ids that every output begins with.
         end_id: ends an output.
-        num_beams: unfinished outputs that are kept for each source; 1: greedy.
+        num_beams: unfinished outputs that are kept for each source; 1 without a length penalty: greedy.
         length_penalty: alpha of `length_penalty_of`, from 0 to 10; 0: plain probabilities, which favour short outputs.
         max_tokens: most tokens of an output, the end included, of all or of each source; None: as many as the model has room for.
 
