@@ -269,6 +269,16 @@ def test_pieces_of_a_text_with_long_letters_are_cut_where_letters_end(tmp_path):
     assert sum(d.num_bytes for d in documents) == len(text.encode())
 
 
+def test_a_text_of_long_letters_is_cut_as_finely_as_another(tmp_path):
+    """Pieces are measured in bytes, as the whole is: in characters, Japanese would be a third as many."""
+    counts = []
+    for letter in ("a", "\u3042"):
+        (tmp_path / "a.txt").write_text((letter * 39 + "\n") * 900, encoding="utf-8")
+        corpus = load_corpus(TextConfig(path=str(tmp_path / "a.txt")))
+        counts.append(len(corpus.training) + len(corpus.validation))
+    assert counts[0] <= counts[1]
+
+
 def a_pipe(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     return tmp_path / "pipe"

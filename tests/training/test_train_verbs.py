@@ -132,6 +132,15 @@ def test_report_says_of_which_step_and_which_data_its_numbers_are(
     assert "not finite" in out and "1 steps were skipped" in out
 
 
+def test_report_of_a_language_without_blanks_has_prompts_that_fit(tmp_path, cache_folder, capsys):
+    """Four of its words may be more than the model reads."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(chr(0x3042 + i % 80) * 90 for i in range(400)), encoding="utf-8")
+    main(["train", "gpt-moe-test", *words(tmp_path, text, cache_folder, "--train.steps", "1")])
+    assert main(report_words(tmp_path)) == 0
+    assert re.search(r"sample 2, prompt '\S", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("change", ["moved", "changed", "of elsewhere"])
 def test_report_without_its_data_says_so_and_samples(
     tmp_path, make_corpus, cache_folder, capsys, change

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.news import loading, told_of_data
-from expertmesh.cli.samples import measure, prompts_of, sample
+from expertmesh.cli.samples import measure, prompts_of, sample, shortened
 from expertmesh.config.family import GPT, Family
 from expertmesh.errors import CheckpointError, ConfigError
 
@@ -152,8 +152,9 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
         raise
     family, metrics = found.family, read_metrics(folder.metrics)
     task, model = trained.task, trained.model
+    tokenizer = None
     if family.generates_text:
-        found.load_tokenizer()  # refuses that of another run before anything takes long
+        tokenizer = found.load_tokenizer()  # refuses that of another run before anything takes long
     print(curve_table(metrics, family))
     saved = read_run_state(found.checkpoint)
     step = saved["step"]
@@ -162,13 +163,16 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
     is_better = _print_measures(found, trained, data, metrics, step)
     if missing is not None:
         print(f"not judged beside a baseline: {missing}")
-    if family.generates_text:
+    if tokenizer is not None:
         corpus: Corpus | None = getattr(data, "corpus", None)
+        decoder = task.decoder(model)
+        room = decoder.max_seq_len // 2
+        own = [shortened(p, tokenizer, room) for p in prompts_of(corpus, options.samples)]
         with trained.precision.autocast():
             samples = sample(
-                task.decoder(model),
+                decoder,
                 found,
-                prompts=options.prompt or prompts_of(corpus, options.samples),
+                prompts=options.prompt or own,
                 num_tokens=options.tokens,
                 temperature=options.temperature,
                 seed=options.seed,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from expertmesh.data.corpus import Corpus
     from expertmesh.training.run_dir import Run
 
@@ -65,6 +67,13 @@ def prompts_of(corpus: "Corpus | None", count: int) -> list[str]:
     else:
         found = [_beginning(document.read()) for document in corpus.validation[:count]]
     return [found[i % len(found)] for i in range(count)]
+
+
+def shortened(prompt: str, tokenizer: "Tokenizer", most: int) -> str:
+    """A prompt, halved until it has at most so many tokens: four words of a language without blanks may be a whole page."""
+    while len(tokenizer.encode(prompt, add_special_tokens=False).ids) > most:
+        prompt = prompt[: len(prompt) // 2]
+    return prompt
 
 
 def _beginning(text: str) -> str:

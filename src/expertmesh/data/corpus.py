@@ -332,7 +332,7 @@ def _of_one_file(path: Path, config: TextConfig) -> list[Candidate]:
         if rows is not None:
             return rows
         size = TextFile(path).num_bytes()
-        pieces = _pieces(path, path.name, _piece_bytes(size, config))
+        pieces = _pieces(path, path.name, _piece_bytes(size, config), size)
     except OSError as error:
         raise ConfigError(
             f"{_option(config)}: cannot be read ({error.strerror or error}); change its permissions, or give another file"
@@ -362,7 +362,7 @@ def _of_folder(
         pieces = None
         if size > max(most, _LEAST_PIECE_BYTES):
             try:
-                pieces = _pieces(root / path, path.as_posix(), piece_bytes)
+                pieces = _pieces(root / path, path.as_posix(), piece_bytes, size)
             except OSError:
                 pieces = None  # it is left out when it is read as a whole
         yield from pieces or _whole(root, [path])
@@ -378,11 +378,12 @@ def _piece_bytes(num_bytes: int, config: TextConfig) -> int:
     return min(_PIECE_BYTES, max(_LEAST_PIECE_BYTES, share))
 
 
-def _pieces(path: Path, name: str, size: int) -> list[Candidate] | None:
-    """A file as documents of about so many characters, cut at line ends, so that it can be split; None: it is not text."""
+def _pieces(path: Path, name: str, piece_bytes: int, num_bytes: int) -> list[Candidate] | None:
+    """A file of `num_bytes` as documents of about so many bytes, cut at line ends, so that it can be split; None: it is not text."""
     text = TextFile(path)()
     if text is None:
         return None
+    size = max(piece_bytes * len(text) // max(num_bytes, 1), 1)  # in characters
     pieces: list[Candidate] = []
     start = first_byte = 0
     while start < len(text):
