@@ -367,6 +367,10 @@ GENERATE = {
     "config.json of another program": Mistake(
         spoil("config.json", b'{"recipe": "x", "optimizer": 3}'), ["optimizer", "unknown option"]
     ),
+    "a model of the hub": Mistake(
+        spoil("config.json", b'{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}'),
+        ["hub's format", "make it a run with", "convert --from"],
+    ),
     "no tokenizer": Mistake(spoil("tokenizer.json", None), ["tokenizer.json", "restore"], code=1),
     "damaged tokenizer": Mistake(
         spoil("tokenizer.json", b"{"),

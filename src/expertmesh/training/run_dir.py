@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -140,7 +141,7 @@ class RunDir:
         """The resolved configuration as plain values, and the recipe's name.
 
         Raises:
-            ConfigError: there is none, or it is unreadable.
+            ConfigError: there is none, it is unreadable, or a model's of the hub.
         """
         if not self.path.is_dir():
             raise ConfigError(f"run {self.path}: does not exist; train one with: expertmesh train")
@@ -157,6 +158,11 @@ class RunDir:
             raise ConfigError(
                 f"run {self.path}: config.json is unreadable; restore it from a copy"
             ) from None
+        if "model_type" in values:
+            raise ConfigError(
+                f"run {self.path}: is a model in the hub's format; make it a run with: expertmesh convert"
+                f" --from {shlex.quote(str(self.path))} --to DIR"
+            )
         return values, str(recipe)
 
     def read_config(self, family: Family | None = None) -> tuple[RunConfig, Family]:
