@@ -4,15 +4,20 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from expertmesh.cli.main import main
 from expertmesh.config.output_file import output_file
 from expertmesh.errors import ConfigError
+from expertmesh.training.checkpoint import CheckpointStore
+from expertmesh.training.checkpoint_tensors import write_tensors
 from expertmesh.training.metrics import MetricsFile
 from expertmesh.training.run_dir import RunDir
+from expertmesh.training.trackers import TensorBoard
 
 
 @pytest.fixture
@@ -149,6 +154,38 @@ def test_files_of_a_run_are_named(tmp_path, size_limit):
         with pytest.raises(OSError) as caught:
             write()
         assert caught.value.filename == str(metrics.path)
+
+
+def test_tensorboards_files_are_named_and_its_thread_says_nothing(tmp_path, size_limit, capfd):
+    pytest.importorskip("tensorboard")
+    mine = threading.excepthook
+    events = TensorBoard(tmp_path / "events", last_step=0)
+    size_limit(0)
+
+    def write_all():
+        for step in range(1, 10_000):
+            events.write({"step": step, "loss": 1.0}, None)
+
+    for call in (write_all, events.close):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert caught.value.filename == str(tmp_path / "events")
+    assert threading.excepthook is mine and "Traceback" not in capfd.readouterr().err
+
+
+def test_a_checkpoint_whose_last_files_do_not_fit_is_named(tmp_path, size_limit):
+    def write(folder, staged):
+        results = write_tensors(folder, staged)
+        size_limit(0)
+        return results
+
+    store = CheckpointStore(tmp_path, keep_last=1, write=write)
+    store.save(1, {"a": torch.zeros(3)}, {}, eval_loss=None)
+    with pytest.raises(OSError) as caught:
+        store.wait()
+    store.close()
+    assert caught.value.filename == str(tmp_path / "step_00000001")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("disk", [1 << 20], indirect=True)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.base import parse_json
+from expertmesh.config.output_file import naming
 from expertmesh.errors import CheckpointError, PeerError
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint_index import read_plain
@@ -130,7 +131,8 @@ class CheckpointStore:
         staged = self.stager.stage(tensors, make)
         header = {"format_version": FORMAT_VERSION, "step": step, "eval_loss": eval_loss}
         text = json.dumps({**header, **state}, indent=1)
-        self._pending = self._executor.submit(self._write, partial, staged, text)
+        final = partial.with_name(partial.name.removeprefix(_PARTIAL))
+        self._pending = self._executor.submit(self._write, final, partial, staged, text)
 
     def check(self) -> None:
         """Raise the error of a finished save, if it failed on any rank; does not wait. Every rank must call."""
@@ -189,15 +191,16 @@ class CheckpointStore:
         """Visible checkpoints, oldest first, damaged ones included."""
         return list_checkpoints(self.folder)
 
-    def _write(self, partial: Path, staged: Staged, state: str) -> None:
+    def _write(self, final: Path, partial: Path, staged: Staged, state: str) -> None:
         """In the background: this rank's file; on rank 0 all that is left to do."""
         if self.ranks.is_leader:
             try:
-                self._write_rest(partial, staged, state)
+                with naming(final, partial):
+                    self._write_rest(final, partial, staged, state)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            self._prune(step_of(partial.with_name(partial.name.removeprefix(_PARTIAL))))
+            self._prune(step_of(final))
         else:
             record = partial / f"{_RECORD}{self.ranks.position}"
             unfinished = record.with_suffix(".partial")
@@ -209,14 +212,13 @@ class CheckpointStore:
         files = [partial / name for name in sorted({r.storage_data.relative_path for r in results})]
         return results, {path.name: _flushed(path) for path in files}
 
-    def _write_rest(self, partial: Path, staged: Staged, state: str) -> None:
+    def _write_rest(self, final: Path, partial: Path, staged: Staged, state: str) -> None:
         parts = [self._write_part(partial, staged)]
         parts += [self._record(partial / f"{_RECORD}{rank}") for rank in range(1, self.ranks.size)]
         write_index(partial, staged.metadata, [results for results, _ in parts])
         (partial / "state.json").write_text(state)
         files = {name: found for _, part in parts for name, found in part.items()}
         _write_manifest(partial, files)
-        final = partial.with_name(partial.name.removeprefix(_PARTIAL))
         if final.exists():
             self._delete(final)
         partial.rename(final)

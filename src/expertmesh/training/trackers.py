@@ -1,10 +1,12 @@
 """Where the numbers of a run go: its own files, TensorBoard, and what a user fills in."""
 
 import importlib.util
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from expertmesh.config.output_file import naming
 from expertmesh.errors import ConfigError
 from expertmesh.training.expert_use import ExpertUse
 from expertmesh.training.metrics import MetricsFile
@@ -67,19 +69,34 @@ class TensorBoard:
     def __init__(self, folder: Path, *, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=last_step + 1)
+        self._folder, self._hook = folder, threading.excepthook
+        # its thread's failure is raised here by the next call
+        threading.excepthook = self._unless_of_the_disk
+        with naming(folder):
+            self._writer: Any = SummaryWriter(str(folder), purge_step=last_step + 1)
 
     def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
         """The numbers of a step as scalars."""
         step = int(values["step"])
-        for name, value in values.items():
-            if name != "step":
-                group = "evaluation" if "eval" in name else "training"
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+        with naming(self._folder):
+            for name, value in values.items():
+                if name != "step":
+                    group = "evaluation" if "eval" in name else "training"
+                    self._writer.add_scalar(f"{group}/{name}", value, step)
 
     def close(self) -> None:
         """Flush and close."""
-        self._writer.close()
+        try:
+            with naming(self._folder):
+                self._writer.close()
+        finally:
+            threading.excepthook = self._hook
+
+    def _unless_of_the_disk(self, failed: threading.ExceptHookArgs) -> None:
+        if not (
+            issubclass(failed.exc_type, OSError) and "tensorboard" in type(failed.thread).__module__
+        ):
+            self._hook(failed)
 
 
 def open_tensorboard(
