@@ -2,6 +2,7 @@
 
 import pickle
 from operator import attrgetter
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -432,3 +433,23 @@ def test_names_and_values_for_messages():
     assert nearest_name("train.stepz", names) == "train.steps"
     assert nearest_name("learning_rate", names) is None
     assert nearest_name("train.top_k", names) == "model.moe.top_k"
+
+
+def test_options_take_what_python_writes():
+    """One value for a list of them, None for none, and paths."""
+    given = {
+        "model.moe.num_experts": 16,
+        "train.freeze": "router",
+        "train.run_dir": Path("runs/x"),
+        "data.path": [Path("a.txt"), "b.txt:2"],
+        "model.end_ids": np.int64(3),
+        "parallel.ep_degree": None,
+    }
+    config = em.recipe("gpt-moe-test", given)
+    assert config.model.moe.num_experts == (16,) and config.train.freeze == ("router",)
+    assert config.train.run_dir == "runs/x" and config.data.path == ("a.txt", "b.txt:2")
+    assert config.model.end_ids == (3,) and config.parallel.ep_degree == ()
+    assert em.recipe("gpt-moe-test", {"model.moe.num_experts": None}).model.moe.num_experts == ()
+    assert em.recipe("swin-mnist", {"data.path": Path("images")}).data.path == ("images",)
+    with pytest.raises(ConfigError, match=r"^data\.path=12: input"):
+        em.recipe("gpt-moe-test", {"data.path": 12})

@@ -407,10 +407,8 @@ def _texts_after(
 
 
 def _of_file(option: _Option, value: Any) -> Any:
-    """The value of a file: a text is read as on the command line, and a list of one number needs no brackets."""
-    if isinstance(value, str):
-        return _value(option, [value])
-    return (value,) if option.is_tuple and type(value) in (int, float) else value
+    """The value of a file: a text is read as on the command line."""
+    return _value(option, [value]) if isinstance(value, str) else value
 
 
 def _value(option: _Option, texts: list[str]) -> Any:

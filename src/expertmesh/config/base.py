@@ -3,12 +3,12 @@
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -98,7 +98,7 @@ class Config(BaseModel):
     def _check_truth(cls, value: Any, info: ValidationInfo) -> Any:
         """True and false are no numbers, though they are to Python."""
         several = isinstance(value, list | tuple)
-        for place, one in enumerate(value if several else (value,)):
+        for place, one in enumerate(_listed(value)):
             if not isinstance(one, bool):
                 continue
             wanted = _types_in(cls.model_fields[str(info.field_name)].annotation)
@@ -106,6 +106,19 @@ class Config(BaseModel):
                 rule = "must be a number" if float in wanted else "must be a whole number"
                 raise FieldError((place,) if several else (), one, rule, "write one")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_python_writes_it(cls, value: Any, info: ValidationInfo) -> Any:
+        """A path is its text; where several values are meant, one is a list of it and None is none."""
+        texts = [os.fspath(v) if isinstance(v, os.PathLike) else v for v in _listed(value)]
+        if isinstance(value, list | tuple):
+            return texts
+        is_several = get_origin(cls.model_fields[str(info.field_name)].annotation) is tuple
+        if is_several and value is None:
+            return ()
+        is_one = isinstance(texts[0], str) or not isinstance(value, Iterable)
+        return texts if is_several and is_one else texts[0]
 
     @field_validator("*", mode="before")
     @classmethod
@@ -121,7 +134,7 @@ class Config(BaseModel):
         """Whole numbers must be those of a machine: they become sizes and seeds of tensors. Texts are written as UTF-8."""
         for name in type(self).model_fields:
             value = getattr(self, name)
-            for one in value if isinstance(value, tuple | list) else (value,):
+            for one in _listed(value):
                 if isinstance(one, int) and not -_TOO_LARGE <= one < _TOO_LARGE:
                     raise FieldError(
                         name, one, "must be a number of 64 bits, below 2**63", "use a smaller one"
@@ -263,6 +276,11 @@ def first_error(error: ValidationError, config_type: type[BaseModel]) -> FieldEr
         return FieldError(location or "configuration", value, rule, fix)
     if found["type"] == "missing":
         return FieldError(location, None, "must be given", "give one")
+    while (
+        isinstance(location[-1], str)
+        and location[-1] not in _holder(config_type, location).model_fields
+    ):
+        location = location[:-1]  # of a field's types, one that the value is not of
     rule, fix = _rule_and_fix(found, _other_value(config_type, location))
     return FieldError(location, value, rule, fix)
 
@@ -273,6 +291,11 @@ def dotted(location: Location) -> str:
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
+
+
+def _listed(value: Any) -> list[Any]:
+    """The values of a list, or the one that it is."""
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _types_in(annotation: Any) -> set[Any]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, FieldError, saved_run
 from expertmesh.config.way import AllToAll, DispatchDtype
@@ -182,14 +182,6 @@ class ParallelConfig(Config):
     """Keep parameters, gradients and optimiser state in host memory; weights are copied to the device for each use."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Seconds after which a collective that some rank does not join fails."""
-
-    @field_validator("ep_degree", mode="before")
-    @classmethod
-    def _one_degree(cls, value: Any) -> Any:
-        """A number alone, and None, are as good as a tuple."""
-        if value is None:
-            return ()
-        return value if isinstance(value, tuple | list) else (value,)
 
     def ep_degree_of(self, moe_layer: int, *, num_moe_layers: int) -> int | None:
         """The ep_degree of one MoE layer, counted from 0 among them; None where route_degree decides.
