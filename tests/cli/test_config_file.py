@@ -47,7 +47,12 @@ def test_a_run_s_own_config_is_such_a_file(tmp_path):
     ("text", "says"),
     [
         ("train: {stepz: 3}", "unknown option train.stepz; did you mean train.steps?"),
-        ("trian: {steps: 3}", "unknown option trian; "),
+        ("trian: {steps: 3}", "unknown option trian; did you mean train?"),
+        ("model: {mo: {top_k: 1}}", "unknown option model.mo; did you mean model.moe?"),
+        ("train: {steps: 3}\ntrain: {seed: 4}", "train is given twice"),
+        ("train: {steps: 3, steps: 4}", "steps is given twice"),
+        ("train: {steps: 3}\ntrain.steps: 4", "train.steps is given twice; give it once"),
+        ("model.moe: {top_k: 1}\nmodel: {moe.top-k: 2}", "model.moe.top_k is given twice"),
         ("train: 3", "train holds 3, and is a section; name a field of it, for example train."),
         ("model: {moe: [4]}", "model.moe holds [4], and is a section; "),
         ("train: {steps: zero}", "--train.steps zero: must be a whole number"),

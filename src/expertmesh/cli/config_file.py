@@ -23,7 +23,7 @@ def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
 
     file = expanded(path)
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = _read_yaml(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: does not exist; check the path") from None
     except (OSError, UnicodeError) as error:
@@ -44,6 +44,20 @@ def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
     return values, None if recipe is None else str(recipe)
 
 
+def _read_yaml(text: str) -> Any:
+    """A YAML text as plain values; a name that stands twice in a section is none, though PyYAML takes the last of them."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := sorted(name for name in set(names) - {"<<"} if names.count(name) > 1):
+                raise yaml.YAMLError(f"{twice[0]} is given twice")
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
+
+
 def flat_values(
     values: Mapping[Any, Any], names: Sequence[str], path: str, prefix: str = ""
 ) -> dict[str, Any]:
@@ -59,19 +73,25 @@ def flat_values(
         ConfigError: a name is no option; says the nearest one.
     """
     found: dict[str, Any] = {}
+    sections = {name.rpartition(".")[0] for name in names if "." in name}
     for key, value in values.items():
         name = f"{prefix}{str(key).replace('-', '_')}"
+        read: dict[str, Any] = {}
         inside = sorted(known for known in names if known.startswith(f"{name}."))
         if name in names:
-            found[name] = tuple(value) if isinstance(value, list) else value
+            read = {name: tuple(value) if isinstance(value, list) else value}
         elif not inside:
-            near = nearest_name(name, sorted(names))
+            known = sections if isinstance(value, Mapping) else names
+            near = nearest_name(name, sorted(known))
             fix = f"did you mean {near}?" if near else "see expertmesh train --help"
             raise ConfigError(f"--config {path}: unknown option {name}; {fix}")
         elif isinstance(value, Mapping):
-            found |= flat_values(value, names, path, f"{name}.")
+            read = flat_values(value, names, path, f"{name}.")
         elif value is not None:
             raise ConfigError(
                 f"--config {path}: {name} holds {shown(value)}, and is a section; name a field of it, for example {inside[0]}"
             )
+        if twice := sorted(read.keys() & found.keys()):
+            raise ConfigError(f"--config {path}: {twice[0]} is given twice; give it once")
+        found |= read
     return found
