@@ -1,11 +1,15 @@
 """Branches of a trunk: the same run as a straight one of their length; what cannot be a branch is one line."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from tests.support.mistakes import reseal
 
+from expertmesh.config.family import GPT
 from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.training.branch import branch_point
 from expertmesh.training.checkpoint import list_checkpoints, step_of
 from expertmesh.training.metrics import read_metrics
 
@@ -73,6 +77,50 @@ def test_what_is_no_branch(make, run_quietly, trunk, tmp_path, changes, words):
         branch = {"train.steps": 5, "train.branch_from": trunk.train.run_dir}
         run_quietly(make("branch", **(branch | changes)))
     assert "\n" not in str(error.value)
+
+
+def slower_once(folder):
+    """Its metrics, as those of a run that had decayed, or had another rate, and went on."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[2] = json.dumps(json.loads(lines[2]) | {"lr": 1e-5})
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def larger_batches_once(folder):
+    file = folder / "checkpoints" / "step_00000004" / "state.json"
+    values = json.loads(file.read_text())
+    values["progress"]["samples"] += 1
+    file.write_text(json.dumps(values))
+    reseal(file.parent)
+
+
+def taught(folder):
+    values = json.loads((folder / "config.json").read_text())
+    values["distill"] |= TAUGHT
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+TAUGHT = {"teacher": "runs/teacher", "until": 0.4}
+OTHER_WAYS = [
+    (slower_once, {}, "had the rate 1e-05 in step 3, where this run has"),
+    (
+        larger_batches_once,
+        {},
+        r"had seen \d+ samples after step 4, not 4 x \d+ of train.batch_size",
+    ),
+    (taught, {"distill": TAUGHT}, "distill.until=0.4: is a share of 5 steps here and of 10 in"),
+]
+
+
+@pytest.mark.parametrize("spoil, changes, words", OTHER_WAYS)
+def test_a_trunk_that_went_another_way(make, trunk, tmp_path, spoil, changes, words):
+    """A trunk may go on with other options; its branches would not end as straight runs do."""
+    other = shutil.copytree(trunk.train.run_dir, tmp_path / "other")
+    options = {"train.steps": 5, "train.branch_from": str(other)} | changes
+    assert branch_point(make("branch", **options), family=GPT).parent == other / "checkpoints"
+    spoil(other)
+    with pytest.raises(ConfigError, match=words):
+        branch_point(make("branch", **options), family=GPT)
 
 
 def test_a_damaged_trunk(make, run_quietly, trunk, tmp_path):

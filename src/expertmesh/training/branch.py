@@ -4,6 +4,7 @@ A wsd schedule is constant until its decay, so a run of 1,000 steps and one of 4
 its decay. The trunk is trained once; each branch takes a checkpoint of it and does its own decay.
 """
 
+import math
 from operator import attrgetter
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from expertmesh.config.family import Family
 from expertmesh.config.run import OptimConfig, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.training.checkpoint import find_damage, list_checkpoints, step_of
-from expertmesh.training.optim import decay_start
+from expertmesh.training.metrics import read_metrics
+from expertmesh.training.optim import decay_start, learning_rate
 from expertmesh.training.run_dir import RunDir
+from expertmesh.training.state import RunProgress, read_run_state
 
 _OF_THE_DECAY = frozenset({"schedule", "schedule_steps", "decay_fraction", "min_lr_ratio"})
 
@@ -25,7 +28,8 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
         family: of both.
 
     Raises:
-        ConfigError: the trunk is no run, has another schedule, rate or batch size, decays before that step, or kept no checkpoint of it.
+        ConfigError: the trunk is no run, has (or had before that step) another schedule, rate or batch size, decays before that
+            step, or kept no checkpoint of it.
         CheckpointError: that checkpoint is damaged.
     """
     trunk_dir = config.train.branch_from
@@ -62,4 +66,38 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
         )
     if (problem := find_damage(paths[step])) is not None:
         raise CheckpointError(f"{option}: its checkpoint {paths[step]} is damaged ({problem})")
+    _check_way(config, trunk, paths[step], folder)
     return paths[step]
+
+
+def _check_way(config: RunConfig, trunk: RunConfig, path: Path, folder: RunDir) -> None:
+    """Whether a trunk came to its checkpoint as a straight run would have: a trunk may have gone on with other options.
+
+    Raises:
+        ConfigError: in some step it had another rate, batch size, or weight of a teacher's lesson.
+    """
+    step, total = step_of(path), config.total_schedule_steps
+    fix = "leave it before, or train another trunk"
+    option = f"train.branch_from={folder.path}"
+    for line in read_metrics(folder.metrics):
+        ours = learning_rate(line["step"] - 1, total_steps=total, config=config.optim)
+        theirs = line.get("lr") or ours
+        if line["step"] <= step and not math.isclose(theirs, ours):
+            raise ConfigError(
+                f"{option}: had the rate {theirs:g} in step {line['step']}, where this run has {ours:g}; {fix}"
+            )
+    samples = RunProgress.saved(read_run_state(path)["progress"], where=path).samples
+    if samples != step * config.train.batch_size:
+        raise ConfigError(
+            f"{option}: had seen {samples} samples after step {step}, not {step} x {config.train.batch_size}"
+            f" of train.batch_size; {fix}"
+        )
+    lessons = [
+        [run.distill.weight(done, total_steps=run.total_schedule_steps) for done in range(step)]
+        for run in (config, trunk)
+    ]
+    if config.distill == trunk.distill and lessons[0] != lessons[1]:
+        raise ConfigError(
+            f"distill.until={config.distill.until}: is a share of {total} steps here and of {trunk.total_schedule_steps} in"
+            f" {folder.path}, so that the teacher falls silent elsewhere; use until=1 and decay=stop in both"
+        )
