@@ -84,6 +84,15 @@ def test_a_run_whose_name_is_no_text_has_a_page(run, tmp_path):
     assert found["name"] == "l\N{REPLACEMENT CHARACTER}uf"
 
 
+def test_runs_on_a_page_are_told_apart(run, tmp_path, monkeypatch):
+    """Also where they are named from inside their folder, and where several folders have the same name."""
+    dense(run, tmp_path / "run")
+    dense(run, tmp_path / "other")
+    monkeypatch.chdir(tmp_path / "other")
+    page = em.report(".", run, "../run", page=tmp_path / "page.html")
+    assert [found["name"] for found in data_of(page)] == ["other", str(run), "../run"]
+
+
 def test_a_page_holds_what_the_run_recorded(run):
     (found,) = data_of(em.report(run))
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

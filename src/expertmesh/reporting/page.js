@@ -53,8 +53,14 @@ function runColor(index) {
   return color(`run${index % 6}`);
 }
 
-function line(x, y, name, lineColor, mode = "lines") {
-  return { type: "scatter", mode, x, y, name, line: { color: lineColor, width: 2 }, marker: { color: lineColor, size: 6 },
+// Of more than six runs the next six have the same colours in another stroke.
+function runStroke(index) {
+  return ["solid", "dot", "dash", "longdash"][Math.floor(index / 6) % 4];
+}
+
+function line(x, y, name, lineColor, mode = "lines", dash = "solid") {
+  if (x.length < 2) mode = "markers"; // a line has two ends
+  return { type: "scatter", mode, x, y, name, line: { color: lineColor, width: 2, dash }, marker: { color: lineColor, size: 6 },
     hovertemplate: `%{y:.5~g} at step %{x}<extra>${escaped(name)}</extra>` };
 }
 
@@ -76,11 +82,11 @@ function curves() {
   for (const [title, note, key, extra] of shown) {
     if (key) {
       figure(parent, title, note, () => ({
-        traces: RUNS.map((run, i) => line(run.curves.step, run.curves[key], run.name, runColor(i))), extra }));
+        traces: RUNS.map((run, i) => line(run.curves.step, run.curves[key], run.name, runColor(i), "lines", runStroke(i))), extra }));
     } else {
       const metric = [...new Set(RUNS.map((run) => run.metric))].join(", ");
       figure(parent, title, metric, () => ({
-        traces: RUNS.map((run, i) => line(run.validation.step, run.validation.metric, run.name, runColor(i), "lines+markers")), extra }));
+        traces: RUNS.map((run, i) => line(run.validation.step, run.validation.metric, run.name, runColor(i), "lines+markers", runStroke(i))), extra }));
     }
   }
 }
@@ -91,7 +97,9 @@ function overview() {
     const last = run.validation.metric.at(-1);
     const facts = [run.recipe, run.status];
     if (last !== undefined) facts.push(`${number(last)} ${run.metric} in validation`);
-    const swatch = element("span", { class: "swatch", style: `background: var(--run${i % 6})` });
+    const stroke = { solid: "solid", dot: "dotted", dash: "dashed", longdash: "double" }[runStroke(i)];
+    const fill = stroke === "solid" ? `var(--run${i % 6})` : "none";
+    const swatch = element("span", { class: "swatch", style: `background: ${fill}; border: 3px ${stroke} var(--run${i % 6})` });
     parent.append(element("div", { class: "run" }, swatch, element("strong", {}, run.name),
       element("span", { class: "facts" }, facts.join(" · "))));
   });

@@ -34,7 +34,7 @@ def read_run(path: str | Path) -> dict[str, Any]:
     metric = "loss" if family is None else family.metric.key
     return {
         # what of a name is no text is replaced: a page is UTF-8
-        "name": os.fsencode(folder.path.name).decode(errors="replace"),
+        "name": os.fsencode(folder.path.resolve().name).decode(errors="replace"),
         "recipe": recipe,
         "items": items,
         "metric": metric.replace("_", " "),
