@@ -303,6 +303,11 @@ def test_help_fits_the_terminal_and_cuts_no_word(words, width, monkeypatch, caps
     for line in out.splitlines():
         is_one_word = len(line.removesuffix(" \\").split()) == 1
         assert len(line) <= width or is_one_word, line
+        assert not ("#" in line and line.endswith("\\")), "a remark ends with its line"
+    commands = [" ".join(line.split()) for line in out.replace("\\\n", " ").splitlines()]
+    if words == ["bench"]:
+        rest = "-m expertmesh bench comm --largest-mib 256 --plot bandwidth.svg --ranks-per-node 2"
+        assert f"torchrun --nproc-per-node 4 {rest}" in commands
     usage = out[out.index("usage: ") :].partition("\n\n")[0]
     assert all(line.count("[") == line.count("]") for line in usage.splitlines())
     if words == ["train"]:

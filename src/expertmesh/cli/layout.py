@@ -28,7 +28,7 @@ def _broken(line: str, width: int) -> list[str]:
         parts = re.findall(r"\[[^]]*\]|--\S+ \S+(?: \.\.\.)?|\S+", line)
         return _joined(parts, width)
     indent = len(line) - len(line.lstrip())
-    if line.lstrip().startswith("expertmesh "):
+    if line.lstrip().startswith(("expertmesh ", "torchrun ")):
         return _command(line.lstrip(), indent, width)
     columns = _COLUMNS.fullmatch(line)
     if columns is None:
@@ -68,7 +68,13 @@ def _joined(parts: list[str], width: int) -> list[str]:
 
 
 def _command(command: str, indent: int, width: int) -> list[str]:
-    """A command in lines that a shell takes as one: broken before options, and before other words if it must be."""
+    """A command in lines that a shell takes as one: broken before options, and before other words if it must be.
+
+    A remark behind it stands above it: a shell reads one to the end of its line, backslash and all.
+    """
+    command, _, remark = command.partition(" # ")
+    head = " " * indent + "# "
+    above = textwrap.wrap(remark, width, initial_indent=head, subsequent_indent=head)
     lines = [" " * indent]
     parts = re.findall(r'(?:--\S+(?: (?!--)(?:"[^"]*"|\S+))*)|"[^"]*"|\S+', command)
     if (
@@ -82,4 +88,4 @@ def _command(command: str, indent: int, width: int) -> list[str]:
             lines.append(" " * (indent + 4))
             space = ""
         lines[-1] += space + part
-    return lines
+    return above + lines
