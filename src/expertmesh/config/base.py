@@ -111,9 +111,10 @@ class Config(BaseModel):
     @classmethod
     def _as_python_writes_it(cls, value: Any, info: ValidationInfo) -> Any:
         """A path is its text; where several values are meant, one is a list of it and None is none."""
+        has_paths = any(isinstance(v, os.PathLike) for v in _listed(value))
         texts = [os.fspath(v) if isinstance(v, os.PathLike) else v for v in _listed(value)]
         if isinstance(value, list | tuple):
-            return texts
+            return texts if has_paths else value
         is_several = get_origin(cls.model_fields[str(info.field_name)].annotation) is tuple
         if is_several and value is None:
             return ()
