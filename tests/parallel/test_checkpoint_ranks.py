@@ -10,11 +10,15 @@ import torch
 import torch.distributed as dist
 from tests.support.memory import peak_bytes
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
+from torch import nn
 
 from expertmesh.comm.world import World
+from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, PeerError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.own_module import own_family
+from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.matrices import own_part
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
@@ -131,6 +135,40 @@ def test_four_ranks_to_eight_and_back(folder, straight, saved, eight_ranks, four
         four_ranks.run(run_training, folder, name, STEPS, {"parallel.ep_degree": 4}) == [None] * 4
     )
     assert_same(folder, name, straight, STEPS)
+
+
+class WithModules(nn.Module):
+    """A layer whose experts are modules; on ranks each has some of them."""
+
+    def __init__(self):
+        super().__init__()
+        options = {"dim": 3, "hidden_dim": 3, "num_experts": 4, "top_k": 2}
+        self.moe = MoELayer(**options, experts=lambda _: nn.Linear(3, 3))
+
+    def forward(self, x):
+        return self.moe(x)
+
+
+def train_modules(folder, name, steps):
+    train = {name: BASE[f"train.{name}"] for name in ("dtype", "device", "tensorboard", "resume")}
+    train |= {"steps": steps, "run_dir": str(folder / name), "batch_size": 8}
+    config = RunConfig(train=train, optim={"schedule_steps": 2 * SAVED, "warmup_steps": 1})
+
+    def loss(model, x):
+        y, stats = model(x)
+        return (y - x).square().mean(), stats
+
+    data = torch.randn(32, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    train_quietly(config, family=own_family(WithModules, data=(data,), loss=loss))
+
+
+def test_experts_that_are_modules_move_between_ranks(folder, two_ranks, four_ranks):
+    """The checkpoint has those of all ranks, and the model of a rank its own."""
+    train_modules(folder, "modules-straight", 2 * SAVED)
+    two_ranks.run(train_modules, folder, "modules", SAVED)
+    four_ranks.run(train_modules, folder, "modules", 2 * SAVED)
+    oracle = lines_of(folder / "modules-straight")
+    assert_same_lines(lines_of(folder / "modules"), oracle, "loss", "grad_norm")
 
 
 def test_each_rank_has_written_its_own_file(saved):

@@ -112,17 +112,18 @@ class TrainState:
         }
 
     def load(self, path: Path) -> None:
-        """Set everything from a checkpoint that `find_damage` found whole.
+        """Set everything from a checkpoint that `find_damage` found whole; every rank must call.
 
         Raises:
             CheckpointError: it is of another model or unreadable.
         """
+        targets = {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        known = set().union(*self.ranks.gather(list(targets)))  # modules may be on other ranks
         values = read_run_state(path)
         progress = RunProgress.saved(values["progress"], where=path / "state.json")
         saved = tensor_shapes(path)
-        targets = {f"model.{name}": t for name, t in self.model.state_dict().items()}
         expected = {name for name in saved if name.startswith("model.")}
-        if extra := sorted(expected - set(targets)):
+        if extra := sorted(expected - known):
             raise CheckpointError(
                 f"{path}: has a tensor {extra[0]} that the model has not; it is of another model"
             )
