@@ -12,10 +12,14 @@ from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 from tests.support.replicas import world_of
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
+from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from expertmesh.cli.main import main
+from expertmesh.config.run import RunConfig
+from expertmesh.models.own_module import own_family
+from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
 from expertmesh.recipes import RECIPES
 from expertmesh.training.muon import orthogonalized
@@ -183,6 +187,41 @@ def test_frozen_parts_learn_nothing(two_ranks, folder, part):
 def test_muon(four_ranks, folder, one_process, layout):
     lines = four_ranks.run(run_training, folder, f"muon-{'-'.join(layout)}", MUON | layout)[0]
     assert_same(lines, one_process("muon"))
+
+
+class Noisy(nn.Module):
+    """Noise and random drops, in a model that says no token's place in the batch; a routing group is one sample."""
+
+    def __init__(self):
+        super().__init__()
+        random = {"router_noise": "gumbel", "capacity_factor": 0.5, "min_capacity": 1}
+        sizes = {"dim": 3, "hidden_dim": 4, "num_experts": 4, "top_k": 2}
+        self.moe = MoELayer(**sizes, **random, routing_group_size=5, aux_loss_weight=0.0)
+
+    def forward(self, x):
+        return self.moe(x)
+
+
+def train_module(folder, name, micro_batch_size):
+    train = {"steps": 2, "batch_size": 8, "micro_batch_size": micro_batch_size, "dtype": "float64"}
+    places = {"device": "cpu", "tensorboard": False, "run_dir": str(folder / name)}
+    config = RunConfig(train=train | places, optim={"warmup_steps": 1})
+
+    def loss(model, x):
+        y, stats = model(x)
+        return (y - x).square().mean(), stats
+
+    data = torch.randn(32, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    train_quietly(config, family=own_family(Noisy, data=(data,), loss=loss))
+
+
+def test_noise_in_a_module_that_knows_no_places(two_ranks, folder):
+    """Neither micro-batches nor ranks draw the numbers of others."""
+    train_module(folder, "noisy-one", None)
+    two_ranks.run(train_module, folder, "noisy-two", 4)
+    oracle = lines_of(folder / "noisy-one")
+    names = "loss", "grad_norm", "dropped_fraction"
+    assert_same_lines(lines_of(folder / "noisy-two"), oracle, *names)
 
 
 def on_strided_parts():

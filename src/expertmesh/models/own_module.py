@@ -15,6 +15,7 @@ from expertmesh.data.samples import data_of
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Batch, Data, Loss, Part, Task, num_samples
 from expertmesh.models.upcycle import collect_stats
+from expertmesh.moe.random import count_tokens_from
 from expertmesh.moe.types import RoutingStats
 from expertmesh.parallel.ranks import Ranks
 
@@ -85,6 +86,8 @@ class OwnModule(Task):
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """The user's loss, times the samples; the statistics of upcycled blocks are collected."""
+        rows = part.rows
+        count_tokens_from(model, first=rows.start, count=rows.stop - rows.start)
         value, stats, _ = self._call(model, batch)
         if not any(one.requires_grad for one in (value, *(s.aux_loss + s.z_loss for s in stats))):
             raise ConfigError(

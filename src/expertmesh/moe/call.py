@@ -10,7 +10,13 @@ from torch import Tensor
 from expertmesh.moe.assignment import Assignment, CapacityOptions, all_kept, assign, priority_of
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens, assign_shared
-from expertmesh.moe.random import STREAM_OUTPUT_MASK, fresh_key, random_bits, uniform
+from expertmesh.moe.random import (
+    STREAM_OUTPUT_MASK,
+    first_index,
+    fresh_key,
+    random_bits,
+    uniform,
+)
 from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
 from expertmesh.moe.validation import (
     check_call_factor,
@@ -31,11 +37,12 @@ class CallInputs:
         x_TD: tokens; zero where masked.
         token_mask_T: True for real tokens, or None.
         token_ids_T: vocabulary ids, or None.
-        given_index_T: int64 global indices of the tokens, or None: 0 to T - 1.
+        given_index_T: int64 global indices of the tokens, or None: one after the other.
         routing: a choice to replay, or None.
         top_k: K in force.
         training: whether noise, jitter and dropout are on.
         noise_key: (2,) int64 key of the random numbers.
+        noise_samples: (2,) int64, see `first_index`; None: tokens count from 0.
         layer_index: which layer of a model this is.
         expert_bias_E: the balancing bias, or None.
         group_size: tokens per routing group, or None.
@@ -53,6 +60,7 @@ class CallInputs:
     top_k: int
     training: bool
     noise_key: Tensor
+    noise_samples: Tensor | None
     layer_index: int
     expert_bias_E: Tensor | None
     group_size: int | None
@@ -72,7 +80,10 @@ class CallInputs:
         """Int64 global indices of the tokens; made when asked for, which is for random numbers only."""
         if self.given_index_T is not None:
             return self.given_index_T
-        return torch.arange(self.x_TD.shape[0], device=self.x_TD.device)
+        index_T = torch.arange(self.x_TD.shape[0], device=self.x_TD.device)
+        if self.noise_samples is None:
+            return index_T
+        return index_T + first_index(len(index_T), self.noise_samples)
 
     def bits(self, num_columns: int, stream: int) -> Tensor:
         """(T, num_columns) random 32-bit integers of one stream."""
@@ -186,6 +197,7 @@ def call_of(
         top_k=layer.top_k if top_k is None else top_k,
         training=training,
         noise_key=fresh_key(x.device) if draws and not layer.noise_is_keyed else layer.noise_key,
+        noise_samples=layer.noise_samples if layer.noise_is_keyed else None,
         layer_index=layer.layer_index,
         expert_bias_E=layer.expert_bias_E,
         group_size=rule.group_size,

@@ -131,6 +131,7 @@ class MoELayer(nn.Module):
     """
 
     noise_key: Tensor
+    noise_samples: Tensor
     expert_bias_E: Tensor | None
 
     def __init__(
@@ -264,6 +265,7 @@ class MoELayer(nn.Module):
         self.register_buffer("expert_bias_E", bias_E if options.bias_update_rate else None)
         key = torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("noise_key", key, persistent=False)
+        self.register_buffer("noise_samples", torch.zeros_like(key), persistent=False)
         self.noise_is_keyed = False
 
     @classmethod
@@ -370,7 +372,7 @@ class MoELayer(nn.Module):
             token_mask: (...) bool, True for real tokens. The others take no expert's time, no capacity and no part in
                 losses and counts, may hold anything (NaN too), and their output is zero.
             token_ids: (...) integer vocabulary ids; the hash router needs them.
-            token_index: (...) integer global indices of the tokens, which key the noise; None: 0 to T - 1.
+            token_index: (...) integer global indices of the tokens, which key the noise; None: from 0 on, or as `count_tokens_from` says.
             routing: a choice to replay, before capacity. A Routing with weights uses these; without, and for the
                 RoutingStats of an earlier call, the weights are recomputed at the given ids.
             top_k: experts per token, for this call only.

@@ -129,3 +129,32 @@ def key_noise(module: nn.Module, *, seed: int, step: int) -> None:
             key[0].fill_(seed)
             key[1].fill_(step)
             layer.noise_is_keyed = True  # type: ignore[assignment]
+
+
+def count_tokens_from(module: nn.Module, *, first: int, count: int) -> None:
+    """Say which samples of a batch the next calls are about, for MoE layers that are not told the indices of their tokens.
+
+    So micro-batches and ranks draw different numbers, those of one call with the whole batch if samples have equally many
+    tokens. Does not synchronise.
+
+    Args:
+        module: a model or a layer.
+        first: samples of the batch that come before.
+        count: samples of each call, whose tokens are in their order.
+    """
+    for layer in module.modules():
+        samples = getattr(layer, "noise_samples", None)
+        if isinstance(samples, Tensor):
+            samples[0].fill_(first)
+            samples[1].fill_(count)
+
+
+def first_index(num_tokens: int, samples: Tensor) -> Tensor:
+    """Index in the whole batch of the first token of some of its samples, if all samples have equally many; int64 scalar.
+
+    Args:
+        num_tokens: of these samples.
+        samples: (2,) int64, how many samples come before these and how many these are; zeros: nobody has said so.
+    """
+    first, count = samples.unbind(0)
+    return first * num_tokens // count.clamp(min=1)

@@ -48,6 +48,7 @@ def reset_layer(
     if layer.expert_bias_E is not None:
         layer.expert_bias_E.zero_()
     layer.noise_key.zero_()
+    layer.noise_samples.zero_()
     layer.noise_is_keyed = False
     if custom and layer.routing_options.kind == "module":
         reset_custom_modules(layer.router, seed=seed, name=prefix + "router")
