@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from expertmesh.config.seq2seq import Seq2SeqRunConfig
 from expertmesh.models import token_losses as objective
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
@@ -64,6 +66,47 @@ def test_micro_batches_add_up_to_the_big_batch(tiny, micro_batch_size, noise):
         assert_close_fp64(part[name], gradient, what=name)
     for a, b in zip(part_counter.counts, whole_counter.counts, strict=True):
         assert torch.equal(a, b)
+
+
+WEIGHTS = {"z_loss_weight": 0.1, "aux_loss_weight": 0.1, "routing_group_size": 8}
+
+
+def conversations(tiny):
+    """Rows with other shares of padding and of tokens that are learned."""
+    moe = {f"model.moe.{name}": value for name, value in WEIGHTS.items()}
+    config = tiny(**{"train.dtype": "float64", "train.batch_size": 4} | moe)
+    place_S = torch.arange(config.data.seq_len)
+    is_token = place_S < torch.tensor([[3], [16], [9], [5]])
+    counts = is_token & (place_S >= torch.tensor([[2], [1], [6], [0]]))
+    return GPTTask(config), (*batch(config), {"counts": counts.double(), "is_token": is_token})
+
+
+def translations(tiny):
+    """Pairs of which the long source does not have the long target."""
+    sizes = {"vocab_size": 320, "dim": 16, "num_heads": 2, "ffn_hidden_dim": 32, "dropout": 0.0}
+    moe = {"num_experts": (4,), "top_k": 1, "hidden_dim": 16, **WEIGHTS}
+    train = {"dtype": "float64", "device": "cpu"}
+    config = Seq2SeqRunConfig(model={**sizes, "moe": moe}, train=train)
+    generator = torch.Generator().manual_seed(0)
+    source, target = (torch.randint(0, 256, (4, 16), generator=generator) for _ in range(2))
+    lengths = torch.tensor([3, 16, 9, 5]), torch.tensor([12, 4, 4, 16])
+    return Seq2SeqTask(config), (source, lengths[0], target, lengths[1], torch.zeros(4).long())
+
+
+@pytest.mark.parametrize("made", [conversations, translations])
+def test_routing_losses_are_means_over_the_tokens_that_layers_see(tiny, made):
+    """Which are not those that the loss is a mean over."""
+    task, samples = made(tiny)
+    precision, found = resolve_precision(task.config.train), []
+    for size in (4, 1):
+        model = task.build(device="cpu", dtype=precision.master_dtype)
+        key_noise(model, seed=0, step=0)
+        options = {"scaler": precision.scaler(), "precision": precision}
+        sums, _ = accumulate_gradients(
+            task, model, samples, step=0, micro_batch_size=size, **options
+        )
+        found.append(sums)
+    assert_close_fp64(found[1], found[0], what="losses")
 
 
 def test_noise_depends_on_the_step(tiny):

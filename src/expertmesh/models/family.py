@@ -182,6 +182,15 @@ class Task(ABC):
         """Items in a batch on the CPU, over which the loss is a mean; here, its samples."""
         return num_samples(batch)
 
+    def num_routed(self, batch: Batch, ranks: Ranks) -> Sequence[int]:
+        """Tokens over which the routing losses of each MoE layer are means, in layer order; one number alone counts for all layers.
+
+        Args:
+            batch: on the CPU.
+            ranks: those that share sequences count their positions of it each; here, the same part of the items.
+        """
+        return [self.num_items(batch) // ranks.tp_degree]
+
     def num_measured(self, batch: Batch) -> int | None:
         """Items in some validation samples on the CPU, where `measure` needs their number on the host; here, it does not."""
         return None

@@ -107,12 +107,21 @@ def _use_by_label(stats: RoutingStats, watched: Watched) -> Tensor:
     return sums[:, :-1].flatten()
 
 
-def routing_losses(stats: Sequence[RoutingStats], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Balance loss and z-loss summed over the layers, already weighted; zeros like `like` for a dense model."""
+def routing_losses(
+    stats: Sequence[RoutingStats], like: Tensor, shares: Sequence[float] = (1.0,)
+) -> tuple[Tensor, Tensor]:
+    """Balance loss and z-loss summed over the layers, already weighted; zeros like `like` for a dense model.
+
+    Args:
+        stats: of each layer.
+        like: see above.
+        shares: of the tokens over which the losses are to be means, how many were in this pass, of each layer or of all.
+    """
     if not stats:
         zero = torch.zeros((), device=like.device, dtype=like.dtype)
         return zero, zero
+    each = shares if len(shares) > 1 else [*shares] * len(stats)
     return (
-        torch.stack([s.aux_loss for s in stats]).sum(),
-        torch.stack([s.z_loss for s in stats]).sum(),
+        torch.stack([s.aux_loss * share for s, share in zip(stats, each, strict=True)]).sum(),
+        torch.stack([s.z_loss * share for s, share in zip(stats, each, strict=True)]).sum(),
     )

@@ -134,6 +134,7 @@ def accumulate_gradients(
     """
     ranks = Ranks() if ranks is None else ranks
     size, num_items = num_samples(batch), task.num_items(batch)
+    num_routed = task.num_routed(batch, Ranks())
     counter = LoadCounter()
     sums = torch.zeros(3, device=precision.device, dtype=precision.master_dtype)
     for start in range(0, size, micro_batch_size):
@@ -142,12 +143,13 @@ def accumulate_gradients(
         ranks.announce_micro_batch(model, is_last=stop == size)
         mine = each_tensor(batch, itemgetter(rows))
         num_mine = task.num_items(mine)
-        share = num_mine / (ranks.tp_degree * num_items)
+        pairs = zip(task.num_routed(mine, ranks), num_routed, strict=True)
+        shares = [part / whole for part, whole in pairs]
         mine = each_tensor(mine, lambda t: t.to(precision.device, non_blocking=True))
         with precision.autocast():
             found = task.loss(model, mine, Part(step, rows, ranks, num_mine))
         loss = found.total / num_items
-        aux_loss, z_loss = (part * share for part in routing_losses(found.stats, loss))
+        aux_loss, z_loss = routing_losses(found.stats, loss, shares)
         scaler.scale(loss + aux_loss + z_loss).backward()
         counter.add(found.stats, _watched(task, mine, ranks) if watch else None)
         sums += torch.stack((loss, aux_loss.to(loss), z_loss.to(loss))).detach()

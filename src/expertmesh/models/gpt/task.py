@@ -18,6 +18,7 @@ from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.models.token_losses import Lesson, token_losses
+from expertmesh.parallel.ranks import Ranks
 
 
 class GPTTask(Task):
@@ -61,6 +62,13 @@ class GPTTask(Task):
         """Tokens that are predicted; of conversations, the assistant's."""
         counts_BS = _more(batch[2:]).get("counts")
         return int(batch[1].numel() if counts_BS is None else counts_BS.sum())
+
+    def num_routed(self, batch: Batch, ranks: Ranks) -> list[int]:
+        """Tokens that are no padding, the prompts of conversations among them."""
+        is_token_BS = _more(batch[2:]).get("is_token")
+        if is_token_BS is None:
+            return [ranks.positions(batch[0]).numel()]
+        return [int(ranks.positions(is_token_BS).sum())]
 
     def loss(self, model: nn.Module, batch: Batch, part: Part) -> Loss:
         """Cross-entropy of the next tokens in nats."""

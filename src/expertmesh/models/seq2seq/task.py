@@ -15,6 +15,7 @@ from expertmesh.models.decoder import CausalLM, Translation
 from expertmesh.models.family import Batch, Loss, Part, Task
 from expertmesh.models.seq2seq.model import Seq2Seq, Seq2SeqOutput
 from expertmesh.models.token_losses import token_losses
+from expertmesh.parallel.ranks import Ranks
 
 
 class Seq2SeqTask(Task):
@@ -50,6 +51,11 @@ class Seq2SeqTask(Task):
     def num_items(self, batch: Batch) -> int:
         """Target tokens, the end of each text among them."""
         return int(batch[3].sum())
+
+    def num_routed(self, batch: Batch, ranks: Ranks) -> list[int]:
+        """Tokens of the sources in the encoder's layers, of the targets in the decoder's."""
+        sides = zip(self.config.model.experts_per_layer(), (batch[1], batch[3]), strict=True)
+        return [int(lengths_B.sum()) for layers, lengths_B in sides for n in layers if n]
 
     def num_measured(self, batch: Batch) -> int:
         """Target tokens, as in training."""
