@@ -1,10 +1,11 @@
-"""How long gathered weights live."""
+"""How long gathered weights live, and the buffers of their gradients."""
 
 import pytest
 import torch
 from tests.support.replicas import world_of
 from tests.support.spread_case import D, SpreadCase, build
 
+from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
@@ -98,3 +99,26 @@ def test_regather_keeps_no_weights(two_ranks):
         strict=True,
     ):
         assert kept - dropped == weights
+
+
+def after_gradients_of_tokens(spread):
+    """Gradients of the experts after a backward that asked for those of the tokens alone, and without one."""
+    found = []
+    for asks_before in (False, True):
+        layer = MoELayer(dim=4, hidden_dim=4, num_experts=4, top_k=2, seed=0)
+        spread_experts(layer, world_of(), **spread)
+        x = torch.ones(6, 4).cumsum(0).requires_grad_()
+        layer(x)  # so that there are hot experts
+        loss = layer(x)[0].square().sum()
+        if asks_before:
+            torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        found.append([parameter.grad.to_local() for parameter in layer.experts.parameters()])
+    return all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    "spread", [{"es_degree": 2, "route_degree": 1}, {"shadow_experts": 2}], ids=str
+)
+def test_gradients_of_tokens_alone_leave_nothing_behind(two_ranks, spread):
+    assert two_ranks.run(after_gradients_of_tokens, spread) == [True, True]

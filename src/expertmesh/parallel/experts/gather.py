@@ -203,8 +203,11 @@ class GradientBuffers:
         return WeightGradients(*for_operators(self.slices))
 
     def open(self, names: Sequence[str]) -> None:
-        """Take memory for these parameters' gradients, and set it to zero."""
-        for name in () if self.is_open else names:
+        """Take memory for these parameters' gradients, and set it to zero.
+
+        It is there already after a backward that was not asked for weights' gradients (`torch.autograd.grad` of tokens alone).
+        """
+        for name in names:
             flat = self._flat[name]
             flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
             flat.zero_()

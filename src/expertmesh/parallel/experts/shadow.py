@@ -112,9 +112,9 @@ class ShadowWeights:
         return WeightGradients(*for_operators(found))
 
     def open(self) -> None:
-        """Take memory for gradients, and set it to zero."""
+        """Take memory for gradients, and set it to zero; a backward that was not asked for them may have left some."""
         flat = self._gradients
-        if flat is not None and flat.untyped_storage().size() == 0:
+        if flat is not None:
             flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
             flat.zero_()
             if self._bias is not None:
@@ -122,9 +122,10 @@ class ShadowWeights:
 
     def start_back(self, counts: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Begin to sum the gradients; those that the operators did not add to the buffers are given."""
-        self.open()
         flat = self._gradients
         assert flat is not None
+        if flat.untyped_storage().size() == 0:
+            self.open()
         each = iter(grads)
         views = self._views(flat)
         for name, view, count in zip(self.names, views, counts, strict=True):
