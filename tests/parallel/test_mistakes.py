@@ -131,6 +131,7 @@ def mistakes_of_a_layer():
         return MoELayer(**options | changes)
 
     spread, model, other = layer(), nn.Sequential(nn.Linear(7, 7)), nn.Sequential(nn.Linear(7, 7))
+    scaled = nn.Sequential(nn.ParameterDict({"temperature": nn.Parameter(torch.ones(()))}))
     spread_experts(spread, world, fixed_tokens=2)
     parallelize(other, ParallelConfig(), world=world)
     found = messages_of(
@@ -146,6 +147,7 @@ def mistakes_of_a_layer():
         lambda: parallelize(model, {"ep_degree": 2}, world=world),
         lambda: parallelize(DistributedDataParallel(model), ParallelConfig(), world=world),
         lambda: parallelize(other, ParallelConfig(), world=world),
+        lambda: parallelize(scaled, ParallelConfig(), world=world),
     )
     world.close()
     return found
@@ -167,4 +169,5 @@ def test_a_layer(two_ranks):
             "config is a dict: must be a ParallelConfig; give",
             "model is wrapped in DistributedDataParallel, which would average",
             "model is a FSDPSequential, spread already; call parallelize once",
+            "model: 0.temperature is a parameter without an axis, which cannot be cut",
         )

@@ -82,7 +82,8 @@ def parallelize(
         The world, which counts bytes and can be closed.
 
     Raises:
-        ConfigError: the degrees do not fit the ranks or the model, or the model is spread or wrapped already.
+        ConfigError: the degrees do not fit the ranks or the model, the model is spread or wrapped already, or has a parameter
+            without an axis.
 
     Example:
         >>> import torch
@@ -150,6 +151,14 @@ def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
         raise ConfigError(
             f"model is a {type(model).__name__}, spread already; call parallelize once, on a model that fully_shard has not seen"
         )
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    experts = {p for layer in layers for p in layer.experts.parameters()}
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim and parameter not in experts:
+            raise ConfigError(
+                f"model: {name} is a parameter without an axis, which cannot be cut over ranks; give it one:"
+                " torch.nn.Parameter(torch.ones(1))"
+            )
 
 
 def model_device_type(model: nn.Module) -> str | None:
