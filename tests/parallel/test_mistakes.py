@@ -132,6 +132,8 @@ def mistakes_of_a_layer():
 
     spread, model, other = layer(), nn.Sequential(nn.Linear(7, 7)), nn.Sequential(nn.Linear(7, 7))
     scaled = nn.Sequential(nn.ParameterDict({"temperature": nn.Parameter(torch.ones(()))}))
+    unlike = nn.Linear(2, 2, dtype=torch.bfloat16)
+    nn.init.constant_(unlike.weight, world.position)
     spread_experts(spread, world, fixed_tokens=2)
     parallelize(other, ParallelConfig(), world=world)
     found = messages_of(
@@ -148,6 +150,7 @@ def mistakes_of_a_layer():
         lambda: parallelize(DistributedDataParallel(model), ParallelConfig(), world=world),
         lambda: parallelize(other, ParallelConfig(), world=world),
         lambda: parallelize(scaled, ParallelConfig(), world=world),
+        lambda: parallelize(unlike, ParallelConfig(), world=world),
     )
     world.close()
     return found
@@ -170,4 +173,5 @@ def test_a_layer(two_ranks):
             "model is wrapped in DistributedDataParallel, which would average",
             "model is a FSDPSequential, spread already; call parallelize once",
             "model: 0.temperature is a parameter without an axis, which cannot be cut",
+            "model: its parameters on rank 1 are not those on rank 0; call torch.manual_seed",
         )

@@ -82,8 +82,8 @@ def parallelize(
         The world, which counts bytes and can be closed.
 
     Raises:
-        ConfigError: the degrees do not fit the ranks or the model, the model is spread or wrapped already, or has a parameter
-            without an axis.
+        ConfigError: the degrees do not fit the ranks or the model, the model is spread or wrapped already, has a parameter
+            without an axis, or has others on another rank.
 
     Example:
         >>> import torch
@@ -109,6 +109,7 @@ def parallelize(
     if world is None:
         world = World(device_type=model_device_type(model), timeout_s=config.timeout_s)
     degrees = degrees_of(config, num_ranks=world.size)
+    _check_same(model, world)
     moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
     topology, network = _spread_layers(moe_layers, config, world, degrees)
     if config.adaptive and topology is not None:
@@ -159,6 +160,22 @@ def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
                 f"model: {name} is a parameter without an axis, which cannot be cut over ranks; give it one:"
                 " torch.nn.Parameter(torch.ones(1))"
             )
+
+
+def _check_same(model: nn.Module, world: World) -> None:
+    """Raise ConfigError unless all ranks have the same parameters, by sums of their bits; on the meta device there are none."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    if world.size == 1 or any(parameter.is_meta for parameter in parameters):
+        return
+    bits = (p.reshape(-1).view(words.get(p.itemsize, torch.uint8)) for p in parameters)
+    found = Ranks(world).gather([int(each.sum(dtype=torch.int64)) for each in bits])
+    odd = next((rank for rank, sums in enumerate(found) if sums != found[0]), None)
+    if odd is not None:
+        raise ConfigError(
+            f"model: its parameters on rank {odd} are not those on rank 0; call torch.manual_seed with the same seed on all ranks"
+            " before it is made, or load the same weights"
+        )
 
 
 def model_device_type(model: nn.Module) -> str | None:
