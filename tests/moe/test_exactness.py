@@ -180,6 +180,8 @@ def check(case, T, values, **more):
     if case.kwargs["router"] == "hash":
         case = with_hash_table(case, layer, T, values)
     x, dy = draw_tensors(case, T, values)
+    if "token_mask" in case.call and x.dtype == torch.float64:  # no other way is as careful
+        x = x.masked_fill(~case.call["token_mask"][:, None], float("nan"))
     return check_exact(layer, case, x, dy)
 
 
@@ -231,12 +233,13 @@ def test_layer_equals_the_oracle(variant, dtype, times):
         assert all(seen[what] >= 5 for what in COVERED[variant]), seen
 
 
-def test_autocast_is_as_exact_as_plain_pytorch_under_autocast():
+@pytest.mark.parametrize("variant", ["topk", "cosine", "expert_choice", "hash"])
+def test_autocast_is_as_exact_as_plain_pytorch_under_autocast(variant):
     """FP32 parameters, BF16 experts, FP32 routing."""
     seen = Counter()
 
     @hypothesis.settings(max_examples=30)
-    @hypothesis.given(cases(variant="topk", dtype=torch.float32))
+    @hypothesis.given(cases(variant=variant, dtype=torch.float32))
     def sweep(drawn):
         seen["compared"] += bool(check(*drawn, autocast=torch.bfloat16))
 

@@ -220,15 +220,6 @@ def test_balancing_bias_survives_a_cast_too():
     assert torch.equal(layer.expert_bias_E, torch.full((E,), 1.001))
 
 
-def test_autocast_does_not_reach_the_router():
-    layer, x = make(dtype=torch.float32), tokens(dtype=torch.float32)
-    expected = layer(x)[1]
-    with torch.autocast("cpu", torch.bfloat16):
-        stats = layer(x)[1]
-    assert torch.equal(stats.topk_weights_TK, expected.topk_weights_TK)
-    assert torch.equal(stats.aux_loss, expected.aux_loss)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_router_linear_saves_x_in_its_own_dtype_and_is_exact(dtype):
     x, w = tokens(dtype=dtype).requires_grad_(), torch.randn(E, D, requires_grad=True)

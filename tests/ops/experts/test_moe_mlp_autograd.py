@@ -24,19 +24,6 @@ def _metadata(num_tokens=T):
     return route_metadata(torch.randint(0, E, (num_tokens, K)), E)
 
 
-def test_gradcheck_with_biases():
-    shapes = (5, 4), (E, 2, 3, 4), (E, 4, 3), (5, K), (E, 2, 3), (E, 4)
-    *inputs, b_in, b_out = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
-    metadata = _metadata(5)
-
-    def call(x, w_in, w_out, weights, b_in, b_out):
-        return moe_mlp(
-            x, w_in, w_out, weights, metadata, activation="geglu", b_in_EGF=b_in, b_out_ED=b_out
-        )
-
-    torch.autograd.gradcheck(call, (*inputs, b_in, b_out))
-
-
 def test_second_derivative_is_an_error_and_the_reference_has_it():
     inputs, metadata = _inputs(), _metadata()
     y = moe_mlp(*inputs, metadata, activation="swiglu")
