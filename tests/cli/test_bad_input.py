@@ -1,7 +1,6 @@
 """A table of mistakes: each gives one line with the value, the rule and the fix, a non-zero exit code, and overwrites nothing."""
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -17,12 +16,21 @@ from tests.support.mistakes import (
     digest,
     plain,
     training,
-    with_file,
     wrong_value,
 )
-from tests.support.mistakes_of_input import INPUT
+from tests.support.mistakes_of_input import INPUT, text
 from tests.support.mistakes_of_models import MODELS
-from tests.support.mistakes_of_runs import RUNS
+from tests.support.mistakes_of_runs import (
+    GENERATE,
+    REPORT,
+    RESUME,
+    RUNS,
+    damaged,
+    generating,
+    model_with,
+    run_with,
+    with_run,
+)
 from tests.support.patience import PATIENCE_S
 from tests.support.place import TEXT, Place
 
@@ -138,17 +146,17 @@ def cache_is_a_file(place: Place) -> list[str]:
 DATA = {
     "missing file": wrong_value("--data.path", "no/such.txt", "does not exist", "give"),
     "binary file": Mistake(
-        with_file("image.png", b"\x89PNG\0\xff" * 999), ["image.png", "binary", "give text"]
+        text("image.png", b"\x89PNG\0\xff" * 999), ["image.png", "binary", "give text"]
     ),
     "text of another encoding": Mistake(
-        with_file("latin.txt", "é\n".encode("latin-1") * 999), ["latin.txt", "UTF-8", "give text"]
+        text("latin.txt", "é\n".encode("latin-1") * 999), ["latin.txt", "UTF-8", "give text"]
     ),
-    "empty file": Mistake(with_file("empty.txt", b""), ["empty.txt", "no text", "give"]),
+    "empty file": Mistake(text("empty.txt", b""), ["empty.txt", "no text", "give"]),
     "one short line": Mistake(
-        with_file("short.txt", b"hello\n"), ["short.txt", "cannot be split", "more text"]
+        text("short.txt", b"hello\n"), ["short.txt", "cannot be split", "more text"]
     ),
     "too little text": Mistake(
-        with_file("little.txt", b"hello world\n" * 60),
+        text("little.txt", b"hello world\n" * 60),
         ["training split", "more text"],
         may_add=("cache/",),
     ),
@@ -162,11 +170,6 @@ DATA = {
     ),
     "no GPU here": Mistake(without_gpu, ["--train.device cuda", "0 usable GPUs", "use cpu"]),
 }
-
-
-def run_exists(place: Place) -> list[str]:
-    place.with_run()
-    return place.train()
 
 
 def run_in_use(place: Place) -> list[str]:
@@ -184,11 +187,7 @@ def run_dir_is_a_file(place: Place) -> list[str]:
 
 
 def another_model(*words: str) -> Words:
-    def prepare(place: Place) -> list[str]:
-        place.with_run()
-        return place.train("--train.resume", "auto", *words)
-
-    return prepare
+    return with_run(lambda p: p.train("--train.resume", "auto", *words))
 
 
 def other_data(place: Place) -> list[str]:
@@ -197,18 +196,6 @@ def other_data(place: Place) -> list[str]:
     return place.train(
         "--train.resume", "auto", "--train.steps", "3", "--data.path", place.path("other.txt")
     )
-
-
-def damage_checkpoints(folder: Path) -> None:
-    for path in folder.glob("checkpoints/step_*/*.distcp"):
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(bytes(data))
-
-
-def resume_from_damage(place: Place) -> list[str]:
-    damage_checkpoints(place.with_run())
-    return place.train("--train.resume", "auto", "--train.steps", "3")
 
 
 def disk_full(place: Place) -> list[str]:
@@ -244,7 +231,8 @@ def nan_weights(place: Place) -> list[str]:
 
 RUN_DIRECTORY = {
     "run exists": Mistake(
-        run_exists, ["--train.run-dir", "already holds a run", "--train.resume auto"]
+        with_run(lambda p: p.train()),
+        ["--train.run-dir", "already holds a run", "--train.resume auto"],
     ),
     "run in use": Mistake(run_in_use, ["--train.run-dir", "in use by process", "choose another"]),
     "run directory is a file": Mistake(
@@ -271,7 +259,7 @@ RUN_DIRECTORY = {
         other_data, ["other.txt", "not what the run", "use the same data"], may_add=("cache/",)
     ),
     "all checkpoints damaged": Mistake(
-        resume_from_damage, ["checkpoints are damaged", "restore"], code=1
+        damaged(RESUME), ["checkpoints are damaged", "restore"], code=1
     ),
     "disk full": Mistake(
         disk_full,
@@ -287,43 +275,6 @@ RUN_DIRECTORY = {
         may_add=("run/",),
     ),
 }
-
-
-def spoil(name: str, content: bytes | None) -> Words:
-    """A run of which one file is replaced, or removed."""
-
-    def prepare(place: Place) -> list[str]:
-        file = place.with_run() / name
-        file.unlink() if content is None else file.write_bytes(content)
-        return place.generate()
-
-    return prepare
-
-
-def another_config(**changes) -> Words:
-    """A run whose config.json says another model than its checkpoints hold."""
-
-    def prepare(place: Place) -> list[str]:
-        file = place.with_run() / "config.json"
-        values = json.loads(file.read_text())
-        values["model"] |= changes
-        file.write_text(json.dumps(values))
-        return place.generate()
-
-    return prepare
-
-
-def generating(*words: str, prompt: str = "def") -> Words:
-    def prepare(place: Place) -> list[str]:
-        place.with_run()
-        return place.generate(*words, prompt=prompt)
-
-    return prepare
-
-
-def generate_from_damage(place: Place) -> list[str]:
-    damage_checkpoints(place.with_run())
-    return place.generate()
 
 
 def generate_without_checkpoints(place: Place) -> list[str]:
@@ -347,7 +298,7 @@ def generate_from_nan(place: Place) -> list[str]:
     return place.generate()
 
 
-GENERATE = {
+GENERATION = {
     "no run given": Mistake(
         plain("generate", "def"), ["--run", "required", "expertmesh generate --help"]
     ),
@@ -359,21 +310,27 @@ GENERATE = {
         ["cache", "no config.json", "give the directory"],
     ),
     "truncated config.json": Mistake(
-        spoil("config.json", b'{"model": {'), ["config.json", "unreadable", "restore"]
+        run_with("config.json", lambda _: b'{"model": {'), ["config.json", "unreadable", "restore"]
     ),
     "binary config.json": Mistake(
-        spoil("config.json", b"\xff\0\x01"), ["config.json", "unreadable", "restore"]
+        run_with("config.json", lambda _: b"\xff\0\x01"), ["config.json", "unreadable", "restore"]
     ),
     "config.json of another program": Mistake(
-        spoil("config.json", b'{"recipe": "x", "optimizer": 3}'), ["optimizer", "unknown option"]
+        run_with("config.json", lambda _: b'{"recipe": "x", "optimizer": 3}'),
+        ["optimizer", "unknown option"],
+    ),
+    "no tokenizer": Mistake(
+        run_with("tokenizer.json", lambda _: None), ["tokenizer.json", "restore"], code=1
     ),
     "a model of the hub": Mistake(
-        spoil("config.json", b'{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}'),
+        run_with(
+            "config.json",
+            lambda _: b'{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}',
+        ),
         ["hub's format", "make it a run with", "convert --from"],
     ),
-    "no tokenizer": Mistake(spoil("tokenizer.json", None), ["tokenizer.json", "restore"], code=1),
     "damaged tokenizer": Mistake(
-        spoil("tokenizer.json", b"{"),
+        run_with("tokenizer.json", lambda _: b"{"),
         ["tokenizer.json", "not a readable tokenizer", "restore"],
         code=1,
     ),
@@ -381,47 +338,42 @@ GENERATE = {
         generate_without_checkpoints, ["no checkpoint", "train it first"], code=1
     ),
     "damaged checkpoint": Mistake(
-        generate_from_damage, ["checkpoints are damaged", "restore"], code=1
+        damaged(GENERATE), ["checkpoints are damaged", "restore"], code=1
     ),
     "checkpoint of a wider model": Mistake(
-        another_config(ffn_hidden_dim=128, dim=32), ["shape", "another model"], code=1
+        model_with(ffn_hidden_dim=128, dim=32), ["shape", "another model"], code=1
     ),
     "checkpoint of a deeper model": Mistake(
-        another_config(num_layers=3), ["no tensor", "another model"], code=1
+        model_with(num_layers=3), ["no tensor", "another model"], code=1
     ),
     "weights not finite when generating": Mistake(generate_from_nan, ["not finite"], code=1),
-    "empty prompt": Mistake(generating(prompt=""), ["prompt=''", "empty", "give"]),
+    "empty prompt": Mistake(generating(""), ["prompt=''", "empty", "give"]),
     "prompt too long": Mistake(
-        generating(prompt="def " * 200), ["prompt of", "shorter than", "max_seq_len=64", "shorten"]
+        generating("def " * 200), ["prompt of", "shorter than", "max_seq_len=64", "shorten"]
     ),
-    "no new tokens": Mistake(generating("--max-new-tokens", "0"), ["0", "at least 1", "ask for"]),
+    "no new tokens": Mistake(
+        generating("--max-new-tokens", "0", "def"), ["0", "at least 1", "ask for"]
+    ),
     "too many new tokens": Mistake(
-        generating("--max-new-tokens", "999"), ["999", "max_seq_len=64", "ask for at most"]
+        generating("--max-new-tokens", "999", "def"), ["999", "max_seq_len=64", "ask for at most"]
     ),
     "negative temperature": Mistake(
-        generating("--temperature", "-1"), ["-1", "at least 0", "use 0"]
+        generating("--temperature", "-1", "def"), ["-1", "at least 0", "use 0"]
     ),
-    "top-p above one": Mistake(generating("--top-p", "2"), ["2", "at most 1", "leave it out"]),
-    "top-k zero": Mistake(generating("--top-k", "0"), ["0", "at least 1", "leave it out"]),
+    "top-p above one": Mistake(
+        generating("--top-p", "2", "def"), ["2", "at most 1", "leave it out"]
+    ),
+    "top-k zero": Mistake(generating("--top-k", "0", "def"), ["0", "at least 1", "leave it out"]),
     "text for top-k": Mistake(
-        generating("--top-k", "few"), ["--top-k", "few", "expertmesh generate --help"]
+        generating("--top-k", "few", "def"), ["--top-k", "few", "expertmesh generate --help"]
     ),
     "unknown option of generate": Mistake(
-        generating("--temprature", "1"), ["--temprature", "did you mean --temperature?"]
+        generating("--temprature", "1", "def"), ["--temprature", "did you mean --temperature?"]
     ),
 }
 
 
-def report_of(name: str, content: bytes | None) -> Words:
-    def prepare(place: Place) -> list[str]:
-        file = place.with_run() / name
-        file.unlink() if content is None else file.write_bytes(content)
-        return ["report", "--run", place.path("run")]
-
-    return prepare
-
-
-REPORT = {
+REPORTS = {
     "report of nothing": Mistake(
         lambda p: ["report", "--run", p.path("nothing")],
         ["nothing", "does not exist", "expertmesh train"],
@@ -431,7 +383,7 @@ REPORT = {
         ["--tokens 0", "at least 1", "raise it"],
     ),
     "report of damaged config": Mistake(
-        report_of("config.json", b"["), ["config.json", "unreadable", "restore"]
+        run_with("config.json", lambda _: b"[", REPORT), ["config.json", "unreadable", "restore"]
     ),
     "unknown option of report": Mistake(
         plain("report", "--rum", "x"), ["--rum", "did you mean --run?"]
@@ -445,8 +397,8 @@ MISTAKES = {
         "command line": COMMAND_LINE,
         "data": DATA,
         "run directory": RUN_DIRECTORY,
-        "generate": GENERATE,
-        "report": REPORT,
+        "generate": GENERATION,
+        "report": REPORTS,
         **KIN,
     }.items()
     for name, mistake in table.items()

@@ -3,9 +3,6 @@
 import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +17,7 @@ from expertmesh.cli.binding import (
     own_binding,
     threads_verdict,
 )
-from expertmesh.comm.bind import SYSFS, numbers_of
+from expertmesh.comm.bind import numbers_of
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 needs_two_cores = pytest.mark.skipif(
@@ -109,46 +106,6 @@ def test_a_bound_process_says_so():
     assert re.match(rf"cores {CORES[-1]}[, ]", text), text
 
 
-def launch(launcher, script, tmp_path, *options):
-    """Run the doctor on two ranks; its report and what went to stderr."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
-    command = [sys.executable, *launcher, "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={free_port()}", *options, *script]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment, check=False
-    )
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-PRETEND = """
-import sys
-from types import SimpleNamespace
-import torch
-import torch.distributed.run
-
-domain, bus, device = (int(part, 16) for part in sys.argv.pop(1).removesuffix(".0").split(":"))
-properties = SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=device)
-torch.cuda.device_count = lambda: 2
-torch.cuda.get_device_properties = lambda index: properties
-torch.distributed.run.main()
-"""
-
-
-BRIEFLY = """
-from expertmesh.cli import doctor
-
-doctor.SECTIONS = {}
-doctor.run([])
-"""
-"""The doctor without what it says of one process."""
-
-
 def cores_shown(text):
     """Those of each rank in the doctor's report, of which there is one."""
     assert text.count("Ranks") == 1, text
@@ -170,28 +127,3 @@ def test_the_first_rank_shows_the_cores_of_each(tmp_path):
     codes = agent.run(bound_doctor, parts, restarts=0, timeout_s=PATIENCE_S)
     assert codes == [0, 0], [agent.printed(rank) for rank in range(2)]
     assert cores_shown(agent.printed(0)) == parts and agent.printed(1) == ""
-
-
-@pytest.mark.exhaustive
-@needs_two_cores
-def test_numa_binding_of_torchrun_is_what_the_doctor_shows(tmp_path):
-    """Torchrun splits the cores between two pretended GPUs; taskset stands in for numactl, which may be absent."""
-    pci = sorted(SYSFS.glob("bus/pci/devices/*.0/numa_node"))
-    if not pci:
-        pytest.skip("the kernel shows no PCI device that could be taken for a GPU")
-    stand_in = tmp_path / "numactl"
-    stand_in.write_text(
-        '#!/bin/sh\nlist=${1#--physcpubind=}\nshift\nexec taskset -c "$list" "$@"\n'
-    )
-    stand_in.chmod(0o755)
-    (tmp_path / "pretend.py").write_text(PRETEND)
-    (tmp_path / "doctor.py").write_text(BRIEFLY)
-    done = launch(
-        [str(tmp_path / "pretend.py"), pci[0].parent.name],
-        [str(tmp_path / "doctor.py")],
-        tmp_path,
-        "--numa-binding=exclusive",
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = cores_shown(done.stdout)
-    assert first and second and not first & second, done.stdout

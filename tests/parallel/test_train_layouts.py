@@ -1,9 +1,6 @@
 """The same run on any layout: losses, gradient norms and evaluations of FP64 steps."""
 
 import functools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -240,22 +237,6 @@ def test_matrices_that_are_cut_twice_are_whole_for_muon(four_ranks):
         assert torch.equal(found, expected)
 
 
-def torchrun(num_ranks, *words):
-    command = [
-        sys.executable,
-        *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
-        *("--nproc-per-node", str(num_ranks), "-m", "expertmesh", "train", "gpt-moe-test", *words),
-    ]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    for _ in range(2):
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment
-        )
-        if "connectFullMesh failed" not in done.stderr:
-            break  # gloo sometimes cannot connect on a loaded machine; see tests.support.ranks
-    return done
-
-
 def words_of(changes):
     """A configuration as words of the command line."""
     words = []
@@ -287,14 +268,3 @@ def test_tensor_parallel_command_line(tmp_path, folder, one_process):
     assert codes == [0, 0], said
     assert [text.count(f"step {STEPS}/{STEPS}") for text in said] == [1, 0]
     assert_same(lines_of(folder / "cli"), one_process("capacity"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", [TENSOR, TENSOR | {"parallel.dp_shard_degree": 2}], ids=str)
-def test_tensor_parallel_under_torchrun(folder, one_process, layout):
-    name = f"torchrun-{'-'.join(layout)}"
-    num_ranks = 2 * layout.get("parallel.dp_shard_degree", 1)
-    done = torchrun(num_ranks, *cli_words(folder, name, layout))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"step {STEPS}/{STEPS}") == 1
-    assert_same(lines_of(folder / name), one_process("capacity"))

@@ -1,11 +1,10 @@
-"""The rules of the code base that no linter checks: sizes, names, docstrings, what is imported when."""
+"""The rules of the code base that no linter checks: sizes, names, what is imported when."""
 
 import ast
 import contextlib
 import functools
 import importlib.metadata
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -37,12 +36,8 @@ class Facts(NamedTuple):
     """Names and numbers of lines."""
     imports: set[str]
     """Modules, and `module.name` of what is imported from one."""
-    unwanted: list[str]
-    """Relative imports and bare excepts."""
     patches: int
     """Calls that replace an attribute."""
-    undocumented: list[str]
-    """Public names, "" for the module itself."""
     shapes: set[tuple[str, str]]
     """Names that end in a shape, and the shape."""
 
@@ -50,7 +45,7 @@ class Facts(NamedTuple):
 @functools.cache
 def facts_of(path):
     tree = ast.parse(path.read_text())
-    facts = Facts([], set(), [], 0, list(undocumented(tree)), set())
+    facts = Facts([], set(), 0, set())
     patches = 0
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -60,10 +55,6 @@ def facts_of(path):
             facts.imports.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             facts.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
-            if node.level > 0:
-                facts.unwanted.append(f"{node.lineno}: relative import")
-        elif isinstance(node, ast.ExceptHandler) and node.type is None:
-            facts.unwanted.append(f"{node.lineno}: bare except")
         elif isinstance(node, ast.Call):
             last = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
             if last in LAST_WORDS_OF_PATCHES:
@@ -140,39 +131,6 @@ def test_no_catch_all_modules():
     assert [relative(path) for path in names if CATCH_ALL_NAMES.fullmatch(path.stem)] == []
 
 
-def public_definitions(tree):
-    """Public functions and classes of a module, and the public methods of its public classes."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            yield node.name, node
-            if isinstance(node, ast.ClassDef):
-                for inner in node.body:
-                    if isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_"):
-                        yield f"{node.name}.{inner.name}", inner
-
-
-def undocumented(tree):
-    if ast.get_docstring(tree) is None:
-        yield ""
-    for name, node in public_definitions(tree):
-        is_override = any(
-            isinstance(mark, ast.Name) and mark.id in ("override", "overload")
-            for mark in node.decorator_list
-        )
-        if ast.get_docstring(node) is None and not is_override:
-            yield name
-
-
-def test_public_names_have_docstrings():
-    paths = sorted(SOURCE.rglob("*.py"))
-    assert [f"{relative(p)}:{name}" for p in paths for name in facts_of(p).undocumented] == []
-
-
-def test_no_relative_imports_and_no_bare_except():
-    paths = python_files()
-    assert [f"{relative(p)}:{found}" for p in paths for found in facts_of(p).unwanted] == []
-
-
 def test_only_families_know_their_models():
     """Trainer, engine and command line know a model by its family: `expertmesh.models.family`."""
     families = "|".join(p.name for p in (SOURCE / "models").iterdir() if (p / "model.py").exists())
@@ -220,13 +178,6 @@ assert code == 0, code
 )
 def test_import_without_torch(module):
     done = run_python(TORCH_FREE.format(action=f"import {module}"))
-    assert done.returncode == 0, done.stderr
-
-
-def test_every_costs_module_is_torch_free():
-    names = [f"expertmesh.costs.{path.stem}" for path in sorted((SOURCE / "costs").glob("*.py"))]
-    imports = "\n".join(f"import {name.removesuffix('.__init__')}" for name in names)
-    done = run_python(TORCH_FREE.format(action=imports))
     assert done.returncode == 0, done.stderr
 
 
@@ -324,37 +275,12 @@ def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def shell_commands(text):
-    """Commands in the fenced and indented blocks of a Markdown text that this project offers."""
-    commands, fenced = [], False
-    for line in text.splitlines():
-        if line.startswith("```"):
-            fenced = not fenced
-        elif fenced or line.startswith("    "):
-            command = line.strip().removeprefix("$ ").partition(" #")[0].strip()
-            command = command.removeprefix(".venv/bin/")
-            if command.startswith(("make ", "expertmesh ", "python -m expertmesh ")):
-                commands.append(command)
-    return commands
-
-
-def test_readme_commands_exist():
-    from expertmesh.cli.flags import parse_run_config
-    from expertmesh.cli.main import VERBS
-
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    commands = shell_commands((ROOT / "README.md").read_text())
-    assert {"make demo", "make test"} <= set(commands)
-    for command in commands:
-        program, *words = shlex.split(command.removeprefix("python -m "))
-        if program == "make":
-            assert [word for word in words if "=" not in word and word not in targets] == [], (
-                command
-            )
-        else:
-            assert words[0] in VERBS or words[0].startswith("--"), command
-            if words[0] == "train" and "RECIPE" not in words and "--help" not in words:
-                parse_run_config(words[1:])
+def test_make_targets_of_the_readme_exist():
+    """Its other commands run in test_pages.py."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    asked = re.findall(r"^make ([^#\n]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    words = {word for line in asked for word in line.split() if "=" not in word}
+    assert {"demo", "test"} <= words <= set(targets)
 
 
 def test_links_in_documents_lead_somewhere():

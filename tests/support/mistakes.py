@@ -54,14 +54,6 @@ def wrong_value(option: str, value: str, *rule_and_fix: str) -> Mistake:
     return Mistake(training(option, value), [f"{option} {value}", *rule_and_fix])
 
 
-def with_file(name: str, content: bytes) -> Words:
-    def prepare(place: Place) -> list[str]:
-        Path(place.path(name)).write_bytes(content)
-        return place.train("--data.path", place.path(name))
-
-    return prepare
-
-
 def reseal(checkpoint: Path) -> None:
     """Writes a manifest that fits the files of a checkpoint as they are now."""
     manifest = checkpoint / "manifest.json"

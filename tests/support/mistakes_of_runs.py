@@ -79,6 +79,16 @@ def config_with(call: Call = GENERATE, **values: Any) -> Words:
     return run_with("config.json", change, call)
 
 
+def model_with(**values: Any) -> Words:
+    """A run whose config.json says another model than its checkpoints hold."""
+
+    def change(data: bytes) -> bytes:
+        config = json.loads(data)
+        return json.dumps(config | {"model": config["model"] | values}).encode()
+
+    return run_with("config.json", change)
+
+
 def damaged(call: Call) -> Words:
     """A run whose only checkpoint has a wrong bit."""
 
@@ -263,12 +273,6 @@ def state_with(call: Call, **values: Any) -> Words:
     return prepare
 
 
-def other_vocabulary(data: bytes) -> bytes:
-    values = json.loads(data)
-    values["model"]["vocab_size"] = 300
-    return json.dumps(values).encode()
-
-
 FILES = {
     "config.json is a list": Mistake(
         run_with("config.json", lambda _: b"[]"), ["config.json is unreadable", "restore"]
@@ -296,7 +300,7 @@ FILES = {
         config_with(RESUME, family="seq2seq"), ["--family gpt", "seq2seq", "use that value"]
     ),
     "tokenizer of another model": Mistake(
-        run_with("config.json", other_vocabulary), ["of another run", "restore"], code=1
+        model_with(vocab_size=300), ["of another run", "restore"], code=1
     ),
     "tokenizer.json is a list": Mistake(
         run_with("tokenizer.json", lambda _: b"[]"), ["not a readable tokenizer", "restore"], code=1

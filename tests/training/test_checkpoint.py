@@ -216,18 +216,19 @@ def test_only_damaged_checkpoints_are_an_error_and_none_is_none(store, tmp_path)
 
 
 def test_a_full_disk_surfaces_and_leaves_the_checkpoints_before(make_store):
+    """/dev/full: the operating system's own ENOSPC, through torch's writer."""
     is_full = False
 
     def write(folder, given):
         if is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            (folder / "__0_0.distcp").symlink_to("/dev/full")
         return write_tensors(folder, given)
 
     store = make_store(write=write)
     save(store, 1)
     is_full = True
     store.save(2, tensors(), {}, eval_loss=None)
-    with pytest.raises(OSError, match="No space left") as info:
+    with pytest.raises(OSError) as info:
         store.wait()
     assert info.value.errno == errno.ENOSPC
     assert steps(store) == [1] and find_damage(store.paths()[0]) is None
@@ -235,22 +236,6 @@ def test_a_full_disk_surfaces_and_leaves_the_checkpoints_before(make_store):
     is_full = False
     save(store, 3)
     assert steps(store) == [1, 3]
-
-
-def test_a_really_full_disk(make_store, store):
-    """/dev/full: the operating system's own ENOSPC, through torch's writer."""
-    save(store, 1)
-
-    def write_to_full(folder, given):
-        (folder / "__0_0.distcp").symlink_to("/dev/full")
-        return write_tensors(folder, given)
-
-    store = make_store(write=write_to_full)
-    store.save(2, tensors(), {}, eval_loss=None)
-    with pytest.raises(OSError) as info:
-        store.wait()
-    assert info.value.errno == errno.ENOSPC
-    assert steps(store) == [1]
 
 
 def test_check_raises_without_waiting_for_a_save_that_runs(make_store):

@@ -59,7 +59,13 @@ def run_words(config, *more):
 
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize(
-    "number, code", [(signal.SIGHUP, 129), (signal.SIGPIPE, 141), (signal.SIGINT, 130)]
+    "number, code",
+    [
+        (signal.SIGHUP, 129),
+        (signal.SIGPIPE, 141),
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+    ],
 )
 def test_the_exit_code_names_the_signal(
     tiny, before_steps, nobody, monkeypatch, capfd, number, code
@@ -73,8 +79,10 @@ def test_the_exit_code_names_the_signal(
         assert main(run_words(config)) == code
     folder = loop.RunDir(config.train.run_dir).checkpoints
     assert len(loop.list_checkpoints(folder)) == 1
-    errors = capfd.readouterr().err
+    out, errors = capfd.readouterr()
     assert "Traceback" not in errors and "error:" not in errors
+    is_heard = number in (signal.SIGINT, signal.SIGTERM)  # else there is nobody to tell
+    assert ("continue with --train.resume auto" in out) == is_heard
     if number == signal.SIGINT:
         assert "SIGINT: stopping after this step" in errors and "Ctrl-C again" in errors
 

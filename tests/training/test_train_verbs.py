@@ -1,19 +1,13 @@
 """`expertmesh train` and `expertmesh report`, called as the command line calls them."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from tests.support.calls import calls_of
 from tests.support.mistakes import reseal
-from tests.support.patience import PATIENCE_S
 from torch import nn
 
 from expertmesh.cli import report, samples
@@ -259,32 +253,3 @@ def test_the_curve_has_few_rows_and_ends_with_the_last():
     rows = report.curve_table(metrics).splitlines()[1:]
     assert len(rows) <= 14 and rows[0].split()[0] == "1" and rows[-1].split()[0] == "500"
     assert report.curve_table([]) == "no metrics"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number, code",
-    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive)],
-)
-def test_a_signal_ends_the_process_cleanly(tmp_path, corpus_folder, cache_folder, number, code):
-    argv = words(tmp_path, corpus_folder, cache_folder, "--train.steps", "100000")
-    command = [sys.executable, "-m", "expertmesh", "train", "gpt-moe-test", *argv]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.05)
-    process.send_signal(number)
-    out, error = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == code, error
-    assert "Traceback" not in error and "continue with --train.resume auto" in out
-    assert main(["train", "gpt-moe-test", *argv, "--train.resume", "auto", "--dry-run"]) == 0
-    checkpoints = list((tmp_path / "run" / "checkpoints").glob("step_*"))
-    last_step = json.loads(metrics.read_text().splitlines()[-1])["step"]
-    assert f"step_{last_step:08d}" in {p.name for p in checkpoints}
