@@ -248,6 +248,18 @@ RUN_DIRECTORY = {
         another_model("--model.moe.num-experts", "8"),
         ["--model.moe.num-experts", "has [4]", "use that value"],
     ),
+    "run of other choices": Mistake(
+        another_model("--model.moe.top-k", "1"),
+        ["--model.moe.top-k 1", "has 2", "use that value"],
+    ),
+    "run of shorter sequences": Mistake(
+        another_model("--data.seq-len", "8"), ["--data.seq-len 8", "has 64", "use that value"]
+    ),
+    "run of another split": Mistake(
+        another_model("--train.steps", "3", "--data.validation-fraction", "0.3"),
+        ["not what the run", "use the same data"],
+        may_add=("cache/",),
+    ),
     "run of another seed": Mistake(
         another_model("--train.seed", "5"), ["--train.seed 5", "has 0", "use that value"]
     ),

@@ -87,8 +87,3 @@ def test_a_compiler_is_tried(monkeypatch, problem, said):
     assert finding.mark == ("no" if problem else "yes")
     assert said in finding.detail
     assert ("install" in finding.detail) == ("install" in said)
-
-
-def test_unknown_option(capsys):
-    assert main(["doctor", "--fast"]) == 2
-    assert capsys.readouterr().err.startswith("error: unknown option --fast; ")

@@ -1,8 +1,6 @@
 """`expertmesh export`: one file with the weights of a checkpoint, of one rank or of several."""
 
 import json
-import os
-import shutil
 
 import pytest
 import torch
@@ -91,62 +89,6 @@ def test_all_dtypes_survive(tmp_path):
     assert found.num_tensors == len(loaded) == len(tensors)
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name.removeprefix("model.")], tensor), name
-
-
-def no_run(folder, runs):
-    return folder / "nowhere", folder / "out"
-
-
-def no_checkpoint(folder, runs):
-    shutil.copytree(runs / "one", folder / "run")
-    shutil.rmtree(folder / "run" / "checkpoints")
-    return folder / "run", folder / "out"
-
-
-def damaged(folder, runs):
-    path = folder / "step_00000002"
-    shutil.copytree(runs / "two" / "checkpoints" / "step_00000002", path)
-    (path / "__1_0.distcp").unlink()
-    return path, folder / "out"
-
-
-def output_is_folder(folder, runs):
-    return runs / "one", folder
-
-
-def output_nowhere(folder, runs):
-    return runs / "one", folder / "missing" / "out"
-
-
-MISTAKES = {
-    no_run: (2, "is no folder; give a run directory"),
-    no_checkpoint: (1, "has no checkpoint yet"),
-    damaged: (1, "__1_0.distcp is missing"),
-    output_is_folder: (2, "is a folder; name a file"),
-    output_nowhere: (2, "there is no folder"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda f: f.__name__)
-def test_mistakes(runs, tmp_path, capsys, mistake):
-    source, output = mistake(tmp_path, runs)
-    code, words = MISTAKES[mistake]
-    assert main(["export", str(source), "--output", str(output)]) == code
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and words in line
-    assert not output.is_file()
-
-
-@pytest.mark.parametrize("kind", ["pipe", "link to a pipe", "dash"])
-def test_only_regular_files_are_replaced(runs, tmp_path, capsys, kind):
-    # A device is no other case than a pipe, and nothing that a test should risk.
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    (tmp_path / "link").symlink_to(pipe)
-    output = {"pipe": pipe, "link to a pipe": tmp_path / "link", "dash": "-"}[kind]
-    assert main(["export", str(runs / "one"), "--output", str(output), "--overwrite"]) == 2
-    assert "is no regular file" in capsys.readouterr().err
-    assert pipe.is_fifo() and (tmp_path / "link").is_symlink()
 
 
 def test_a_link_to_a_file_stays_a_link(runs, tmp_path):

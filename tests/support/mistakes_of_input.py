@@ -90,6 +90,14 @@ DATA = {
     "a device": Mistake(
         training("--data.path", "/dev/null"), ["/dev/null", "no regular file", "write"]
     ),
+    "a file that nobody may read": Mistake(
+        training("--data.path", "/proc/self/mem"),
+        ["/proc/self/mem", "cannot be read (Input/output error)", "permissions"],
+    ),
+    "a folder of hidden files": Mistake(
+        special(lambda path: (path.mkdir(), (path / ".hidden").write_text("x"))),
+        ["special", "no files", "give text"],
+    ),
     "a link to itself": Mistake(special(link_to_itself), ["special", "does not exist", "give"]),
     "a link to nothing": Mistake(
         special(lambda path: path.symlink_to("gone")), ["special", "does not exist", "give"]
@@ -203,6 +211,36 @@ NUMBERS = {
     "more threads than cores": Mistake(
         training("--parallel.num-threads", "100000"), ["100000", "cores", "use at most"]
     ),
+}
+
+HUGE = "9" * 20
+LIMITS = {
+    f"{name} beyond the machine": Mistake(training(*words), [text])
+    for name, (words, text) in {
+        "vocabulary": (["--model.vocab-size", "99999999999999"], "must be less than 2.14748e+09"),
+        "vocabulary of 20 digits": (["--model.vocab-size", HUGE], "--model.vocab-size"),
+        "layers": (["--model.num-layers", "100000000"], "must be at most 100000"),
+        "width": (["--model.dim", "1048576"], "too large for memory"),
+        "hidden size": (["--model.moe.hidden-dim", "9999999999"], "too large for memory"),
+        "hidden size of 20 digits": (["--model.moe.hidden-dim", HUGE], "64 bits"),
+        "experts": (["--model.moe.num-experts", "100000000"], "too large for memory"),
+        "seed": (["--train.seed", str(2**64)], "64 bits"),
+        "seed of 30 digits": (["--train.seed", "9" * 30], "64 bits"),
+        "capacity factor": (["--model.moe.capacity-factor", "1e308"], "must be at most 1e+06"),
+        "evaluation's factor": (["--model.moe.eval-capacity-factor", "1e300"], "at most 1e+06"),
+        "factor's bound": (["--model.moe.max-capacity-factor", "1e7"], "at most 1e+06"),
+        "least capacity": (
+            ["--model.moe.capacity-factor", "1", "--model.moe.min-capacity", HUGE],
+            "--model.moe.min-capacity",
+        ),
+        "batch": (["--train.batch-size", HUGE], "64 bits"),
+        "batch beyond memory": (
+            ["--train.batch-size", "1000000000"],
+            "lower --train.micro-batch-size",
+        ),
+        "evaluation": (["--train.eval-batches", HUGE], "64 bits"),
+        "threads": (["--parallel.num-threads", "1000000"], "cores; use at most"),
+    }.items()
 }
 
 IDLE = {
@@ -364,6 +402,7 @@ INPUT = {
     "A1 split": SPLIT,
     "A9 data": DATA,
     "A11 numbers and names": NUMBERS,
+    "A11 limits": LIMITS,
     "A12 options without effect": IDLE,
     "A15 ranks": RANKS,
     "A16 priority": PRIORITY,

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
 from expertmesh.recipes.translation import translate_test
 from tests.support.mistakes import Mistake, Words, plain, reseal, training
 from tests.support.place import Place
@@ -256,6 +259,14 @@ EXPORTS = {
         lambda p: ["export", p.path("run"), "--run", p.path("run"), "--output", p.path("out")],
         ["two runs given", "write one"],
     ),
+    "export of a checkpoint that lacks a file": Mistake(
+        lambda p: (
+            next(p.with_run().glob("checkpoints/*/__0_0.distcp")).unlink(),
+            ["export", p.path("run/checkpoints/step_00000002"), "--output", p.path("out")],
+        )[1],
+        ["__0_0.distcp is missing", ";"],
+        code=1,
+    ),
     "export of damage": Mistake(damaged(EXPORT), ["checkpoints are damaged", "restore"], code=1),
 }
 
@@ -273,6 +284,7 @@ def state_with(call: Call, **values: Any) -> Words:
     return prepare
 
 
+LARGER = {"<|endoftext|>": 0} | {str(i): i for i in range(1, 900)}
 FILES = {
     "config.json is a list": Mistake(
         run_with("config.json", lambda _: b"[]"), ["config.json is unreadable", "restore"]
@@ -302,20 +314,36 @@ FILES = {
     "tokenizer of another model": Mistake(
         model_with(vocab_size=300), ["of another run", "restore"], code=1
     ),
+    "tokenizer of another model, to report": Mistake(
+        run_with(
+            "tokenizer.json",
+            lambda _: Tokenizer(WordLevel(LARGER, unk_token="<|endoftext|>")).to_str().encode(),
+            REPORT,
+        ),
+        ["tokens and the model 512", "of another run", "restore"],
+        code=1,
+        may_add=("run/report.html",),
+    ),
     "tokenizer.json is a list": Mistake(
         run_with("tokenizer.json", lambda _: b"[]"), ["not a readable tokenizer", "restore"], code=1
     ),
-    "state.json without progress": Mistake(
-        state_with(RESUME, progress=None), ["no usable progress", "choose another"], code=1
-    ),
-    "state.json with words for numbers": Mistake(
-        state_with(RESUME, progress={"step": "two"}),
-        ["progress.step is no number", "choose"],
-        code=1,
-    ),
-    "state.json without a configuration": Mistake(
-        state_with(EXPORT, config=[]), ["no usable config", "choose another"], code=1
-    ),
+    **{
+        f"state.json with {value!r} for {name}, to {verb}": Mistake(
+            state_with(call, **{name: value}), [says or f"no usable {name}", "choose"], code=1
+        )
+        for verb, call, name, value, says in (
+            ("go on", RESUME, "progress", None, None),
+            ("go on", RESUME, "progress", [3], None),
+            ("go on", RESUME, "progress", {"step": "two"}, "progress.step is no number"),
+            ("go on", RESUME, "config", None, None),
+            ("go on", RESUME, "data_key", 3, None),
+            ("go on", RESUME, "scaler", None, None),
+            ("go on", RESUME, "step", "2", None),
+            ("export", EXPORT, "config", [], None),
+            ("export", EXPORT, "config", None, None),
+            ("export", EXPORT, "step", "2", None),
+        )
+    },
     "state.json of a later format": Mistake(
         state_with(RESUME, format_version=99),
         ["format version 99", "use the matching version"],
@@ -401,6 +429,14 @@ TERMINAL = {
     "no prompt": Mistake(generating(), ["no prompt", "write it last"]),
     "two kinds of prompts": Mistake(
         generating("--interactive", "def"), ["three ways", "use one of them"]
+    ),
+    "a file of prompts and a prompt": Mistake(
+        generating("--prompt-file", "nothing.txt", "x"), ["three ways", "use one of them"]
+    ),
+    "a prompt and an empty one": Mistake(generating("x", ""), ["prompt=''", "empty", "give"]),
+    "a run of nobody's": Mistake(
+        plain("generate", "--run", "~nosuchuser/x", "def"),
+        ["~nosuchuser/x", "no such user", "whole path"],
     ),
     "a device of another maker": Mistake(
         generating("--device", "mps", "def"), ["--device mps", "cpu, cuda", "for example"]

@@ -1,16 +1,12 @@
 """Documents: selection, the split without a leak, what is not text."""
 
 import random
-import sys
 import sysconfig
 from pathlib import Path
-
-import pytest
 
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus, texts
 from expertmesh.data.files import find_files
-from expertmesh.errors import ConfigError
 
 
 def write(folder, files):
@@ -95,30 +91,3 @@ def test_files_that_are_not_text_are_left_out_and_counted(tmp_path):
     corpus = load_corpus(TextConfig(path=str(write(tmp_path, files))))
     assert corpus.num_skipped == 2
     assert len(corpus.training) + len(corpus.validation) == 10
-
-
-@pytest.mark.parametrize(
-    "files, path, words",
-    [
-        ({}, "missing", ["does not exist", "give a text file"]),
-        ({"x.bin": b"\x00\xff"}, "x.bin", ["binary", "UTF-8"]),
-        ({"x.bin": b"caf\xe9"}, "x.bin", ["binary", "UTF-8"]),
-        ({"d/a.bin": b"\x00", "d/b.bin": b"\xff\xfe"}, "d", ["no text", "2 files"]),
-        ({"d/.hidden": "x"}, "d", ["no files"]),
-        ({"empty.txt": ""}, "empty.txt", ["no text"]),
-        ({"d/a.txt": "same", "d/b.txt": "same"}, "d", ["cannot be split", "more text"]),
-    ],
-)
-def test_what_cannot_be_used_is_one_line_with_value_and_fix(tmp_path, files, path, words):
-    write(tmp_path, files)
-    with pytest.raises(ConfigError) as info:
-        load_corpus(TextConfig(path=str(tmp_path / path)))
-    message = str(info.value)
-    assert "\n" not in message and path in message
-    assert all(word in message for word in words), message
-
-
-def test_a_dataset_without_the_package_names_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="pip install datasets"):
-        load_corpus(TextConfig(dataset="some/name"))

@@ -3,7 +3,6 @@
 import gzip
 import logging
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import zstandard
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus, texts
 from expertmesh.data.shards import prepare_tokens
-from expertmesh.errors import ConfigError
 
 
 def lines(count, word="line"):
@@ -277,31 +275,6 @@ def test_a_text_of_long_letters_is_cut_as_finely_as_another(tmp_path):
         corpus = load_corpus(TextConfig(path=str(tmp_path / "a.txt")))
         counts.append(len(corpus.training) + len(corpus.validation))
     assert counts[0] <= counts[1]
-
-
-def a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    return tmp_path / "pipe"
-
-
-def a_cut_file(tmp_path):
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(os.urandom(400))[:-20])
-    return tmp_path / "cut.gz"
-
-
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (a_pipe, ["pipe", "no regular file", "write it to a file"]),
-        (lambda _: Path("/dev/zero"), ["/dev/zero", "no regular file"]),
-        (lambda _: Path("/proc/self/mem"), ["cannot be read (Input/output error)", "permissions"]),
-        (a_cut_file, ["cut.gz", "cannot be read", "damaged"]),
-    ],
-)
-def test_a_path_that_cannot_be_read_as_text_is_refused(tmp_path, make, words):
-    with pytest.raises(ConfigError) as info:
-        load_corpus(TextConfig(path=str(make(tmp_path))))
-    assert all(word in str(info.value) for word in words), info.value
 
 
 def test_damaged_tokens_are_made_anew(tmp_path, caplog):

@@ -202,20 +202,6 @@ def test_words_that_a_sample_has_only_a_part_of_do_not_count():
 
 
 @pytest.mark.parametrize(
-    "arguments, text",
-    [
-        (["--run", "nowhere"], "does not exist"),
-        (["--run", "x", "--tokens", "0"], "--tokens 0"),
-        ([], "no run given"),
-    ],
-)
-def test_report_of_nothing_is_one_line(arguments, text, capsys):
-    assert main(["report", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert text in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     "line, good",
     [
         ("import os", True),
