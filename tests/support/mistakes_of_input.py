@@ -357,7 +357,7 @@ CONFIG_FILE = {
     ),
     "a list of options": Mistake(config_file("- train"), ["not sections", "write for example"]),
     "an option of no section": Mistake(
-        config_file("trian: {steps: 3}"), ["unknown option trian", "--help"]
+        config_file("trian: {steps: 3}"), ["unknown option trian", "did you mean train?"]
     ),
     "a misspelled option in a file": Mistake(
         config_file("train: {stepz: 3}"), ["train.stepz", "did you mean --train.steps?"]
