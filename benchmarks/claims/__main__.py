@@ -55,7 +55,7 @@ def main() -> None:
         "text": (options.data if is_of_text else None) or claim.text,
         "steps": options.steps,
     }
-    ledger = Ledger(options.out / f"{claim.name}.json", about)
+    ledger = Ledger(options.out / f"{claim.name}.json", None if options.page else about)
     changes = {"train.dtype": options.dtype, "parallel.num_threads": options.threads}
     if not (is_of_text or options.data or options.page):
         parser.error("--data: the folder of lohelp and multi30k is not given; name it")

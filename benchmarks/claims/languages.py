@@ -93,7 +93,7 @@ LANGUAGES = Claim(
         _arm("dense, en-de alone", 0, 0.0, **_ALONE, **{"data.pairs": ("en-de",)}),
         _arm("dense, en-fr alone", 0, 0.0, **_ALONE, **{"data.pairs": ("en-fr",)}),
     ),
-    text="LibreOffice's help and Multi30k",
+    text="LibreOffice's help and Multi30k, tokens learned from both",
     steps=2000,
     parts=(PARTS, 10, 7, 5, 4),
     ladder=("MoE-32, denoising", "MoE-8, denoising", "MoE-32", "MoE-8"),
@@ -276,7 +276,7 @@ def _protocol(claim: Claim, ledger: Ledger) -> list[str]:
     assert isinstance(config, Seq2SeqRunConfig)
     return [
         (
-            "**Protocol.** Recipe `translate-twelve`: LibreOffice's help and Multi30k, English from and to eleven languages and German "
+            f"**Protocol.** Recipe `translate-twelve`: {about['text']}; English from and to eleven languages and German "
             f"from and to French and Czech; Czech and French never meet. 4 + 2 layers, {config.model.dim} wide, "
             f"{config.model.vocab_size:,} tokens, experts (top-1) in every other layer of both sides; all arms have the same tokens "
             f"and as many samples, and matrices are trained with Muon. {about.get('steps') or claim.steps:,} steps, {about['dtype']}, "

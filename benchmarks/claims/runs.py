@@ -89,17 +89,19 @@ class Ledger:
 
     Args:
         path: of the file.
-        about: what holds for all runs; kept with them, and equal to what is kept already.
+        about: what holds for all runs; kept with them, and equal to what is kept already. None: that which is kept.
     """
 
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+    def __init__(self, path: Path, about: dict[str, Any] | None) -> None:
         self.path = path
-        self.about = about
+        self.about = about or {}
         self.runs: dict[str, dict[str, Any]] = {}
         if path.exists():
             kept = json.loads(path.read_text())
             self.runs = kept["runs"]
-            if kept["about"] != about:
+            if about is None:
+                self.about = kept["about"]
+            elif kept["about"] != about:
                 raise SystemExit(
                     f"{path}: holds runs of {kept['about']}, and these would be of {about}; give another --out"
                 )

@@ -126,3 +126,11 @@ def test_students_have_the_teacher_of_their_seed(text, tmp_path):
         "Nats by which student, taught until 0.7 is better"
         in (tmp_path / "out" / "mos.md").read_text()
     )
+
+
+def test_a_record_says_of_what_its_runs_are(tmp_path):
+    kept = {"text": "numbers", "dtype": "float32"}
+    Ledger(tmp_path / "moe.json", kept).add("a run", {"loss": 1.0})
+    assert Ledger(tmp_path / "moe.json", None).about == kept
+    with pytest.raises(SystemExit, match=r"holds runs of .*; give another --out"):
+        Ledger(tmp_path / "moe.json", {**kept, "text": "letters"})
