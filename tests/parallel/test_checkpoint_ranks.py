@@ -4,6 +4,7 @@ import errno
 import logging
 import shutil
 import threading
+import time
 
 import pytest
 import torch
@@ -253,6 +254,9 @@ def spoiled_write(folder, odd):
     def full(partial, staged):
         if world.position == odd:
             raise OSError(errno.ENOSPC, "No space left on device", str(partial))
+        if odd == 0:
+            time.sleep(0.3)  # rank 0 has cleaned up before this file comes
+            partial.mkdir(exist_ok=True)
         return write(partial, staged)
 
     checkpoint.write_tensors = full

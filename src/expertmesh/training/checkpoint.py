@@ -132,6 +132,7 @@ class CheckpointStore:
         header = {"format_version": FORMAT_VERSION, "step": step, "eval_loss": eval_loss}
         text = json.dumps({**header, **state}, indent=1)
         final = partial.with_name(partial.name.removeprefix(_PARTIAL))
+        self._partial = partial
         self._pending = self._executor.submit(self._write, final, partial, staged, text)
 
     def check(self) -> None:
@@ -168,6 +169,8 @@ class CheckpointStore:
         mine.exception()
         self._is_abandoned.clear()
         errors = self.ranks.gather(_described(error))
+        if self.ranks.is_leader:  # where another rank's file may have come after the first time
+            shutil.rmtree(self._partial, ignore_errors=True)
         rank, kind, *words = next(
             (r, *found) for r, found in enumerate(errors) if found is not None
         )
