@@ -8,6 +8,7 @@ What a finished run measured is written to docs/results/vision.json at once, and
 other lengths or of other numbers of few images belong into another file (`--out`) and another folder (`--runs`).
 
 * glyphs, animals, digits: beside the nearest neighbours by pixels
+* glyphs-changed, animals-changed: the same for twice the steps, with stronger changes of the images in training
 * few: `glyphs` fine-tuned on few silhouettes of each class, other ones for each seed: dense, experts tuned, experts frozen
 * union: digits, silhouettes and glyphs, 67 classes; each mixture is measured again with less room for its experts' rows, as that of digits
 * narrow: the same with models of half the width, which have less room without experts, for twice the steps
@@ -47,8 +48,17 @@ FOLDERS = {
 }
 """Folders of each set of data, and how many images of each to learn from; 0: its own split."""
 FOLDERS["narrow"] = FOLDERS["union"]
-CLASSES = {"union": 67, "narrow": 67, "glyphs": 47, "animals": 10, "digits": 10}
+FOLDERS |= {f"{name}-changed": FOLDERS[name] for name in ("glyphs", "animals")}
+CLASSES = {"union": 67, "narrow": 67, "digits": 10}
+CLASSES |= dict.fromkeys(("glyphs", "glyphs-changed"), 47) | dict.fromkeys(
+    ("animals", "animals-changed"), 10
+)
 BESIDE_NEIGHBOURS = ("glyphs", "animals", "digits")
+CHANGED: dict[str, dict[str, Any]] = {
+    "glyphs-changed": {"data.stretch": 0.35, "data.shear": 0.25, "data.mixup": 0.2, "data.mix": 0.5},
+    "animals-changed": {"data.flip": True, "data.rotate": 20.0, "data.zoom": 0.2, "data.stretch": 0.25, "data.shear": 0.15},
+}  # fmt: skip
+"""Options of the runs with stronger changes of images; written before they ran, and not chosen among others."""
 NUM_EXPERTS = 16
 RATES = (3e-3, 6e-3, 12e-3)
 SWEEP_SEED = 99
@@ -77,7 +87,9 @@ class Plan:
     seeds: tuple[int, ...] = (0, 1, 2)
     steps: Mapping[str, int] = field(
         default_factory=lambda: (
-            dict.fromkeys(BESIDE_NEIGHBOURS, 1200) | {"union": 600, "narrow": 1200, "few": 150}
+            dict.fromkeys(BESIDE_NEIGHBOURS, 1200)
+            | dict.fromkeys(CHANGED, 2400)
+            | {"union": 600, "narrow": 1200, "few": 150}
         )
     )
     per_class: int = 20
@@ -90,7 +102,7 @@ class Trial:
     """One run.
 
     Attributes:
-        data: "union", "narrow" (the union for a model of half the width), "glyphs", "animals", "digits" or "few".
+        data: "union", "narrow" (the union for a model of half the width), "glyphs", "animals", "digits", "few" or one of CHANGED.
         kind: "moe" or "dense"; on few images "tuned" or "frozen" experts, or "dense".
         seed: of the run, and of which images are few.
     """
@@ -117,7 +129,7 @@ def trials(plan: Plan) -> Iterator[Trial]:
     for seed in plan.seeds:
         yield Trial("glyphs", "moe", seed)
         yield from (Trial("few", kind, seed) for kind in ("tuned", "frozen"))
-        yield from (Trial(data, "moe", seed) for data in ("animals", "digits"))
+        yield from (Trial(data, "moe", seed) for data in ("animals", "digits", *CHANGED))
         yield from (Trial("union", kind, seed) for kind in ("moe", "dense"))
         yield from (Trial("narrow", kind, seed) for kind in ("moe", "dense"))
         yield from (Trial(data, "dense", seed) for data in ("glyphs", "few"))
@@ -160,7 +172,7 @@ def configuration(plan: Plan, trial: Trial) -> SwinRunConfig:
     }
     if data == "narrow":
         changes["model.dim"] = 16
-    config = swin_mnist().updated({**changes, **plan.changes})
+    config = swin_mnist().updated({**changes, **CHANGED.get(data, {}), **plan.changes})
     found = begun(config, SWIN)
     assert isinstance(found, SwinRunConfig)
     return found
@@ -310,9 +322,10 @@ def claims(runs: Mapping[str, Any], neighbours_of: Mapping[str, Any]) -> dict[st
     compare("few labels: frozen - tuned experts", ("few_frozen", free), ("few_tuned", free))
     compare("few labels: tuned experts - dense", ("few_tuned", free), ("few_dense", free))
     compare("few labels: frozen experts - dense", ("few_frozen", free), ("few_dense", free))
-    for data, known in neighbours_of.items():
+    for data in (*neighbours_of, *CHANGED):
+        known = neighbours_of.get(data.removesuffix("-changed"))
         mine = [r["right"][free] for run, r in runs.items() if run.startswith(f"{data}_moe_")]
-        if mine:
+        if mine and known:
             pairs = [(unpacked(m), unpacked(known)) for m in mine]
             found[f"{data}: mixture - nearest neighbours"] = difference(pairs)
     return found

@@ -17,8 +17,8 @@ from expertmesh.infer.expert_picture import save_picture
 
 Image = pytest.importorskip("PIL.Image")
 CHANGES = {
-    "flip": True, "rotate": 20.0, "shift": 0.1, "zoom": 0.2, "shear": 0.1, "colour": 0.3, "erase": 0.5,
-    "mixup": 0.8, "cutmix": 1.0, "mix": 0.9,
+    "flip": True, "rotate": 20.0, "shift": 0.1, "zoom": 0.2, "stretch": 0.25, "shear": 0.1, "colour": 0.3,
+    "erase": 0.5, "mixup": 0.8, "cutmix": 1.0, "mix": 0.9,
 }  # fmt: skip
 
 

@@ -206,6 +206,8 @@ class ImagesConfig(Config):
     """Most by which it is moved along each axis, as a share of its side."""
     zoom: float = Field(default=0.0, ge=0, lt=1)
     """It is scaled by a factor from 1 - this to 1 / (1 - this)."""
+    stretch: float = Field(default=0.0, ge=0, lt=1)
+    """Width over height is multiplied by a factor from 1 - this to 1 / (1 - this); the area stays."""
     shear: float = Field(default=0.0, ge=0, lt=1)
     """Most by which it is sheared."""
     colour: float = Field(default=0.0, ge=0, lt=1)

@@ -1,4 +1,4 @@
-"""Changes of images in training: turned, moved, scaled, sheared, mirrored, recoloured, erased, mixed.
+"""Changes of images in training: turned, moved, scaled, stretched, sheared, mirrored, recoloured, erased, mixed.
 
 What happens to a sample depends on the seed and its number only, in any batch.
 """
@@ -14,7 +14,7 @@ from expertmesh.config.swin import ImagesConfig
 from expertmesh.data.noise import Draws
 
 _DEGREE = np.pi / 180
-_NUM_DRAWS = 12
+_NUM_DRAWS = 13
 _ERASED_AREA = (0.02, 1 / 3)
 
 
@@ -44,19 +44,19 @@ def changed(images_BCHW: Tensor, samples: list[int], config: ImagesConfig, *, se
     """
     draws_BN = np.stack([Draws(seed, "augment", i).uniform(_NUM_DRAWS) for i in samples])
     signed_BN = 2 * draws_BN - 1
-    if config.flip or config.rotate or config.shift or config.zoom or config.shear:
+    if any((config.flip, config.rotate, config.shift, config.zoom, config.stretch, config.shear)):
         images_BCHW = _moved(images_BCHW, draws_BN, signed_BN, config)
     if config.colour:
         images_BCHW = _recoloured(images_BCHW, 1 + config.colour * signed_BN[:, 6:8])
     if config.erase:
-        images_BCHW = _erased(images_BCHW, samples, draws_BN[:, 8:], config.erase, seed=seed)
+        images_BCHW = _erased(images_BCHW, samples, draws_BN[:, 8:12], config.erase, seed=seed)
     return images_BCHW
 
 
 def _moved(
     images_BCHW: Tensor, draws_BN: np.ndarray, signed_BN: np.ndarray, config: ImagesConfig
 ) -> Tensor:
-    """Turned, scaled, sheared, mirrored, moved, with zeros where nothing was."""
+    """Turned, scaled, stretched, sheared, mirrored, moved, with zeros where nothing was."""
     angle = signed_BN[:, 0] * config.rotate * _DEGREE
     scale = (1 - config.zoom) ** signed_BN[:, 1]
     shear = signed_BN[:, 2] * config.shear
@@ -66,6 +66,9 @@ def _moved(
     # of every pixel of the result, where it comes from; sides are from -1 to 1
     places_B23[:, 0, 0], places_B23[:, 0, 1] = mirror * cos, mirror * (shear * cos - sin)
     places_B23[:, 1, 0], places_B23[:, 1, 1] = sin, shear * sin + cos
+    narrower_B = (1 - config.stretch) ** (signed_BN[:, 12] / 2)  # the root of width over height
+    places_B23[:, 0, :2] *= narrower_B[:, None]
+    places_B23[:, 1, :2] /= narrower_B[:, None]
     places_B23[:, :, 2] = 2 * config.shift * signed_BN[:, 4:6]
     grid = F.affine_grid(
         torch.from_numpy(places_B23).to(images_BCHW), list(images_BCHW.shape), align_corners=False

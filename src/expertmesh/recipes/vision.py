@@ -172,6 +172,7 @@ class PublishedSwin:
                 rotate=15.0,
                 shift=0.15,
                 zoom=0.3,
+                stretch=0.25,
                 shear=0.15,
                 colour=0.4,
                 erase=0.25,
