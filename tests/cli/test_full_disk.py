@@ -159,6 +159,10 @@ def test_files_of_a_run_are_named(tmp_path, size_limit):
 def test_tensorboards_files_are_named_and_its_thread_says_nothing(tmp_path, size_limit, capfd):
     pytest.importorskip("tensorboard")
     mine = threading.excepthook
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        TensorBoard(tmp_path / "file" / "below", last_step=0)
+    assert threading.excepthook is mine
     events = TensorBoard(tmp_path / "events", last_step=0)
     size_limit(0)
 

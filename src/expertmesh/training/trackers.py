@@ -70,10 +70,10 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder, self._hook = folder, threading.excepthook
-        # its thread's failure is raised here by the next call
-        threading.excepthook = self._unless_of_the_disk
         with naming(folder):
             self._writer: Any = SummaryWriter(str(folder), purge_step=last_step + 1)
+        # its thread's failure is raised here by the next call
+        threading.excepthook = self._unless_of_the_disk
 
     def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
         """The numbers of a step as scalars."""
