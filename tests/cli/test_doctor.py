@@ -22,7 +22,8 @@ def test_report_names_every_section_and_backend(capsys):
 
     assert main(["doctor"]) == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
+    # torch's own, where it is built for CUDA and finds a toolkit but no GPU
+    assert not re.sub(r".*torch/utils/cpp_extension.*\n", "", captured.err)
     assert "\x1b" not in captured.out, "colours without a terminal"
     for title in doctor.SECTIONS:
         assert f"\n{title}" in f"\n{captured.out}"
