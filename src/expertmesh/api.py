@@ -9,6 +9,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import nn
 
+from expertmesh.comm.world import World
 from expertmesh.config.base import shown
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
@@ -18,8 +19,10 @@ from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.decoder import CausalLM
 from expertmesh.models.own_module import Module, own_family
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes.changes import changed
 from expertmesh.training import loop
+from expertmesh.training.precision import resolve_precision
 from expertmesh.training.run_dir import TOKENIZER, load_run
 from expertmesh.training.trackers import Tracker
 from expertmesh.training.trained import open_trained
@@ -131,6 +134,8 @@ def load(
     module: Module | None = None,
     family: Family | None = None,
     device: str | None = None,
+    spread: bool = False,
+    es_degree: int | None = None,
 ) -> Loaded:
     """A trained model with its newest good checkpoint, and its tokenizer.
 
@@ -139,6 +144,10 @@ def load(
         module: of a run of a module of your own: the module (which gets the weights), its class, or what makes it.
         family: of a run of a family of your own.
         device: auto, cpu, cuda or cuda:N; None: that of the training.
+        spread: over the ranks of torch.distributed, whose process group is there already: all call, each gets a part of every
+            layer's experts and all of the rest, and all ask for the same then (`generate(...)`). For models that do not fit one
+            GPU, and for low latency; see `expertmesh.parallel.inference.spread_for_inference`.
+        es_degree: slices of each expert that is spread, see there.
 
     Returns:
         Model and tokenizer, as a named tuple. The weights have the type of the checkpoint: FP32 of a run that was trained here (FP64 with
@@ -158,7 +167,13 @@ def load(
     tokenizer = None
     if found.family.generates_text or TOKENIZER in found.family.files:
         tokenizer = found.load_tokenizer()
-    return Loaded(open_trained(found).model, tokenizer)
+    if es_degree is not None and not spread:
+        raise ConfigError(f"es_degree={es_degree}: has no effect without spread=True; leave it out")
+    ranks = None
+    if spread:
+        precision = resolve_precision(found.config.train, record=found.arithmetic)
+        ranks = Ranks(World(device_type=precision.device.type))
+    return Loaded(open_trained(found, ranks=ranks, es_degree=es_degree).model, tokenizer)
 
 
 def generate(

@@ -11,6 +11,7 @@ from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.infer.engine import check_room, check_sources, evaluating, pad_right
 from expertmesh.models.decoder import BeamCache, EncoderDecoder
 from expertmesh.ops.dtypes import accumulate_dtype
+from expertmesh.parallel.inference import first_chooses
 
 MOST_BEAMS = 1000
 _MOST_PENALTY = 10  # beyond it, powers of lengths leave the numbers
@@ -130,12 +131,13 @@ def _search(
     cut = _Hypotheses(scores_BK[:, :1], none[:, :1])
     # all beams are alike at first
     running = _Hypotheses(F.pad(scores_BK[:, 1:], (1, 0)), none)
+    as_first = first_chooses(model)
     for step in range(steps):
         logits_RV = model.next_logits(new_RS, token_mask_BS=None, cache=cache)
         logp_BKV = logits_RV.to(accumulate_dtype(logits_RV.dtype)).log_softmax(-1).view(B, K, -1)
         total_BKV = running.scores_BK[..., None] + logp_BKV
         # Of 2 K candidates at most K are ends, one of each beam; only one among the best K finishes an output.
-        scores_BN, flat_BN = total_BKV.flatten(1).topk(2 * K, dim=1)
+        scores_BN, flat_BN = map(as_first, total_BKV.flatten(1).topk(2 * K, dim=1))
         beam_BN, token_BN = flat_BN // logp_BKV.shape[2], flat_BN % logp_BKV.shape[2]
         is_end_BN = token_BN == end_id
         ids_BNS = torch.cat((_rows(running.ids_BKS, beam_BN), token_BN[..., None]), 2)
@@ -151,7 +153,7 @@ def _search(
         )
         can_be_B = scores_BK[:, 0] / penalties_B.to(scores_BK.dtype)
         is_done_B = (can_be_B <= finished.scores_BK[:, -1]) | (limits_B <= step + 1)
-        is_bad, is_done = torch.stack((total_BKV.isnan().any(), is_done_B.all())).tolist()
+        is_bad, is_done = torch.stack((scores_BN.isnan().any(), is_done_B.all())).tolist()
         if is_bad:
             raise CheckpointError(
                 f"logits after {cache.length} tokens are not finite: the weights are damaged, or the compute dtype is too"

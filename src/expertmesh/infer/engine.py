@@ -22,6 +22,7 @@ from expertmesh.infer.sampling import (
 )
 from expertmesh.infer.text import TextStream
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
+from expertmesh.parallel.inference import first_chooses
 
 
 def generate(
@@ -268,6 +269,7 @@ def _steps(
     cache: Any = None
     generators = sequence_generators(sampling.seed, len(prompts))
     running = [True] * len(prompts)
+    as_first = first_chooses(model)
     for _ in range(new_tokens):
         if cache is None:
             cache = model.new_cache(batch_size=len(prompts), max_len=max_len)
@@ -281,7 +283,8 @@ def _steps(
             logits_BV = model.next_logits(ids_BS, token_mask_BS=token_mask_BS, cache=cache)
         chosen_B = choose(logits_BV, sampling, uniform_B=uniform_B)
         is_finite = torch.isfinite(logits_BV).all()
-        *chosen, all_finite = torch.cat((chosen_B, is_finite[None])).tolist()
+        agreed = as_first(torch.cat((chosen_B, is_finite[None])))
+        *chosen, all_finite = agreed.tolist()
         if not all_finite:
             raise CheckpointError(
                 f"logits after {cache.length} tokens are not finite: the weights are damaged, or the compute dtype is too"
@@ -295,7 +298,7 @@ def _steps(
             return
         yield step
         # Ended sequences stay in the batch as padding, so that no shape depends on the data.
-        ids_BS = chosen_B[:, None]
+        ids_BS = agreed[:-1, None]
         token_mask_BS = None
         if not all(running):
             token_mask_BS = torch.tensor(running, device=device)[:, None]

@@ -1,11 +1,14 @@
 """The model of a run that has been trained, for whoever uses it: generation, reports, Python."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
 from expertmesh.models.family import Task
+from expertmesh.parallel.construct import give_memory
+from expertmesh.parallel.inference import spread_for_inference
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint_tensors import tensor_dtypes
 from expertmesh.training.precision import Precision, resolve_precision
 from expertmesh.training.run_dir import Run
@@ -26,22 +29,39 @@ class Trained(NamedTuple):
     precision: Precision
 
 
-def open_trained(run: Run, *, precision: Precision | None = None) -> Trained:
+def open_trained(
+    run: Run,
+    *,
+    precision: Precision | None = None,
+    ranks: Ranks | None = None,
+    es_degree: int | None = None,
+) -> Trained:
     """Build the model of a run and load its weights.
 
     Args:
         run: of `load_run`.
         precision: what to compute in; None: what the run's configuration says here.
+        ranks: those that run the model together, see `spread_for_inference`; every rank must call. None: this process alone.
+        es_degree: slices of each expert, see there.
 
     Raises:
-        ConfigError: the run's device or type is not to be had here.
+        ConfigError: the run's device or type is not to be had here, or the ranks do not fit its layers.
         CheckpointError: the checkpoint is damaged.
     """
     if precision is None:
         precision = resolve_precision(run.config.train, record=run.arithmetic)
     precision = _of_stored(run, precision)
     task: Task = run.family.open_task(run.config)
-    model = task.build(device=precision.device, dtype=precision.master_dtype)
+    world = None if ranks is None else ranks.world
+    is_empty = world is not None and task.is_built_empty
+    model = task.build(
+        device="meta" if is_empty else precision.device, dtype=precision.master_dtype
+    )
+    if world is not None:
+        spread_for_inference(model, world, es_degree=es_degree)
+    if is_empty:
+        give_memory(model, device=precision.device)
+        cast(Any, model).init_weights(run.config.train.seed)
     load_weights(run.checkpoint, model)
     return Trained(task, model.eval(), precision)
 

@@ -36,6 +36,7 @@ from expertmesh.parallel.experts.exchange import (
     Homebound,
     Outbound,
     Ragged,
+    Replicated,
     Route,
 )
 from expertmesh.parallel.experts.gather import GatheredWeights
@@ -217,6 +218,11 @@ class ExpertDispatcher:
             self._exchanges[key] = make(route)
         return self._exchanges[key]
 
+    @property
+    def has_same_tokens(self) -> bool:
+        """Whether every rank has all tokens, for inference."""
+        return isinstance(self.exchange(), Replicated)
+
     def _usual_exchange(self, route: Route, *, is_flat: bool) -> Exchange:
         if route.group.size == 1:
             return Alone(route)
@@ -262,7 +268,12 @@ class ExpertDispatcher:
 
     @_never_compiled
     def sum_over_processes(self, value: Tensor) -> Tensor:
-        """Sum over all ranks, copies of the experts included; the first of a call are the choices of each expert."""
+        """Sum over all ranks, copies of the experts included; the first of a call are the choices of each expert.
+
+        Where all ranks have the same tokens, theirs are those of all.
+        """
+        if self.has_same_tokens:
+            return value
         where = f"{self.storage.layer}, statistics"
         if not self.load.is_awaited(value):
             return all_reduce(value, self._everyone, where=where)

@@ -1,4 +1,4 @@
-"""How tokens reach the ranks of their experts and come home: `Alone`, `Fixed` and `Ragged`.
+"""How tokens reach the ranks of their experts and come home: `Alone`, `Replicated`, `Fixed` and `Ragged`.
 
 An exchange starts and finishes two moves, out (`start`, `Outbound.finish`) and home (`Outbound.start_home`, `Homebound.finish`).
 What runs between a start and its finish hides the travel, in the backward too. A start never waits for another rank.
@@ -218,6 +218,51 @@ class Alone(Exchange):
         return [_Staying(tokens)]
 
 
+class Replicated(Exchange):
+    """Every rank has the same tokens: each computes what its experts, or its slices of them, give to all, and every rank adds up all.
+
+    For inference: one exchange per layer, nothing that a host would wait for, and the same bits on all ranks.
+    """
+
+    def start_parts(
+        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+    ) -> Sequence[Outbound]:
+        """Keep the tokens, together.
+
+        Raises:
+            ConfigError: gradients would be asked for, which came out once for every rank.
+        """
+        if torch.is_grad_enabled() and (
+            tokens.x_TD.requires_grad or tokens.weights_TK.requires_grad
+        ):
+            raise ConfigError(
+                f"{self.route.layer}: is spread for inference, over ranks that all have the same tokens; call it under"
+                " torch.no_grad(), or spread it for training with parallelize"
+            )
+        return [_Everywhere(self.route, tokens)]
+
+
+class _Everywhere(Outbound):
+    travels = False
+
+    def __init__(self, route: Route, tokens: Tokens) -> None:
+        self._route, self._tokens = route, tokens
+
+    def advance(self) -> None:
+        """Nothing is under way."""
+
+    def finish(self) -> Tokens:
+        local_TK, own_TK = self._route.local_ids(
+            self._tokens.expert_ids_TK, self._route.first_expert
+        )
+        weights_TK = self._tokens.weights_TK * own_TK
+        return replace(self._tokens, expert_ids_TK=local_TK, weights_TK=weights_TK)
+
+    def start_home(self, y_RD: Tensor) -> Homebound:
+        where = f"{self._route.layer}, combine"
+        return _Summed(in_flight_all_gather(y_RD, self._route.group, where=where), _added)
+
+
 class Fixed(Exchange):
     """Every rank sends equally many tokens to each: the host never waits. For decoding a few tokens at a time.
 
@@ -279,9 +324,12 @@ class _FixedOutbound(Outbound):
         return _Summed(rows, self._add)
 
     def _add(self, home_RD: Tensor) -> Tensor:
-        parts_PTD = home_RD.unflatten(0, (self._route.group.size, -1))[:, : self._num_tokens]
-        exact = accumulate_dtype(home_RD.dtype)
-        return parts_PTD.to(exact).sum(0).to(home_RD.dtype)
+        return _added(home_RD.unflatten(0, (self._route.group.size, -1))[:, : self._num_tokens])
+
+
+def _added(parts_PTD: Tensor) -> Tensor:
+    """(T, D): the ranks' sums for the same tokens, added in FP32 (FP64 for FP64) in the order of the ranks."""
+    return parts_PTD.to(accumulate_dtype(parts_PTD.dtype)).sum(0).to(parts_PTD.dtype)
 
 
 class Ragged(Exchange):
