@@ -459,6 +459,32 @@ def test_generate_answers_what_a_user_says(straight, capsys):
     assert f"--- 1\nWhat is 3 + 1?\n{alone}" in capsys.readouterr().out
 
 
+def test_an_interactive_conversation_keeps_the_turns_that_fit(straight, capsys, typed, monkeypatch):
+    from expertmesh.cli.main import main
+
+    run, asked, messages = straight[0] / "run", [], []
+    form, generate_text = find_format(load_tokenizer(run / "tokenizer.json"), None), engine.generate_text  # fmt: skip
+
+    def heard(model, tokenizer, ids, **more):
+        asked.append(ids)
+        pieces = list(generate_text(model, tokenizer, ids, **more))
+        messages.extend([{"role": "user", "content": "What is 3 + 1?"}, {"role": "assistant", "content": "".join(pieces)}])  # fmt: skip
+        return iter(pieces)
+
+    monkeypatch.setattr(engine, "generate_text", heard)
+    typed("What is 3 + 1?\n" * 6)
+    assert (
+        main(["generate", "--run", str(run), "--chat", "--interactive", "--max-tokens", "3"]) == 0
+    )
+    most, num_short = 64 - 3, 0
+    for turn, ids in enumerate(asked):
+        ends = [form.prompt(messages[first : 2 * turn + 1]) for first in range(0, 2 * turn + 1, 2)]
+        assert ids == next(end for end in ends if len(end) <= most)
+        num_short += len(ids) < len(ends[0])
+    assert 0 < num_short < 6
+    assert capsys.readouterr().err.count("oldest turns are forgotten") == num_short
+
+
 def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
     """A plain folder of the hub, whose tokenizer has an end of text of its own."""
     from expertmesh.cli.main import main

@@ -27,6 +27,9 @@ _NO_TALK = (
     "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own choice, it does "
     "not know how to answer"
 )
+_ROOM = 4
+"""Share of the model's window, 1 / 4, that a conversation leaves for the answer."""
+_FORGETS = "the oldest turns are forgotten: the model has room for {} tokens, the answer among them"
 _NO_PROMPT = (
     "no prompt; write it last, and -- before one that begins with -: generate --run DIR -- '-x'"
 )
@@ -48,7 +51,7 @@ def run(argv: list[str]) -> int:
         _, model, tokenizer, precision = load_decoder(options.run, options.device)
     import torch
 
-    from expertmesh.data.chat import MARKS, OwnFormat, find_format
+    from expertmesh.data.chat import MARKS, OwnFormat, find_format, latest_turns
     from expertmesh.data.tokenizer import end_of_text_id, start_of_text
     from expertmesh.infer.engine import generate_text, generate_texts
     from expertmesh.infer.sampling import Sampling
@@ -78,24 +81,39 @@ def run(argv: list[str]) -> int:
     def asked(prompt: str) -> str | list[int]:
         return form.prompt([{"role": "user", "content": prompt}]) if options.chat else prompt
 
-    def answer(prompt: str, shown: str) -> None:
-        pieces = generate_text(model, tokenizer, asked(prompt), **settings)
-        first = next(pieces, "")
+    def answer(prompt: str | list[int], shown: str = "") -> str:
+        pieces = generate_text(model, tokenizer, prompt, **settings)
+        said = [next(pieces, "")]
         # Only now, so that a failure prints its line alone.
-        _write(shown + first)
+        _write(shown + said[0])
         for piece in pieces:
             _write(piece)
+            said.append(piece)
         _write("\n")
+        return "".join(said)
+
+    def converse(turns: list[dict[str, str]], prompt: str) -> list[dict[str, str]]:
+        limit = model.max_seq_len
+        turns = [*turns, {"role": "user", "content": prompt}]
+        most = limit - (options.max_tokens or limit // _ROOM)
+        kept, ids = latest_turns(form, turns, most=most)
+        if len(kept) < len(turns):
+            print(f"note: {_FORGETS.format(limit)}", file=sys.stderr)
+        return [*kept, {"role": "assistant", "content": answer(ids)}]
 
     with torch.no_grad(), precision.autocast():
         if options.interactive:
+            turns: list[dict[str, str]] = []
             for prompt in _asked():
                 try:
-                    answer(prompt, "")
+                    if options.chat:
+                        turns = converse(turns, prompt)
+                    else:
+                        answer(prompt)
                 except ConfigError as error:
                     print(f"error: {spell_options(str(error))}", file=sys.stderr)
         elif len(prompts) == 1:
-            answer(prompts[0], "" if options.chat else prompts[0])
+            answer(asked(prompts[0]), "" if options.chat else prompts[0])
         else:
             with told_of_data():
                 found = generate_texts(
@@ -149,7 +167,9 @@ def _parser() -> OptionParser:
     )
     parser.add_argument("--prompt-file", metavar="FILE", help="a file with a prompt on each line")
     parser.add_argument(
-        "--interactive", action="store_true", help="ask for prompts until the end of the input"
+        "--interactive",
+        action="store_true",
+        help="ask for prompts until the end of the input; with --chat as one conversation",
     )
     parser.add_argument(
         "--chat",

@@ -242,6 +242,26 @@ ChatFormat = OwnFormat | TemplateFormat
 """How conversations are written."""
 
 
+def latest_turns(
+    form: ChatFormat, messages: list[dict[str, Any]], *, most: int
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """The end of a conversation that a model has room for, and its prompt.
+
+    Args:
+        form: of the conversation.
+        messages: turns of the user and the assistant, one after the other; the last one, the user's, stays however long it is.
+        most: tokens that there is room for.
+
+    Raises:
+        ConfigError: see `prompt`.
+    """
+    for first in range(0, len(messages), 2):
+        ids = form.prompt(messages[first:])
+        if len(ids) <= most:
+            break
+    return messages[first:], ids
+
+
 def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
     """The format of a tokenizer.
 
