@@ -577,14 +577,24 @@ def larger(tmp_path_factory):
 
 
 def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, decoders, models
 
     from expertmesh.data.tokenizer import given_tokenizer
 
-    path = tmp_path / "tokenizer.json"
-    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(path))
-    with pytest.raises(ConfigError, match="is no byte-level one"):
-        given_tokenizer(path, vocab_size=300)
+    path, words = tmp_path / "tokenizer.json", Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    few_bytes = Tokenizer(models.BPE({"a": 0}, []))
+    few_bytes.decoder = decoders.ByteLevel()
+    for tokenizer, said in (
+        (words, "is no byte-level one"),
+        (few_bytes, "has no token for 242 of the bytes"),
+        (
+            Tokenizer(models.WordLevel({"a": 0}, unk_token="b")),
+            "is not a readable tokenizer .WordLevel error: Missing",
+        ),
+    ):
+        tokenizer.save(str(path))
+        with pytest.raises(ConfigError, match=said):
+            given_tokenizer(path, vocab_size=300)
     train_tokenizer(["words " * 99], vocab_size=270).save(str(path))
     with pytest.raises(ConfigError, match="model.vocab_size is 9"):
         given_tokenizer(path, vocab_size=9)

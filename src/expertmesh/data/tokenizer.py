@@ -13,6 +13,8 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 """Its id in every tokenizer trained here."""
 _OTHER_ENDS = ("</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+_IN_NO_TEXT = set("\xc0\xc1\xf5\xf6\xf7\xf8\xf9\xfa\xfb\xfc\xfd\xfe\xff")
+"""Characters of the bytes that UTF-8 never has."""
 TRAINING_BYTES = 16_000_000
 """The merges are learned from about so many bytes of the training split; more changes little."""
 
@@ -52,10 +54,13 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
         vocab_size: V of the run's model; None: not known.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or of a model with a larger vocabulary.
+        CheckpointError: the file is missing or damaged, fails at a text that it does not know, or of a model with a larger vocabulary.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.encode(
+            "\U0010fffd"
+        )  # in no vocabulary: fails where the token for the unknown is missing
     except Exception as error:  # The library raises plain Exception.
         reason = " ".join(str(error).split())[:120]
         raise CheckpointError(
@@ -115,7 +120,7 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
         vocab_size: V of the model.
 
     Raises:
-        ConfigError: it is missing, no byte-level one, larger than the vocabulary, or has no end of text.
+        ConfigError: it is missing, no byte-level one, without a byte that texts have, larger than the vocabulary, or has no end of text.
     """
     try:
         tokenizer = load_tokenizer(path)
@@ -124,6 +129,12 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
     if not is_byte_level(tokenizer):
         raise ConfigError(
             f"data.encode_with={path}: is no byte-level one, so that bits per byte mean nothing; use a model that has one"
+        )
+    lost = set(pre_tokenizers.ByteLevel.alphabet()) - _IN_NO_TEXT - set(tokenizer.get_vocab())
+    if lost:
+        raise ConfigError(
+            f"data.encode_with={path}: has no token for {len(lost)} of the bytes, whose text would get lost; train it with "
+            "initial_alphabet=ByteLevel.alphabet()"
         )
     if tokenizer.get_vocab_size() > vocab_size:
         raise ConfigError(
