@@ -111,6 +111,10 @@ def test_extremes():
     assert y.tolist() == [0.0, 0.5, 1.0, 1.0]
     (slope,) = torch.autograd.grad(y[:3].sum(), ends)
     assert slope[:3].tolist() == [0.0, 0.25, 0.0]
+    zero = torch.zeros(1, 3, requires_grad=True)  # a masked token
+    pairs = invariant.unit_rows(zero, eps=0.5), F.normalize(zero, dim=-1, eps=0.5)
+    ours, theirs = (torch.autograd.grad(y.sum(), zero)[0] for y in pairs)
+    assert torch.equal(ours, theirs)
 
 
 def test_gradients():

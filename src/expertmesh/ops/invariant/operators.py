@@ -253,7 +253,7 @@ def softmax(x: Tensor) -> Tensor:
 
 def unit_rows(x: Tensor, *, eps: float) -> Tensor:
     """x / max(|x|, eps) along the last axis: `torch.nn.functional.normalize`."""
-    return x / row_sum(x * x).sqrt().clamp_min(eps)
+    return x / row_sum(x * x).clamp_min(eps * eps).sqrt()  # the root has no slope at 0
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
