@@ -8,6 +8,7 @@ import sys
 import pytest
 from tests.support.patience import PATIENCE_S
 
+from expertmesh.cli import launched
 from expertmesh.cli.main import main
 
 RANKS_BEGAN = 1_000_000
@@ -16,6 +17,9 @@ RANKS_BEGAN = 1_000_000
 @pytest.fixture
 def as_rank(monkeypatch, tmp_path):
     """Makes this process one that torchrun started; gives the file in which it looks for the reason of a failure."""
+
+    # torchrun would end the others meanwhile
+    monkeypatch.setattr(launched, "_PATIENCE_S", 0)
 
     def become(rank, local_rank):
         for name, value in {
@@ -39,6 +43,9 @@ def as_rank(monkeypatch, tmp_path):
         ["bench", "com"],
         ["bench", "comm", "--largest-mib", "0"],
         ["doctor", "--fast"],
+        ["generate", "--rum", "a"],
+        ["generate", "--run", "none", "a"],
+        ["translate", "--to", "de", "a"],
     ],
     ids=" ".join,
 )

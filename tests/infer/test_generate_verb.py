@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
+from tests.support.ranks import RankPool
 
+import expertmesh as em
 from expertmesh.cli.main import main
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.infer.engine import generate_text
@@ -194,3 +197,35 @@ def test_a_typed_line_in_another_encoding_is_said_and_the_next_is_answered(
     said = capsys.readouterr()
     assert said.err.count("error: ") == 1 and "is not UTF-8 text; convert it" in said.err
     assert said.out.endswith("\n") and len(said.out) > 1
+
+
+def test_several_processes_answer_once(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--greedy", "--max-tokens", "12"
+    expected = printed(run_dir, *words, capsys=capsys)
+    # with whole experts and two choices, sums are the same to the bit
+    words = "generate", "--run-dir", str(run_dir), *words, "--es-degree", "1", PROMPT
+    agent = Agent(2, tmp_path)
+    codes = agent.run(main, words, restarts=0, timeout_s=PATIENCE_S)
+    assert (codes, agent.printed(0), agent.printed(1)) == ([0, 0], expected, "")
+    codes = agent.run(main, (*words[:-1], ""), restarts=0, timeout_s=PATIENCE_S)
+    assert "prompt=''" in agent.printed(0) and not agent.printed(1)
+    codes = agent.run(main, (*words, "--max-tokens", "100"), restarts=0, timeout_s=PATIENCE_S)
+    assert any(codes) and agent.printed(0).count("error:") == 1 and not agent.printed(1)
+    assert main([*words]) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+def loaded(run_dir: Path) -> str | list[str]:
+    """What a model generates whose experts are spread."""
+    with pytest.raises(em.ConfigError, match="spread=True"):
+        em.load(run_dir, es_degree=1)
+    model, tokenizer = em.load(run_dir, spread=True, es_degree=1)
+    return em.generate(model, tokenizer, PROMPT, max_tokens=12, temperature=0)
+
+
+def test_python_loads_it_on_several_ranks(run_dir: Path, two_ranks: RankPool) -> None:
+    model, tokenizer = em.load(run_dir)
+    expected = em.generate(model, tokenizer, PROMPT, max_tokens=12, temperature=0)
+    assert two_ranks.run(loaded, run_dir) == [expected, expected]

@@ -102,7 +102,7 @@ def halved(folder, model, target):
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_a_model_that_is_only_used_keeps_the_type_of_its_files(hub, name, tmp_path):
     import expertmesh as em
-    from expertmesh.cli.generate import load_decoder
+    from expertmesh.cli.decoding import load_decoder
 
     folder, model = halved(*hub[name], tmp_path / "half")
     convert(folder, tmp_path / "run")

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any, get_args
 
+from expertmesh.cli.decoding import precision_of
 from expertmesh.cli.flags import OptionParser, check_least
-from expertmesh.cli.generate import precision_of
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.output_file import output_file
 from expertmesh.config.swin import Fit

@@ -3,8 +3,8 @@
 import json
 from importlib.util import find_spec
 
+from expertmesh.cli.decoding import load_decoder
 from expertmesh.cli.flags import OptionParser, check_least
-from expertmesh.cli.generate import load_decoder
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError

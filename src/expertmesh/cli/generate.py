@@ -1,13 +1,15 @@
 """`expertmesh generate --run DIR "prompt"`: continues a text with the newest checkpoint of a run."""
 
-import re
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
+from expertmesh.cli.decoding import Decoder, add_place, add_run, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least, spell_options
-from expertmesh.cli.news import loading, told_of_data
-from expertmesh.config.base import FieldError, expanded
+from expertmesh.cli.launched import said_once
+from expertmesh.cli.news import told_of_data
+from expertmesh.config.base import expanded, launched_rank
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
 
@@ -19,6 +21,7 @@ examples:
   expertmesh generate --run runs/gpt-moe-demo --prompt-file prompts.txt
   expertmesh generate --run runs/gpt-moe-demo --interactive
   expertmesh generate --run runs/chat --chat "What is 2 + 2?"   # a run that learned conversations
+  torchrun --nproc-per-node 8 -m expertmesh generate --run-dir runs/qwen3 "def main("   # experts cut over 8 GPUs
 """
 
 _TEMPERATURE = 0.8
@@ -45,10 +48,19 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
-    options = _parse(argv)
-    prompts = _prompts(options)
-    with told_of_data(), loading():
-        _, model, tokenizer, precision = load_decoder(options.run, options.device)
+    with said_once():
+        options = _parse(argv)
+    prompts = _prompts(options) if launched_rank()[0] == 0 else []
+    with ExitStack() as stack:
+        with told_of_data():
+            decoder = stack.enter_context(open_decoder(options, is_asked=options.interactive))
+        _generate(options, decoder.ranks.first(lambda: prompts), decoder)
+    return 0
+
+
+def _generate(options: Any, prompts: list[str], decoder: Decoder) -> None:
+    """Continue texts; all ranks have the same."""
+    _, model, tokenizer, precision, ranks = decoder
     import torch
 
     from expertmesh.data.chat import MARKS, OwnFormat, find_format, latest_turns
@@ -104,7 +116,8 @@ def run(argv: list[str]) -> int:
     with torch.no_grad(), precision.autocast():
         if options.interactive:
             turns: list[dict[str, str]] = []
-            for prompt in _asked():
+            asking = _asked()
+            while prompt := ranks.first(lambda: next(asking, None)):
                 try:
                     if options.chat:
                         turns = converse(turns, prompt)
@@ -126,7 +139,6 @@ def run(argv: list[str]) -> int:
             between = "\n" if options.chat else ""
             for number, (prompt, one) in enumerate(zip(prompts, found, strict=True), 1):
                 print(f"--- {number}\n{prompt}{between}{one}")
-    return 0
 
 
 def _parse(argv: list[str]) -> Any:
@@ -176,7 +188,7 @@ def _parser() -> OptionParser:
         action="store_true",
         help="a prompt is what a user says: the model answers as it learned from conversations",
     )
-    parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
+    add_run(parser)
     parser.add_argument(
         "--max-tokens",
         "--max-new-tokens",
@@ -208,7 +220,7 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--batch-size", type=int, default=32, metavar="N", help="prompts at a time (32)"
     )
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    add_place(parser)
     return parser
 
 
@@ -268,43 +280,6 @@ def _asked() -> Iterator[str]:
             continue
         if text.strip():
             yield text.rstrip("\r\n")
-
-
-def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
-    """What generates the text of a run: its task, the model as `Task.decoder` gives it, the tokenizer, and the precision here.
-
-    Args:
-        run_dir: of the run, with a checkpoint.
-        device: that of the command line; None: that of the training.
-
-    Raises:
-        ConfigError: there is no such run or device, or models of its family generate no text.
-        CheckpointError: the run has no usable checkpoint or tokenizer.
-    """
-    from expertmesh.training.run_dir import TOKENIZER, load_run
-
-    found = load_run(run_dir)
-    from expertmesh.training.trained import open_trained
-
-    tokenizer = found.load_tokenizer() if TOKENIZER in found.family.files else None
-    task, model, precision = open_trained(found, precision=precision_of(found, device))
-    decoder = task.decoder(model)  # a family that writes no text says so here
-    return task, decoder, tokenizer or found.load_tokenizer(), precision
-
-
-def precision_of(found: Any, device: str | None) -> Any:
-    """The precision of a run, on the device that was asked for; errors speak of this verb's option."""
-    from expertmesh.training.precision import resolve_precision
-
-    try:
-        config = found.config if device is None else found.config.updated({"train.device": device})
-        return resolve_precision(config.train, record=found.arithmetic)
-    except FieldError as error:
-        raise ConfigError(f"--device {device}: {error.rule}; {error.fix}") from None
-    except ConfigError as error:
-        raise ConfigError(
-            re.sub(r"train\.device=(\S+?):? ", r"--device \1: ", str(error), count=1)
-        ) from None
 
 
 def _write(text: str) -> None:

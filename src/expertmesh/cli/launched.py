@@ -9,7 +9,11 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from expertmesh.config.base import is_first_on_host, is_launched, launcher_error_file
-from expertmesh.errors import ConfigError, PeerError
+from expertmesh.errors import CheckpointError, ConfigError, PeerError
+
+
+_PATIENCE_S = 30.0
+"""How long a rank waits for the first one of its host to say what is wrong; torchrun ends all at the first exit."""
 
 
 @contextmanager
@@ -17,13 +21,14 @@ def said_once() -> Iterator[None]:
     """Mistakes that every process of a host makes alike, as in the command line, are said by the first of them.
 
     Raises:
-        PeerError: on the others, in the place of a ConfigError.
+        PeerError: on the others, in the place of a ConfigError or CheckpointError; late, or the first would be ended before it spoke.
     """
     try:
         yield
-    except ConfigError:
+    except (ConfigError, CheckpointError):
         if is_first_on_host():
             raise
+        time.sleep(_PATIENCE_S)
         raise PeerError("the first rank of this host says what is wrong") from None
 
 

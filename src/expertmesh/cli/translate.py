@@ -3,10 +3,12 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
+from expertmesh.cli.decoding import Decoder, add_place, add_run, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
-from expertmesh.cli.generate import load_decoder, read_standard_input
-from expertmesh.cli.news import loading, told_of_data
-from expertmesh.config.base import expanded
+from expertmesh.cli.generate import read_standard_input
+from expertmesh.cli.launched import said_once
+from expertmesh.cli.news import told_of_data
+from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
@@ -32,12 +34,14 @@ def run(argv: list[str]) -> int:
         ConfigError: a value breaks a rule, or files do not fit together.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
-    options = _parser().parse_args(argv)
-    check_least(options, beams=1, batch_size=1, length_penalty=0)
-    texts, references, others = _texts(options)
+    with said_once():
+        options = _parser().parse_args(argv)
+        check_least(options, beams=1, batch_size=1, length_penalty=0)
+    is_first = launched_rank()[0] == 0
+    texts, references, others = _texts(options) if is_first else ([], None, None)
     read = (options.input, options.reference, options.compare)
     output = None
-    if options.output is not None:
+    if options.output is not None and is_first:
         output = output_file("--output", options.output, read=read)
     if references is not None:
         from expertmesh.infer.translation_scores import check_rouge, check_sacrebleu
@@ -45,8 +49,10 @@ def run(argv: list[str]) -> int:
         check_sacrebleu()
         if options.rouge:
             check_rouge()
-    with told_of_data():
-        found = _translated(options, texts)
+    with told_of_data(), open_decoder(options) as decoder:
+        found = _translated(options, decoder.ranks.first(lambda: texts), decoder)
+    if not is_first:
+        return 0
     text = "".join(f"{line}\n" for line in found)
     if output is None and references is None:
         print(text, end="")
@@ -65,9 +71,8 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _translated(options: Any, texts: list[str]) -> list[str]:
-    with loading():
-        task, model, tokenizer, precision = load_decoder(options.run, options.device)
+def _translated(options: Any, texts: list[str], decoder: Decoder) -> list[str]:
+    task, model, tokenizer, precision, _ = decoder
     translation = task.translation(tokenizer, to=options.to)
     import torch
 
@@ -98,7 +103,7 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "text", nargs="*", help="texts to translate; - reads lines from standard input"
     )
-    parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
+    add_run(parser)
     parser.add_argument("--to", required=True, metavar="LANG", help="language that is wanted")
     parser.add_argument(
         "--input",
@@ -131,7 +136,7 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--batch-size", type=int, default=32, metavar="N", help="texts at a time (32)"
     )
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    add_place(parser)
     return parser
 
 

@@ -1,0 +1,145 @@
+"""What generates the text of a run, for the verbs that write text: in this process, or on the ranks that torchrun started."""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.launched import said_once
+from expertmesh.cli.news import loading
+from expertmesh.config.base import FieldError, launched_rank
+from expertmesh.errors import CheckpointError, ConfigError, PeerError
+
+if TYPE_CHECKING:
+    from expertmesh.parallel.ranks import Ranks
+
+_PATIENCE_S = 7 * 86_400.0
+"""That of ranks which wait for what somebody types."""
+
+
+def add_run(parser: OptionParser) -> None:
+    """The option of which run; torchrun takes --run for an abbreviation of its own --run-path, so it has a second name."""
+    parser.add_argument("--run", "--run-dir", required=True, metavar="DIR", help="run directory")
+
+
+def add_place(parser: OptionParser) -> None:
+    """The options of where a model decodes."""
+    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")
+    parser.add_argument(
+        "--es-degree",
+        type=int,
+        metavar="N",
+        help="under torchrun: slices of each expert over the processes (as many as these, where they fit)",
+    )
+
+
+class Decoder(NamedTuple):
+    """What generates the text of a run.
+
+    Attributes:
+        task: of the run.
+        model: as `Task.decoder` gives it.
+        tokenizer: of the run.
+        precision: what it computes in.
+        ranks: that have parts of its experts, and all decode the same; only the first one speaks.
+    """
+
+    task: Any
+    model: Any
+    tokenizer: Any
+    precision: Any
+    ranks: "Ranks"
+
+
+@contextmanager
+def open_decoder(options: Any, *, is_asked: bool = False) -> Iterator[Decoder]:
+    """The decoder of a run, on the ranks that torchrun started, or in this process alone.
+
+    Args:
+        options: of the verb: run, device and es_degree.
+        is_asked: whether somebody types what to do, and may think for long.
+
+    Raises:
+        ConfigError: there is no such run or device, models of its family generate no text, or an option needs several ranks.
+        CheckpointError: the run has no usable checkpoint or tokenizer.
+        PeerError: another rank failed, or failed alike and says so.
+    """
+    is_alone = launched_rank()[1] == 1
+    if is_alone and options.es_degree is not None:
+        raise ConfigError(
+            f"--es-degree {options.es_degree}: cuts experts over several processes, and this is one; leave it out, or start"
+            " with torchrun --nproc-per-node N -m expertmesh"
+        )
+    with ExitStack() as stack:
+        with loading():
+            from expertmesh.parallel.ranks import Ranks, open_ranks
+            from expertmesh.training.run_dir import load_run
+
+            ranks = Ranks()
+            if not is_alone:
+                with said_once():
+                    found = load_run(options.run)
+                    device = precision_of(found, options.device).device
+                timeout_s = _PATIENCE_S if is_asked else found.config.parallel.timeout_s
+                ranks = stack.enter_context(
+                    open_ranks(device_type=device.type, timeout_s=timeout_s)
+                )
+            place = {"ranks": ranks, "es_degree": options.es_degree}
+            opened = ranks.each(lambda: load_decoder(options.run, options.device, **place))
+        if ranks.is_leader:
+            yield Decoder(*opened, ranks)
+            return
+        nowhere = stack.enter_context(Path(os.devnull).open("w"))
+        try:
+            with redirect_stdout(nowhere), redirect_stderr(nowhere):
+                yield Decoder(*opened, ranks)
+        except (ConfigError, CheckpointError) as error:
+            raise PeerError("the first rank says what is wrong") from error
+
+
+def load_decoder(
+    run_dir: str, device: str | None, *, ranks: "Ranks | None" = None, es_degree: int | None = None
+) -> tuple[Any, Any, Any, Any]:
+    """The first four of a `Decoder`.
+
+    Args:
+        run_dir: of the run, with a checkpoint.
+        device: that of the command line; None: that of the training.
+        ranks: see `expertmesh.training.trained.open_trained`.
+        es_degree: see there.
+
+    Raises:
+        ConfigError: there is no such run or device, or models of its family generate no text.
+        CheckpointError: the run has no usable checkpoint or tokenizer.
+    """
+    from expertmesh.training.run_dir import TOKENIZER, load_run
+    from expertmesh.training.trained import open_trained
+
+    found = load_run(run_dir)
+    tokenizer = found.load_tokenizer() if TOKENIZER in found.family.files else None
+    precision = precision_of(found, device)
+    try:
+        opened = open_trained(found, precision=precision, ranks=ranks, es_degree=es_degree)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("es_degree=", "--es-degree ")) from None
+    task, model, precision = opened
+    decoder = task.decoder(model)  # a family that writes no text says so here
+    return task, decoder, tokenizer or found.load_tokenizer(), precision
+
+
+def precision_of(found: Any, device: str | None) -> Any:
+    """The precision of a run, on the device that was asked for; errors speak of this verb's option."""
+    from expertmesh.training.precision import resolve_precision
+
+    try:
+        config = found.config if device is None else found.config.updated({"train.device": device})
+        return resolve_precision(config.train, record=found.arithmetic)
+    except FieldError as error:
+        raise ConfigError(f"--device {device}: {error.rule}; {error.fix}") from None
+    except ConfigError as error:
+        raise ConfigError(
+            re.sub(r"train\.device=(\S+?):? ", r"--device \1: ", str(error), count=1)
+        ) from None
