@@ -15,11 +15,10 @@ RANKS_BEGAN = 1_000_000
 
 
 @pytest.fixture
-def as_rank(monkeypatch, tmp_path):
+def as_rank(monkeypatch, threshold, tmp_path):
     """Makes this process one that torchrun started; gives the file in which it looks for the reason of a failure."""
 
-    # torchrun would end the others meanwhile
-    monkeypatch.setattr(launched, "_PATIENCE_S", 0)
+    threshold(launched, "_PATIENCE_S", 0)  # torchrun would end the others meanwhile
 
     def become(rank, local_rank):
         for name, value in {

@@ -10,6 +10,7 @@ from rich.console import Console
 from tests.support.calls import calls_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import expertmesh as em
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.data.chat import (
@@ -23,7 +24,7 @@ from expertmesh.data.chat import (
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import load_corpus
 from expertmesh.data.text import text_data
-from expertmesh.data.tokenizer import load_tokenizer, train_tokenizer
+from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.infer import engine
 from expertmesh.models.family import Part
@@ -459,30 +460,27 @@ def test_generate_answers_what_a_user_says(straight, capsys):
     assert f"--- 1\nWhat is 3 + 1?\n{alone}" in capsys.readouterr().out
 
 
-def test_an_interactive_conversation_keeps_the_turns_that_fit(straight, capsys, typed, monkeypatch):
+def test_an_interactive_conversation_keeps_the_turns_that_fit(straight, capsys, typed):
     from expertmesh.cli.main import main
 
-    run, asked, messages = straight[0] / "run", [], []
-    form, generate_text = find_format(load_tokenizer(run / "tokenizer.json"), None), engine.generate_text  # fmt: skip
-
-    def heard(model, tokenizer, ids, **more):
-        asked.append(ids)
-        pieces = list(generate_text(model, tokenizer, ids, **more))
-        messages.extend([{"role": "user", "content": "What is 3 + 1?"}, {"role": "assistant", "content": "".join(pieces)}])  # fmt: skip
-        return iter(pieces)
-
-    monkeypatch.setattr(engine, "generate_text", heard)
-    typed("What is 3 + 1?\n" * 6)
-    assert (
-        main(["generate", "--run", str(run), "--chat", "--interactive", "--max-tokens", "3"]) == 0
-    )
-    most, num_short = 64 - 3, 0
-    for turn, ids in enumerate(asked):
-        ends = [form.prompt(messages[first : 2 * turn + 1]) for first in range(0, 2 * turn + 1, 2)]
-        assert ids == next(end for end in ends if len(end) <= most)
-        num_short += len(ids) < len(ends[0])
-    assert 0 < num_short < 6
-    assert capsys.readouterr().err.count("oldest turns are forgotten") == num_short
+    run, question, num_turns = str(straight[0] / "run"), "What is 3 + 1?", 6
+    typed(f"{question}\n" * num_turns)
+    words = ["--chat", "--interactive", "--greedy", "--max-tokens", "3"]
+    assert main(["generate", "--run", run, *words]) == 0
+    found = capsys.readouterr()
+    model, tokenizer = em.load(run)
+    form, messages, said, num_short = find_format(tokenizer, None), [], "", 0
+    ends = {end_of_text_id(tokenizer), *form.ends}
+    for turn in range(num_turns):
+        messages.append({"role": "user", "content": question})
+        prompts = [form.prompt(messages[first:]) for first in range(0, 2 * turn + 1, 2)]
+        ids = next(ids for ids in prompts if len(ids) <= 64 - 3)
+        num_short += len(ids) < len(prompts[0])
+        answer = "".join(engine.generate_text(model, tokenizer, ids, max_tokens=3, eos_id=ends))
+        messages.append({"role": "assistant", "content": answer})
+        said += f"{answer}\n"
+    assert found.out == said and 0 < num_short < num_turns
+    assert found.err.count("oldest turns are forgotten") == num_short
 
 
 def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
