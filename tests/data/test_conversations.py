@@ -27,6 +27,7 @@ from expertmesh.data.text import text_data
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.infer import engine
+from expertmesh.infer.sampling import Sampling
 from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.ranks import Ranks
@@ -465,18 +466,18 @@ def test_an_interactive_conversation_keeps_the_turns_that_fit(straight, capsys, 
 
     run, question, num_turns = str(straight[0] / "run"), "What is 3 + 1?", 6
     typed(f"{question}\n" * num_turns)
-    words = ["--chat", "--interactive", "--greedy", "--max-tokens", "3"]
+    words = ["--chat", "--interactive", "--max-tokens", "3", "--temperature", "1"]
     assert main(["generate", "--run", run, *words]) == 0
     found = capsys.readouterr()
     model, tokenizer = em.load(run)
     form, messages, said, num_short = find_format(tokenizer, None), [], "", 0
-    ends = {end_of_text_id(tokenizer), *form.ends}
+    rule = {"sampling": Sampling(), "eos_id": {end_of_text_id(tokenizer), *form.ends}}
     for turn in range(num_turns):
         messages.append({"role": "user", "content": question})
         prompts = [form.prompt(messages[first:]) for first in range(0, 2 * turn + 1, 2)]
         ids = next(ids for ids in prompts if len(ids) <= 64 - 3)
         num_short += len(ids) < len(prompts[0])
-        answer = "".join(engine.generate_text(model, tokenizer, ids, max_tokens=3, eos_id=ends))
+        answer = "".join(engine.generate_text(model, tokenizer, ids, max_tokens=3, **rule))
         messages.append({"role": "assistant", "content": answer})
         said += f"{answer}\n"
     assert found.out == said and 0 < num_short < num_turns
