@@ -1,6 +1,7 @@
 """`expertmesh generate` on a run directory with a random model."""
 
 import io
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.ranks import RankPool
 
 import expertmesh as em
+from expertmesh.cli.decoding import load_decoder
 from expertmesh.cli.main import main
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.infer.engine import generate_text
@@ -21,7 +23,8 @@ from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
 from expertmesh.training.checkpoint import CheckpointStore
-from expertmesh.training.run_dir import RunDir
+from expertmesh.training.run_dir import RunDir, load_run
+from expertmesh.training.trained import open_trained
 
 TEXTS = ["def main():\n    return 'é'\n", "import os\n"] * 30
 PROMPT = "def main("
@@ -197,6 +200,22 @@ def test_a_typed_line_in_another_encoding_is_said_and_the_next_is_answered(
     said = capsys.readouterr()
     assert said.err.count("error: ") == 1 and "is not UTF-8 text; convert it" in said.err
     assert said.out.endswith("\n") and len(said.out) > 1
+
+
+def test_experts_are_cast_once_and_not_for_every_token(run_dir: Path, tmp_path: Path) -> None:
+    """A run in BF16 has FP32 weights, and autocast would cast those of all experts in each call."""
+    shutil.copytree(run_dir, tmp_path / "run")
+    config, _ = RunDir(run_dir).read_config()
+    config = config.updated({"train.dtype": "bfloat16"})
+    RunDir(tmp_path / "run").write_description(config, recipe="gpt-moe-test", files={})
+    ids = torch.arange(1, 9)[None]
+    _, model, _, precision = load_decoder(str(tmp_path / "run"), None)
+    _, plain, _ = open_trained(load_run(tmp_path / "run"))
+    with torch.no_grad(), precision.autocast():
+        assert torch.equal(model(ids).logits_BSV, plain(ids).logits_BSV)
+    kept = {n: p.dtype for n, p in model.named_parameters() if p.dtype != torch.float32}
+    assert kept and set(kept.values()) == {torch.bfloat16}
+    assert all(".experts." in name for name in kept)
 
 
 def test_several_processes_answer_once(

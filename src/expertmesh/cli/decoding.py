@@ -122,7 +122,9 @@ def load_decoder(
     tokenizer = found.load_tokenizer() if TOKENIZER in found.family.files else None
     precision = precision_of(found, device)
     try:
-        opened = open_trained(found, precision=precision, ranks=ranks, es_degree=es_degree)
+        opened = open_trained(
+            found, precision=precision, ranks=ranks, es_degree=es_degree, for_autocast=True
+        )
     except ConfigError as error:
         raise ConfigError(str(error).replace("es_degree=", "--es-degree ")) from None
     task, model, precision = opened

@@ -11,7 +11,6 @@ from typing import NoReturn
 from expertmesh.config.base import is_first_on_host, is_launched, launcher_error_file
 from expertmesh.errors import CheckpointError, ConfigError, PeerError
 
-
 _PATIENCE_S = 30.0
 """How long a rank waits for the first one of its host to say what is wrong; torchrun ends all at the first exit."""
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from expertmesh.models.family import Task
+from expertmesh.moe.experts import GroupedExperts
 from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
@@ -35,6 +36,7 @@ def open_trained(
     precision: Precision | None = None,
     ranks: Ranks | None = None,
     es_degree: int | None = None,
+    for_autocast: bool = False,
 ) -> Trained:
     """Build the model of a run and load its weights.
 
@@ -43,6 +45,8 @@ def open_trained(
         precision: what to compute in; None: what the run's configuration says here.
         ranks: those that run the model together, see `spread_for_inference`; every rank must call. None: this process alone.
         es_degree: slices of each expert, see there.
+        for_autocast: the model will only be used under `precision.autocast()`, which casts the weights of all experts in
+            each call, for one token, too: they are kept in that type, with the same results.
 
     Raises:
         ConfigError: the run's device or type is not to be had here, or the ranks do not fit its layers.
@@ -57,6 +61,9 @@ def open_trained(
     model = task.build(
         device="meta" if is_empty else precision.device, dtype=precision.master_dtype
     )
+    for module in model.modules():
+        if for_autocast and isinstance(module, GroupedExperts):
+            module.to(precision.compute_dtype)
     if world is not None:
         spread_for_inference(model, world, es_degree=es_degree)
     if is_empty:
