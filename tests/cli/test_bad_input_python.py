@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -203,6 +204,13 @@ TRAINING = {
     ),
     "a short list for data": Mistake(
         lambda: own(data=[1.0, 2.0]), ["data: 2 samples", "at least 20", "validation="]
+    ),
+    "arrays for data": Mistake(
+        lambda: own(data=(np.zeros((40, 2)), np.zeros(40))), ["data=tuple", "torch.from_numpy"]
+    ),
+    "tensors by name": Mistake(
+        lambda: own(data={"x": torch.zeros(40, 2)}, validation={"x": torch.zeros(3, 2)}),
+        ["data=dict", "alone or in a tuple", "samples by number"],
     ),
     "inputs without targets": Mistake(
         lambda: own(data=(torch.zeros(40, 2), torch.zeros(30))),

@@ -1,7 +1,7 @@
 """Samples of a dataset with a length and an index, as the data of a run."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -101,10 +101,12 @@ def data_of(samples: Any, validation: Any, *, seed: int) -> Any:
             samples = tuple(t[[i for i in range(len(t)) if (i + 1) % _ONE_IN]] for t in samples)
         return TensorData(samples, validation, seed=seed)
     for given in (samples, validation):
-        if given is not None and not all(hasattr(given, n) for n in ("__len__", "__getitem__")):
+        is_indexed = all(hasattr(given, name) for name in ("__len__", "__getitem__"))
+        # a tuple is several tensors, and those of NumPy would be its samples
+        if given is not None and (not is_indexed or isinstance(given, tuple | Mapping)):
             raise ConfigError(
-                f"data={type(given).__name__}: has no length and index, without which a run cannot go on where it stopped; "
-                "give tensors or a map-style dataset"
+                f"data={type(given).__name__}: must be tensors, alone or in a tuple, or a dataset with a length and samples by number, without"
+                " which a run cannot go on where it stopped; convert it, arrays with torch.from_numpy"
             )
     if validation is None:
         check_split([len(samples)])
