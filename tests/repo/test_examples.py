@@ -113,6 +113,8 @@ def test_train_your_own(tmp_path, monkeypatch, capsys):
         right, steps = said_by("train_your_own.py", capsys)[-1].split("% right after ")
         assert float(right) > 75 and steps == "200 steps"
     names = runpy.run_path(str(EXAMPLES / "train_your_own.py"))
+    with pytest.raises(em.ConfigError, match=r"load it by expertmesh.load\(run, module="):
+        em.load("runs/quadrants")
     model, tokenizer = em.load("runs/quadrants", module=names["Classifier"])
     assert tokenizer is None and not model.training
     x = torch.randn(500, 16)

@@ -21,6 +21,7 @@ from expertmesh.config.output_file import complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.models.own_module import FAMILY_NAME
 from expertmesh.training.checkpoint import list_checkpoints, newest_good
 
 TOKENIZER = "tokenizer.json"
@@ -178,8 +179,14 @@ class RunDir:
         name = values.get("family", GPT.name)
         family = FAMILIES.get(name) if family is None else family
         if family is None:
+            is_module = name == FAMILY_NAME
+            fix = (
+                "load it by expertmesh.load(run, module=...)"
+                if is_module
+                else "name the family as module:name, in Python as family=..."
+            )
             raise ConfigError(
-                f"run {self.path}: is of family {name}, which is not of this package; name the family as module:name"
+                f"run {self.path}: is of family {name}, which is not of this package; {fix}"
             )
         if family.name != name:
             raise ConfigError(
