@@ -141,8 +141,9 @@ def test_compiled_overrides_and_evaluation():
     torch._dynamo.reset()
     layer = make("random_kept")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = tokens()
-    for kwargs in ({"top_k": 3}, {"capacity_factor": 0.3}):
+    compiled(tokens(T + 1))  # the number of tokens of further calls is a symbol
+    x, mask = tokens(), torch.rand(T) > 0.2
+    for kwargs in ({"top_k": 3}, {"capacity_factor": 0.3}, {"token_mask": mask}):
         assert_same(results(layer, x, compiled, **kwargs), results(layer, x, **kwargs))
     layer.eval()
     assert_same(results(layer, x, compiled), results(layer, x))

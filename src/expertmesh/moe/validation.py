@@ -180,7 +180,8 @@ def flat_argument(name: str, value: Tensor, x: Tensor, *, boolean: bool) -> Tens
             f"{name} is a {type(value).__name__}; it must be a tensor of shape {tuple(x.shape[:-1])}; convert it with torch.tensor"
         )
     num_tokens = x.numel() // x.shape[-1]
-    if tuple(value.shape) not in (tuple(x.shape[:-1]), (num_tokens,)):
+    # not `in`, which torch.compile takes for false where one of two equal sizes is a symbol
+    if value.shape != x.shape[:-1] and value.shape != (num_tokens,):
         raise ConfigError(
             f"{name} has shape {tuple(value.shape)}; it must have one entry per token, {tuple(x.shape[:-1])}; reshape it"
         )
