@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from expertmesh import MoELayer
+from expertmesh import ConfigError, MoELayer
+from expertmesh.functional import count_choices, importance_load_loss, switch_loss
 from expertmesh.testing.numerics import assert_close_fp64
 
 T, E = 30, 5
@@ -49,3 +50,11 @@ def test_no_valid_token_gives_zero_and_finite_gradients(balance_loss):
         layer.zero_grad()
         (y.sum() + stats.aux_loss + stats.z_loss).backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("loss", [switch_loss, importance_load_loss])
+@pytest.mark.parametrize(("counted", "given"), [(7, None), (None, 7)])
+def test_choices_of_other_groups_are_refused(loss, counted, given):
+    scores, choices = torch.rand(T, E), count_choices(torch.randint(E, (T, 2)), E, counted)
+    with pytest.raises(ConfigError, match=f"group_size={given}.*must be equally many"):
+        loss(scores, choices, group_size=given)

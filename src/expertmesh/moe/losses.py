@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.moe_rules import LayerOptions
+from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import (
     count_all_choices,
     count_choices,
@@ -120,11 +121,17 @@ def _sums(
 
 def _valid(
     values_TE: Tensor,
+    num_choices_UE: Tensor,
     token_mask_T: Tensor | None,
     group_size: int | None,
     sum_over_processes: SumOverProcesses | None,
 ) -> Tensor:
     valid_U = valid_tokens_per_group(values_TE.shape[0], group_size, token_mask_T, values_TE.device)
+    if num_choices_UE.ndim > 1 and num_choices_UE.shape[0] != valid_U.shape[0]:
+        raise ConfigError(
+            f"num_choices has {num_choices_UE.shape[0]} routing groups and group_size={group_size} makes {valid_U.shape[0]} of the tokens;"
+            " they must be equally many; give the group_size of count_choices"
+        )
     return valid_U if sum_over_processes is None else sum_over_processes(valid_U)
 
 
@@ -160,12 +167,15 @@ def switch_loss(
     Returns:
         Scalar, not weighted. Does not synchronise.
 
+    Raises:
+        ConfigError: the choices are counted over other groups.
+
     Example:
         >>> scores_TE = torch.full((4, 2), 0.5)
         >>> switch_loss(scores_TE, torch.tensor([[2, 2]])).item()
         1.0
     """
-    valid_U = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
+    valid_U = _valid(scores_TE, num_choices_UE, token_mask_T, group_size, sum_over_processes)
     sums_UE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
     # both means of the definition as one quotient per group; the denominators are integers
     whole_U = num_choices_UE.sum(-1).clamp(min=1) * valid_U.clamp(min=1)
@@ -206,12 +216,15 @@ def importance_load_loss(
     Returns:
         Scalar, not weighted. Does not synchronise.
 
+    Raises:
+        ConfigError: the choices are counted over other groups.
+
     Example:
         >>> scores_TE = torch.full((4, 2), 0.5)
         >>> importance_load_loss(scores_TE, torch.tensor([[2, 2]])).item()
         0.0
     """
-    valid_U = _valid(scores_TE, token_mask_T, group_size, sum_over_processes)
+    valid_U = _valid(scores_TE, num_choices_UE, token_mask_T, group_size, sum_over_processes)
     importance_UE = _sums(scores_TE, token_mask_T, group_size, sum_over_processes)
     if load_TE is None:
         load_UE = num_choices_UE.to(scores_TE.dtype)
