@@ -139,6 +139,10 @@ DATA = {
         lambda p: p.train("--data.path", f"{p.path('corpus.txt')}:0"),
         ["corpus.txt:0", "above 0", "leave the path out"],
     ),
+    "a weight that fills the disk": Mistake(
+        lambda p: p.train("--data.path", f"{p.path('corpus.txt')}:99999999999"),
+        ["corpus.txt:99999999999", "at most 1,000", "lower the weights of the others"],
+    ),
     "a weight of one path": Mistake(
         lambda p: p.train("--data.path", f"{p.path('corpus.txt')}:3"),
         ["corpus.txt:3", "beside other paths", "leave it out"],

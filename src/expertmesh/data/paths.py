@@ -11,6 +11,9 @@ from expertmesh.config.base import expanded
 from expertmesh.data.files import printable
 from expertmesh.errors import ConfigError
 
+_MOST = 1000
+"""The largest weight: a document stands in the list of the training documents, and in the tokens on disk, so often."""
+
 
 class WeightedPath(NamedTuple):
     """One of the places of a text.
@@ -74,9 +77,10 @@ def _weight(digits: str, text: str) -> float:
         weight = float(digits)
     except ValueError:
         weight = 0.0
-    if weight <= 0:
+    if not 0 < weight <= _MOST:
         raise ConfigError(
-            f"data.path={printable(text)}: the weight must be above 0; write for example :2, or leave the path out"
+            f"data.path={printable(text)}: the weight must be above 0 and at most {_MOST:,}; write for example :2, leave the "
+            "path out, or lower the weights of the others"
         )
     return weight
 
