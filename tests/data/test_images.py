@@ -333,6 +333,10 @@ def test_single_images(idx, tmp_path):
     picture.putpalette([9] * 768)
     picture.save(tmp_path / "p.png")
     assert np.array_equal(read_image(tmp_path / "p.png"), np.full((4, 4, 3), 9))
+    turned = Image.Exif()
+    turned[0x0112] = 6  # its orientation: to be turned right by 90 degrees
+    Image.fromarray(images[7]).save(tmp_path / "photo.png", exif=turned)
+    assert np.array_equal(read_image(tmp_path / "photo.png"), np.rot90(images[7], -1))
     with pytest.raises(ConfigError, match="leave some on both sides"):
         read_folder(idx, num_train=40, validation_fraction=0.2)
     split = write_folder(tmp_path / "split", *stripes(12), prefix="train-")

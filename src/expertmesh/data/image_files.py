@@ -328,14 +328,15 @@ def read_image_or_idx(name: str) -> np.ndarray:
 
 
 def read_image(path: str | Path) -> np.ndarray:
-    """An image file as uint8, (H, W) where it is grey, else (H, W, 3); transparent parts are black.
+    """An image file as uint8, (H, W) where it is grey, else (H, W, 3); transparent parts are black, and a photo stands
+    as its Exif orientation says.
 
     Raises:
         ImageError: this is no image that can be read.
         ConfigError: Pillow is not installed.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
         raise ConfigError(
             f"{path}: reading image files needs Pillow; install it with: pip install pillow"
@@ -349,7 +350,7 @@ def read_image(path: str | Path) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(file) as image:
-                return _pixels(image, path)
+                return _pixels(ImageOps.exif_transpose(image), path)
     except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
