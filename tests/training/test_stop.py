@@ -6,6 +6,7 @@ import pty
 import re
 import signal
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,16 @@ def test_the_live_table_fits_the_terminal_and_says_that_it_stops(monkeypatch, co
     assert max(map(len, lines)) <= columns
     assert "SIGINT: stopping after this step" in plain and "12345" in plain.replace(",", "")
     assert "bits/byte" in plain and "\N{HORIZONTAL ELLIPSIS}" not in plain
+
+
+def test_the_rate_that_is_shown_is_items_over_time():
+    """Not a mean of rates, in which slow steps hardly count."""
+    console = Console(record=True, width=200)
+    report = ProgressReport(console, family=GPT, total_steps=240, first_step=0)
+    for step in range(1, 240):
+        report.step(replace(step_metrics(step), items_per_second=900.0 if step % 2 else 10.0))
+    shown = [int(rate) for rate in re.findall(r"tokens/s ([0-9]+)", console.export_text())]
+    assert shown[0] == 900 and max(shown[20:]) < 2 * 2 / (1 / 900 + 1 / 10)
 
 
 @pytest.mark.parametrize("steps, most", [("8", "10"), ("1", "10"), ("30", "10")])

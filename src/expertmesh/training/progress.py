@@ -61,7 +61,9 @@ class ProgressReport:
         self._total, self._first = total_steps, first_step
         self._every = max(1, (total_steps - first_step) // _PLAIN_LINES)
         self._evaluation: Evaluation | None = None
-        self._rate: float | None = None
+        self._done = 0
+        self._items, self._seconds = 0.0, 0.0  # means over the last steps; later ones count more
+        self._rate = 0.0
         self._live: Live | None = None
         self._shown: Group | None = None
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
@@ -126,8 +128,12 @@ class ProgressReport:
 
     def step(self, metrics: StepMetrics) -> None:
         """A step is done."""
-        rate = metrics.items_per_second
-        self._rate = rate if self._rate is None else 0.9 * self._rate + 0.1 * rate
+        count, self._done = metrics.items - self._done, metrics.items
+        seconds = count / max(metrics.items_per_second, 1e-9)
+        keep = 0.9 if metrics.step > self._first + 2 else 0.0  # the first step prepares much
+        self._items = keep * self._items + (1 - keep) * count
+        self._seconds = keep * self._seconds + (1 - keep) * seconds
+        self._rate = self._items / max(self._seconds, 1e-9)
         if self._live is not None:
             self._bar.update(self._task, completed=metrics.step)
             self._shown = Group(self._bar, self._table(metrics))
@@ -140,7 +146,7 @@ class ProgressReport:
         """Names of numbers, and the numbers as texts."""
         cells = [
             ("loss", f"{metrics.loss:.4f}"),
-            (f"{self._family.items}/s", f"{self._rate or 0.0:,.0f}"),
+            (f"{self._family.items}/s", f"{self._rate:,.0f}"),
             ("grad norm", f"{metrics.grad_norm:.3f}"),
             ("lr", f"{metrics.lr:.2e}"),
             ("expert load max/mean", f"{metrics.load_imbalance:.2f}"),
@@ -169,5 +175,5 @@ class ProgressReport:
 
     def _eta(self, metrics: StepMetrics) -> str:
         items_per_step = metrics.items / metrics.step
-        left = (self._total - metrics.step) * items_per_step / max(self._rate or 0.0, 1e-9)
+        left = (self._total - metrics.step) * items_per_step / max(self._rate, 1e-9)
         return f"{int(left) // 60}:{int(left) % 60:02d}"
