@@ -115,6 +115,7 @@ def test_the_live_table_fits_the_terminal_and_says_that_it_stops(monkeypatch, co
     ):
         report.evaluation(0, {"loss": 5.5, "bits_per_byte": 7.5})
         report.step(step_metrics(1))
+        report.evaluation(1, {"loss": 5.5, "bits_per_byte": 6.25})
         report.asked(signal.SIGINT)
     print("the end", file=terminal, flush=True)
     shown = b""
@@ -124,10 +125,11 @@ def test_the_live_table_fits_the_terminal_and_says_that_it_stops(monkeypatch, co
     os.close(master)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     lines = re.split(
-        r"[\r\n]+", plain.replace("step 0: validation loss 5.5000, 7.5000 bits per byte", "")
+        r"[\r\n]+", re.sub(r"step \d: validation loss [0-9.]+, [0-9.]+ bits per byte", "", plain)
     )
     assert max(map(len, lines)) <= columns
     assert "SIGINT: stopping after this step" in plain and "12345" in plain.replace(",", "")
+    assert "6.2500" in "".join(lines)  # in the table, too
     assert "bits/byte" in plain and "\N{HORIZONTAL ELLIPSIS}" not in plain
 
 

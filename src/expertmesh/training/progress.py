@@ -61,6 +61,7 @@ class ProgressReport:
         self._total, self._first = total_steps, first_step
         self._every = max(1, (total_steps - first_step) // _PLAIN_LINES)
         self._evaluation: Evaluation | None = None
+        self._last: StepMetrics | None = None
         self._done = 0
         self._items, self._seconds = 0.0, 0.0  # means over the last steps; later ones count more
         self._rate = 0.0
@@ -125,6 +126,8 @@ class ProgressReport:
         metric = self._family.metric
         judged = f", {result[metric.key]:.4f} {metric.text}" if metric.key != "loss" else ""
         self.message(f"step {step}: validation loss {result['loss']:.4f}{judged}")
+        if self._last is not None:
+            self._draw(self._last)
 
     def step(self, metrics: StepMetrics) -> None:
         """A step is done."""
@@ -134,13 +137,18 @@ class ProgressReport:
         self._items = keep * self._items + (1 - keep) * count
         self._seconds = keep * self._seconds + (1 - keep) * seconds
         self._rate = self._items / max(self._seconds, 1e-9)
+        self._last = metrics
+        self._draw(metrics)
         if self._live is not None:
             self._bar.update(self._task, completed=metrics.step)
-            self._shown = Group(self._bar, self._table(metrics))
-            self._live.update(self._shown)
         elif metrics.step % self._every == 0 or metrics.step in (self._first + 1, self._total):
             cells = ", ".join(f"{name} {text}" for name, text in self._cells(metrics))
             self.message(f"step {metrics.step}/{self._total}: {cells}, ETA {self._eta(metrics)}")
+
+    def _draw(self, metrics: StepMetrics) -> None:
+        if self._live is not None:
+            self._shown = Group(self._bar, self._table(metrics))
+            self._live.update(self._shown)
 
     def _cells(self, metrics: StepMetrics) -> list[tuple[str, str]]:
         """Names of numbers, and the numbers as texts."""
