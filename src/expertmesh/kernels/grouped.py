@@ -101,6 +101,13 @@ def rows_from(first, end, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def unit_of_column(n, G: tl.constexpr, UNITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Hidden unit and branch of each column of a tile that begins at unit n: UNITS of a branch stand side by side."""
+    column = tl.arange(0, BLOCK_N * G)
+    return n + column // (G * UNITS) * UNITS + column % UNITS, column // UNITS % G
+
+
+@triton.jit
 def product(
     a,
     w,
@@ -114,6 +121,7 @@ def product(
     stride_n,
     stride_g,
     G: tl.constexpr,
+    UNITS: tl.constexpr,
     K_MAJOR: tl.constexpr,
     A_TMA: tl.constexpr,
     W_TMA: tl.constexpr,
@@ -128,18 +136,17 @@ def product(
     """Sum over k of A[row, k] W[e, n, k], FP32, (BLOCK_M, BLOCK_N * G).
 
     A is (rows, K): row says which are read, first where they start when a descriptor reads them. W is (E, N, G, K)
-    with the given strides if K_MAJOR, and a column of the result is a pair (n, g), g fastest, so that the branches of
-    a pair lie in one thread; else W is (E, K, N) and G is 1.
+    with the given strides if K_MAJOR, and columns of the result are UNITS of g = 0, the same of g = 1, the next UNITS, so
+    that the branches of a unit lie in one thread; else W is (E, K, N) and G is 1.
     """
     k = tl.arange(0, BLOCK_K)
-    column = tl.arange(0, BLOCK_N * G)
-    n_of_column = n + column // G
+    n_of_column, g = unit_of_column(n, G, UNITS, BLOCK_N)
     base = e.to(tl.int64) * stride_e
     if not A_TMA:
         a_block = a + row[:, None] * K + k[None, :]
     if not W_TMA:
         if K_MAJOR:
-            w_column = n_of_column.to(tl.int64) * stride_n + (column % G).to(tl.int64) * stride_g
+            w_column = n_of_column.to(tl.int64) * stride_n + g.to(tl.int64) * stride_g
             w_block = w + base + w_column[None, :] + k[:, None]
         else:
             w_block = w + base + k.to(tl.int64)[:, None] * stride_n + n_of_column[None, :]
@@ -155,8 +162,10 @@ def product(
         else:
             left = tl.load(a_block + start, mask=within[None, :], other=0.0)
         if W_TMA:
-            if K_MAJOR:
-                right = w.load([e, n, 0, start]).reshape(BLOCK_N * G, BLOCK_K).T
+            if K_MAJOR and G == 1:
+                right = w.load([e, n, start]).reshape(BLOCK_N, BLOCK_K).T
+            elif K_MAJOR:
+                right = w.load([e, n // UNITS, 0, 0, start]).reshape(BLOCK_N * G, BLOCK_K).T
             else:
                 right = w.load([e, start, n]).reshape(BLOCK_K, BLOCK_N)
         else:
@@ -173,10 +182,30 @@ def product(
 
 
 @triton.jit
+def round_pairs(x):
+    """FP32 to BF16, two numbers an instruction, NVIDIA only: one by one, as compiled where FP32 goes on, waits for the special unit."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;",
+        "=r,f,f",
+        [x],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def sigmoid(h):
+    """1 / (1 + exp(-h)) in FP32, in two steps of the special unit: exp and a division each scale numbers below 2**-126."""
+    root = tl.rsqrt(1.0 + tl.exp2(h * -1.4426950408889634))
+    return root * root
+
+
+@triton.jit
 def activate(h, INNER: tl.constexpr):
     """act(h) in FP32; NaN stays NaN."""
     if INNER == "silu":
-        return h * tl.sigmoid(h)
+        return h * sigmoid(h)
     if INNER == "gelu":
         return 0.5 * h * (1.0 + tl.erf(h * 0.7071067811865476))
     positive = tl.where(h < 0.0, 0.0, h)
@@ -189,8 +218,8 @@ def activate(h, INNER: tl.constexpr):
 def slope(h, INNER: tl.constexpr):
     """The derivative of act at h, FP32."""
     if INNER == "silu":
-        sigmoid = tl.sigmoid(h)
-        return sigmoid * (1.0 + h * (1.0 - sigmoid))
+        share = sigmoid(h)
+        return share * (1.0 + h * (1.0 - share))
     if INNER == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(h * 0.7071067811865476))
         return cdf + h * 0.3989422804014327 * tl.exp(-0.5 * h * h)

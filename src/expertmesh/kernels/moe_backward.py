@@ -200,7 +200,7 @@ def _hidden_grad_tile(
     token = tl.load(token_of_row_ptr + tl.where(live, row, first)).to(tl.int64)
     grad = product(
         grad_ptr, w, token, first, e, n, F, D, tl.cast(D, tl.int64) * F, tl.cast(F, tl.int64), 0,
-        1, False, False, TMA, EVEN_N, EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        1, 1, False, False, TMA, EVEN_N, EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     s = row_weights(weights_ptr, slot_of_row_ptr, row, live)
     partial = _through_activation(

@@ -18,15 +18,21 @@ from expertmesh.kernels.grouped import (
     activate,
     hidden_descriptor,
     product,
+    round_pairs,
     row_weights,
     rows_from,
     store_branches,
     store_rows,
     tile_place,
     tile_rows,
+    unit_of_column,
 )
 from expertmesh.kernels.launch import launch
 from expertmesh.kernels.tiles import UP_CHUNK, Plan, Tile, is_interleaved
+
+_SIDE_BY_SIDE = 8
+"""Hidden units of a branch in a row inside a tile: of a product's columns a thread holds two of every eight, which it can round and
+store together."""
 
 
 @triton.jit
@@ -48,6 +54,8 @@ def _up(
     F,
     D,
     G: tl.constexpr,
+    UNITS: tl.constexpr,
+    PAIRS: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TMA: tl.constexpr,
@@ -75,13 +83,13 @@ def _up(
         if TAILS and end - first <= HALF:
             _up_tile(
                 x_ptr, w, bias_ptr, weights_ptr, token_of_row_ptr, slot_of_row_ptr, h_low, a_low, e, first, end, n,
-                F, D, G, INNER, INTERLEAVED, TMA, False, EVEN_N, EVEN_K, UPCAST, PRECISION,
+                F, D, G, UNITS, PAIRS, INNER, INTERLEAVED, TMA, False, EVEN_N, EVEN_K, UPCAST, PRECISION,
                 HALF, BLOCK_N, BLOCK_K, CHUNK_N,
             )  # fmt: skip
         else:
             _up_tile(
                 x_ptr, w, bias_ptr, weights_ptr, token_of_row_ptr, slot_of_row_ptr, h, a, e, first, end, n,
-                F, D, G, INNER, INTERLEAVED, TMA, RAGGED, EVEN_N, EVEN_K, UPCAST, PRECISION,
+                F, D, G, UNITS, PAIRS, INNER, INTERLEAVED, TMA, RAGGED, EVEN_N, EVEN_K, UPCAST, PRECISION,
                 BLOCK_M, BLOCK_N, BLOCK_K, CHUNK_N,
             )  # fmt: skip
 
@@ -103,6 +111,8 @@ def _up_tile(
     F,
     D,
     G: tl.constexpr,
+    UNITS: tl.constexpr,
+    PAIRS: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TMA: tl.constexpr,
@@ -125,12 +135,12 @@ def _up_tile(
     token = tl.load(token_of_row_ptr + tl.where(live, row, first)).to(tl.int64)
     total = product(
         x_ptr, w, token, first, e, n, F, D, D64 * F * G, stride_n, stride_g,
-        G, True, False, TMA, EVEN_N, EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        G, UNITS, True, False, TMA, EVEN_N, EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     s = row_weights(weights_ptr, slot_of_row_ptr, row, live) if a is not None else None
     _store_hidden(
         total, e, n, row, live, first, end, s, F, bias_ptr, h, a, x_ptr.dtype.element_ty,
-        G, INNER, INTERLEAVED, RAGGED, BLOCK_M, BLOCK_N, CHUNK_N,
+        G, UNITS, PAIRS, INNER, INTERLEAVED, RAGGED, BLOCK_M, BLOCK_N, CHUNK_N,
     )  # fmt: skip
 
 
@@ -150,6 +160,8 @@ def _store_hidden(
     a,
     OUT: tl.constexpr,
     G: tl.constexpr,
+    UNITS: tl.constexpr,
+    PAIRS: tl.constexpr,
     INNER: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -163,22 +175,22 @@ def _store_hidden(
         left, right = total.reshape(BLOCK_M, 2, HALF * G).permute(0, 2, 1).split()
         _store_hidden(
             left, e, n, row, live, first, end, s, F, bias_ptr, h, a, OUT,
-            G, INNER, INTERLEAVED, RAGGED, BLOCK_M, HALF, CHUNK_N,
+            G, UNITS, PAIRS, INNER, INTERLEAVED, RAGGED, BLOCK_M, HALF, CHUNK_N,
         )  # fmt: skip
         _store_hidden(
             right, e, n + HALF, row, live, first, end, s, F, bias_ptr, h, a, OUT,
-            G, INNER, INTERLEAVED, RAGGED, BLOCK_M, HALF, CHUNK_N,
+            G, UNITS, PAIRS, INNER, INTERLEAVED, RAGGED, BLOCK_M, HALF, CHUNK_N,
         )  # fmt: skip
     else:
         if bias_ptr is not None:
-            column = n * G + tl.arange(0, BLOCK_N * G)
-            unit = column if INTERLEAVED else (column % G) * F + column // G
-            bias = bias_ptr + e.to(tl.int64) * F * G + unit
-            total += tl.load(bias, mask=column < F * G, other=0.0).to(tl.float32)[None, :]
+            f, g = unit_of_column(n, G, UNITS, BLOCK_N)
+            bias = bias_ptr + e.to(tl.int64) * F * G + (f * G + g if INTERLEAVED else g * F + f)
+            total += tl.load(bias, mask=f < F, other=0.0).to(tl.float32)[None, :]
         # A comes from H as it is saved, so that the backward recomputes the very same A
-        hidden = total.to(OUT)
+        hidden = round_pairs(total) if PAIRS else total.to(OUT)
         if G == 2:
-            gate, up = hidden.reshape(BLOCK_M, BLOCK_N, 2).split()
+            sides = hidden.reshape(BLOCK_M, BLOCK_N // UNITS, 2, UNITS).permute(0, 1, 3, 2)
+            gate, up = sides.reshape(BLOCK_M, BLOCK_N, 2).split()
         else:
             gate = hidden
             up = None
@@ -272,7 +284,7 @@ def _rows_tile(
     stride_n = K64 if K_MAJOR else tl.cast(N, tl.int64)
     total = product(
         a, w, tl.where(live, row, first), first, e, n, N, K, K64 * N, stride_n, 0,
-        1, K_MAJOR, TMA, TMA, EVEN_N, EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        1, 1, K_MAJOR, TMA, TMA, EVEN_N, EVEN_K, UPCAST, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if bias_ptr is not None:
         column = n + tl.arange(0, BLOCK_N)
@@ -350,8 +362,13 @@ def up(
     a = torch.empty(R if store_a else 0, F, dtype=x_TD.dtype, device=x_TD.device)
     if R == 0 or not (store_h or store_a):
         return h, a
-    tma = plan.tma
-    w_EFGD = w_in_EGFD.transpose(1, 2)
+    w: Any = w_in_EGFD
+    side = _SIDE_BY_SIDE if plan.tma and F % _SIDE_BY_SIDE == 0 else 1
+    if plan.tma and G == 1:
+        w = TensorDescriptor.from_tensor(w_in_EGFD[:, 0], [1, tile.block_n, tile.block_k])
+    elif plan.tma:
+        box = [1, tile.block_n // side, G, side, tile.block_k]
+        w = TensorDescriptor.from_tensor(w_in_EGFD.unflatten(2, (-1, side)).transpose(1, 2), box)
     interleaved = is_interleaved(w_in_EGFD)
     grid, options = row_options(plan, tile, rows, F, D)
     chunk = tile.chunk or UP_CHUNK
@@ -369,9 +386,7 @@ def up(
         _up,
         grid,
         x_TD,
-        TensorDescriptor.from_tensor(w_EFGD, [1, tile.block_n, G, tile.block_k])
-        if tma
-        else w_in_EGFD,
+        w,
         b_in_EGF,
         weights_TK,
         rows.token_of_row_N,
@@ -387,9 +402,11 @@ def up(
         F,
         D,
         G=G,
+        UNITS=side,
+        PAIRS=plan.tma and x_TD.dtype == torch.bfloat16 and not plan.interpreted,
         INNER=inner,
         INTERLEAVED=interleaved,
-        TMA=tma,
+        TMA=plan.tma,
         CHUNK_N=chunk,
         **options,
     )
@@ -435,7 +452,7 @@ def rows_times_weights(
         a_arg = TensorDescriptor.from_tensor(a_RK, [tile.block_m, tile.block_k])
         a_low = low(TensorDescriptor.from_tensor(a_RK, [tile.block_m // 2, tile.block_k]), tile)
         if transposed:
-            w_arg = TensorDescriptor.from_tensor(w[:, :, None], [1, tile.block_n, 1, tile.block_k])
+            w_arg = TensorDescriptor.from_tensor(w, [1, tile.block_n, tile.block_k])
         else:
             w_arg = TensorDescriptor.from_tensor(w, [1, tile.block_k, tile.block_n])
     y_out: Any = y
