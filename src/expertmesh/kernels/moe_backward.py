@@ -296,10 +296,9 @@ def hidden_grad(
         return a, d_h, partial
     grid, options = row_options(plan, tile, rows, F, D)
     G = h_RH.shape[1] // F if F else 1
-    chunk = min(
-        tile.chunk or HIDDEN_GRAD_CHUNK,
-        HIDDEN_GRAD_CHUNK // 2 if interleaved else HIDDEN_GRAD_CHUNK,
-    )
+    chunk = tile.chunk or HIDDEN_GRAD_CHUNK
+    if interleaved or inner == "gelu":  # twice the columns in a row; more registers
+        chunk = min(chunk, HIDDEN_GRAD_CHUNK // (1 + interleaved))
     units = min(tile.block_n, chunk)
 
     a_out: Any = a

@@ -64,7 +64,7 @@ TABLES: dict[str, dict[str, Table]] = {
         "two-programs": _two_programs(tails=False),
         "two-programs-tails": _two_programs(),
         "two-programs-flat": _two_programs(**_FLAT),
-        "flat": Table(_FLAT),
+        "flat": Table(_FLAT, only={"hidden_grad": {"chunk": 32}}),
         "whole-tails": Table({"tails": False}),
         "direct-stores": Table(_DIRECT, leaves_low=False),
         "3-stages": Table({"num_stages": 3}),
