@@ -74,7 +74,8 @@ def route(router: nn.Module, call: CallInputs, options: RoutingOptions) -> Route
         ConfigError: the hash router has no token ids, or a custom router's result does not fit.
     """
     arithmetic = options.selection.arithmetic.in_mode(call.training)
-    options = replace(options, selection=replace(options.selection, arithmetic=arithmetic))
+    if arithmetic is not options.selection.arithmetic:  # Dynamo of torch 2.11 cannot make these
+        options = replace(options, selection=replace(options.selection, arithmetic=arithmetic))
     given = None if options.kind == "hash" else _run_router(router, call, options)
     with without_autocast(call.x_TD.device):
         if isinstance(given, RouterOutput):
