@@ -13,9 +13,9 @@ import argparse
 import importlib
 import os
 import sys
-import time
 from pathlib import Path
 
+from benchmarks.race.budget import Budget
 from benchmarks.race.calls import CALLS, Setting, plan
 from benchmarks.race.parts import run_call
 from benchmarks.race.report import load, predictions, short, write
@@ -40,7 +40,7 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Run a call, or write the report; 1 if a part did not end well."""
-    given, began = _arguments(), time.monotonic()
+    given = _arguments()
     if given.call == "report":
         print(write(given.out, name=given.name))
         return 0
@@ -52,6 +52,8 @@ def main() -> int:
         peers=tuple(given.peers),
     )
     parts, budget_s = plan(given.call, setting)
+    # from here on: a machine that has just started reads the imports below for half a minute
+    budget = Budget(given.budget_s or budget_s)
     if given.only:
         parts = [p for p in parts if p.name == "machine" or p.name.startswith(tuple(given.only))]
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -72,9 +74,7 @@ def main() -> int:
         if given.call == "kernels":
             (out / "predictions.md").write_text(predictions(load([out])))
 
-    # what the imports took is gone: a machine that has just started reads them for half a minute
-    left_s = (given.budget_s or budget_s) - (time.monotonic() - began)
-    record = run_call(parts, name=given.call, out=out, budget_s=left_s, changed=changed)
+    record = run_call(parts, name=given.call, out=out, budget=budget, changed=changed)
     print(short(load([out])))
     return int(any(outcome["state"] != "done" for outcome in record["parts"].values()))
 

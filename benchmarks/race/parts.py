@@ -171,7 +171,7 @@ def run_call(
     *,
     name: str,
     out: Path,
-    budget_s: float,
+    budget: Budget,
     changed: Callable[[dict[str, Any]], object] = lambda record: None,
 ) -> dict[str, Any]:
     """Run parts one after another within a budget; the record is written after each.
@@ -180,15 +180,14 @@ def run_call(
         parts: in the order in which they say most.
         name: of the files in `out`: name.json, name.log.
         out: folder.
-        budget_s: seconds for all.
+        budget: seconds for all, of which some may be gone.
         changed: called with the record after every part, when it has been written.
 
     Returns:
         {"call", "budget_s", "parts": {name: outcome}}; a part for which there was no time has the state "left out".
     """
     out.mkdir(parents=True, exist_ok=True)
-    budget = Budget(budget_s)
-    record: dict[str, Any] = {"call": name, "budget_s": budget_s, "parts": {}}
+    record: dict[str, Any] = {"call": name, "budget_s": budget.seconds, "parts": {}}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"{name}: ended from outside"))
     for part in parts:
         record["parts"][part.name] = outcome = _attempts(part, budget, out, name)

@@ -4,7 +4,6 @@ import json
 import os
 import stat
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -91,17 +90,6 @@ def test_peers_and_report(tmp_path):
     text = (out / "dry.md").read_text()
     for words in ("## Hard lines", "## Maps", "## Skewed", "## Decoding", "## Training"):
         assert words in text
-
-
-def test_the_imports_are_part_of_a_calls_time(monkeypatch, tmp_path):
-    def run(parts, *, budget_s, **_):
-        assert budget_s <= 10 - 3 * 0.1
-        return {"parts": {}}
-
-    monkeypatch.setattr("sys.argv", ["race", "sweep", str(tmp_path), "--budget-s", "10"])
-    monkeypatch.setattr(sys.modules[main.__module__], "run_call", run)
-    monkeypatch.setattr("importlib.import_module", lambda name: time.sleep(0.1))
-    assert main() == 0
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -10,9 +10,10 @@ ROOT = Path(__file__).parents[3]
 RUN = """
 import json, sys
 from pathlib import Path
+from benchmarks.race.budget import Budget
 from benchmarks.race.parts import Part, run_call
 parts = [Part(**p) for p in json.loads(sys.argv[1])]
-run_call(parts, name="call", out=Path(sys.argv[2]), budget_s=float(sys.argv[3]))
+run_call(parts, name="call", out=Path(sys.argv[2]), budget=Budget(float(sys.argv[3])))
 """
 
 
