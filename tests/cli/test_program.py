@@ -76,4 +76,6 @@ def test_what_to_try_next_can_be_copied(environment, tmp_path):
     last = summary(result, GPT).splitlines()[-1].removeprefix("try: ")
     assert shlex.split(last)[1:] == ["report", str(result.run_dir)]
     (diverged,) = evaluations([{"step": 1, "eval_loss": None, "eval_bits_per_byte": None}])
-    assert "validation: nan bits per byte\n" in summary(replace(result, evaluation=diverged), GPT)
+    for at, when in ((None, ""), (1, ""), (0, " after step 0")):
+        found = summary(replace(result, evaluation=diverged, evaluated_at=at), GPT)
+        assert f"validation{when}: nan bits per byte\n" in found

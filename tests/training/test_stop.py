@@ -166,7 +166,7 @@ def test_steps_that_are_not_in_the_checkpoint_are_said(tiny, before_steps, stopp
         before_steps(lambda model, step: step == 6 and os.kill(os.getpid(), signal.SIGTERM))
     text = io.StringIO()
     result = train(tiny(), recipe="gpt-moe-test", console=Console(file=text, width=1000))
-    assert result.checkpoint.name == "step_00000004"
+    assert result.checkpoint.name == "step_00000004" and result.evaluated_at == 4 * (2 - stopped)
     assert all(word in text.getvalue() for word in words), text.getvalue()
 
 

@@ -121,9 +121,10 @@ def summary(result: "TrainResult", family: Family) -> str:
     lines = [done + ("; nothing was left to do" if result.resumed_from == result.step else "")]
     metric = family.metric
     if result.evaluation is not None:
-        before = result.initial_evaluation
+        before, at = result.initial_evaluation, result.evaluated_at
+        when = "" if at is None or at == result.step else f" after step {at:,}"
         lines.append(
-            f"validation: {result.evaluation[metric.key]:.4f} {metric.text}"
+            f"validation{when}: {result.evaluation[metric.key]:.4f} {metric.text}"
             + ("" if before is None else f", {before[metric.key]:.4f} before training")
         )
     if result.skipped_steps:

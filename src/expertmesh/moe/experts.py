@@ -197,21 +197,27 @@ class GroupedExperts(nn.Module):
         """
         arithmetic = self.arithmetic.in_mode(self.training)
         if parameters is None:
-            if self.b_in is None and self.adapters is None:
-                y_TD = arithmetic.moe_mlp_of_few(
-                    x_TD,
-                    self.w_in,
-                    self.w_out,
-                    expert_ids_TK,
-                    weights_TK,
-                    activation=self.activation,
-                    backend=self.backend,
-                )
-                if y_TD is not None:
-                    return y_TD
             parameters = ExpertParameters(
                 self.w_in, self.w_out, self.b_in, self.b_out, main_grads=self.main_grads
             )
+        w_in, w_out = parameters.w_in_EGFD, parameters.w_out_EDF
+        if (
+            isinstance(w_in, Tensor)
+            and isinstance(w_out, Tensor)
+            and parameters.b_in_EGF is None
+            and self.adapters is None
+        ):
+            y_TD = arithmetic.moe_mlp_of_few(
+                x_TD,
+                w_in,
+                w_out,
+                expert_ids_TK,
+                weights_TK,
+                activation=self.activation,
+                backend=self.backend,
+            )
+            if y_TD is not None:
+                return y_TD
         metadata = route_metadata(
             expert_ids_TK, parameters.num_experts, max_rows=max_rows, backend=self.backend
         )

@@ -67,6 +67,7 @@ class TrainResult:
         stopped_by: the signal that ended the call early, or None.
         checkpoint: newest checkpoint, or None.
         is_leader: whether this rank speaks for all of them.
+        evaluated_at: the step of `evaluation`; a run that is stopped ends later. None if there was none yet.
     """
 
     run_dir: Path
@@ -80,6 +81,7 @@ class TrainResult:
     stopped_by: signal.Signals | None
     checkpoint: Path | None
     is_leader: bool = True
+    evaluated_at: int | None = None
 
 
 def train(
@@ -448,6 +450,7 @@ class _Trainer:
             stopped_by=stop.signal,
             checkpoint=paths[-1] if paths else None,
             is_leader=self.ranks.is_leader,
+            evaluated_at=max((n["step"] for n in lines if "eval_loss" in n), default=None),
         )
 
 
