@@ -27,6 +27,7 @@ class Table:
         weights: the same for the weight gradients.
         only: the same for single GEMMs, over the former.
         columns: columns of the accumulator at most, both branches together; None: as by default.
+        hidden_columns: those of `hidden_grad`, whose epilogue holds H and both gradients beside it.
         leaves_low: tiles with fewer rows than 128 stay as they are.
     """
 
@@ -34,6 +35,7 @@ class Table:
     weights: dict[str, Any] = field(default_factory=dict)
     only: dict[str, dict[str, Any]] = field(default_factory=dict)
     columns: int | None = None
+    hidden_columns: int = 128
     leaves_low: bool = True
 
     def changes(self, gemm: str, block_m: int, block_n: int, num_branches: int) -> dict[str, Any]:
@@ -68,6 +70,10 @@ TABLES: dict[str, dict[str, Table]] = {
         "whole-tails": Table({"tails": False}),
         "direct-stores": Table(_DIRECT, leaves_low=False),
         "3-stages": Table({"num_stages": 3}),
+        # a step of 128 x 128 reads 64 bytes per clock from the L2, one of 128 x 256 reads 48
+        "wide-hidden": Table(
+            only={"hidden_grad": {"chunk": 16}}, hidden_columns=256, leaves_low=False
+        ),
         "half-columns": Table({"num_warps": 8}, {"num_warps": 8}, columns=128),
         "half-rows": Table({"block_m": 64, "tails": False}),
     }
@@ -82,6 +88,11 @@ TABLES: dict[str, dict[str, Table]] = {
 def names(arch: str) -> tuple[str, ...]:
     """The tables of an architecture, the default one first."""
     return (DEFAULT, *TABLES.get(arch, {}))
+
+
+def hidden_columns(arch: str, table: str) -> int:
+    """Columns of `hidden_grad`'s tile at most, in a table of an architecture."""
+    return TABLES.get(arch, {}).get(table, Table()).hidden_columns
 
 
 def selected() -> str:

@@ -253,7 +253,8 @@ def _by_table(
     one_branch = replace(rows, block_n=_fit(rows.block_n, dim))
     up = replace(rows, block_n=_fit(rows.block_n // num_branches, hidden_dim))
     # the epilogue holds the accumulator, H and both gradients at once: half the columns
-    hidden = replace(rows, block_n=_fit(min(rows.block_n, 128), hidden_dim), source=UNTUNED)
+    columns = min(rows.block_n, tables.hidden_columns(arch, table))
+    hidden = replace(rows, block_n=_fit(columns, hidden_dim), source=UNTUNED)
     if arch == "sm_90":
         hidden = replace(
             hidden, fetch=True, chunk=None if singly or itemsize > 2 else _HOPPER_CHUNK
