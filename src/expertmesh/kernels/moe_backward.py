@@ -298,7 +298,7 @@ def hidden_grad(
     G = h_RH.shape[1] // F if F else 1
     chunk = tile.chunk or HIDDEN_GRAD_CHUNK
     if interleaved or inner == "gelu":  # twice the columns in a row; more registers
-        chunk = min(chunk, HIDDEN_GRAD_CHUNK // (1 + interleaved))
+        chunk = min(chunk, HIDDEN_GRAD_CHUNK // (1 + interleaved) // max(tile.block_n // 128, 1))
     units = min(tile.block_n, chunk)
 
     a_out: Any = a
