@@ -227,16 +227,37 @@ class Task(ABC):
         return ()
 
     def place(self, *, device: torch.device, dtype: torch.dtype, ranks: Ranks) -> nn.Module:
-        """The model with its initial weights; spread over the ranks if there are several.
+        """The model with its initial weights; spread over the ranks if there are several."""
+        offload, world = self.config.parallel.offload, ranks.world
+        if world is None:
+            return self.build(device="cpu" if offload else device, dtype=dtype)
+
+        def spread(model: nn.Module) -> None:
+            self.spread(model, world)
+
+        return self.build_spread(spread, device=device, dtype=dtype, offload=offload)
+
+    def build_spread(
+        self,
+        spread: Callable[[nn.Module], None],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        offload: bool = False,
+    ) -> nn.Module:
+        """The model with its initial weights, spread over ranks.
 
         Where `is_built_empty`, no rank ever has all of it; else every rank builds the whole model first.
+
+        Args:
+            spread: does it, in place.
+            device: that computes.
+            dtype: of the parameters.
+            offload: parameters rest in host memory.
         """
-        offload, is_empty = self.config.parallel.offload, self.is_built_empty
-        home = "cpu" if offload else device
-        if ranks.world is None:
-            return self.build(device=home, dtype=dtype)
+        home, is_empty = "cpu" if offload else device, self.is_built_empty
         model = self.build(device="meta" if is_empty else home, dtype=dtype)
-        self.spread(model, ranks.world)
+        spread(model)
         if is_empty:
             give_memory(model, device=device, offload=offload)
             cast(Any, model).init_weights(self.config.train.seed)

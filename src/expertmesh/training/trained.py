@@ -1,13 +1,12 @@
 """The model of a run that has been trained, for whoever uses it: generation, reports, Python."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from torch import nn
 
 from expertmesh.models.family import Task
 from expertmesh.moe.experts import GroupedExperts
-from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint_tensors import tensor_dtypes
@@ -57,18 +56,20 @@ def open_trained(
     precision = _of_stored(run, precision)
     task: Task = run.family.open_task(run.config)
     world = None if ranks is None else ranks.world
-    is_empty = world is not None and task.is_built_empty
-    model = task.build(
-        device="meta" if is_empty else precision.device, dtype=precision.master_dtype
-    )
-    for module in model.modules():
-        if for_autocast and isinstance(module, GroupedExperts):
-            module.to(precision.compute_dtype)
-    if world is not None:
-        spread_for_inference(model, world, es_degree=es_degree)
-    if is_empty:
-        give_memory(model, device=precision.device)
-        cast(Any, model).init_weights(run.config.train.seed)
+    device, dtype = precision.device, precision.master_dtype
+
+    def prepare(model: nn.Module) -> None:
+        for module in model.modules():
+            if for_autocast and isinstance(module, GroupedExperts):
+                module.to(precision.compute_dtype)
+        if world is not None:
+            spread_for_inference(model, world, es_degree=es_degree)
+
+    if world is None:
+        model = task.build(device=device, dtype=dtype)
+        prepare(model)
+    else:
+        model = task.build_spread(prepare, device=device, dtype=dtype)
     load_weights(run.checkpoint, model)
     return Trained(task, model.eval(), precision)
 
