@@ -221,7 +221,7 @@ class ExpertDispatcher:
     @property
     def has_same_tokens(self) -> bool:
         """Whether every rank has all tokens, for inference."""
-        return isinstance(self.exchange(), Replicated)
+        return self.exchanges is Replicated
 
     def _usual_exchange(self, route: Route, *, is_flat: bool) -> Exchange:
         if route.group.size == 1:

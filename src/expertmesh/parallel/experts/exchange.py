@@ -68,6 +68,11 @@ class Route:
         own_RK = (local_RK >= 0) & (local_RK < self.num_local)
         return torch.where(own_RK, local_RK, self.num_local), own_RK
 
+    def own(self, tokens: Tokens) -> Tokens:
+        """Tokens with ids counted from this rank's first expert; choices of other ranks' experts are none here."""
+        local_RK, own_RK = self.local_ids(tokens.expert_ids_TK, self.first_expert)
+        return replace(tokens, expert_ids_TK=local_RK, weights_TK=tokens.weights_TK * own_RK)
+
     def send(
         self, both_RK: Tensor, x_RD: Tensor, counts: Counts, group: RankGroup, purpose: str
     ) -> tuple[InFlight, InFlight]:
@@ -78,10 +83,9 @@ class Route:
         return both, x
 
     def arrived(self, both_RK: Tensor, x_RD: Tensor, max_rows: int | None = None) -> Tokens:
-        """Rows of other ranks with what `choices_of_rows` gave them; choices of other ranks' experts are none here."""
+        """Rows of other ranks with what `choices_of_rows` gave them, as this rank's `own`."""
         weights_RK, ids_RK = both_RK.tensor_split(2, 1)
-        local_RK, own_RK = self.local_ids(ids_RK.detach().to(torch.int64), self.first_expert)
-        return Tokens(x_RD, local_RK, weights_RK * own_RK, max_rows)
+        return self.own(Tokens(x_RD, ids_RK.detach().to(torch.int64), weights_RK, max_rows))
 
 
 class Homebound(Protocol):
@@ -252,11 +256,7 @@ class _Everywhere(Outbound):
         """Nothing is under way."""
 
     def finish(self) -> Tokens:
-        local_TK, own_TK = self._route.local_ids(
-            self._tokens.expert_ids_TK, self._route.first_expert
-        )
-        weights_TK = self._tokens.weights_TK * own_TK
-        return replace(self._tokens, expert_ids_TK=local_TK, weights_TK=weights_TK)
+        return self._route.own(self._tokens)
 
     def start_home(self, y_RD: Tensor) -> Homebound:
         where = f"{self._route.layer}, combine"
