@@ -169,11 +169,10 @@ def load(
         tokenizer = found.load_tokenizer()
     if es_degree is not None and not spread:
         raise ConfigError(f"es_degree={es_degree}: has no effect without spread=True; leave it out")
-    ranks = None
-    if spread:
-        precision = resolve_precision(found.config.train, record=found.arithmetic)
-        ranks = Ranks(World(device_type=precision.device.type))
-    return Loaded(open_trained(found, ranks=ranks, es_degree=es_degree).model, tokenizer)
+    precision = resolve_precision(found.config.train, record=found.arithmetic)
+    ranks = Ranks(World(device_type=precision.device.type)) if spread else None
+    opened = open_trained(found, precision=precision, ranks=ranks, es_degree=es_degree)
+    return Loaded(opened.model, tokenizer)
 
 
 def generate(

@@ -78,17 +78,17 @@ def open_decoder(options: Any, *, is_asked: bool = False) -> Iterator[Decoder]:
             from expertmesh.parallel.ranks import Ranks, open_ranks
             from expertmesh.training.run_dir import load_run
 
+            with said_once():
+                found = load_run(options.run)
+                precision = precision_of(found, options.device)
             ranks = Ranks()
             if not is_alone:
-                with said_once():
-                    found = load_run(options.run)
-                    device = precision_of(found, options.device).device
                 timeout_s = _PATIENCE_S if is_asked else found.config.parallel.timeout_s
                 ranks = stack.enter_context(
-                    open_ranks(device_type=device.type, timeout_s=timeout_s)
+                    open_ranks(device_type=precision.device.type, timeout_s=timeout_s)
                 )
             place = {"ranks": ranks, "es_degree": options.es_degree}
-            opened = ranks.each(lambda: load_decoder(options.run, options.device, **place))
+            opened = ranks.each(lambda: _opened(found, precision, **place))
         if ranks.is_leader:
             yield Decoder(*opened, ranks)
             return
@@ -100,31 +100,31 @@ def open_decoder(options: Any, *, is_asked: bool = False) -> Iterator[Decoder]:
             raise PeerError("the first rank says what is wrong") from error
 
 
-def load_decoder(
-    run_dir: str, device: str | None, *, ranks: "Ranks | None" = None, es_degree: int | None = None
-) -> tuple[Any, Any, Any, Any]:
-    """The first four of a `Decoder`.
+def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
+    """The first four of a `Decoder`, in this process alone.
 
     Args:
         run_dir: of the run, with a checkpoint.
         device: that of the command line; None: that of the training.
-        ranks: see `expertmesh.training.trained.open_trained`.
-        es_degree: see there.
 
     Raises:
         ConfigError: there is no such run or device, or models of its family generate no text.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
-    from expertmesh.training.run_dir import TOKENIZER, load_run
-    from expertmesh.training.trained import open_trained
+    from expertmesh.training.run_dir import load_run
 
     found = load_run(run_dir)
+    return _opened(found, precision_of(found, device))
+
+
+def _opened(found: Any, precision: Any, **spread: Any) -> tuple[Any, Any, Any, Any]:
+    """A run's task, decoder, tokenizer and precision; spread as `open_trained` has it."""
+    from expertmesh.training.run_dir import TOKENIZER
+    from expertmesh.training.trained import open_trained
+
     tokenizer = found.load_tokenizer() if TOKENIZER in found.family.files else None
-    precision = precision_of(found, device)
     try:
-        opened = open_trained(
-            found, precision=precision, ranks=ranks, es_degree=es_degree, for_autocast=True
-        )
+        opened = open_trained(found, precision=precision, for_autocast=True, **spread)
     except ConfigError as error:
         raise ConfigError(str(error).replace("es_degree=", "--es-degree ")) from None
     task, model, precision = opened

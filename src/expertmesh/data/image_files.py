@@ -350,7 +350,8 @@ def read_image(path: str | Path) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(file) as image:
-                return _pixels(ImageOps.exif_transpose(image), path)
+                ImageOps.exif_transpose(image, in_place=True)
+                return _pixels(image, path)
     except ImageError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
