@@ -15,10 +15,10 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts import adaptive
+from expertmesh.parallel.experts import tuning_cache as cache
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.load import Chosen, Repetitions
-from expertmesh.planner import cache
-from expertmesh.planner.tuner import Effort
+from expertmesh.parallel.experts.tuner import Effort
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 NODES = (0, 0, 1, 1)

@@ -15,7 +15,7 @@ from expertmesh.parallel.apply import resting_bytes
 from expertmesh.parallel.experts import adaptive
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.planner.tuner import TIE, TOO_SLOW, Effort
+from expertmesh.parallel.experts.tuner import TIE, TOO_SLOW, Effort
 
 E, D, T, K = 8, 8, 16, 2
 POINTS = {

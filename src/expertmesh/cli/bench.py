@@ -55,8 +55,8 @@ def run(argv: list[str]) -> int:
     import torch
 
     from expertmesh.comm.measure import fit, measure
+    from expertmesh.parallel.experts.tuning_cache import Topology, network_path, save_network
     from expertmesh.parallel.ranks import open_ranks
-    from expertmesh.planner.cache import Topology, network_path, save_network
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with open_ranks(device_type=device, timeout_s=CONNECT_TIMEOUT_S) as ranks:

@@ -267,7 +267,7 @@ def communication() -> list[Finding]:
 
 def topologies() -> list[Finding]:
     """What was measured between ranks, and which plans were found, on this machine's disk."""
-    from expertmesh.planner.cache import known
+    from expertmesh.parallel.experts.tuning_cache import known
 
     found = []
     for path, network, plans in known():

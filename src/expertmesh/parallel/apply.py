@@ -30,9 +30,7 @@ from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_expe
 from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Prefetcher
 from expertmesh.parallel.experts.storage import Keep
-from expertmesh.parallel.ranks import Ranks
-from expertmesh.parallel.tensor import TensorPlan, apply_plan, tensor_group
-from expertmesh.planner.cache import (
+from expertmesh.parallel.experts.tuning_cache import (
     Topology,
     load_network,
     load_plans,
@@ -40,6 +38,8 @@ from expertmesh.planner.cache import (
     plan_keeper,
     plans_path,
 )
+from expertmesh.parallel.ranks import Ranks
+from expertmesh.parallel.tensor import TensorPlan, apply_plan, tensor_group
 
 _KEEP: dict[int, Keep] = {1: "until_step", 2: "until_step", 3: "regather"}
 

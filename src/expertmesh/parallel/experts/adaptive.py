@@ -24,7 +24,7 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.activation import num_branches
 from expertmesh.parallel.experts.load import route_shape
 from expertmesh.parallel.experts.plan import make_plan
-from expertmesh.planner.tuner import (
+from expertmesh.parallel.experts.tuner import (
     OVERLAP_DEGREES,
     Bucket,
     Choices,

@@ -14,7 +14,7 @@ from expertmesh.config.way import Way
 from expertmesh.costs.communication import Link, Network
 
 VERSION = 1
-_log = logging.getLogger("expertmesh.planner")
+_log = logging.getLogger("expertmesh.parallel.experts.tuner")
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,7 @@ from expertmesh.costs.communication import (
 )
 from expertmesh.costs.layer_time import ROWS_OF_A_PART, LayerShape, Machine, extra_bytes, step_time
 from expertmesh.parallel.experts.load import LoadRecord
-from expertmesh.planner.cache import (
-    Topology,
-    load_network,
-    load_plans,
-    plan_keeper,
-    save_network,
-    save_plans,
-)
-from expertmesh.planner.tuner import (
+from expertmesh.parallel.experts.tuner import (
     CLOSE,
     TOO_SLOW,
     Bucket,
@@ -36,6 +28,14 @@ from expertmesh.planner.tuner import (
     Effort,
     ModelSearch,
     Tuner,
+)
+from expertmesh.parallel.experts.tuning_cache import (
+    Topology,
+    load_network,
+    load_plans,
+    plan_keeper,
+    save_network,
+    save_plans,
 )
 
 SLOW = Network(Link(1e-5, 1e10), Link(1e-4, 2.5e7))
