@@ -11,7 +11,6 @@ from expertmesh.moe.assignment import count_choices
 from expertmesh.moe.checkpointing import routing_checkpoint_contexts, routing_checkpoint_policy
 from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
 from expertmesh.moe.warm_up import warm_up
-from expertmesh.ops.capacity import combine_capacity, dispatch_capacity, weighted_combine
 from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.experts.moe_mlp import moe_mlp
@@ -24,9 +23,7 @@ __all__ = [
     "WeightGradients",
     "choose_experts",
     "combine",
-    "combine_capacity",
     "count_choices",
-    "dispatch_capacity",
     "grouped_linear",
     "importance_load_loss",
     "moe_mlp",
@@ -38,5 +35,4 @@ __all__ = [
     "switch_loss",
     "unpermute",
     "warm_up",
-    "weighted_combine",
 ]

@@ -46,9 +46,9 @@ EXPERTS = [
     ("gfx942", FP16, GEGLU, (HIDDEN,)),
 ]
 ROUTING = {
-    "sm_80": ("place_all", "dot", "choose_backward"),
-    "sm_90": ("count", "place_tile", "sum", "spread", "choose", "places"),
-    "sm_100": ("tile_table", "prefix", "fill"),
+    "sm_80": ("place_all", "choose_backward"),
+    "sm_90": ("count", "place_tile", "sum", "spread", "choose"),
+    "sm_100": ("tile_table", "prefix"),
     "gfx942": ("count", "sum"),
 }
 

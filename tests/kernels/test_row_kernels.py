@@ -4,11 +4,9 @@ import pytest
 import torch
 from tests.support.poison import poisoned_empty
 
-from expertmesh.kernels import capacity as capacity_kernels
 from expertmesh.kernels import combine as combine_kernels
 from expertmesh.kernels import permute as permute_kernels
 from expertmesh.ops import reference
-from expertmesh.testing.numerics import assert_two_times, sums_of_terms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [
@@ -111,41 +109,6 @@ def test_sum_is_the_ordered_sum_to_the_bit(shape, dtype):
     assert torch.equal(y, again)
 
 
-@pytest.mark.parametrize("shape", with_slow(SHAPES, SLOW_SHAPES))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weighted_sum_and_its_gradients(shape, dtype):
-    num_tokens, top_k, num_experts, dim = shape
-    _, offsets, _, _, row_of_slot = routing(*shape[:3])
-    live, num_rows = int(offsets[-1]), num_tokens * top_k
-    rows = rows_with_dead_tail(num_rows, dim, dtype, live)
-    weights = torch.rand(num_tokens, top_k).to(DEVICE, wide(dtype))
-    grad = torch.randn(num_tokens, dim).to(DEVICE, dtype)
-
-    def plain(number):
-        """What is summed, the same sum in torch, computed in a type; weights and gradients too."""
-        y = rows.clone()
-        y[live:] = 0
-        y, s = y.to(number).requires_grad_(), weights.to(number).requires_grad_()
-        slots = reference.rows_to_slots(y, row_of_slot, live).view(num_tokens, top_k, dim)
-        out = (slots * s[..., None]).sum(1)
-        grads = torch.autograd.grad(out, (y, s), grad.to(number))
-        return slots.detach(), out.detach(), *grads
-
-    bound = offsets[-1:]
-    with poisoned_empty():
-        y = combine_kernels.sum_rows(rows, bound, row_of_slot, top_k, weights)
-        d_rows = permute_kernels.tokens_to_rows(grad, offsets, row_of_slot, num_rows, weights)
-        d_weights = combine_kernels.dot_rows(
-            grad, rows, bound, row_of_slot, top_k, dtype=weights.dtype
-        )
-    (_, *same), (slots, *oracle) = plain(wide(dtype)), plain(torch.float64)
-    of_y = sums_of_terms(slots * weights[..., None], 1, dtype=wide(dtype))
-    of_weights = sums_of_terms(slots * grad[:, None], 2, dtype=wide(dtype))
-    assert_two_times(y, same[0].to(dtype), oracle[0], what="weighted sum", sums=of_y)
-    assert_two_times(d_rows, same[1].to(dtype), oracle[1], what="gradient of the rows")
-    assert_two_times(d_weights, same[2], oracle[2], what="gradient of the weights", sums=of_weights)
-
-
 @pytest.mark.parametrize("shape", [(3, 2, 4, 700), (1, 8, 16, 256)])
 def test_blocks_of_small_inputs(shape):
     num_tokens, top_k, _, dim = shape
@@ -171,47 +134,14 @@ def test_max_rows_shortens_the_rows():
     assert torch.equal(y, x * (ids < 5).sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("shape", with_slow(SHAPES[1:], SLOW_SHAPES))
-@pytest.mark.parametrize("capacity", [1, 3, 40])
-def test_capacity_buffers(shape, capacity):
-    num_tokens, top_k, num_experts, dim = shape
-    ids, offsets, token_of_row, slot_of_row, row_of_slot = routing(*shape[:3])
-    x = torch.randn(num_tokens, dim, device=DEVICE)
-    weights = torch.rand(num_tokens, top_k, device=DEVICE)
-    expected = torch.zeros(num_experts, capacity, dim, device=DEVICE)
-    scaled = torch.zeros_like(expected)
-    places = torch.full((num_tokens * top_k,), num_experts * capacity, device=DEVICE)
-    for e in range(num_experts):
-        slots = torch.nonzero(ids.flatten() == e).flatten()[:capacity]
-        expected[e, : len(slots)] = x[slots // top_k]
-        scaled[e, : len(slots)] = x[slots // top_k] * weights.flatten()[slots, None]
-        places[slots] = e * capacity + torch.arange(len(slots), device=DEVICE)
-    maps = (offsets, token_of_row, slot_of_row)
-    with poisoned_empty():
-        found = capacity_kernels.find_places(offsets, row_of_slot, capacity)
-        buffers = capacity_kernels.fill_places(x, *maps, capacity)
-        weighted = capacity_kernels.fill_places(x, *maps, capacity, weights)
-        y = combine_kernels.sum_rows(
-            buffers.view(-1, dim), num_experts * capacity, found, top_k, weights
-        )
-    assert torch.equal(found, places.to(torch.int32))
-    assert torch.equal(buffers, expected)
-    assert torch.equal(weighted, scaled)
-    kept = (places < num_experts * capacity).view(num_tokens, top_k)
-    plain = torch.where(kept, weights, 0).sum(1, keepdim=True) * x
-    oracle = torch.where(kept, weights, 0).double().sum(1, keepdim=True) * x.double()
-    assert_two_times(y, plain, oracle, what="sum over the buffers")
-
-
 def test_results_are_repeatable_and_do_not_depend_on_the_batch():
     _, offsets, _, _, row_of_slot = routing(64, 4, 8)
     rows = torch.randn(256, 48, device=DEVICE)
-    weights = torch.rand(64, 4, device=DEVICE)
-    first = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot, 4, weights)
+    first = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot, 4)
     for _ in range(3):
-        again = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot, 4, weights)
+        again = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot, 4)
         assert torch.equal(first, again)
-    part = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot[40:80], 4, weights[10:20])
+    part = combine_kernels.sum_rows(rows, offsets[-1:], row_of_slot[40:80], 4)
     assert torch.equal(part, first[10:20])
 
 
@@ -226,10 +156,6 @@ def test_addresses_beyond_2_31_elements():
     y = combine_kernels.sum_rows(rows, num_rows, index, 2)
     assert torch.equal(y, values.view(2, 2, dim).float().sum(1).to(torch.bfloat16))
     grad = torch.randn(2, dim, device=DEVICE).to(torch.bfloat16)
-    dots = combine_kernels.dot_rows(grad, rows, num_rows, index, 2, dtype=torch.float32)
-    terms = grad[:, None].double() * values.view(2, 2, dim).double()
-    same = (grad[:, None].float() * values.view(2, 2, dim).float()).sum(-1)
-    assert_two_times(dots, same, terms.sum(-1), what="dots", sums=sums_of_terms(terms, -1))
     offsets = torch.tensor([0, num_rows], dtype=torch.int32, device=DEVICE)
     spread = permute_kernels.tokens_to_rows(grad, offsets, index, num_rows)
     assert torch.equal(spread[index.long()], grad.repeat_interleave(2, 0))

@@ -90,15 +90,6 @@ def operators():
         "choose_experts": lambda x: functional.choose_experts(
             x.float(), 2, score_function="softmax", normalize=True, backend="triton"
         )[1],
-        "dispatch_capacity": lambda x: functional.dispatch_capacity(
-            x[:3], metadata, 2, backend="triton"
-        ),
-        "combine_capacity": lambda x: functional.combine_capacity(
-            x.unflatten(0, (3, 2)), metadata, 2, backend="triton"
-        ),
-        "weighted_combine": lambda x: functional.weighted_combine(
-            x, metadata, weights, backend="triton"
-        ),
     }
 
 

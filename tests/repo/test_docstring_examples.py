@@ -20,7 +20,6 @@ MODULES = [
     "moe.losses",
     "moe.recognize",
     "moe.warm_up",
-    "ops.capacity",
     "ops.expert_types",
     "ops.experts.moe_mlp",
     "ops.permute",

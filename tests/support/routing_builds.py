@@ -6,7 +6,7 @@ from typing import Any
 
 import triton.language as tl
 
-from expertmesh.kernels import capacity, combine, permute, route_metadata, topk
+from expertmesh.kernels import combine, permute, route_metadata, topk
 from tests.support.aot import Build, build
 
 _INDEX, _COUNT, _NUMBER = "*i32", "i32", "*fp32"
@@ -94,43 +94,25 @@ def _case(
     return RoutingCase(name, kernel, {**types, **there}, {**constants, **none})
 
 
-def row_cases(dtype: str, top_k: int, *, weighted: bool) -> Iterator[RoutingCase]:
-    """The kernels that move and add rows of a type, with routing weights or without."""
+def row_cases(dtype: str, top_k: int) -> Iterator[RoutingCase]:
+    """The kernels that move and add rows of a type."""
     pointer = "*" + dtype
-    label = f"{dtype}-{top_k}-{'weighted' if weighted else 'plain'}"
+    label = f"{dtype}-{top_k}"
     accumulator = tl.float64 if dtype == "fp64" else tl.float32
     rows, width = combine.row_tile(_MANY_TOKENS, _WIDTH, int(dtype.lstrip("bfp")) // 8)
     tail = {"bound": _INDEX, "row_of_slot_ptr": _INDEX, "out_ptr": pointer, "D": _COUNT}
-    block = {"BLOCK_D": width, "ACCUMULATOR": accumulator, "K": top_k}
-    weights = {"weights_ptr": weighted}
-    yield _case(
+    yield RoutingCase(
         f"sum-{label}",
         combine._sum_rows,
         {"y_ptr": pointer, **tail, "num_tokens": _COUNT},
-        {**block, "UNROLL": min(top_k, 8), "BOUND_ON_DEVICE": True, "BLOCK_T": rows},
-        weights,
+        {"BLOCK_D": width, "ACCUMULATOR": accumulator, "K": top_k, "UNROLL": min(top_k, 8)}
+        | {"BOUND_ON_DEVICE": True, "BLOCK_T": rows},
     )
-    yield _case(
+    yield RoutingCase(
         f"spread-{label}",
         permute._spread_rows,
         {"x_ptr": pointer, **tail, **_counts("num_tokens", "num_rows")},
-        {**block, "BLOCK_T": rows},
-        weights,
-    )
-    yield RoutingCase(
-        f"dot-{label}",
-        combine._dot_rows,
-        {"grad_ptr": pointer, "y_ptr": pointer, **tail, "out_ptr": _NUMBER, "num_slots": _COUNT},
-        {**block, "BOUND_ON_DEVICE": True, "BLOCK_N": rows},
-    )
-    yield _case(
-        f"fill-{label}",
-        capacity._fill_places,
-        {"x_ptr": pointer, "offsets_ptr": _INDEX, "out_ptr": pointer, "D": _COUNT}
-        | {"token_of_row_ptr": _INDEX, "slot_of_row_ptr": _INDEX}
-        | _counts("num_rows", "num_places", "capacity"),
-        {"ACCUMULATOR": accumulator, "BLOCK_C": rows, "BLOCK_D": width},
-        weights,
+        {"BLOCK_D": width, "K": top_k, "BLOCK_T": rows},
     )
 
 
@@ -157,24 +139,12 @@ def choice_cases(
     )
 
 
-def places_case() -> RoutingCase:
-    """The places of slots in buffers of limited capacity."""
-    return RoutingCase(
-        "places",
-        capacity._find_places,
-        {"offsets_ptr": _INDEX, "row_of_slot_ptr": _INDEX, "place_ptr": _INDEX}
-        | _counts("num_slots", "capacity"),
-        {"E": 64, "STEPS": 6, "BLOCK": 256},
-    )
-
-
 def main_cases() -> dict[str, RoutingCase]:
     """One variant of every kernel, by the kernel's part of the name."""
     cases = (
         *metadata_cases("*i64", 64, 128),
-        *row_cases("bf16", 8, weighted=True),
+        *row_cases("bf16", 8),
         *choice_cases("sigmoid", 256, 8, 8, extras=True),
-        places_case(),
     )
     return {case.name.split("-")[0]: case for case in cases}
 
@@ -182,12 +152,11 @@ def main_cases() -> dict[str, RoutingCase]:
 def further_cases() -> tuple[RoutingCase, ...]:
     """The other variants: types, choices, tables of the largest sizes."""
     return (
-        *row_cases("bf16", 8, weighted=False),
-        *row_cases("fp64", 2, weighted=True),
+        *row_cases("fp64", 2),
         *choice_cases("softmax", 64, 2, 1, extras=False),
         *metadata_cases("*i32", 8, 64),
         *metadata_cases("*i64", 1024, 2048),
-        *row_cases("fp16", 1, weighted=False),
-        *row_cases("fp32", 40, weighted=True),
+        *row_cases("fp16", 1),
+        *row_cases("fp32", 40),
         *choice_cases("softmax_after_topk", 1024, 16, 1, extras=True),
     )

@@ -1,4 +1,4 @@
-"""Sum of each token's rows in FP32, and the gradient of its weights: bandwidth-bound, deterministic.
+"""Sum of each token's rows in FP32: bandwidth-bound, deterministic.
 
 A program takes a few tokens and a block of columns, and reads the K rows of every token where they are; nothing is
 sorted back, nothing is added atomically. Bytes moved: the live rows once, the output once (N * D + T * D elements).
@@ -35,7 +35,6 @@ def accumulator(dtype: torch.dtype) -> tl.dtype:
 @triton.jit(do_not_specialize=["bound", "num_tokens"])
 def _sum_rows(
     y_ptr,
-    weights_ptr,
     bound,
     row_of_slot_ptr,
     out_ptr,
@@ -48,7 +47,7 @@ def _sum_rows(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[t] = sum over j of (weights[t, j] *) y[row_of_slot[t, j]] for rows below the bound, in the order of j."""
+    """out[t] = sum over j of y[row_of_slot[t, j]] for rows below the bound, in the order of j."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = t < num_tokens
@@ -60,63 +59,19 @@ def _sum_rows(
         mask = live[:, None] & (d < D)[None, :]
         y = tl.load(y_ptr + row.to(tl.int64)[:, None] * D + d[None, :], mask=mask, other=0.0)
         y = y.to(ACCUMULATOR)
-        if weights_ptr is not None:
-            s = tl.load(weights_ptr + t * K + j, mask=live, other=0.0).to(ACCUMULATOR)
-            y *= s[:, None]
         total = y if K == 1 else total + y
     mask = real[:, None] & (d < D)[None, :]
     tl.store(out_ptr + t[:, None] * D + d[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["bound", "num_slots"])
-def _dot_rows(
-    grad_ptr,
-    y_ptr,
-    bound,
-    row_of_slot_ptr,
-    out_ptr,
-    num_slots,
-    D,
-    K: tl.constexpr,
-    BOUND_ON_DEVICE: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """out[slot] = grad[slot // K] . y[row_of_slot[slot]]; 0 for dead slots."""
-    slot = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    real = slot < num_slots
-    num_live = tl.load(bound) if BOUND_ON_DEVICE else bound
-    row = tl.load(row_of_slot_ptr + slot, mask=real, other=0)
-    live = real & (row < num_live)
-    grad_row = grad_ptr + (slot // K)[:, None] * D
-    y_row = y_ptr + row.to(tl.int64)[:, None] * D
-    products = tl.zeros((BLOCK_N, BLOCK_D), ACCUMULATOR)
-    for start in range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        mask = live[:, None] & (d < D)[None, :]
-        grad = tl.load(grad_row + d[None, :], mask=mask, other=0.0).to(ACCUMULATOR)
-        y = tl.load(y_row + d[None, :], mask=mask, other=0.0).to(ACCUMULATOR)
-        products += grad * y
-    dots = tl.sum(products, 1)
-    tl.store(out_ptr + slot, dots.to(out_ptr.dtype.element_ty), mask=real)
-
-
-def sum_rows(
-    y_RD: Tensor,
-    bound: Tensor | int,
-    row_of_slot_N: Tensor,
-    top_k: int,
-    weights_TK: Tensor | None = None,
-) -> Tensor:
-    """Sum each token's live rows; with weights, multiplied by them.
+def sum_rows(y_RD: Tensor, bound: Tensor | int, row_of_slot_N: Tensor, top_k: int) -> Tensor:
+    """Sum each token's live rows.
 
     Args:
         y_RD: (R, D) rows, any floating-point type. Rows from the bound on may hold anything.
         bound: number of live rows, a count or a tensor of one int32 on the device.
         row_of_slot_N: (T * K,) int32; slots whose row is not below the bound are left out.
         top_k: K.
-        weights_TK: (T, K) floating point, or None for a plain sum.
 
     Returns:
         (T, D) in the type of y, summed in FP32 (FP64 for FP64) in the order of j. Does not synchronise.
@@ -128,7 +83,6 @@ def sum_rows(
         _sum_rows,
         (triton.cdiv(num_tokens, block_t), triton.cdiv(dim, block_d)),
         y_RD.contiguous(),
-        None if weights_TK is None else weights_TK.contiguous(),
         bound,
         row_of_slot_N,
         out,
@@ -139,47 +93,6 @@ def sum_rows(
         BOUND_ON_DEVICE=isinstance(bound, Tensor),
         ACCUMULATOR=accumulator(y_RD.dtype),
         BLOCK_T=block_t,
-        BLOCK_D=block_d,
-        num_warps=4,
-    )
-    return out
-
-
-def dot_rows(
-    grad_TD: Tensor,
-    y_RD: Tensor,
-    bound: Tensor | int,
-    row_of_slot_N: Tensor,
-    top_k: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Gradient of the weights of `sum_rows`: (T, K), grad_t . y_row in FP32 (FP64 for FP64); 0 for dead slots.
-
-    Args:
-        grad_TD: (T, D) gradient of the sum.
-        y_RD: (R, D) as given to `sum_rows`.
-        bound: as there.
-        row_of_slot_N: as there.
-        top_k: K.
-        dtype: type of the result, that of the weights.
-    """
-    num_slots, dim = row_of_slot_N.shape[0], y_RD.shape[1]
-    out = torch.empty(num_slots // top_k, top_k, dtype=dtype, device=y_RD.device)
-    block_n, block_d = row_tile(num_slots, dim, y_RD.element_size())
-    launch(
-        _dot_rows,
-        (triton.cdiv(num_slots, block_n),),
-        grad_TD.contiguous(),
-        y_RD.contiguous(),
-        bound,
-        row_of_slot_N,
-        out,
-        num_slots,
-        dim,
-        K=top_k,
-        BOUND_ON_DEVICE=isinstance(bound, Tensor),
-        ACCUMULATOR=accumulator(y_RD.dtype),
-        BLOCK_N=block_n,
         BLOCK_D=block_d,
         num_warps=4,
     )

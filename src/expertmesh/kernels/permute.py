@@ -9,14 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from expertmesh.kernels.combine import accumulator, row_tile, sum_rows
+from expertmesh.kernels.combine import row_tile, sum_rows
 from expertmesh.kernels.launch import launch
 
 
 @triton.jit(do_not_specialize=["bound", "num_tokens", "num_rows"])
 def _spread_rows(
     x_ptr,
-    weights_ptr,
     bound,
     row_of_slot_ptr,
     out_ptr,
@@ -24,11 +23,10 @@ def _spread_rows(
     num_rows,
     D,
     K: tl.constexpr,
-    ACCUMULATOR: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """out[row_of_slot[t, j]] = (weights[t, j] *) x[t] for live rows, 0 for the dead ones below num_rows."""
+    """out[row_of_slot[t, j]] = x[t] for live rows, 0 for the dead ones below num_rows."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     real = t < num_tokens
@@ -38,23 +36,13 @@ def _spread_rows(
     for j in range(K):
         row = tl.load(row_of_slot_ptr + t * K + j, mask=real, other=0)
         live = real & (row < num_live)
-        value = x
-        if weights_ptr is not None:
-            s = tl.load(weights_ptr + t * K + j, mask=live, other=0.0).to(ACCUMULATOR)
-            value = (x.to(ACCUMULATOR) * s[:, None]).to(x.dtype)
         # where, not a product with 0: a dead slot's token may hold anything, NaN too
-        value = tl.where(live[:, None], value, 0.0)
+        value = tl.where(live[:, None], x, 0.0)
         mask = (real & (row < num_rows))[:, None] & columns
         tl.store(out_ptr + row.to(tl.int64)[:, None] * D + d[None, :], value, mask=mask)
 
 
-def tokens_to_rows(
-    x_TD: Tensor,
-    offsets_E: Tensor,
-    row_of_slot_N: Tensor,
-    num_rows: int,
-    weights_TK: Tensor | None = None,
-) -> Tensor:
+def tokens_to_rows(x_TD: Tensor, offsets_E: Tensor, row_of_slot_N: Tensor, num_rows: int) -> Tensor:
     """Copy tokens (T, D) to rows in expert order (R, D), zeros behind the live rows.
 
     Args:
@@ -62,7 +50,6 @@ def tokens_to_rows(
         offsets_E: (E + 1,) int32; its last element is the number of live rows.
         row_of_slot_N: (T * K,) int32, a permutation.
         num_rows: R, at most T * K.
-        weights_TK: (T, K) factors of the copies (the gradient of a weighted `sum_rows`), or None.
 
     Returns:
         (R, D) in the type of x. Does not synchronise.
@@ -74,7 +61,6 @@ def tokens_to_rows(
         _spread_rows,
         (triton.cdiv(num_tokens, block_t), triton.cdiv(dim, block_d)),
         x_TD.contiguous(),
-        None if weights_TK is None else weights_TK.contiguous(),
         offsets_E[-1:],
         row_of_slot_N,
         out,
@@ -82,7 +68,6 @@ def tokens_to_rows(
         num_rows,
         dim,
         K=row_of_slot_N.shape[0] // max(num_tokens, 1),
-        ACCUMULATOR=accumulator(x_TD.dtype),
         BLOCK_T=block_t,
         BLOCK_D=block_d,
         num_warps=4,
