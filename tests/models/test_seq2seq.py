@@ -22,7 +22,7 @@ from expertmesh.moe.random import key_noise
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes.translation import RECIPES
 from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
-from expertmesh.training.muon import matrix_parameters
+from expertmesh.training.roles import parameter_roles
 
 SOURCES = [[2, 30, 14, 50, 9, 0], [3, 7, 0], [2, 8, 8, 61, 0]]
 TARGETS = [[0, 5, 260, 17], [0, 9, 12, 4, 44, 7], [0, 20]]
@@ -219,7 +219,7 @@ def test_every_parameter_is_counted(moe):
     alone = seq2seq_costs(run, num_ranks=1, dtype="float32")
     assert alone.each is None and alone.parameters == sum(p.numel() for p in model.parameters())
     of_muon = run.updated({"optim.name": "muon"})
-    matrices = matrix_parameters(model)
+    matrices = {n for n, role in parameter_roles(model).items() if role == "matrix"}
     saved = 4 * sum(p.numel() for n, p in model.named_parameters() if n in matrices)
     for one, parts in ((run, 1), (run, 2), (of_muon, 1), (of_muon, 2)):
         costs = seq2seq_costs(one, num_ranks=parts, dtype="float32")

@@ -16,7 +16,7 @@ from expertmesh.models.swin.model import Swin
 from expertmesh.moe.random import key_noise
 from expertmesh.recipes.vision import RECIPES
 from expertmesh.testing.numerics import assert_close_fp64, assert_two_times, magnitude
-from expertmesh.training.muon import matrix_parameters
+from expertmesh.training.roles import parameter_roles
 
 MILLIONS = {
     "swin-t": 28.35, "swin-s": 49.73, "swin-b": 87.92,
@@ -319,7 +319,7 @@ def test_every_kind_of_block_computes_and_is_counted(options):
     total = sum(p.numel() for p in model.parameters())
     run = SwinRunConfig(model=cfg)
     assert swin_costs(run, num_ranks=2, dtype="bfloat16").parameters == total
-    matrices = matrix_parameters(model)
+    matrices = {n for n, role in parameter_roles(model).items() if role == "matrix"}
     saved = 4 * sum(p.numel() for n, p in model.named_parameters() if n in matrices)
     for name, less in (("adamw", 0), ("muon", saved)):
         one = run.updated({"optim.name": name})

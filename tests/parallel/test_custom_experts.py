@@ -178,6 +178,30 @@ def test_training_steps_and_norms(four_ranks, copies):
         assert sorted(sum(names, [])) == sorted(every * copies)
 
 
+def three_steps_of_ddp():
+    """Of two tokens each, so that most experts are idle; gradients are means over the ranks, as one process has them."""
+    world = world_of()
+    plain = Model()
+    ddp = nn.parallel.DistributedDataParallel(Model())
+    draw = torch.Generator().manual_seed(4)
+    errors = []
+    for _ in range(3):
+        x = torch.randn(2 * world.size, D, dtype=torch.float64, generator=draw)
+        for model in (plain, ddp):
+            model.zero_grad()
+        ddp(x.tensor_split(world.size)[world.position]).square().sum().backward()
+        plain(x).square().sum().div(world.size).backward()
+        pairs = zip(ddp.module.parameters(), plain.parameters(), strict=True)
+        errors += [relative_error(a.grad, b.grad) for a, b in pairs]
+    return max(errors)
+
+
+def test_plain_data_parallel(two_ranks):
+    """`DistributedDataParallel` waits for the gradient of every parameter."""
+    for error in two_ranks.run(three_steps_of_ddp):
+        assert error <= FP64_RELATIVE
+
+
 def save(folder):
     layer = Model().moe
     spread_experts(layer, world_of())

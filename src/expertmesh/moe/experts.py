@@ -1,6 +1,6 @@
 """The routed experts (grouped tensors, or a module of the user's per expert) and the dense MLPs beside them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -294,6 +294,10 @@ def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:
     )
 
 
+Parameters = Sequence[Sequence[Tensor]]
+"""Those of each expert."""
+
+
 class ExpertList(nn.ModuleList):
     """One module of the user's per expert, each called on its own (n, D) rows with n > 0."""
 
@@ -313,14 +317,14 @@ class ExpertList(nn.ModuleList):
     ) -> Tensor:
         """As GroupedExperts.forward, but waits for the number of rows of each expert on the host.
 
-        `parameters` must be None: modules keep their own. The routing weight multiplies an expert's output. An expert without a row is not called, so that its
-        parameters get no gradient (None).
+        `parameters` must be None: modules keep their own. The routing weight multiplies an expert's output. An expert without a
+        row is not called; the gradients of its parameters are zeros, as those of grouped experts are.
         """
         assert parameters is None, "modules keep their own parameters"
         metadata = route_metadata(
             expert_ids_TK, self.num_experts, max_rows=max_rows, backend=self.backend
         )
-        x_TD, callables = self.callables(x_TD)
+        x_TD, callables, parameters_of = self.callables(x_TD)
         x_RD = permute(x_TD, metadata, backend=self.backend)
         bounds = metadata.offsets_E.tolist()
         rows = [
@@ -331,17 +335,38 @@ class ExpertList(nn.ModuleList):
             if end > start
         ]
         dead = x_RD.new_zeros(x_RD.shape[0] - bounds[-1], x_TD.shape[1])
-        # no rows of x, so that autograd knows of x where no expert is called
-        dead = torch.cat((dead, x_RD[:0]))
+        # no rows of x and of what idle experts have, so that autograd knows of these: their gradients are zeros
+        idle = zip(parameters_of, bounds, bounds[1:], strict=False)
+        unused = [p for found, start, end in idle if end == start for p in found]
+        dead = torch.cat((dead, x_RD[:0], *no_rows(unused, like=x_RD)))
         y_RD = torch.cat([*rows, dead.to(rows[0].dtype) if rows else dead])
         weights_R = weights_TK.flatten()[metadata.slot_of_row_N.long()]
         weighted_RD = y_RD.to(weights_R.dtype) * weights_R[:, None]
         y_TD = combine(weighted_RD, metadata, expert_ids_TK.shape[1], backend=self.backend)
         return y_TD.to(y_RD.dtype)
 
-    def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
-        """The tokens and the experts of one call, which an heir may put something before."""
-        return x_TD, list(self.children())
+    def callables(
+        self, x_TD: Tensor
+    ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
+        """The tokens, the experts and the parameters of each for one call, which an heir may put something before."""
+        experts = list(self.children())
+        return x_TD, [*experts], [list(expert.parameters()) for expert in experts]
+
+
+def no_rows(parameters: Iterable[Tensor], *, like: Tensor) -> list[Tensor]:
+    """(0, D) pieces of parameters for a `torch.cat`, which gives them gradients of zeros, also where weights are not finite.
+
+    Args:
+        parameters: those without a gradient, and those cut over ranks (DTensor), are left out.
+        like: (n, D), of the type of the pieces.
+    """
+    if not torch.is_grad_enabled():
+        return []
+    return [
+        p.flatten()[:0].view(0, like.shape[1]).to(like.dtype)
+        for p in parameters
+        if p.requires_grad and p.is_floating_point() and not hasattr(p, "device_mesh")
+    ]
 
 
 class FirstOutput(nn.Module):

@@ -32,6 +32,7 @@ from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, r
 from expertmesh.training.optim import build_optimizer, freeze, learning_rate, set_learning_rate
 from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
+from expertmesh.training.roles import summary
 from expertmesh.training.room import check_room
 from expertmesh.training.run_dir import RunDir, load_run
 from expertmesh.training.state import (
@@ -268,6 +269,7 @@ class _Trainer:
         )
         stop.on_ask = report.asked
         report.message(self._description(first))
+        report.message(summary(self.state.model, muon=config.optim.name == "muon"))
         extra: dict[str, float] = {}
         if first == 0:
             before = self._evaluate()

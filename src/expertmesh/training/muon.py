@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
 
@@ -19,27 +18,6 @@ EPS = 1e-7
 """Least norm that a matrix is divided by."""
 WIDE = 1.5
 """Matrices this many times wider than tall are iterated by their Gram matrices."""
-
-_OTHERS = frozenset(
-    {"output", "head", "lm_head", "classifier", "patches"}
-    | {"router", "shared_gate", "residual_coefficient"}
-)
-
-
-def matrix_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that Muon is for: the matrices of attention, dense layers and experts.
-
-    Weights of `nn.Linear`, and those of grouped experts and dense feed-forward layers; not what is called an embedding, not
-    routers and other gates, heads (modules called output, head, lm_head or classifier), nor what has one axis.
-    """
-    found = set()
-    for name, module in model.named_modules():
-        if _OTHERS.isdisjoint(name.split(".")) and "embedding" not in name:
-            leaves: tuple[str, ...] = ("weight",) if isinstance(module, nn.Linear) else ()
-            if isinstance(module, GroupedExperts | DenseMLP):
-                leaves = ("w_in", "w_out")
-            found |= {f"{name}.{leaf}".lstrip(".") for leaf in leaves}
-    return found
 
 
 def orthogonalized(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -10,15 +10,8 @@ from torch import nn
 from expertmesh.config.run import Frozen, OptimConfig
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
-from expertmesh.training.muon import Muon, matrix_parameters
-
-_BIASES = frozenset({"bias", "b_in", "b_out"})
-
-
-def is_decayed(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay applies: to matrices, but not to embeddings, nor to the biases of experts, one row each."""
-    leaf = name.rsplit(".", 1)[-1]
-    return parameter.ndim >= 2 and leaf not in _BIASES and "embedding" not in name
+from expertmesh.training.muon import Muon
+from expertmesh.training.roles import DECAYED, parameter_roles
 
 
 def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
@@ -54,15 +47,15 @@ def build_optimizer(
     Returns:
         The optimiser; its learning rate is set before each step by the loop.
     """
-    matrices = matrix_parameters(model) if config.name == "muon" else set()
+    roles = parameter_roles(model)
     groups: dict[tuple[bool, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # The fused update takes tensors of one mesh at a time.
             mesh = getattr(parameter, "device_mesh", None)
-            groups.setdefault((is_decayed(name, parameter), name in matrices, mesh), []).append(
-                parameter
-            )
+            is_matrix = config.name == "muon" and roles[name] == "matrix"
+            group = roles[name] in DECAYED, is_matrix, mesh
+            groups.setdefault(group, []).append(parameter)
     params: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
         | ({"is_matrix": True} if is_matrix else {})

@@ -28,6 +28,7 @@ from expertmesh.models.swin.windows import (
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.learning import learn_as
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype
 
@@ -91,12 +92,12 @@ class WindowAttention(nn.Module):
         if self.is_v2:
             self.q_bias, self.v_bias = (nn.Parameter(torch.empty(dim, **place)) for _ in range(2))
             self.log_scale = nn.Parameter(torch.empty(self.num_heads, **place))
-        # "embedding" in its name keeps weight decay away from it
-        self.position_embedding = nn.Sequential(
+        position_mlp = nn.Sequential(
             nn.Linear(2, _POSITION_HIDDEN, **place),
             nn.ReLU(),
             nn.Linear(_POSITION_HIDDEN, self.num_heads, bias=False, **place),
         )
+        self.position_embedding = learn_as(position_mlp, "table")
         device = place.get("device")
         for name, table in self._tables().items():
             self.register_buffer(name, table.to(device), persistent=False)
@@ -281,7 +282,7 @@ class Swin(nn.Module):
         place: dict[str, Any] = {"device": "meta", "dtype": dtype}
         norm: dict[str, Any] = {"eps": config.norm_eps, **place}
         pixels = config.num_channels * config.patch_size**2
-        self.patches = Linear(pixels, config.dim, bias=True, **place)
+        self.patches = learn_as(Linear(pixels, config.dim, bias=True, **place), "edge")
         self.patch_norm = nn.LayerNorm(config.dim, **norm)
         self.stages: Any = nn.ModuleList()  # of lists of blocks
         self.merges = nn.ModuleList()
@@ -301,7 +302,9 @@ class Swin(nn.Module):
         step = config.drop_path / max(index - 1, 1)
         self.drop_path = DropPath([step * (branch // 2) for branch in range(2 * index)])
         self.final_norm = nn.LayerNorm(config.stage_dims[-1], **norm)
-        self.head = Linear(config.stage_dims[-1], config.num_classes, bias=True, **place)
+        self.head = learn_as(
+            Linear(config.stage_dims[-1], config.num_classes, bias=True, **place), "edge"
+        )
         draw_weights(self, device=device, seed=seed)
 
     def blocks(self) -> Iterator[Block]:

@@ -13,7 +13,7 @@ from expertmesh.comm.group import RankGroup, wait_for
 from expertmesh.comm.mesh import ExpertDegrees
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
-from expertmesh.moe.experts import ExpertList, ExpertParameters
+from expertmesh.moe.experts import ExpertList, ExpertParameters, Parameters
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.plan import Plan
 from expertmesh.parallel.experts.shadow import ShadowWeights
@@ -139,8 +139,10 @@ class SpreadExpertList(ExpertList):
             x_TD = x_TD.detach().requires_grad_()
         return super().forward(x_TD, *route, **options).to(x_TD.dtype)
 
-    def callables(self, x_TD: Tensor) -> tuple[Tensor, list[Callable[[Tensor], Tensor]]]:
-        """The modules; where there are copies of them, with parameters whose gradients are summed over these."""
+    def callables(
+        self, x_TD: Tensor
+    ) -> tuple[Tensor, list[Callable[[Tensor], Tensor]], Parameters]:
+        """The modules and their parameters; where there are copies of them, with parameters whose gradients are summed over these."""
         own = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if self._replicas.size == 1 or not own or not torch.is_grad_enabled():
             return super().callables(x_TD)
@@ -159,7 +161,9 @@ class SpreadExpertList(ExpertList):
             }
             return partial(_call_with, expert, given)
 
-        return x_TD, [called(expert) for expert in self.children()]
+        experts = list(self.children())
+        seen = [[view_of[p] for p in expert.parameters() if p in view_of] for expert in experts]
+        return x_TD, [called(expert) for expert in experts], seen
 
 
 def _call_with(expert: nn.Module, parameters: Mapping[str, Tensor], x_RD: Tensor) -> Tensor:
@@ -189,9 +193,7 @@ class _SumOverCopies(torch.autograd.Function):
         wait_for(start_all_reduce(called, ctx.group, where=ctx.where))
         summed: list[Tensor | None] = []
         for grad, parameter, count in zip(grads, own, called.tolist(), strict=True):
-            if (
-                count == 0
-            ):  # no rank called this expert, so that it has no gradient, as in one process
+            if count == 0:  # no module of any rank uses it: it has no gradient, as in one process
                 summed.append(None)
                 continue
             total = torch.zeros_like(parameter) if grad is None else grad.contiguous().clone()

@@ -1,0 +1,237 @@
+"""What each parameter of a model is for its optimiser, by modules and shapes, whatever the names are."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from expertmesh.moe.adapters import Adapter
+from expertmesh.moe.experts import DenseMLP, GroupedExperts
+from expertmesh.moe.layer import MoELayer
+from expertmesh.moe.learning import Role, said_role
+from expertmesh.moe.router import CosineRouter
+
+ParameterRole = Role | Literal["vector"]
+"""`expertmesh.moe.learning.Role`, and vector: what has one axis, or is of that shape; not decayed, AdamW's."""
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_EDGES = (_ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase)
+_STRICTEST: tuple[ParameterRole, ...] = ("vector", "table", "edge", "matrix")
+"""A parameter of several modules has the first of its roles: a tied head is a table."""
+
+DECAYED: tuple[ParameterRole, ...] = ("edge", "matrix")
+"""Roles that weight decay applies to."""
+
+
+def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
+    """The role of every parameter.
+
+    What `learn_as` says of a module counts, then what kind of module it is. Tables are the weights of `nn.Embedding`, whoever else has
+    them, and parameters that stand beside the embedding of their width, or whose first of several axes has length 1 (positions).
+    Vectors are parameters of one axis, norms and the biases of experts. Edges are convolutions, recurrent weights, routers and other
+    gates (a linear map to as many outputs as there are experts beside it, or to one), heads (a linear map outside the blocks to as
+    many outputs as an embedding has rows, or else the last one of the model), and what is not known. Matrices are all other linear
+    maps, attention's, and stacks of experts of three axes and more.
+
+    Args:
+        model: a model of ours, or any other; on several ranks the whole or its parts.
+
+    Returns:
+        Roles by the names of `model.named_parameters()`.
+    """
+    found: dict[int, ParameterRole] = {}
+    places = _Places(model)
+    for name, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            role = places.role(name, module, leaf, parameter)
+            known = found.get(id(parameter), role)
+            found[id(parameter)] = min(role, known, key=_STRICTEST.index)
+    return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
+
+
+def summary(model: nn.Module, *, muon: bool) -> str:
+    """What the optimisers take of what is learned, in a few words.
+
+    Args:
+        model: the model.
+        muon: whether Muon takes the matrices.
+    """
+    roles = parameter_roles(model)
+    learned = [roles[name] for name, p in model.named_parameters() if p.requires_grad]
+    count = {role: learned.count(role) for role in _STRICTEST}
+    matrices = count["matrix"] + count["edge"]
+    rest = f"{_counted(count['table'], 'table')} and {_counted(count['vector'], 'vector')}, not decayed"
+    if not muon:
+        return f"AdamW: {_matrices(matrices)}; {rest}"
+    edges = f"{count['edge']} at the edges (heads, gates, convolutions)"
+    return f"Muon: {count['matrix']} of {_matrices(matrices)}; AdamW: {edges}; {rest}"
+
+
+def _counted(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
+
+
+def _matrices(number: int) -> str:
+    return f"{number} matri{'x' if number == 1 else 'ces'}"
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """Of one module: what lies directly in it.
+
+    Attributes:
+        num_experts: lengths of its stacks of experts and lists of modules.
+        widths: of its embeddings and of the convolutions that make patches.
+    """
+
+    num_experts: frozenset[int]
+    widths: frozenset[int]
+
+
+class _Places:
+    """Where the modules of a model lie."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._stacks = set(_stacks_of(model))
+        embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+        self._vocabularies = {m.num_embeddings for m in embeddings}
+        self._embeddings = {id(m.weight) for m in embeddings}
+        self._surroundings = {name: self._look(m) for name, m in self._modules.items()}
+        self._gates = {
+            id(part)
+            for layer in model.modules()
+            if isinstance(layer, MoELayer)
+            for gate in (layer.router, layer.shared_gate, layer.residual_coefficient)
+            if gate is not None
+            for part in gate.modules()
+        }
+        self._heads = set(self._find_heads())
+
+    def role(
+        self, name: str, module: nn.Module, leaf: str, parameter: nn.Parameter
+    ) -> ParameterRole:
+        """Of one parameter in one of its modules."""
+        if parameter.ndim < 2:
+            return "vector"
+        said = self._said(name)
+        if said is not None:
+            return said
+        if isinstance(module, GroupedExperts | DenseMLP):
+            return "matrix" if leaf in ("w_in", "w_out") else "vector"
+        if isinstance(module, (*_TABLES, CosineRouter)):
+            return "table"
+        if isinstance(module, _NORMS) or type(module).__name__.endswith("Norm"):
+            return "vector"
+        if id(module) in self._gates or isinstance(module, (*_EDGES, Adapter)):
+            return "edge"
+        if (rows := _rows_of_map(module)) is not None and parameter.ndim == 2:
+            is_gate = rows in self._beside(name).num_experts or 1 in parameter.shape
+            return "edge" if is_gate or id(module) in self._heads else "matrix"
+        return self._role_of_other(name, module, parameter)
+
+    def _role_of_other(self, name: str, module: nn.Module, parameter: Tensor) -> ParameterRole:
+        """Of a parameter that lies in a module of an unknown kind by itself."""
+        if isinstance(module, nn.MultiheadAttention):
+            return "table" if parameter.shape[0] == 1 else "matrix"
+        if parameter.numel() == max(parameter.shape):
+            return "table" if parameter.ndim > 2 else "edge"
+        if id(parameter) in self._stacks:
+            return "matrix"
+        if parameter.ndim > 2:
+            return "table"
+        first, width = parameter.shape
+        around = [self._surroundings[name]]
+        if first in around[0].num_experts:
+            return "vector"  # biases of stacked experts
+        if not any(module.children()):
+            around.append(self._beside(name))
+        stands_beside = any(width in one.widths for one in around)
+        return (
+            "table"
+            if stands_beside and first != width and first not in self._vocabularies
+            else "edge"
+        )
+
+    def _said(self, name: str) -> Role | None:
+        while True:
+            found = said_role(self._modules[name])
+            if found is not None or not name:
+                return found
+            name = name.rpartition(".")[0]
+
+    def _beside(self, name: str) -> _Surroundings:
+        return self._surroundings[name.rpartition(".")[0] if name else ""]
+
+    def _look(self, module: nn.Module) -> _Surroundings:
+        children = [*module.children()]
+        inside = [module, *(m for m in children if not isinstance(m, nn.ModuleList))]
+        counts = {
+            p.shape[0] for m in inside for p in m.parameters(recurse=False) if id(p) in self._stacks
+        }
+        counts |= {len(m) for m in children if isinstance(m, nn.ModuleList) and len(m) > 1}
+        widths = {m.embedding_dim for m in children if isinstance(m, nn.Embedding)}
+        widths |= {m.out_channels for m in children if isinstance(m, _ConvNd)}
+        return _Surroundings(frozenset(counts), frozenset(widths))
+
+    def _find_heads(self) -> Iterator[int]:
+        """Linear maps outside the blocks to a vocabulary; where there is none, the last one of the model."""
+        maps = [n for n, m in self._modules.items() if n and _rows_of_map(m) is not None]
+        outside = [name for name in maps if not self._is_in_block(name)]
+        heads = [n for n in outside if _rows_of_map(self._modules[n]) in self._vocabularies]
+        tied = {id(p) for n in maps for p in self._modules[n].parameters(recurse=False)}
+        if not heads and tied.isdisjoint(self._embeddings) and len(maps) > 1:
+            last = maps[-1]
+            above = self._modules[last.rpartition(".")[0]]
+            if last in outside and not isinstance(above, nn.ModuleList):
+                heads = [last]
+        yield from (id(self._modules[name]) for name in heads)
+
+    def _is_in_block(self, name: str) -> bool:
+        """Whether something above is an entry of a list of modules, or has others of its kind beside it."""
+        path = name.split(".")[:-1]
+        for end in range(1, len(path) + 1):
+            above = self._modules[".".join(path[: end - 1])]
+            here = self._modules[".".join(path[:end])]
+            if isinstance(here, nn.ModuleList):
+                continue
+            if isinstance(above, nn.ModuleList):
+                return True
+            if sum(type(child) is type(here) for child in above.children()) > 1:
+                return True
+        return False
+
+
+def _rows_of_map(module: nn.Module) -> int | None:
+    """Outputs of a linear map: `nn.Linear`, or a module without others that has one matrix and one bias for it; else None."""
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    own = list(module.parameters(recurse=False))
+    if any(module.children()) or sorted(p.ndim for p in own) != [1, 2]:
+        return None
+    bias, weight = sorted(own, key=lambda p: p.ndim)
+    return bias.shape[0] if bias.shape[0] in weight.shape else None
+
+
+def _stacks_of(model: nn.Module) -> Iterator[int]:
+    """Parameters that are stacks of matrices, one of each expert: of three axes and more, several in one place, equally many."""
+    for module in model.modules():
+        near = [module, *(m for m in module.children() if not any(m.children()))]
+        stacks: Mapping[int, list[Tensor]] = defaultdict(list)
+        for one in near:
+            known = isinstance(
+                one, (_ConvNd, nn.Bilinear, *_TABLES, *_NORMS, nn.MultiheadAttention)
+            )
+            for p in () if known else one.parameters(recurse=False):
+                if p.ndim > 2 and min(p.shape[0], *p.shape[-2:]) > 1:
+                    stacks[p.shape[0]].append(p)
+        for found in stacks.values():
+            if len(found) > 1 and any(
+                set(found[0].shape[1:]) & set(p.shape[1:]) for p in found[1:]
+            ):
+                yield from map(id, found)
