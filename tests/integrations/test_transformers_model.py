@@ -35,7 +35,7 @@ def model():
 
 
 def test_the_loss_is_that_of_the_predicted_tokens_and_of_the_routers(model):
-    model = copy.deepcopy(model).double()
+    model = copy.deepcopy(model).double().train()
     ids = torch.randint(1, 256, (2, 9))
     labels = ids.clone()
     labels[0, :4] = -100

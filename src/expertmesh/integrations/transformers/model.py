@@ -79,10 +79,10 @@ class ExpertMeshOutput(ModelOutput):
     """What a forward pass returns.
 
     Attributes:
-        loss: scalar with labels, the routers' losses included.
+        loss: scalar with labels: cross-entropy, and in training the routers' losses beside it.
         logits: (B, S, V), or of the last positions only.
         past_key_values: the cache, where one was asked for.
-        aux_loss: scalar, the routers' share of the loss: balance and z-losses of all layers, weighted; None for a dense model.
+        aux_loss: scalar, the routers' share of the training loss: balance and z-losses of all layers, weighted; None for a dense model.
     """
 
     loss: Tensor | None = None
@@ -161,6 +161,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        capacity_factor: float | None = None,
         **unused: Any,
     ) -> ExpertMeshOutput:
         """One pass. Synchronises with the device where a mask is given, to see whether it masks anything.
@@ -174,10 +175,11 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: only the last so many positions get logits; 0: all.
             num_items_in_batch: predicted tokens of the whole batch, of which this call sees a part; None: this is all of it.
             return_dict: not False; transformers passes it.
+            capacity_factor: of all MoE layers, for this call only; inf: dropless; None: theirs.
             **unused: what peft and others pass to every model, None or False.
 
         Returns:
-            Loss (mean over the predicted tokens, plus the routers' share), logits, cache.
+            Loss (mean over the predicted tokens; in training plus the routers' share), logits, cache.
 
         Raises:
             ConfigError: too many tokens, a cache of a fixed size, labels beside logits_to_keep, a mask of another length, an
@@ -212,6 +214,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             token_mask_BS=None if mask_BK is None else mask_BK[:, -input_ids.shape[1] :],
             cache=cache,
             num_logits=logits_to_keep or None,
+            capacity_factor=capacity_factor,
         )
         loss: Tensor | None = None
         aux_loss: Tensor | None = None
@@ -231,7 +234,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         aux_loss: Tensor | None,
         num_items: Tensor | int | None,
     ) -> Tensor:
-        """Of the tokens that follow, and of the routers by this part's share of the batch."""
+        """Of the tokens that follow, and in training of the routers by this part's share of the batch."""
         targets_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=_IGNORED)
         is_target_T = (targets_BS != _IGNORED).flatten()
         losses_T = token_losses(logits_BSV, targets_BS.clamp(min=0))
@@ -240,7 +243,9 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         whole = count.clamp(min=1) if num_items is None else num_items
         whole = whole.to(total.device) if isinstance(whole, Tensor) else whole
         loss = total / whole
-        return loss if aux_loss is None else loss + aux_loss.to(loss) * count / whole
+        if aux_loss is None or not self.training:
+            return loss
+        return loss + aux_loss.to(loss) * count / whole
 
     def _warn_of_loss(self) -> None:
         """Say once that Trainer takes the loss itself."""
@@ -251,6 +256,48 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
                 "Trainer takes the loss itself (label_smoothing_factor or compute_loss_func), without the routers' losses: leave it "
                 "to the model, add outputs.aux_loss in a compute_loss_func, or balance by bias_update_rate"
             )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate by transformers' means, in evaluation mode (the mode before is put back), and without drops for a capacity.
+
+        So a row says what `expertmesh.generate` says, and what it says alone, with the two exceptions that hold there as well:
+        max_capacity_factor bounds the rows of an expert, and experts that choose (expert_choice) do so among the tokens of a call.
+        A row that has ended still counts among these here, and not there.
+
+        Raises:
+            ConfigError: as `forward`, and at once where the new tokens have no room in the model's window.
+        """
+        theirs: Any = super()
+        modes = [(module, module.training) for module in self.modules()]
+        self.eval()
+        try:
+            return theirs.generate(*args, **kwargs)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of a step's `forward`, as transformers makes them; no token is to be dropped in it."""
+        theirs: Any = super()
+        found = theirs.prepare_inputs_for_generation(*args, **kwargs)
+        return {"capacity_factor": self.gpt.config.moe.dropless_factor, **found}
+
+    def _prepare_generated_length(self, *args: Any, **kwargs: Any) -> Any:
+        """The lengths of a generation, as transformers finds them.
+
+        Raises:
+            ConfigError: they pass the model's window.
+        """
+        theirs: Any = super()
+        found = theirs._prepare_generated_length(*args, **kwargs)
+        window = self.gpt.max_seq_len
+        if found.max_length is not None and found.max_length > window:
+            asked = "max_length" if found.max_new_tokens is None else "max_new_tokens"
+            raise ConfigError(
+                f"{asked}={getattr(found, asked)}: a sequence of {found.max_length} tokens passes the model's max_seq_len={window}; "
+                "shorten the prompt, or ask for fewer"
+            )
+        return found
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding."""
