@@ -5,6 +5,7 @@ import json
 import pytest
 
 from expertmesh.cli.flags import parse_run_config
+from expertmesh.cli.program import Flags
 from expertmesh.errors import ConfigError
 
 
@@ -67,7 +68,7 @@ def test_mistakes_name_the_option_and_the_nearest(text, says, tmp_path):
     words = [] if text.startswith("recipe") else ["gpt-moe-test"]
     with pytest.raises(ConfigError) as caught:
         parsed(tmp_path, text, *words)
-    assert says in str(caught.value)
+    assert says in Flags().spell(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -1,20 +1,16 @@
 """`expertmesh train RECIPE --section.field value`: every spelling that works, and what each mistake says."""
 
+import pickle
 from operator import attrgetter
 
 import pytest
 
-from expertmesh.cli.flags import (
-    OptionParser,
-    flag_name,
-    parse_run_config,
-    print_train_help,
-    spell_options,
-)
-from expertmesh.config.base import option_names
+from expertmesh.cli.flags import OptionParser, parse_run_config, print_train_help
+from expertmesh.cli.program import Flags, flag_name, program
+from expertmesh.config.base import FieldError, option_names
 from expertmesh.config.family import FAMILIES, GPT
 from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, Line, command, named
 
 RECIPE = "gpt-moe-demo"
 
@@ -201,8 +197,9 @@ def test_dry_run():
 def test_mistakes(words, message):
     with pytest.raises(ConfigError) as caught:
         parse_run_config(words)
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
+    said = Flags().spell(caught.value)
+    assert said.replace(program(), "expertmesh").startswith(message)
+    assert "\n" not in said
 
 
 def test_help_lists_recipes_and_every_option(capsys):
@@ -244,32 +241,78 @@ def test_option_parser_raises_in_one_line():
         assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    ("text", "spelled"),
-    [
-        ("train.run_dir=runs/x: is in use", "--train.run-dir runs/x: is in use"),
-        (
-            "try train.resume=auto, or another train.run_dir",
-            "try --train.resume auto, or another --train.run-dir",
+TOLD = [  # an error or a line, as Python and as the command line of a verb print it
+    (
+        ConfigError(
+            "train.run_dir",
+            "runs/x",
+            "is in use",
+            f"try {named('train.resume', 'auto')}, or another {named('train.run_dir')}",
         ),
-        ("model.moe.top_k=9: no", "--model.moe.top-k 9: no"),
-        ("to=models/x: there is no folder", "--to models/x: there is no folder"),
-        ("page=/dev/null: is no regular file", "--page /dev/null: is no regular file"),
-        ("max_tokens=0: must be at least 1", "--max-tokens 0: must be at least 1"),
-        ("num_beams=2000: must be from 1 to 1000", "--beams 2000: must be from 1 to 1000"),
-        ("top_p=0.0: must be above 0", "--top-p 0.0: must be above 0"),
-        (
-            "--train.steps 3; runs/train.steps/x; train.stepsize",
-            "--train.steps 3; runs/train.steps/x; train.stepsize",
-        ),
-        ("data: other tokens", "data: other tokens"),
-        ("ep_degree=3: with es_degree=1", "--parallel.ep-degree 3: with --parallel.es-degree 1"),
-        ("route_degree = ep_degree x es_degree", "route_degree = ep_degree x es_degree"),
-        ("parallel.tp_degree=2: no", "--parallel.tp-degree 2: no"),
-    ],
-)
-def test_messages_are_spelled_as_options(text, spelled):
-    assert spell_options(text) == spelled
+        "",
+        "train.run_dir=runs/x: is in use; try train.resume=auto, or another train.run_dir",
+        "--train.run-dir runs/x: is in use; try --train.resume auto, or another --train.run-dir",
+    ),
+    (
+        ConfigError("runs/train.steps/x: train.steps=3 is no option of its own; train.stepsize"),
+        "",
+        "runs/train.steps/x: train.steps=3 is no option of its own; train.stepsize",
+        "runs/train.steps/x: train.steps=3 is no option of its own; train.stepsize",
+    ),
+    (
+        ConfigError("model.moe.num_experts", (4, 8), "no", "yes"),
+        "train",
+        "model.moe.num_experts=4 8: no; yes",
+        "--model.moe.num-experts 4 8: no; yes",
+    ),
+    (
+        FieldError(("moe", "top_k", 1), "4", "no", "yes").inside(("model",)),
+        "train",
+        "model.moe.top_k[1]='4': no; yes",
+        "--model.moe.top-k 4: no; yes",
+    ),
+    (
+        FieldError("stepz", 3, "unknown option", "", near="steps").inside(("train",)),
+        "train",
+        "train.stepz=3: unknown option; did you mean train.steps?",
+        "--train.stepz 3: unknown option; did you mean --train.steps?",
+    ),
+    (
+        ConfigError("es_degree", 3, "no", f"use {named('tp_degree', 2)}"),
+        "train",
+        "es_degree=3: no; use tp_degree=2",
+        "--parallel.es-degree 3: no; use --parallel.tp-degree 2",
+    ),
+    (ConfigError("es_degree", 3, "no"), "generate", "es_degree=3: no", "--es-degree 3: no"),
+    (
+        CheckpointError(f"lower {named('train.device', 'x')}"),
+        "classify",
+        "lower train.device=x",
+        "lower --device x",
+    ),
+    (ConfigError("num_beams", 0, "no"), "translate", "num_beams=0: no", "--beams 0: no"),
+    (
+        Line(f"{named('split_long', True)}, {named('train.tensorboard', False)}"),
+        "",
+        "split_long=True, train.tensorboard=False",
+        "--split-long, --train.tensorboard false",
+    ),
+    (
+        ConfigError("to", "a\x02b\x03c", "no", f"see {command('convert --help')}"),
+        "",
+        "to=a b c: no; see expertmesh convert --help",
+        "--to a b c: no; see PROGRAM convert --help",
+    ),
+    (ValueError("train.steps"), "train", "train.steps", "train.steps"),
+]
+
+
+@pytest.mark.parametrize(("told", "verb", "python", "typed"), TOLD, ids=str)
+def test_options_are_spelled_where_they_are_printed(told, verb, python, typed):
+    copies = [told] if isinstance(told, Line) else [told, pickle.loads(pickle.dumps(told))]
+    for one in copies:
+        assert str(one) == python
+        assert Flags(verb).spell(one).replace(program(), "PROGRAM") == typed
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])

@@ -196,7 +196,7 @@ def test_a_checkpoint_whose_last_files_do_not_fit_is_named(tmp_path, size_limit)
 def test_a_disk_that_cannot_be_written_is_said_before_the_work(disk):
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     with pytest.raises(ConfigError, match=f"{disk} cannot be written; choose another folder"):
-        output_file("--output", disk / "new")
+        output_file("output", disk / "new")
 
 
 @pytest.mark.parametrize("disk", [16 << 20], indirect=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from expertmesh.cli.main import VERBS
-from expertmesh.cli.program import program, spell_program
+from expertmesh.cli.program import Flags, program
 from expertmesh.cli.train import summary
 from expertmesh.config.family import GPT
+from expertmesh.errors import ConfigError, command
 from expertmesh.training.loop import TrainResult
 from expertmesh.training.metrics import evaluations
 
@@ -43,21 +43,10 @@ def test_an_interpreter_without_a_program_beside_it(environment):
     assert program() == "expertmesh"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("it first: expertmesh train; see", "it first: .venv/bin/expertmesh train; see"),
-        ("see /x/expertmesh report and expertmesh.", None),
-        ("torchrun --nproc-per-node N -m expertmesh train ...", None),
-        ("expertmesh exporters", None),
-    ],
-)
-def test_commands_in_messages_and_nothing_else(environment, text, said):
-    assert spell_program(text, VERBS) == (said or text)
-
-
-def test_a_verb_of_any_list_is_spelled(environment):
-    assert spell_program("expertmesh new x", ["old", "new"]) == ".venv/bin/expertmesh new x"
+def test_commands_in_messages_can_be_copied(environment):
+    text = f"it first: {command('train')}; torchrun -m expertmesh train ..."
+    said = Flags().spell(ConfigError(text))
+    assert said == "it first: .venv/bin/expertmesh train; torchrun -m expertmesh train ..."
 
 
 def test_what_to_try_next_can_be_copied(environment, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import expertmesh as em
 from expertmesh import MoELayer
 from expertmesh.cli.flags import parse_run_config
+from expertmesh.cli.program import Flags
 from expertmesh.config.base import (
     Config,
     FieldError,
@@ -315,8 +316,9 @@ def test_a_text_that_reads_as_a_number_is_shown_with_its_quotes(text):
 
 
 def test_on_the_command_line_no_value_has_quotes():
-    with pytest.raises(ConfigError, match=r"^--train\.steps -3: must be greater than 0"):
+    with pytest.raises(ConfigError) as caught:
         parse_run_config(["gpt-moe-test", "--train.steps", "-3"])
+    assert Flags().spell(caught.value).startswith("--train.steps -3: must be greater than 0")
 
 
 @pytest.mark.parametrize(

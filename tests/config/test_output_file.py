@@ -41,15 +41,15 @@ def folder(tmp_path, monkeypatch):
 )
 def test_where_nothing_can_be_written(folder, name, rule):
     with pytest.raises(ConfigError, match=rule) as error:
-        output_file("--output", name, read=[None, "gone", "text"])
+        output_file("output", name, read=[None, "gone", "text"])
     assert ";" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_it_is_written_whole_and_a_link_stays_one(folder):
-    path = output_file("--output", "link", read=["new"])
+    path = output_file("output", "link", read=["new"])
     write_whole(path, "für Elise, 你好")
     assert path.is_symlink() and (folder / "text").read_bytes() == "für Elise, 你好".encode()
-    write_whole(output_file("--output", "new"), "x")
+    write_whole(output_file("output", "new"), "x")
     assert (folder / "new").read_text() == "x"
 
 

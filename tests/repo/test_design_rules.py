@@ -14,6 +14,9 @@ from typing import NamedTuple
 import pytest
 from tests.support.patience import PATIENCE_S
 
+from expertmesh.config.base import option_names
+from expertmesh.config.family import FAMILIES
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "expertmesh"
 MOST_FILE_LINES = 600
@@ -321,3 +324,41 @@ def test_letters_of_shapes_are_in_the_legend():
         if set(shape) - known - set("0123456789")
     }
     assert unknown == set()
+
+
+SAYERS = {
+    "ConfigError",
+    "FieldError",
+    "CheckpointError",
+    "CollectiveError",
+    "TrainingDivergedError",
+}
+SAYERS |= {"Line", "require", "refuse_idle"}
+
+
+def texts_of_messages(path):
+    """Texts in the calls that make messages, `{}` for what is formatted into them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        called = getattr(node, "func", None)
+        if (getattr(called, "attr", None) or getattr(called, "id", None)) not in SAYERS:
+            continue
+        for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield argument.lineno, argument.value
+            elif isinstance(argument, ast.JoinedStr):
+                parts = [getattr(part, "value", None) for part in argument.values]
+                yield argument.lineno, "".join(p if isinstance(p, str) else "{}" for p in parts)
+
+
+def test_messages_name_options_by_fields_that_each_printer_spells():
+    names = {name for family in FAMILIES.values() for name in option_names(family.config)}
+    option = (
+        rf"(?<![\w./'\"-])({'|'.join(map(re.escape, sorted(names - {'family'})))})(?![\w/'\"-])"
+    )
+    found = [
+        f"{relative(path)}:{line}: {text}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line, text in texts_of_messages(path)
+        if " " in text and re.search(option, text)
+    ]
+    assert found == [], "write ConfigError(option, value, rule, fix), and named(option) inside them"

@@ -364,7 +364,7 @@ CONFIG_FILE = {
         config_file("trian: {steps: 3}"), ["unknown option trian", "did you mean train?"]
     ),
     "a misspelled option in a file": Mistake(
-        config_file("train: {stepz: 3}"), ["train.stepz", "did you mean --train.steps?"]
+        config_file("train: {stepz: 3}"), ["train.stepz", "did you mean train.steps?"]
     ),
     "a file of options that is a folder": Mistake(
         lambda p: p.train("--config", p.path("cache")), ["cannot be read", "give a text file"]

@@ -9,7 +9,7 @@ from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.run import RunConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 
 def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
@@ -35,7 +35,10 @@ def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
             ours, theirs = attrgetter(name)(parsed.config), attrgetter(name)(config)
             if name.startswith("model.") and ours != theirs:
                 raise ConfigError(
-                    f"{name}={ours}: train.init_from={config.train.init_from} brings its model, which has {theirs}; leave it out"
+                    name,
+                    ours,
+                    f"{named('train.init_from', config.train.init_from)} brings its model, which has {theirs}",
+                    "leave it out",
                 )
         return parsed._replace(config=config)
 

@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
                 f"--largest-mib {options.largest_mib}: must be from {_LEAST_MIB:g} to {_MOST_MIB}; for example 16"
             )
         check_least(options, ranks_per_node=1)
-        target = None if options.plot is None else output_file("--plot", options.plot)
+        target = None if options.plot is None else output_file("plot", options.plot)
     import torch
 
     from expertmesh.comm.measure import fit, measure

@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
     if options.picture is not None:
         from expertmesh.infer.expert_picture import check_pillow
 
-        picture = output_file("--picture", options.picture, read=options.image)
+        picture = output_file("picture", options.picture, read=options.image)
         check_pillow(picture)
     found = _open(options)
     with told_of_data():
@@ -107,7 +107,6 @@ def _parser() -> OptionParser:
 
 def _open(options: Any) -> Any:
     """The run, with what its experts may take here."""
-    from expertmesh.config.base import FieldError
     from expertmesh.config.swin import SwinRunConfig
     from expertmesh.training.run_dir import load_run
 
@@ -129,12 +128,7 @@ def _open(options: Any) -> Any:
                 f"--capacity {options.capacity}: the model of {options.run} has no experts; leave it out"
             )
         return found
-    try:
-        return found._replace(config=found.config.updated(changes))
-    except FieldError as error:
-        option = {"eval_capacity_factor": "capacity", "drop_policy": "drop-policy"}
-        name = option[str(error.location[-1])]
-        raise ConfigError(f"--{name} {error.value}: {error.rule}; {error.fix}") from None
+    return found._replace(config=found.config.updated(changes))
 
 
 def _classify(found: Any, options: Any) -> "list[Classified]":
@@ -147,11 +141,8 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
         classes = class_names(found.path / CLASSES_FILE)
         task, model, precision = open_trained(found, precision=precision_of(found, options.device))
     classifier = task.classifier(model)
-    try:
-        fit = options.fit or found.config.data.fit
-        images = read_images(options.image, size=classifier.size, fit=fit)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("data.fit=", "--fit ")) from None
+    fit = options.fit or found.config.data.fit
+    images = read_images(options.image, size=classifier.size, fit=fit)
     with precision.autocast():
         return classify(
             classifier, images, options.image, classes=classes, batch_size=options.batch_size

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from expertmesh.config.base import expanded, nearest_name, shown
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, command
 
 
 def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
@@ -83,7 +83,7 @@ def flat_values(
         elif not inside:
             known = sections if isinstance(value, Mapping) else names
             near = nearest_name(name, sorted(known))
-            fix = f"did you mean {near}?" if near else "see expertmesh train --help"
+            fix = f"did you mean {near}?" if near else f"see {command('train --help')}"
             raise ConfigError(f"--config {path}: unknown option {name}; {fix}")
         elif isinstance(value, Mapping):
             read = flat_values(value, names, path, f"{name}.")

@@ -1,7 +1,6 @@
 """What generates the text of a run, for the verbs that write text: in this process, or on the ranks that torchrun started."""
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import loading
-from expertmesh.config.base import FieldError, launched_rank
+from expertmesh.config.base import launched_rank
 from expertmesh.errors import CheckpointError, ConfigError, PeerError
 
 if TYPE_CHECKING:
@@ -123,25 +122,14 @@ def _opened(found: Any, precision: Any, **spread: Any) -> tuple[Any, Any, Any, A
     from expertmesh.training.trained import open_trained
 
     tokenizer = found.load_tokenizer() if TOKENIZER in found.family.files else None
-    try:
-        opened = open_trained(found, precision=precision, for_autocast=True, **spread)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("es_degree=", "--es-degree ")) from None
-    task, model, precision = opened
+    task, model, precision = open_trained(found, precision=precision, for_autocast=True, **spread)
     decoder = task.decoder(model)  # a family that writes no text says so here
     return task, decoder, tokenizer or found.load_tokenizer(), precision
 
 
 def precision_of(found: Any, device: str | None) -> Any:
-    """The precision of a run, on the device that was asked for; errors speak of this verb's option."""
+    """The precision of a run, on the device that was asked for."""
     from expertmesh.training.precision import resolve_precision
 
-    try:
-        config = found.config if device is None else found.config.updated({"train.device": device})
-        return resolve_precision(config.train, record=found.arithmetic)
-    except FieldError as error:
-        raise ConfigError(f"--device {device}: {error.rule}; {error.fix}") from None
-    except ConfigError as error:
-        raise ConfigError(
-            re.sub(r"train\.device=(\S+?):? ", r"--device \1: ", str(error), count=1)
-        ) from None
+    config = found.config if device is None else found.config.updated({"train.device": device})
+    return resolve_precision(config.train, record=found.arithmetic)

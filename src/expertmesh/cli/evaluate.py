@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
     check_least(options, batch_size=1, limit=1, num_fewshot=0)
     output = None
     if options.output is not None:
-        output = output_file("--output", options.output, read=options.tasks)
+        output = output_file("output", options.output, read=options.tasks)
     if find_spec("lm_eval") is None:
         raise ConfigError(
             "evaluate: needs lm-evaluation-harness; install it with: pip install lm_eval datasets"

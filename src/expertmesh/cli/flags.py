@@ -18,31 +18,14 @@ from pydantic import BaseModel
 
 from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.layout import fitted
-from expertmesh.config.base import FieldError, Location, nearest_name, option_names, shown
+from expertmesh.cli.program import flag_name
+from expertmesh.config.base import nearest_name, shown
 from expertmesh.config.family import FAMILIES, GPT, Family, Recipes, find_family
-from expertmesh.config.run import ParallelConfig, RunConfig, with_fitting_warmup
-from expertmesh.errors import ConfigError
+from expertmesh.config.run import RunConfig, with_fitting_warmup
+from expertmesh.errors import ConfigError, command
 
 _WIDE = 60
 """Columns in which a whole usage line fits."""
-_OF_OTHER_VERBS = {
-    name: f"--{name.replace('_', '-')}"
-    for name in [
-        "to",
-        "from",
-        "max_tokens",
-        "output",
-        "page",
-        "tasks",
-        "keep",
-        "rates",
-        "temperature",
-        "top_k",
-        "top_p",
-        "length_penalty",
-    ]
-} | {"num_beams": "--beams"}
-"""Names with which the library's messages begin, and the options of `generate`, `translate` and others that set them."""
 
 
 class ParsedRun(NamedTuple):
@@ -101,15 +84,19 @@ class OptionParser(argparse.ArgumentParser):
                 words.append("|".join(action.choices or (name,)))
         return " ".join([self.prog, *options, "[options]", *words])
 
+    @property
+    def _help(self) -> str:
+        return command(f"{self.prog.removeprefix('expertmesh ')} --help")
+
     def error(self, message: str) -> NoReturn:
         """Raises `ConfigError` where argparse would print its usage and exit."""
         unknown = re.search(r"unrecognized arguments: (\S+)", message)
         if unknown is not None and unknown.group(1).startswith("-"):
             word = unknown.group(1).split("=")[0]
             near = difflib.get_close_matches(word, self._option_string_actions, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            hint = f"did you mean {near[0]}?" if near else f"see {self._help}"
             raise ConfigError(f"unknown option {word}; {hint}")
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        raise ConfigError(f"{message}; see {self._help}")
 
 
 def check_least(options: Any, **least: float) -> None:
@@ -193,13 +180,10 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
         in_file = {name: _of_file(options[name], value) for name, value in read.items()}
         values = in_file | values
     family = FAMILIES[default.family] if given is None else given
-    try:
-        config = default.updated(with_fitting_warmup(default, values))
-        config = config.model_copy(update={"family": family.name})
-        dry_run, given_names = "dry-run" in switches, (frozenset(in_file), frozenset(flags))
-        return ParsedRun(words[0], config, dry_run, family, *given_names)
-    except FieldError as error:
-        raise as_flag_error(error) from None
+    config = default.updated(with_fitting_warmup(default, values))
+    config = config.model_copy(update={"family": family.name})
+    dry_run, given_names = "dry-run" in switches, (frozenset(in_file), frozenset(flags))
+    return ParsedRun(words[0], config, dry_run, family, *given_names)
 
 
 def taken(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -217,47 +201,6 @@ def taken(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
             raise ConfigError(f"--{option} is given twice; give it once")
         found = value
     return found, others
-
-
-def as_flag_error(error: FieldError) -> ConfigError:
-    """The same error in the spelling of the command line: `--model.moe.top-k 9: rule; fix`."""
-    name = flag_name(error.location)
-    value = (
-        " ".join(map(str, error.value))
-        if isinstance(error.value, tuple | list)
-        else shown(error.value)
-    )
-    return ConfigError(f"{name} {value}: {error.rule}; {error.fix}")
-
-
-def flag_name(location: Location | str) -> str:
-    """The option's spelling on the command line; places in a tuple are left out."""
-    parts = (
-        location.split(".")
-        if isinstance(location, str)
-        else [part for part in location if isinstance(part, str)]
-    )
-    return "--" + ".".join(parts).replace("_", "-")
-
-
-def spell_options(text: str) -> str:
-    """A message with the dotted names of options in the command line's spelling.
-
-    `train.run_dir=x: ...; try train.resume=auto` becomes `--train.run-dir x: ...; try --train.resume auto`. Degrees, which the
-    library names without their section, get it: `ep_degree=3` becomes `--parallel.ep-degree 3`.
-    """
-    degrees = "|".join(name for name in ParallelConfig.model_fields if name.endswith("_degree"))
-    text = re.sub(rf"(?<![\w./-])({degrees})(?==\S)", r"parallel.\1", text)
-    text = re.sub(r"(?<![\w./-])family=(?=\S)", "--family ", text)
-    text = re.sub(
-        rf"^({'|'.join(_OF_OTHER_VERBS)})=(?=\S)",
-        lambda found: f"{_OF_OTHER_VERBS[found[1]]} ",
-        text,
-    )
-    known = {name for family in FAMILIES.values() for name in option_names(family.config)}
-    names = sorted(map(re.escape, known - {"family"}), key=len, reverse=True)
-    pattern = rf"(?<![\w./-])({'|'.join(names)})(=(?=\S)|(?![\w./-]))"
-    return re.sub(pattern, lambda found: flag_name(found[1]) + (" " if found[2] else ""), text)
 
 
 def print_train_help(
@@ -382,7 +325,7 @@ def _find(spelled: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
             f"{spelled} is a section; name a field of it, for example {flag_name(inside[0])}"
         )
     near = nearest_name(name, ["dry_run", "help", "family", "config", *options])
-    hint = f"did you mean {flag_name(near)}?" if near else "see expertmesh train --help"
+    hint = f"did you mean {flag_name(near)}?" if near else f"see {command('train --help')}"
     raise ConfigError(f"unknown option {spelled}; {hint}")
 
 

@@ -6,12 +6,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from expertmesh.cli.decoding import Decoder, add_place, add_run, open_decoder
-from expertmesh.cli.flags import OptionParser, check_least, spell_options
+from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import told_of_data
+from expertmesh.cli.program import Flags
 from expertmesh.config.base import expanded, launched_rank
 from expertmesh.data.files import lines_of
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, command
 
 _EXAMPLES = """\
 examples:
@@ -71,7 +72,7 @@ def _generate(options: Any, prompts: list[str], decoder: Decoder) -> None:
 
     if isinstance(model, EncoderDecoder):
         raise ConfigError(
-            f"--run {options.run}: the model reads one text and writes another; use expertmesh translate"
+            f"run {options.run}: the model reads one text and writes another; use {command('translate')}"
         )
 
     form = find_format(tokenizer, expanded(options.run) / "tokenizer.json")
@@ -124,7 +125,7 @@ def _generate(options: Any, prompts: list[str], decoder: Decoder) -> None:
                     else:
                         answer(prompt)
                 except ConfigError as error:
-                    print(f"error: {spell_options(str(error))}", file=sys.stderr)
+                    print(f"error: {Flags('generate').spell(error)}", file=sys.stderr)
         elif len(prompts) == 1:
             answer(asked(prompts[0]), "" if options.chat else prompts[0])
         else:

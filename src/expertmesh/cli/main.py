@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from expertmesh.cli.launched import leave, tell_launcher
 from expertmesh.cli.layout import fitted
 from expertmesh.cli.news import silence_output
-from expertmesh.cli.program import spell_program
+from expertmesh.cli.program import Flags
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import (
     CheckpointError,
@@ -163,16 +163,14 @@ def _verb(name: str) -> Callable[[list[str]], int]:
 
 def _report_error(error: Exception, verb: str) -> int:
     """Prints one line for an error of a verb and returns the exit code."""
-    from expertmesh.cli.flags import spell_options
-
     if isinstance(error, PeerError):
         return 1  # the rank that failed has said why
     if isinstance(error, ConfigError | CheckpointError | CollectiveError | TrainingDivergedError):
-        return _fail(spell_options(str(error)), _MISTAKE if isinstance(error, ConfigError) else 1)
+        return _fail(Flags(verb).spell(error), _MISTAKE if isinstance(error, ConfigError) else 1)
     if isinstance(error, OSError) and error.errno is not None:
         return _fail(_os_error_text(error), 1)
     if (needs := _out_of_memory(error, verb)) is not None:
-        return _fail(spell_options(needs), 1)
+        return _fail(needs, 1)
     return _fail(
         f"unexpected {type(error).__name__}: {error}; run again with --debug for the traceback", 1
     )
@@ -183,7 +181,7 @@ def _out_of_memory(error: Exception, verb: str) -> str | None:
     text = str(error)
     fix = "use a smaller model"
     if verb in ("train", "sweep"):
-        fix = "lower train.micro_batch_size, use train.activation_checkpointing, or see --dry-run for the parts"
+        fix = "lower --train.micro-batch-size, use --train.activation-checkpointing, or see --dry-run for the parts"
     elif verb in ("generate", "translate", "classify", "evaluate"):
         fix = "lower --batch-size, or use a smaller model"
     if type(error).__name__ == "OutOfMemoryError":
@@ -217,7 +215,7 @@ def _os_error_text(error: OSError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    line = "error: " + spell_program(" ".join(message.split()), VERBS)
+    line = "error: " + " ".join(message.split())
     with suppress(OSError):  # nobody reads, but the exit code tells
         print(line, file=sys.stderr, flush=True)
     tell_launcher(line, is_mistake=code == _MISTAKE)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from expertmesh.config.base import launched_rank
+from expertmesh.errors import Line
 
 _FIRST_S = 2.0
 _CLEAR = "\r\x1b[2K"
@@ -27,11 +28,11 @@ class _News(logging.Handler):
         self._is_open = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        from expertmesh.cli.flags import spell_options
+        from expertmesh.cli.program import Flags
 
         is_progress, text = getattr(record, "is_progress", False), record.getMessage()
         if text and not is_progress:
-            text = spell_options(f"{record.levelname.lower()}: {text}")
+            text = f"{record.levelname.lower()}: {Flags().spell(record.msg) if isinstance(record.msg, Line) else text}"
         if not text:
             self.clear()
             return

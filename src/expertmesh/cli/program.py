@@ -1,11 +1,31 @@
-"""How this program is called here, for the commands that messages suggest."""
+"""How this program is called here, and how its messages spell options and commands."""
 
 import os
-import re
 import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
+
+from expertmesh.config.run import ParallelConfig
+from expertmesh.errors import Line
+
+_DECODING = {"train.device": "device", "parallel.es_degree": "es-degree"}
+_OF_VERBS = {
+    "generate": _DECODING,
+    "translate": _DECODING | {"num_beams": "beams"},
+    "evaluate": _DECODING,
+    "classify": {
+        "train.device": "device",
+        "data.fit": "fit",
+        "model.moe.eval_capacity_factor": "capacity",
+        "model.moe.drop_policy": "drop-policy",
+    },
+}
+"""Options of the library that a verb has under a name of its own."""
+_ARGUMENTS = {
+    *("to", "from", "max_tokens", "output", "page", "plot", "picture", "tasks", "keep", "rates"),
+    *("temperature", "top_k", "top_p", "length_penalty", "seed", "family", "split_long"),
+}
+"""Arguments of functions that verbs have as options; other names without a section are of a file that was read."""
 
 
 def program() -> str:
@@ -18,15 +38,36 @@ def program() -> str:
     return str(own) if near.startswith("..") else near
 
 
-def spell_program(text: str, verbs: Iterable[str]) -> str:
-    """A message whose commands of this program can be copied as they stand; behind `-m` it is a module's name and stays.
+def flag_name(name: str) -> str:
+    """An option as it is typed: `model.moe.top_k` as `--model.moe.top-k`; places in a list are left out."""
+    return "--" + name.partition("[")[0].replace("_", "-")
+
+
+class Flags:
+    """Spells the lines of errors and notes as the command line writes options and commands.
 
     Args:
-        text: the message.
-        verbs: of the program; where none follows its name, no command is meant.
+        verb: that runs; it may have names of its own for options.
     """
-    return re.sub(
-        rf"(?<![\w./-])(?<!-m )expertmesh (?=(?:{'|'.join(verbs)})\b)",
-        lambda _: f"{program()} ",
-        text,
-    )
+
+    def __init__(self, verb: str = "") -> None:
+        self._own = _OF_VERBS.get(verb, {})
+
+    def option(self, name: str, value: str | None) -> str:
+        """`--train.steps 20`. A degree that is named without its section, as functions do, gets it."""
+        if name in ParallelConfig.model_fields:
+            name = f"parallel.{name}"
+        own = self._own.get(name, name)
+        if own == name and "." not in name and name not in _ARGUMENTS:
+            return name if value is None else f"{name}={value}"
+        flag = flag_name(own)
+        return flag if not value else f"{flag} {value}"
+
+    def command(self, words: str) -> str:
+        """A command that can be copied as it stands."""
+        return f"{program()} {words}"
+
+    def spell(self, told: object) -> str:
+        """The text of an error, of a `Line`, or any other as it is."""
+        line = told if isinstance(told, Line) else getattr(told, "line", None)
+        return str(told) if line is None else line.spelled(self)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.begin import parse_and_begin, ready_to_train
-from expertmesh.cli.flags import flag_name, taken
+from expertmesh.cli.flags import taken
 from expertmesh.cli.layout import fitted
 from expertmesh.cli.news import silence_output
+from expertmesh.cli.program import flag_name
 from expertmesh.config.base import launched_rank
 from expertmesh.config.family import Family
 from expertmesh.errors import ConfigError
@@ -51,7 +52,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError("--dry-run: is for one run; use expertmesh train with it")
     if "optim.lr" in parsed.from_file:  # a run's config.json has all options: no mistake
         print(
-            f"note: optim.lr={parsed.config.optim.lr!r} of --config is left aside: --rates gives the rates",
+            f"note: --optim.lr {parsed.config.optim.lr!r} of --config is left aside: --rates gives the rates",
             file=sys.stderr,
         )
     with ready_to_train(parsed.config):

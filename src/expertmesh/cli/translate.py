@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     read = (options.input, options.reference, options.compare)
     output = None
     if options.output is not None and is_first:
-        output = output_file("--output", options.output, read=read)
+        output = output_file("output", options.output, read=read)
     if references is not None:
         from expertmesh.infer.translation_scores import check_rouge, check_sacrebleu
 
@@ -78,20 +78,17 @@ def _translated(options: Any, texts: list[str], decoder: Decoder) -> list[str]:
 
     from expertmesh.infer.translate import translate
 
-    try:
-        with torch.no_grad(), precision.autocast():
-            return translate(
-                model,
-                tokenizer,
-                translation,
-                texts,
-                num_beams=options.beams,
-                length_penalty=options.length_penalty,
-                batch_size=options.batch_size,
-                split_long=options.split_long,
-            )
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("split_long=True", "--split-long")) from None
+    with torch.no_grad(), precision.autocast():
+        return translate(
+            model,
+            tokenizer,
+            translation,
+            texts,
+            num_beams=options.beams,
+            length_penalty=options.length_penalty,
+            batch_size=options.batch_size,
+            split_long=options.split_long,
+        )
 
 
 def _parser() -> OptionParser:

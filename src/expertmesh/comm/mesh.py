@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from expertmesh.comm.world import World
 from expertmesh.config.run import ExpertOrder
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 DENSE_AXES = ("dp_replicate", "dp_shard", "tp")
 
@@ -70,8 +70,9 @@ def dense_degrees(
     near = min(valid, key=lambda choice: (sum(distance(choice)), distance(choice)))
     shown = "all_others" if dp_shard is None else dp_shard
     raise ConfigError(
-        f"dp_replicate_degree={dp_replicate} x dp_shard_degree={shown} x tp_degree={tp} does not make {num_ranks} ranks; "
-        f"nearest: dp_replicate_degree={near.dp_replicate}, dp_shard_degree={near.dp_shard}, tp_degree={near.tp}"
+        f"{named('dp_replicate_degree', dp_replicate)} x {named('dp_shard_degree', shown)} x {named('tp_degree', tp)} does "
+        f"not make {num_ranks} ranks; nearest: {named('dp_replicate_degree', near.dp_replicate)}, "
+        f"{named('dp_shard_degree', near.dp_shard)}, {named('tp_degree', near.tp)}"
     )
 
 
@@ -136,7 +137,7 @@ def expert_degrees(
     if f in fits:
         return ExpertDegrees(num_ranks // f, f, order)
     if fits:
-        fix = f"use es_degree={min(fits, key=lambda d: abs(math.log(d / max(f, 1))))}"
+        fix = f"use {named('es_degree', min(fits, key=lambda d: abs(math.log(d / max(f, 1)))))}"
     else:
         # More copies of the model change nothing of it; for one rank of a copy everything fits.
         tp, copies = next(
@@ -146,11 +147,11 @@ def expert_degrees(
             if _slices(num_ranks // r, num_experts, hidden_dim)
         )
         wanted = num_ranks // math.gcd(num_experts, num_ranks)
-        fix = "use " if tp == tp_degree else f"use tp_degree={tp} with "
-        fix += f"dp_replicate_degree={num_replicas * copies}, or a hidden_dim divisible by {wanted}"
+        fix = "use " if tp == tp_degree else f"use {named('tp_degree', tp)} with "
+        fix += f"{named('dp_replicate_degree', num_replicas * copies)}, or a hidden_dim divisible by {wanted}"
     raise ConfigError(
-        f"es_degree={f} on {num_ranks} ranks, with num_experts={num_experts} and hidden_dim={hidden_dim}: es_degree must "
-        f"divide the ranks and hidden_dim, and ranks / es_degree must divide num_experts; {fix}"
+        f"{named('es_degree', f)} on {num_ranks} ranks, with num_experts={num_experts} and hidden_dim={hidden_dim}: es_degree "
+        f"must divide the ranks and hidden_dim, and ranks / es_degree must divide num_experts; {fix}"
     )
 
 

@@ -20,42 +20,50 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 Location = tuple[int | str, ...]
 _TOO_LARGE = 2**63
 UNKNOWN = "unknown option"
-_MEANT = "did you mean "
 
 
 class FieldError(ConfigError):
     """A configuration field breaks a rule; the message is `field=value: rule; fix` in one line.
 
-    Attributes:
+    Args:
         location: Names from the outermost configuration down to the field; numbers are places in a tuple.
         value: The offending value.
         rule: The rule it breaks.
         fix: What to do.
+        near: Dotted name of the option that was meant, of the same configuration; the fix asks for it.
+
+    Attributes:
+        location: As given; one name is a location of one.
     """
 
-    def __init__(self, location: Location | str, value: object, rule: str, fix: str) -> None:
+    def __init__(
+        self,
+        location: Location | str,
+        value: object,
+        rule: str,
+        fix: str = "",
+        near: str | None = None,
+    ) -> None:
         self.location: Location = (location,) if isinstance(location, str) else location
-        self.value = value
-        self.rule = rule
-        self.fix = fix
-        text = repr(value) if _reads_as_another(value) else shown(value)
-        super().__init__(f"{dotted(self.location)}={text}: {rule}; {fix}")
+        self._near = near
+        fix = fix if near is None else f"did you mean {named(near)}?"
+        super().__init__(dotted(self.location), value, rule, fix)
+        self.args = (self.location, value, rule, fix, near)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by the four parts, because the base class keeps only the text."""
-        return type(self), (self.location, self.value, self.rule, self.fix)
+    def _lead(self, option: str) -> str:
+        value, several = self.value, isinstance(self.value, tuple | list)
+        typed = " ".join(map(str, self.value)) if several else shown(value)  # type: ignore[call-overload]
+        return named(option, repr(value) if _reads_as_another(value) else shown(value), typed=typed)
 
     def inside(self, outer: Location) -> "FieldError":
         """The same error seen from a configuration that holds this one under `outer`."""
-        fix = self.fix
-        if outer and self.rule == UNKNOWN and fix.startswith(_MEANT):
-            fix = f"{_MEANT}{dotted(outer)}.{fix.removeprefix(_MEANT)}"
-        return FieldError((*outer, *self.location), self.value, self.rule, fix)
+        near = None if self._near is None else dotted((*outer, self._near))
+        return FieldError((*outer, *self.location), self.value, self.rule, self.fix, near)
 
 
 _is_saved: ContextVar[bool] = ContextVar("_is_saved", default=False)
@@ -331,8 +339,7 @@ def _reads_as_another(value: object) -> bool:
 
 def _unknown(location: Location, value: object, names: list[str]) -> FieldError:
     near = nearest_name(dotted(location), names)
-    fix = f"{_MEANT}{near}?" if near else f"known here: {', '.join(names)}"
-    return FieldError(location, value, UNKNOWN, fix)
+    return FieldError(location, value, UNKNOWN, f"known here: {', '.join(names)}", near)
 
 
 def _holder(config_type: type[BaseModel], location: Location) -> type[BaseModel]:

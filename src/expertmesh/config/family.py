@@ -84,8 +84,10 @@ class Family:
         """
         if not isinstance(config, self.config):
             raise ConfigError(
-                f"family={self.name}: needs a {self.config.__name__}, got a {type(config).__name__}; "
-                f"use the family of that configuration, or a {self.config.__name__}"
+                "family",
+                self.name,
+                f"needs a {self.config.__name__}, got a {type(config).__name__}",
+                f"use the family of that configuration, or a {self.config.__name__}",
             )
         return _resolved(self.task)(config)
 
@@ -113,11 +115,17 @@ class Family:
         begin = _resolved(self.begin)
         if begin is None:
             raise ConfigError(
-                f"train.init_from={where}: runs of family {self.name} begin with no other's weights; leave it out"
+                "train.init_from",
+                where,
+                f"runs of family {self.name} begin with no other's weights",
+                "leave it out",
             )
         if not isinstance(other, self.config):
             raise ConfigError(
-                f"train.init_from={where}: is of family {other.family} and this run of {self.name}; begin with one of the same"
+                "train.init_from",
+                where,
+                f"is of family {other.family} and this run of {self.name}",
+                "begin with one of the same",
             )
         found: RunConfig = begin(config, other)
         return found
@@ -186,7 +194,7 @@ def find_family(name: str) -> Family:
     if not colon:
         near = nearest_name(name, list(FAMILIES))
         hint = f"did you mean {near}?" if near else "name your own as module:name"
-        raise ConfigError(f"family={name}: unknown, known here: {', '.join(FAMILIES)}; {hint}")
+        raise ConfigError("family", name, f"unknown, known here: {', '.join(FAMILIES)}", f"{hint}")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -194,11 +202,17 @@ def find_family(name: str) -> Family:
         found = getattr(import_module(module), attribute, None)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"family={name}: importing {module!r} failed: {error}; check the name, and start where the module is"
+            "family",
+            name,
+            f"importing {module!r} failed: {error}",
+            "check the name, and start where the module is",
         ) from error
     if not isinstance(found, Family):
         raise ConfigError(
-            f"family={name}: {module} has no expertmesh Family of the name {attribute!r}; define it there"
+            "family",
+            name,
+            f"{module} has no expertmesh Family of the name {attribute!r}",
+            "define it there",
         )
     return found
 

@@ -8,6 +8,7 @@ from expertmesh.config.base import expanded
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.config.text import TextConfig
+from expertmesh.errors import named
 
 MIN_VOCAB_SIZE = 257
 
@@ -37,8 +38,8 @@ class GPTRunConfig(RunConfig):
         self.require(
             self.data.seq_len <= self.model.max_seq_len,
             "data.seq_len",
-            f"must be at most model.max_seq_len, {self.model.max_seq_len}",
-            "lower it or raise model.max_seq_len",
+            f"must be at most {named('model.max_seq_len')}, {self.model.max_seq_len}",
+            f"lower it or raise {named('model.max_seq_len')}",
         )
         self.require(
             self.model.vocab_size >= MIN_VOCAB_SIZE,
@@ -49,7 +50,7 @@ class GPTRunConfig(RunConfig):
         self.require(
             not (self.data.document_mask and self.model.batch_invariant),
             "data.document_mask",
-            "conflicts with model.batch_invariant, whose positions begin with a sequence's first token",
+            f"conflicts with {named('model.batch_invariant')}, whose positions begin with a sequence's first token",
             "leave one of the two out",
         )
         layers, given = self.model.num_moe_layers, len(self.parallel.ep_degree)

@@ -13,7 +13,7 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
     """A place where a file can be written: no file yet, or a regular one, which is replaced.
 
     Args:
-        option: what messages call it, as "--output" or "page=".
+        option: its name, as "output" or "page".
         name: of the file.
         read: files that the same call reads, which must stay as they are.
 
@@ -21,19 +21,20 @@ def output_file(option: str, name: str | Path, *, read: Iterable[str | Path | No
         ConfigError: it is something else than a file, is read, or lies in no folder that can be written.
     """
     path = expanded(name)
-    what = f"{option}{'' if option.endswith('=') else ' '}{name}"
     if str(name) in ("", "-") or path.is_dir() or (path.exists() and not path.is_file()):
-        raise ConfigError(f"{what}: is no regular file; name a file that may be replaced")
+        raise ConfigError(option, name, "is no regular file", "name a file that may be replaced")
     folder = path.resolve().parent if path.is_symlink() else path.parent
     if not folder.is_dir():
-        raise ConfigError(f"{what}: there is no folder {folder}; make it first")
+        raise ConfigError(option, name, f"there is no folder {folder}", "make it first")
     for other in read:
         if other is None:
             continue
         if path.exists() and expanded(other).exists() and path.samefile(expanded(other)):
-            raise ConfigError(f"{what}: is the file {other}, which is read; name another one")
+            raise ConfigError(
+                option, name, f"is the file {other}, which is read", "name another one"
+            )
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"{what}: {folder} cannot be written; choose another folder")
+        raise ConfigError(option, name, f"{folder} cannot be written", "choose another folder")
     return path
 
 

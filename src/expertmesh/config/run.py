@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, FieldError, saved_run
 from expertmesh.config.way import AllToAll, DispatchDtype
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 Frozen = Literal["experts", "router"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -119,7 +119,7 @@ class TrainConfig(Config):
         self.require(
             self.init_from is None or self.branch_from is None,
             "branch_from",
-            "conflicts with train.init_from",
+            f"conflicts with {named('train.init_from')}",
             "leave one of them out",
         )
         self.require(
@@ -192,8 +192,10 @@ class ParallelConfig(Config):
         given = self.ep_degree
         if len(given) > 1 and len(given) != num_moe_layers:
             raise ConfigError(
-                f"parallel.ep_degree={given}: {len(given)} numbers for {num_moe_layers} MoE layers; give one number, or one "
-                "per MoE layer"
+                "parallel.ep_degree",
+                given,
+                f"{len(given)} numbers for {num_moe_layers} MoE layers",
+                "give one number, or one per MoE layer",
             )
         if not given:
             return None
@@ -205,7 +207,7 @@ class ParallelConfig(Config):
         self.require(
             not given or self.route_degree is None,
             "route_degree",
-            f"conflicts with ep_degree={given}, which names the same thing",
+            f"conflicts with {named('ep_degree', given)}, which names the same thing",
             "give only one of the two",
         )
         self.require(
@@ -216,7 +218,7 @@ class ParallelConfig(Config):
         )
         for still, why in (
             (self.adaptive, "adaptive=True it is measured whether they do"),
-            (self.route_degree == 1, "route_degree=1 none does"),
+            (self.route_degree == 1, f"{named('route_degree', '1')} none does"),
         ):
             self.require(
                 self.dispatch_dtype == "same" or not still,
@@ -254,7 +256,7 @@ class DistillConfig(Config):
         check_not_empty("teacher", self.teacher)
         if self.teacher is None:
             for name in type(self).model_fields:
-                fix = "leave it out, or give distill.teacher"
+                fix = f"leave it out, or give {named('distill.teacher')}"
                 self.refuse_idle(name, "has no effect without a teacher", fix)
         return self
 
@@ -325,7 +327,7 @@ class RunConfig(Config):
             self.require(
                 "router" not in self.train.freeze or moe.router != "hash",
                 "train.freeze",
-                "a hash learns nothing, with model.moe.router=hash",
+                f"a hash learns nothing, with {named('model.moe.router', 'hash')}",
                 "leave router out",
             )
         return self
@@ -346,14 +348,14 @@ class RunConfig(Config):
         self.require(
             self.train.branch_from is None or self.optim.schedule == "wsd",
             "train.branch_from",
-            f"needs a schedule that is constant until its decay, and optim.schedule is {self.optim.schedule}",
-            "use optim.schedule=wsd in both runs",
+            f"needs a schedule that is constant until its decay, and {named('optim.schedule')} is {self.optim.schedule}",
+            f"use {named('optim.schedule', 'wsd')} in both runs",
         )
         self.require(
             self.optim.warmup_steps <= self.total_schedule_steps,
             "optim.warmup_steps",
             f"must be at most the steps of the schedule, {self.total_schedule_steps}",
-            "lower it, or raise train.steps",
+            f"lower it, or raise {named('train.steps')}",
         )
         return self
 

@@ -10,7 +10,7 @@ from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.moe_rules import Activation
 from expertmesh.config.run import RunConfig, check_not_empty
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 _BYTES_AND_MARKS = 258
 LANGUAGE = re.compile(r"[A-Za-z]{2,3}(_[A-Za-z0-9]+)*")
@@ -35,7 +35,10 @@ def begun_with(config: "Seq2SeqRunConfig", other: "Seq2SeqRunConfig") -> "Seq2Se
     given, its_own = config.data.encode_with, str(where / "tokenizer.json")
     if given is not None and expanded(given).resolve() != Path(its_own).resolve():
         raise ConfigError(
-            f"data.encode_with={given}: train.init_from={where} brings the tokenizer that its weights know; leave it out"
+            "data.encode_with",
+            given,
+            f"{named('train.init_from', where)} brings the tokenizer that its weights know",
+            "leave it out",
         )
     own = _OF_TRAINING + (_OF_LENGTH if other.model.positions == "rotary" else ())
     model = other.model.model_dump() | {name: getattr(config.model, name) for name in own}
@@ -209,7 +212,7 @@ class ParallelTextConfig(Config):
                     )
         if not self.denoising:
             for name in ("noise_fraction", "mean_span", "permute_sentences"):
-                fix = "leave it out, or give data.denoising"
+                fix = f"leave it out, or give {named('data.denoising')}"
                 self.refuse_idle(name, "has no effect without denoising", fix)
         return self
 

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, expanded
 from expertmesh.config.run import check_not_empty
+from expertmesh.errors import named
 
 
 class TextConfig(Config):
@@ -42,7 +43,7 @@ class TextConfig(Config):
         self.require(
             self.tokenizer is None or any(map(_may_hold_tokens, paths)),
             "tokenizer",
-            "is that of .bin files, and data.path names none",
+            f"is that of .bin files, and {named('data.path')} names none",
             "leave it out: a tokenizer is trained on the text",
         )
         self.require(

@@ -100,13 +100,16 @@ def _make_cache(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ConfigError(
-            f"data.cache_dir={path}: is a file or below a file; choose a folder"
+            "data.cache_dir", path, "is a file or below a file", "choose a folder"
         ) from None
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
             raise
         raise ConfigError(
-            f"data.cache_dir={path}: cannot be made ({error.strerror}); choose a folder that you may write"
+            "data.cache_dir",
+            path,
+            f"cannot be made ({error.strerror})",
+            "choose a folder that you may write",
         ) from None
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from expertmesh.config.base import parse_json
 from expertmesh.data.conversation_lines import MESSAGES, ROLES, Conversation, is_answer
 from expertmesh.data.tokenizer import end_of_text_id
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 _TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _QUOTED = "quote a special token of the model"
@@ -78,7 +78,7 @@ class OwnFormat:
         """
         if "tools" in conversation or any(m.get("tool_calls") for m in conversation[MESSAGES]):
             raise ConfigError(
-                "calls of tools need the chat template of a converted model; begin with one (train.init_from)"
+                f"calls of tools need the chat template of a converted model; begin with one ({named('train.init_from')})"
             )
         pieces = [Piece([self._end], False)]
         for message in conversation[MESSAGES]:

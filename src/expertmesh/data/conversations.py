@@ -29,7 +29,7 @@ from expertmesh.data.tokenizer import (
     token_num_bytes,
     train_tokenizer,
 )
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, Line, named
 
 FORMAT_VERSION = 3
 _SIDES = ("training", "validation")
@@ -94,12 +94,17 @@ class ConversationData:
         least = 257 + len(MARKS)
         if given is None and vocab_size < least:
             raise ConfigError(
-                f"model.vocab_size={vocab_size}: conversations need at least {least}, the 256 bytes, the end of a message and "
-                "the marks of the roles; raise it"
+                "model.vocab_size",
+                vocab_size,
+                f"conversations need at least {least}, the 256 bytes, the end of a message and the marks of the roles",
+                "raise it",
             )
         if config.document_mask:
             raise ConfigError(
-                "data.document_mask=True: each conversation has a row of its own; leave it out"
+                "data.document_mask",
+                True,
+                "each conversation has a row of its own",
+                "leave it out",
             )
         tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size)
         versions = [FORMAT_VERSION, tokenizers.__version__]
@@ -117,7 +122,7 @@ class ConversationData:
         )
         index = parse_json((folder / INDEX).read_bytes())
         for note in [*corpus.notes, *index["notes"]]:
-            _log.warning(note)
+            _log.warning(Line(note))
         self._training, self._validation = (_open(folder, side) for side in _SIDES)
         self.num_validation = len(self._validation)
         self.files = {"tokenizer.json": folder / "tokenizer.json", **extras_of(given)}
@@ -180,8 +185,8 @@ def _fill(
         found = _write(folder, side, documents, form, seq_len, told)
         if not found["sequences"]:
             raise ConfigError(
-                f"data.path: {corpus.source}: no conversation for {side} has a turn of the assistant in its first "
-                f"{seq_len + 1} tokens; give more, or raise data.seq_len"
+                f"{named('data.path')}: {corpus.source}: no conversation for {side} has a turn of the assistant in its first "
+                f"{seq_len + 1} tokens; give more, or raise {named('data.seq_len')}"
             )
         if side == "training":
             index |= found
@@ -194,8 +199,8 @@ def _notes(corpus: Corpus, told: LeftOut, seq_len: int) -> list[str]:
     for reason, count in told.counts.items():
         what = "" if reason in (_CUT, _EMPTY) else "are left out: they"
         fix = {
-            _CUT: f"after {seq_len + 1} tokens; for all of them raise data.seq_len and model.max_seq_len",
-            _CUT_AWAY: "; raise data.seq_len and model.max_seq_len",
+            _CUT: f"after {seq_len + 1} tokens; for all of them raise {named('data.seq_len')} and {named('model.max_seq_len')}",
+            _CUT_AWAY: f"; raise {named('data.seq_len')} and {named('model.max_seq_len')}",
         }.get(reason, "")
         rows = "sequences" if reason in (_CUT, _CUT_AWAY) else "conversations"
         example = f"(for example {told.examples[reason]})"
@@ -255,7 +260,7 @@ def _rows(
     try:
         samples = form.samples(conversation)
     except ConfigError as error:
-        raise ConfigError(f"data.path: {document.name}: {error}") from None
+        raise ConfigError(f"{named('data.path')}: {document.name}: {error.line.text}") from None
     for pieces in samples:
         row = [i for piece in pieces for i in piece.ids]
         mask = [piece.is_learned for piece in pieces for _ in piece.ids]

@@ -30,7 +30,7 @@ from expertmesh.data.files import (
 from expertmesh.data.formats import COLUMN, given, is_companion, rows_of
 from expertmesh.data.news import Progress
 from expertmesh.data.paths import WeightedPath, find_paths
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 _PIECE_BYTES = 65_536
 _LEAST_PIECES = 40
@@ -136,7 +136,7 @@ def load_corpus(config: TextConfig) -> Corpus:
     if len(kinds) > 1:
         raise ConfigError(
             f"{_option(config)}: {kinds[True]} is a conversation and {kinds[False]} a text; train on one, then on the other "
-            "(train.init_from)"
+            f"({named('train.init_from')})"
         )
     training, validation = split_documents(documents, config.validation_fraction)
     if not training or not validation:
@@ -149,8 +149,8 @@ def load_corpus(config: TextConfig) -> Corpus:
         notes.append(f"{_option(config)}: {left_out.total} files are left out: {left_out}")
     if left_unread and (config.path is not None or config.dataset is not None):
         notes.append(
-            f"{_option(config)}: only {num_bytes / 1e6:,.1f} MB are used and {left_unread:,} of {len(ordered):,} pieces"
-            " of text are not, by data.max_bytes; for all of them: data.max_bytes=none"
+            f"{_option(config)}: only {num_bytes / 1000000.0:,.1f} MB are used and {left_unread:,} of {len(ordered):,} pieces "
+            f"of text are not, by {named('data.max_bytes')}; for all of them: {named('data.max_bytes', 'none')}"
         )
     training = _weighted(training, config)
     if not training:
@@ -188,8 +188,9 @@ def _note_of_split(
     if max(ratios) <= _FAR:
         return []
     note = (
-        f"{_option(config)}: {share:.1%} of the text is for validation, not the {wanted:.1%} of data.validation_fraction:"
-        f" documents stay whole, and there are {len(training) + len(validation)}; give more, or another fraction"
+        f"{_option(config)}: {share:.1%} of the text is for validation, not the {wanted:.1%} of "
+        f"{named('data.validation_fraction')}: documents stay whole, and there are {len(training) + len(validation)}; give "
+        "more, or another fraction"
     )
     return [note]
 
@@ -325,7 +326,10 @@ def _of_one_file(path: Path, config: TextConfig) -> list[Candidate]:
     """A single file as many documents; what is wrong with it is the user's business."""
     if not path.is_file():  # a pipe or a device would be waited for, or read for ever
         raise ConfigError(
-            f"data.path={printable(str(path))}: is no regular file, and text is read more than once; write it to a file and give that"
+            "data.path",
+            printable(str(path)),
+            "is no regular file, and text is read more than once",
+            "write it to a file and give that",
         )
     try:
         rows = _rows(path, path.name, config)
@@ -338,7 +342,7 @@ def _of_one_file(path: Path, config: TextConfig) -> list[Candidate]:
             f"{_option(config)}: cannot be read ({error.strerror or error}); change its permissions, or give another file"
         ) from None
     if pieces is None:
-        raise ConfigError(f"data.path={path}: is a binary file, text must be UTF-8; give text")
+        raise ConfigError("data.path", path, "is a binary file, text must be UTF-8", "give text")
     return pieces
 
 
@@ -402,7 +406,10 @@ def _pieces(path: Path, name: str, piece_bytes: int, num_bytes: int) -> list[Can
 def _dataset(name: str) -> list[Candidate]:
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
-            f"data.dataset={name}: needs the package 'datasets'; install it with: pip install datasets"
+            "data.dataset",
+            name,
+            "needs the package 'datasets'",
+            "install it with: pip install datasets",
         )
     import datasets
 
@@ -411,11 +418,14 @@ def _dataset(name: str) -> list[Candidate]:
     except Exception as error:  # The library has many, plain Exception among them.
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"data.dataset={name}: cannot be loaded ({reason}); check the name"
+            "data.dataset", name, f"cannot be loaded ({reason})", "check the name"
         ) from None
     if COLUMN not in rows.column_names:
         raise ConfigError(
-            f"data.dataset={name}: needs a 'text' column, has {', '.join(rows.column_names)}; choose another dataset"
+            "data.dataset",
+            name,
+            f"needs a 'text' column, has {', '.join(rows.column_names)}",
+            "choose another dataset",
         )
     return [Candidate(f"{i:012d}", partial(_row, rows, i)) for i in range(len(rows))]
 
@@ -443,6 +453,6 @@ def _hash(purpose: str, name: str) -> int:
 
 def _option(config: TextConfig) -> str:
     if config.dataset is not None:
-        return f"data.dataset={config.dataset}"
+        return named("data.dataset", config.dataset)
     paths = (config.path,) if isinstance(config.path, str) else config.path or ("none",)
-    return f"data.path={printable(' '.join(paths))}"
+    return named("data.path", printable(" ".join(paths)))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from expertmesh.data.news import Progress
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 _BLOCK = 1 << 20
@@ -76,7 +76,7 @@ def unpacked_zst(file: BinaryIO, *, what: str) -> BinaryIO:
 
 UNPACKERS: dict[str, Callable[[Path], BinaryIO]] = {
     ".gz": lambda path: cast("BinaryIO", gzip.GzipFile(path)),
-    ".zst": lambda path: unpacked_zst(path.open("rb"), what=f"data.path={path}"),
+    ".zst": lambda path: unpacked_zst(path.open("rb"), what=named("data.path", path)),
 }
 """Opens a file of each ending as the bytes that are packed in it."""
 

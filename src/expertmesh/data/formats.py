@@ -19,7 +19,7 @@ from expertmesh.data.conversation_lines import ConversationLine, holds_conversat
 from expertmesh.data.files import is_packed, opened, printable
 from expertmesh.data.news import Progress
 from expertmesh.data.tokenizer import load_tokenizer
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 
 Reader = Callable[[], str | None]
 
@@ -76,7 +76,7 @@ def _json_lines(path: Path, _: str | None) -> list[Reader]:
     readers: list[Reader] = []
     start, packed = 0, is_packed(path)
     talks: bool | None = None
-    where = f"data.path={printable(str(path))}"
+    where = named("data.path", printable(str(path)))
     with opened(path) as file:
         for number, line in enumerate(Progress("looked through").over(file, len), 1):
             if line.strip():
@@ -100,7 +100,7 @@ def _parquet(path: Path, _: str | None) -> list[Reader]:
     """The column of a Parquet file, in memory."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(
-            f"data.path={path}: needs the package 'pyarrow'; install it with: pip install pyarrow"
+            "data.path", path, "needs the package 'pyarrow'", "install it with: pip install pyarrow"
         )
     from pyarrow import ArrowException, parquet
 
@@ -112,10 +112,16 @@ def _parquet(path: Path, _: str | None) -> list[Reader]:
             return [partial(given, value) for value in table.read([COLUMN])[COLUMN].to_pylist()]
     except ArrowException as error:
         raise ConfigError(
-            f"data.path={path}: is no Parquet file ({' '.join(str(error).split())[:120]}); check it"
+            "data.path",
+            path,
+            f"is no Parquet file ({' '.join(str(error).split())[:120]})",
+            "check it",
         ) from None
     raise ConfigError(
-        f"data.path={path}: needs a column {COLUMN!r}, has {', '.join(names)}; rename the one with the text"
+        "data.path",
+        path,
+        f"needs a column {COLUMN!r}, has {', '.join(names)}",
+        "rename the one with the text",
     )
 
 
@@ -139,28 +145,31 @@ def _megatron(path: Path, tokenizer: str | None) -> list[Reader]:
     """
     if tokenizer is None:
         raise ConfigError(
-            f"data.path={path}: holds token ids; name the tokenizer.json that made them: data.tokenizer=FILE"
+            "data.path",
+            path,
+            "holds token ids",
+            f"name the tokenizer.json that made them: {named('data.tokenizer', 'FILE')}",
         )
     index = path.with_suffix(".idx")
     data = index.read_bytes()
     head = len(_MAGIC) + struct.calcsize("<QBQQ")
     if not data.startswith(_MAGIC) or len(data) < head:
         raise ConfigError(
-            f"data.path={path}: {index.name} beside it is no Megatron index; write it again"
+            "data.path", path, f"{index.name} beside it is no Megatron index", "write it again"
         )
     _, code, count, borders = struct.unpack_from("<QBQQ", data, len(_MAGIC))
     if code not in _TYPES or len(data) < head + 12 * count + 8 * borders:
-        raise ConfigError(f"data.path={path}: {index.name} is damaged; write it again")
+        raise ConfigError("data.path", path, f"{index.name} is damaged", "write it again")
     sizes = np.frombuffer(data, "<i4", count, head)
     starts = np.frombuffer(data, "<i8", count, head + 4 * count)
     documents = np.frombuffer(data, "<i8", borders, head + 12 * count)
     item = np.dtype(_TYPES[code]).itemsize
     if len(documents) and not 0 <= documents.min() <= documents.max() <= count:
-        raise ConfigError(f"data.path={path}: {index.name} is damaged; write it again")
+        raise ConfigError("data.path", path, f"{index.name} is damaged", "write it again")
     last_start = path.stat().st_size - item * sizes.astype(np.int64)
     if ((sizes < 0) | (starts < 0) | (starts > last_start)).any():
         raise ConfigError(
-            f"data.path={path}: {index.name} is of a longer file, or damaged; copy both again"
+            "data.path", path, f"{index.name} is of a longer file, or damaged", "copy both again"
         )
     readers: list[Reader] = []
     for first, last in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True):

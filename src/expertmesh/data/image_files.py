@@ -111,7 +111,10 @@ def read_folder(
     path = expanded(folder)
     if not path.is_dir():
         raise ConfigError(
-            f"data.path={folder}: is no folder; give one with a folder of images per class, or with IDX files"
+            "data.path",
+            folder,
+            "is no folder",
+            "give one with a folder of images per class, or with IDX files",
         )
     names = sorted(p.name for p in path.iterdir())
     if found := {m["split"]: path / m[0] for n in names if (m := _IDX.fullmatch(n))}:
@@ -126,7 +129,10 @@ def read_folder(
     if only := to_learn or to_validate:
         lacks = "train/" if to_learn is None else "val/ or test/"
         raise ConfigError(
-            f"data.path={path}: has {only.name}/ and no {lacks} beside it; add one, or name {only} itself"
+            "data.path",
+            path,
+            f"has {only.name}/ and no {lacks} beside it",
+            f"add one, or name {only} itself",
         )
     classes, images = _class_folders(path)
     taken = _held_out(images.labels_N, path, classes, validation_fraction)
@@ -137,8 +143,10 @@ def read_folder(
 def _has_no_use(num_train: int, path: Path) -> ConfigError:
     """Of a number of training images where it would change nothing."""
     return ConfigError(
-        f"data.train_images={num_train}: is for IDX files without a split, and {path} has a split or folders of images; leave it out,"
-        " or give 0 for this folder"
+        "data.train_images",
+        num_train,
+        f"is for IDX files without a split, and {path} has a split or folders of images",
+        "leave it out, or give 0 for this folder",
     )
 
 
@@ -170,15 +178,20 @@ def _idx_folder(
         only = next(iter(found.values()))
         if len(found) > 1 or next(iter(found)) is not None:
             raise ConfigError(
-                f"data.path={path}: has {only.name} and not both of train-images-idx3-ubyte and test-images-idx3-ubyte; "
-                "add the other one, or leave the split out of the file's name"
+                "data.path",
+                path,
+                f"has {only.name} and not both of train-images-idx3-ubyte and test-images-idx3-ubyte",
+                "add the other one, or leave the split out of the file's name",
             )
         images = _read_idx_pair(only)
         total = len(images.labels_N)
         count = num_train or total - round(total * fraction)
         if not 0 < count < total:
             raise ConfigError(
-                f"data.train_images={count}: {only} has {total:,} images; leave some on both sides"
+                "data.train_images",
+                count,
+                f"{only} has {total:,} images",
+                "leave some on both sides",
             )
         places = np.arange(total)
         training, validation = images.take(places[:count]), images.take(places[count:])
@@ -252,7 +265,10 @@ def _class_folders(
     found = tuple(sorted(p.name for p in path.iterdir() if p.is_dir() and p.name[0] != "."))
     if not found:
         raise ConfigError(
-            f"data.path={path}: has neither folders of images, one per class, nor IDX files; check the path"
+            "data.path",
+            path,
+            "has neither folders of images, one per class, nor IDX files",
+            "check the path",
         )
     classes = found if classes is None else tuple(classes)
     if unknown := sorted(set(found) - set(classes)):

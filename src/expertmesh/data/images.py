@@ -23,7 +23,7 @@ from expertmesh.data.image_files import (
 )
 from expertmesh.data.order import shuffled, spread_batches
 from expertmesh.data.paths import distinct
-from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, named
 
 CLASSES_FILE = "classes.json"
 """The file of a run with the names of its classes."""
@@ -65,22 +65,26 @@ class ImageData:
         self._config, self._seed = config, seed
         folders = _read_folders(config)
         # each another, where folders in several places have one name
-        named = list(zip(distinct(Path(path).name for path in config.path), folders, strict=True))
+        placed = list(zip(distinct(Path(path).name for path in config.path), folders, strict=True))
         self.classes = tuple(
-            name if len(named) == 1 else f"{place}/{name}"
-            for place, folder in named
+            name if len(placed) == 1 else f"{place}/{name}"
+            for place, folder in placed
             for name in folder.classes
         )
-        self.folder_of_class = tuple(place for place, folder in named for _ in folder.classes)
+        self.folder_of_class = tuple(place for place, folder in placed for _ in folder.classes)
         if len(self.classes) < 2:
             raise ConfigError(
-                f"data.path={' '.join(config.path)}: has images of one class, {self.classes[0]}; to tell classes apart there must be "
-                "two or more: name the folder that has one for each class"
+                "data.path",
+                " ".join(config.path),
+                f"has images of one class, {self.classes[0]}",
+                "to tell classes apart there must be two or more: name the folder that has one for each class",
             )
         if len(self.classes) > num_classes:
             raise ConfigError(
-                f"model.num_classes={num_classes}: the data have {len(self.classes)} classes; use "
-                f"model.num_classes={len(self.classes)}"
+                "model.num_classes",
+                num_classes,
+                f"the data have {len(self.classes)} classes",
+                f"use {named('model.num_classes', len(self.classes))}",
             )
         size = (num_channels, image_size, image_size)
         self._sides = tuple(
@@ -192,7 +196,7 @@ class _Side:
             try:
                 pixels.append(self._read(place))
             except ImageError as error:
-                problems.append(str(error))
+                problems.append(error.line.text)
         if not problems:
             self.pixels_NCHW = torch.stack(pixels)
         return problems
@@ -213,14 +217,14 @@ class _Side:
         try:
             return fitted(pixels, size=self._size, fit=self._fit)
         except ConfigError as error:
-            raise ConfigError(f"{images.name(index)}: {error}") from None
+            raise ConfigError(f"{images.name(index)}: {error.line.text}") from None
 
 
 def _read_folders(config: ImagesConfig) -> list[LabelledFolder]:
     if not config.path:
         raise ConfigError(
-            "data.path=(): no images; name a folder with one folder of images per class, or with IDX files as MNIST's "
-            "(images-idx3-ubyte, labels-idx1-ubyte)"
+            f"{named('data.path', '()')}: no images; name a folder with one folder of images per class, or with IDX files as "
+            "MNIST's (images-idx3-ubyte, labels-idx1-ubyte)"
         )
     counts: list[int | None] = [*config.train_images] or [None]
     counts = counts * len(config.path) if len(counts) == 1 else counts
@@ -259,7 +263,7 @@ def fitted(pixels: np.ndarray, *, size: tuple[int, int, int], fit: Fit) -> Tenso
     if fit == "exact" or (fit == "pad" and max(H, W) > side):
         rule = "must be that" if fit == "exact" else "must be at most that to be padded"
         raise ConfigError(
-            f"image of {H} x {W} pixels, model of {side} x {side}: {rule}; use data.fit=resize"
+            f"image of {H} x {W} pixels, model of {side} x {side}: {rule}; use {named('data.fit', 'resize')}"
         )
     if fit == "pad":
         top, left = (side - H) // 2, (side - W) // 2

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from expertmesh.data.files import unpacked_zst
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, command
 
 INSTALLED = Path("/usr/share/libreoffice/help")
 CODES = {"en-US": "en", "pt-BR": "pt", "zh-CN": "zh"}
@@ -178,12 +178,14 @@ def _write(output: Path, files: Mapping[str, list[str]]) -> None:
             missing.append(name)
         elif not _has(path, text):
             raise ConfigError(
-                f"output={path}: is there with other lines; remove it, or choose another folder"
+                "output", path, "is there with other lines", "remove it, or choose another folder"
             )
     try:
         output.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise ConfigError(f"output={output}: is a file or below a file; choose a folder") from None
+        raise ConfigError(
+            "output", output, "is a file or below a file", "choose a folder"
+        ) from None
     for name in missing:
         partial = output / f".{name}.partial"
         partial.write_bytes(gzip.compress(texts[name], mtime=0))
@@ -212,7 +214,7 @@ def _checked_languages(pages: Mapping[str, object], source: Path) -> tuple[str, 
     if "en" not in languages or len(languages) < 2:
         raise ConfigError(
             f"{source}: has LibreOffice's help in {', '.join(languages) or 'no language'}; it takes English and another one: "
-            "apt-get download libreoffice-help-en-us libreoffice-help-de, then: expertmesh data lohelp --packages ."
+            f"apt-get download libreoffice-help-en-us libreoffice-help-de, then: {command('data lohelp --packages .')}"
         )
     return languages
 

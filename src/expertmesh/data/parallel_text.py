@@ -21,7 +21,7 @@ from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.files import LeftOut, is_packed, lines_of, opened
 from expertmesh.data.order import permutation
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
-from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, Line, command, named
 
 FORMAT_VERSION = 1
 MASK_ID = 1
@@ -123,8 +123,10 @@ def find_folder(name: str) -> Path:
         if place.is_dir():
             return place
     raise ConfigError(
-        f"data.path={name}: there is no such folder ({', '.join(map(str, places))}); give one with files like train.en and "
-        "train.de, or make one with: expertmesh data lohelp"
+        "data.path",
+        name,
+        f"there is no such folder ({', '.join(map(str, places))})",
+        f"give one with files like train.en and train.de, or make one with: {command('data lohelp')}",
     )
 
 
@@ -141,43 +143,59 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
     """
     if not config.path:
         raise ConfigError(
-            "data.path=none: translation needs parallel text; give a folder with files like train.en and train.de, or make "
-            "one with: expertmesh data lohelp"
+            "data.path",
+            "none",
+            "translation needs parallel text",
+            f"give a folder with files like train.en and train.de, or make one with: {command('data lohelp')}",
         )
     folders = [find_folder(name) for name in config.path]
     left_out = LeftOut()
     files = [_files(folder, config.train_split, config.languages, left_out) for folder in folders]
     if left_out.total:
         given_paths = " ".join(config.path)
-        _log.warning(f"data.path={given_paths}: {left_out.total} files are left out: {left_out}")
+        path = named("data.path", given_paths)
+        _log.warning(Line(f"{path}: {left_out.total} files are left out: {left_out}"))
     languages = config.languages or tuple(sorted({code for found in files for code in found}))
     for code in languages:
         if not any(code in found for found in files):
             known = ", ".join(sorted({code for found in files for code in found})) or "none"
             raise ConfigError(
-                f"data.languages={code}: no folder of data.path has {config.train_split}.{code}; known there: {known}"
+                "data.languages",
+                code,
+                f"no folder of {named('data.path')} has {config.train_split}.{code}",
+                f"known there: {known}",
             )
     given = None if config.encode_with is None else _given(config.encode_with, vocab_size)
     if len(config.languages) == 1:
         raise ConfigError(
-            f"data.languages={config.languages[0]}: is one language, and translation needs two; name another, or leave the option out"
+            "data.languages",
+            config.languages[0],
+            "is one language, and translation needs two",
+            "name another, or leave the option out",
         )
     if len(languages) < 2:
         raise ConfigError(
-            f"data.path={' '.join(config.path)}: has {config.train_split} files of {len(languages)} languages; translation "
-            "needs two or more"
+            "data.path",
+            " ".join(config.path),
+            f"has {config.train_split} files of {len(languages)} languages",
+            "translation needs two or more",
         )
     for name, found in zip(config.path, files, strict=True):
         if not found:
             raise ConfigError(
-                f"data.path={name}: has no {config.train_split} file of {', '.join(languages)}; leave the folder out, or add some"
+                "data.path",
+                name,
+                f"has no {config.train_split} file of {', '.join(languages)}",
+                "leave the folder out, or add some",
             )
     others = [_files(folder, config.validation_split, languages, left_out) for folder in folders]
     splits = {"training": files, "validation": [found for found in others if len(found) > 1]}
     if not splits["validation"]:
         raise ConfigError(
-            f"data.validation_split={config.validation_split}: no folder of data.path has its files in two languages; add "
-            "them, or name another split"
+            "data.validation_split",
+            config.validation_split,
+            f"no folder of {named('data.path')} has its files in two languages",
+            "add them, or name another split",
         )
     marks = languages if given is None else languages_of(load_tokenizer(given))
     digest = hashlib.sha256(
@@ -208,14 +226,19 @@ def _given(name: str, vocab_size: int) -> Path:
     """
     path = expanded(name)
     if not path.is_file():
-        raise ConfigError(f"data.encode_with={name}: is no file; name the tokenizer.json of a run")
+        raise ConfigError(
+            "data.encode_with", name, "is no file", "name the tokenizer.json of a run"
+        )
     try:
         tokenizer = load_tokenizer(path, vocab_size=vocab_size)
     except CheckpointError as error:
-        raise ConfigError(f"data.encode_with={error}") from None
+        raise ConfigError(named("data.encode_with", error)) from None
     if not languages_of(tokenizer):
         raise ConfigError(
-            f"data.encode_with={name}: has no tags of languages; name that of a run that translates"
+            "data.encode_with",
+            name,
+            "has no tags of languages",
+            "name that of a run that translates",
         )
     return path
 
@@ -323,8 +346,10 @@ def _build(
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     if tokenizer.get_vocab_size() > vocab_size:
         raise ConfigError(
-            f"model.vocab_size={vocab_size}: is too small for 256 bytes and the marks of {len(languages)} languages; raise it "
-            f"to {tokenizer.get_vocab_size()} or more"
+            "model.vocab_size",
+            vocab_size,
+            f"is too small for 256 bytes and the marks of {len(languages)} languages",
+            f"raise it to {tokenizer.get_vocab_size()} or more",
         )
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     for name, corpora in texts.items():

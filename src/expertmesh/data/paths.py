@@ -52,13 +52,18 @@ def find_paths(given: str | tuple[str, ...]) -> list[WeightedPath]:
             paths, weight = _matching(name), _weight(named[2], text)
         if not paths:
             what = "matches nothing" if glob.has_magic(text) else "does not exist"
-            raise ConfigError(f"data.path={printable(text)}: {what}; give a text file or a folder")
+            raise ConfigError(
+                "data.path", printable(text), f"{what}", "give a text file or a folder"
+            )
         pattern = expanded(name)
         root = Path(*takewhile(lambda part: not glob.has_magic(part), pattern.parts))
         found.append(WeightedPath(paths, root, weight, str(pattern)))
     if len(found) == 1 and found[0].weight != 1:
         raise ConfigError(
-            f"data.path={printable(str(given))}: a weight says how often beside other paths; leave it out, or name another path"
+            "data.path",
+            printable(str(given)),
+            "a weight says how often beside other paths",
+            "leave it out, or name another path",
         )
     return found
 
@@ -79,8 +84,10 @@ def _weight(digits: str, text: str) -> float:
         weight = 0.0
     if not 0 < weight <= _MOST:
         raise ConfigError(
-            f"data.path={printable(text)}: the weight must be above 0 and at most {_MOST:,}; write for example :2, leave the "
-            "path out, or lower the weights of the others"
+            "data.path",
+            printable(text),
+            f"the weight must be above 0 and at most {_MOST:,}",
+            "write for example :2, leave the path out, or lower the weights of the others",
         )
     return weight
 

@@ -24,7 +24,7 @@ from expertmesh.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, Line, named
 
 FORMAT_VERSION = 1
 _BATCH_DOCUMENTS = 32
@@ -100,11 +100,13 @@ def prepare_tokens(
     for name, shard in (("training", training), ("validation", validation)):
         if len(shard.tokens_N) <= config.seq_len:
             raise ConfigError(
-                f"data.seq_len={config.seq_len}: the {name} split has only {len(shard.tokens_N)} tokens; "
-                "give more text or lower data.seq_len"
+                "data.seq_len",
+                config.seq_len,
+                f"the {name} split has only {len(shard.tokens_N)} tokens",
+                f"give more text or lower {named('data.seq_len')}",
             )
     for note in corpus.notes:
-        _log.warning(note)
+        _log.warning(Line(note))
     return TokenData(key, training, validation, folder / "tokenizer.json", corpus)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, named
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
@@ -68,7 +68,8 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
         ) from None
     if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
         raise CheckpointError(
-            f"{path}: has {tokenizer.get_vocab_size()} tokens and the model {vocab_size}; it is of another run: restore the file from"
+            f"{path}: has {tokenizer.get_vocab_size()} tokens and the model {vocab_size}; it is of another run: restore the "
+            "file from"
             " a copy"
         )
     # Not in the file: without it a text that quotes the end-of-text token would become that token.
@@ -125,24 +126,35 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
     try:
         tokenizer = load_tokenizer(path)
     except CheckpointError as error:
-        raise ConfigError(f"data.encode_with={error}") from None
+        raise ConfigError(named("data.encode_with", error)) from None
     if not is_byte_level(tokenizer):
         raise ConfigError(
-            f"data.encode_with={path}: is no byte-level one, so that bits per byte mean nothing; use a model that has one"
+            "data.encode_with",
+            path,
+            "is no byte-level one, so that bits per byte mean nothing",
+            "use a model that has one",
         )
     lost = set(pre_tokenizers.ByteLevel.alphabet()) - _IN_NO_TEXT - set(tokenizer.get_vocab())
     if lost:
         raise ConfigError(
-            f"data.encode_with={path}: has no token for {len(lost)} of the bytes, whose text would get lost; train it with "
-            "initial_alphabet=ByteLevel.alphabet()"
+            "data.encode_with",
+            path,
+            f"has no token for {len(lost)} of the bytes, whose text would get lost",
+            "train it with initial_alphabet=ByteLevel.alphabet()",
         )
     if tokenizer.get_vocab_size() > vocab_size:
         raise ConfigError(
-            f"data.encode_with={path}: has {tokenizer.get_vocab_size()} tokens, model.vocab_size is {vocab_size}; raise it"
+            "data.encode_with",
+            path,
+            f"has {tokenizer.get_vocab_size()} tokens, {named('model.vocab_size')} is {vocab_size}",
+            "raise it",
         )
     if all(tokenizer.token_to_id(token) is None for token in (END_OF_TEXT, *_OTHER_ENDS)):
         raise ConfigError(
-            f"data.encode_with={path}: has no token {END_OF_TEXT} for the end of a document; add one"
+            "data.encode_with",
+            path,
+            f"has no token {END_OF_TEXT} for the end of a document",
+            "add one",
         )
     return tokenizer
 

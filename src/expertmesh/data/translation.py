@@ -23,7 +23,7 @@ from expertmesh.data.parallel_text import (
     tag_id,
 )
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, Line, named
 
 _log = logging.getLogger("expertmesh.data")
 
@@ -193,13 +193,19 @@ class TranslationData:
         for task in translation:
             if not len(task.where) and config.pairs:
                 raise ConfigError(
-                    f"data.pairs={task.name}: no line has both languages within the model's lengths; leave it out"
+                    "data.pairs",
+                    task.name,
+                    "no line has both languages within the model's lengths",
+                    "leave it out",
                 )
         translation = [task for task in translation if len(task.where)]
         if not translation:
             raise ConfigError(
-                f"data.path={' '.join(config.path)}: no line has two languages within model.max_source_len={max_source_len} "
-                f"and model.max_seq_len={max_target_len}; give more data or raise them"
+                "data.path",
+                " ".join(config.path),
+                f"no line has two languages within {named('model.max_source_len', max_source_len)} and "
+                f"{named('model.max_seq_len', max_target_len)}",
+                "give more data or raise them",
             )
         denoising = []
         if config.denoising:
@@ -217,13 +223,20 @@ class TranslationData:
         self._validation = [task for task in found if len(task.where)]
         if not self._validation:
             raise ConfigError(
-                f"data.validation_split={config.validation_split}: has no line in two of the languages within "
-                f"model.max_source_len={max_source_len} and model.max_seq_len={max_target_len}; add some, or raise them"
+                "data.validation_split",
+                config.validation_split,
+                f"has no line in two of the languages within {named('model.max_source_len', max_source_len)} and "
+                f"{named('model.max_seq_len', max_target_len)}",
+                "add some, or raise them",
             )
         if any(too_long):
+            path = named("data.path", " ".join(config.path))
+            lengths = f"{named('model.max_source_len', max_source_len)} or {named('model.max_seq_len', max_target_len)}"
             _log.warning(
-                f"data.path={' '.join(config.path)}: {too_long[0]:,} training and {too_long[1]:,} validation examples are left "
-                f"out: longer than model.max_source_len={max_source_len} or model.max_seq_len={max_target_len}; raise them"
+                Line(
+                    f"{path}: {too_long[0]:,} training and {too_long[1]:,} validation examples are left out: longer than "
+                    f"{lengths}; raise them"
+                )
             )
         self.directions = tuple(task.name for task in self._validation)
         self.num_validation = sum(len(task.where) for task in self._validation)
@@ -316,20 +329,28 @@ def _directions(
             for code, known in ((source, texts), (target, texts), (target, tagged)):
                 if code not in known:
                     raise ConfigError(
-                        f"data.{name}={source}-{target}: the language {code} is not there; known here: {', '.join(known)}"
+                        f"data.{name}",
+                        f"{source}-{target}",
+                        f"the language {code} is not there",
+                        f"known here: {', '.join(known)}",
                     )
     usual = [(a, b) for a, b in permutations(texts, 2) if b in tagged]
     every = [(a, b) for a, b in (given["pairs"] or usual)]
     if not every:
         raise ConfigError(
-            f"data.languages={' '.join(texts)}: none of them has a tag in the given tokenizer, which writes "
-            f"{', '.join(tagged)}; take one of these in, or learn another vocabulary"
+            "data.languages",
+            " ".join(texts),
+            f"none of them has a tag in the given tokenizer, which writes {', '.join(tagged)}",
+            "take one of these in, or learn another vocabulary",
         )
     kept = [pair for pair in every if pair not in given["without_pairs"]]
     if not kept:
         left_out = " ".join(config.without_pairs)
         raise ConfigError(
-            f"data.without_pairs={left_out}: leaves no direction to train of {', '.join(f'{a}-{b}' for a, b in every)}; name fewer"
+            "data.without_pairs",
+            left_out,
+            f"leaves no direction to train of {', '.join((f'{a}-{b}' for a, b in every))}",
+            "name fewer",
         )
     others = [(a, b) for a, b in given["without_pairs"] if (a, b) not in every]
     return kept, every + others

@@ -86,10 +86,10 @@ def beam_search(
         CheckpointError: the model's logits are not finite.
     """
     if not 1 <= num_beams <= MOST_BEAMS:
-        raise ConfigError(f"num_beams={num_beams}: must be from 1 to {MOST_BEAMS}; 5 is usual")
+        raise ConfigError("num_beams", num_beams, f"must be from 1 to {MOST_BEAMS}", "5 is usual")
     if not 0 <= length_penalty <= _MOST_PENALTY:
         raise ConfigError(
-            f"length_penalty={length_penalty}: must be from 0 to {_MOST_PENALTY}; 1 is usual"
+            "length_penalty", length_penalty, f"must be from 0 to {_MOST_PENALTY}", "1 is usual"
         )
     check_sources(model, sources, num_prompts=len(sources))
     given = max_tokens if isinstance(max_tokens, Sequence) else [max_tokens] * len(sources)

@@ -51,12 +51,12 @@ def read_images(names: Sequence[str], *, size: tuple[int, int, int], fit: Fit) -
         try:
             pixels = read_image_or_idx(name)
         except ImageError as error:
-            problems.append(str(error))
+            problems.append(error.line.text)
             continue
         try:
             found.append(model_input(pixels, size=size, fit=fit))
         except ConfigError as error:
-            problems.append(f"{name}: {error}")
+            problems.append(f"{name}: {error.line.text}")
     refuse_images(problems, len(names))
     return found
 

@@ -240,12 +240,17 @@ def check_room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens:
     new_tokens = limit - longest if max_tokens is None else max_tokens
     if not is_number(new_tokens, int) or new_tokens < 1:
         raise ConfigError(
-            f"max_tokens={new_tokens!r}: must be at least 1, and whole; ask for a token or more"
+            "max_tokens",
+            repr(new_tokens),
+            "must be at least 1, and whole",
+            "ask for a token or more",
         )
     if longest + new_tokens > limit:
         raise ConfigError(
-            f"max_tokens={new_tokens}: with a prompt of {longest} tokens it passes the model's max_seq_len={limit};"
-            f" ask for at most {limit - longest}"
+            "max_tokens",
+            new_tokens,
+            f"with a prompt of {longest} tokens it passes the model's max_seq_len={limit}",
+            f"ask for at most {limit - longest}",
         )
     return new_tokens
 

@@ -46,20 +46,26 @@ class Sampling:
             value = getattr(self, name)
             if not is_number(value, kind) and (value is not None or not name.startswith("top")):
                 what = "a whole number" if kind is int else "a number"
-                raise ConfigError(f"{name}={value!r}: must be {what}; give one")
+                raise ConfigError(name, repr(value), f"must be {what}", "give one")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(
-                f"temperature={self.temperature}: must be at least 0; use 0 for the most likely token"
+                "temperature",
+                self.temperature,
+                "must be at least 0",
+                "use 0 for the most likely token",
             )
         if self.temperature < _COLDEST:
             object.__setattr__(self, "greedy", True)
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(
-                f"top_k={self.top_k}: must be at least 1; leave it out to keep all tokens"
+                "top_k", self.top_k, "must be at least 1", "leave it out to keep all tokens"
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"top_p={self.top_p}: must be above 0 and at most 1; leave it out to keep all tokens"
+                "top_p",
+                self.top_p,
+                "must be above 0 and at most 1",
+                "leave it out to keep all tokens",
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}: must be from 0 to 2^63 - 1; choose another seed")

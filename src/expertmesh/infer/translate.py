@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from tokenizers import Tokenizer
 
 from expertmesh.data.news import Progress
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.infer.beam import beam_search
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
 
@@ -139,7 +139,7 @@ def _check_lengths(lengths: Mapping[int, int], limit: int) -> None:
     has = "has" if len(long) == 1 else "have up to"
     raise ConfigError(
         f"{_named('text', long)}: {has} {max(lengths.values())} tokens and the model reads at most {limit}; shorten what is longer,"
-        " or have it translated in pieces by split_long=True"
+        f" or have it translated in pieces by {named('split_long', True)}"
     )
 
 

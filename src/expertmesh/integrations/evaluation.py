@@ -100,7 +100,8 @@ class ExpertMeshLM(TemplateLM):
         for _, _, continuation in batch:
             if len(continuation) > self.max_length:
                 raise ConfigError(
-                    f"a continuation of {len(continuation)} tokens: the model reads at most {self.max_length}; shorten the task's answers"
+                    f"a continuation of {len(continuation)} tokens: the model reads at most {self.max_length}; shorten the "
+                    "task's answers"
                 )
         # cut on the left where the model has no room; the last token is only predicted
         rows = [(before + after)[-(self.max_length + 1) :][:-1] for _, before, after in batch]
@@ -247,7 +248,7 @@ def evaluate(
 def _check_task(path: Path) -> None:
     """Whether a file defines a task whose data are here."""
     if not path.is_file():
-        raise ConfigError(f"tasks={path}: is no file; give a YAML file of a task")
+        raise ConfigError("tasks", path, "is no file", "give a YAML file of a task")
     try:
         # a task may name functions and other files, which lm-evaluation-harness reads itself
         events = yaml.compose(path.read_text(encoding="utf-8"))
@@ -256,19 +257,24 @@ def _check_task(path: Path) -> None:
         files = yaml.serialize(node["dataset_kwargs"]) if "dataset_kwargs" in node else ""
     except (yaml.YAMLError, UnicodeError, AttributeError, TypeError, ValueError):
         raise ConfigError(
-            f"tasks={path}: is no YAML mapping; give a task of lm-evaluation-harness"
+            "tasks", path, "is no YAML mapping", "give a task of lm-evaluation-harness"
         ) from None
     source = names.get("dataset_path")
     if "task" not in names or (source is None and "custom_dataset" not in names):
         raise ConfigError(
-            f"tasks={path}: has no task or no dataset_path; give a task of lm-evaluation-harness, its name and data in this file"
+            "tasks",
+            path,
+            "has no task or no dataset_path",
+            "give a task of lm-evaluation-harness, its name and data in this file",
         )
     is_local = source is None or source in _LOCAL or Path(str(source)).is_dir()
     if not is_local or "://" in files:
         what = "dataset_kwargs" if is_local else f"dataset_path={source}"
         raise ConfigError(
-            f"tasks={path}: {what} would be downloaded; save the data as files, and use {', '.join(_LOCAL)} with "
-            "dataset_kwargs.data_files"
+            "tasks",
+            path,
+            f"{what} would be downloaded",
+            f"save the data as files, and use {', '.join(_LOCAL)} with dataset_kwargs.data_files",
         )
 
 

@@ -202,8 +202,10 @@ class Task(ABC):
             ConfigError: here, because only who names labels knows which sample has which.
         """
         raise ConfigError(
-            f"family={self.config.family}: its task has labels and says of no sample which it has; write its label_of, or leave"
-            " labels empty"
+            "family",
+            self.config.family,
+            "its task has labels and says of no sample which it has",
+            "write its label_of, or leave labels empty",
         )
 
     def check(self, num_ranks: int) -> None:
@@ -219,7 +221,7 @@ class Task(ABC):
         ):
             if value > 1 or value is True:
                 raise ConfigError(
-                    f"{name}={value}: family {self.config.family} has no such thing; leave it out"
+                    name, value, f"family {self.config.family} has no such thing", "leave it out"
                 )
 
     def blocks(self, model: nn.Module) -> Iterable[nn.Module]:

@@ -21,7 +21,7 @@ from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.config.way import AS_USUAL, Way
 from expertmesh.costs.communication import USUAL_NETWORK, Network
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.validation import check_module
@@ -223,11 +223,17 @@ def _spread_layers(
         value = getattr(config, name)
         if not moe_layers and value != type(config).model_fields[name].default:
             raise ConfigError(
-                f"parallel.{name}={value}: has no effect in a model without experts; leave it out"
+                f"parallel.{name}",
+                value,
+                "has no effect in a model without experts",
+                "leave it out",
             )
     if adaptive and not any(map(may_choose, moe_layers)):
         raise ConfigError(
-            "parallel.adaptive=True: has no effect in a model without grouped experts that have no adapters; leave it out"
+            "parallel.adaptive",
+            True,
+            "has no effect in a model without grouped experts that have no adapters",
+            "leave it out",
         )
     for index, layer in enumerate(moe_layers):
         ep_degree = config.ep_degree_of(index, num_moe_layers=len(moe_layers))
@@ -374,8 +380,11 @@ def expert_plan(
     if storage.e % ep_degree:
         near = min(divisors(storage.e), key=lambda d: abs(d - ep_degree))
         raise ConfigError(
-            f"ep_degree={ep_degree}: must divide the {storage.e} parts that {num_experts} experts on {num_ranks} ranks "
-            f"with es_degree={storage.f} have; nearest: {near}"
+            "ep_degree",
+            ep_degree,
+            f"must divide the {storage.e} parts that {num_experts} experts on {num_ranks} ranks with "
+            f"{named('es_degree', storage.f)} have",
+            f"nearest: {near}",
         )
     return make_plan(storage, ep_degree * storage.f)
 
@@ -388,8 +397,10 @@ def degrees_of(config: ParallelConfig, *, num_ranks: int) -> DenseDegrees:
     """
     if config.dispatch_dtype != "same" and num_ranks == 1:
         raise ConfigError(
-            f"parallel.dispatch_dtype={config.dispatch_dtype}: is for tokens that travel between ranks, and there is one; "
-            "start several with torchrun, or leave it out"
+            "parallel.dispatch_dtype",
+            config.dispatch_dtype,
+            "is for tokens that travel between ranks, and there is one",
+            "start several with torchrun, or leave it out",
         )
     return dense_degrees(
         num_ranks,

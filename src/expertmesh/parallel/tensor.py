@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from expertmesh.comm.collectives import all_gather, reduce_scatter
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.world import World
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.dtypes import autocast_dtype
 
@@ -42,7 +42,7 @@ def tensor_group(world: World, tp_degree: int) -> RankGroup:
     """
     if world.size % tp_degree:
         raise ConfigError(
-            f"tp_degree={tp_degree}: must divide the {world.size} ranks; choose a divisor"
+            "tp_degree", tp_degree, f"must divide the {world.size} ranks", "choose a divisor"
         )
     cells = [range(first, first + tp_degree) for first in range(0, world.size, tp_degree)]
     return world.group(cells, name="the ranks that share sequences")
@@ -81,7 +81,8 @@ class SharedSequences:
         length, n = x.shape[dim], self.size
         if length % n:
             raise ConfigError(
-                f"a sequence of {length} tokens on tp_degree={n}: it must divide them; use {max(length // n, 1) * n} tokens"
+                f"a sequence of {length} tokens on {named('tp_degree', n)}: it must divide them; use "
+                f"{max(length // n, 1) * n} tokens"
             )
         return x.narrow(dim, length // n * self.group.rank, length // n)
 
@@ -314,8 +315,10 @@ def _distribute(
         n = mesh.size()
         if full.shape[axis] % n:
             raise ConfigError(
-                f"tp_degree={n}: {path} of shape {tuple(full.shape)} cannot be cut into {n} equal parts along axis {axis}; "
-                "use sizes that it divides"
+                "tp_degree",
+                n,
+                f"{path} of shape {tuple(full.shape)} cannot be cut into {n} equal parts along axis {axis}",
+                "use sizes that it divides",
             )
         size = full.shape[axis] // n
         part = part.narrow(axis, mesh.get_local_rank() * size, size)

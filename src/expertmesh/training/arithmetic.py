@@ -18,7 +18,7 @@ from torch import Tensor
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import write_whole
 from expertmesh.costs.products import Product
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.cpu.products import Library
 
@@ -196,7 +196,7 @@ def read_arithmetic(path: Path) -> Arithmetic | None:
         return None
     except (ValueError, TypeError):
         raise ConfigError(
-            f"{path}: is unreadable; delete it, and train.dtype=auto measures anew"
+            f"{path}: is unreadable; delete it, and {named('train.dtype', 'auto')} measures anew"
         ) from None
     return found
 

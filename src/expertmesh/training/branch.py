@@ -10,7 +10,7 @@ from pathlib import Path
 
 from expertmesh.config.family import Family
 from expertmesh.config.run import OptimConfig, RunConfig
-from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, named
 from expertmesh.training.checkpoint import find_damage, list_checkpoints, step_of
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import decay_start, learning_rate
@@ -34,7 +34,7 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
     """
     trunk_dir = config.train.branch_from
     assert trunk_dir is not None
-    option = f"train.branch_from={trunk_dir}"
+    option = named("train.branch_from", trunk_dir)
     folder = RunDir(trunk_dir)
     if not folder.path.is_dir():
         raise ConfigError(f"{option}: does not exist; give the run directory of a trunk")
@@ -44,25 +44,29 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
         ours, theirs = attrgetter(name)(config), attrgetter(name)(trunk)
         if ours != theirs:
             raise ConfigError(
-                f"{name}={ours}: the trunk {trunk_dir} has {theirs}; use that value, or train without a branch"
+                name,
+                ours,
+                f"the trunk {trunk_dir} has {theirs}",
+                "use that value, or train without a branch",
             )
     step = decay_start(total_steps=config.total_schedule_steps, config=config.optim)
     if trunk.optim.schedule != "wsd":
         raise ConfigError(
-            f"{option}: has optim.schedule={trunk.optim.schedule}, whose rate is never constant; use a run with wsd"
+            f"{option}: has {named('optim.schedule', trunk.optim.schedule)}, whose rate is never constant; use a run with wsd"
         )
     latest = decay_start(total_steps=trunk.total_schedule_steps, config=trunk.optim)
     if step > latest:
         raise ConfigError(
-            f"{option}: begins its own decay after step {latest}, and this run would leave it after step {step}; "
-            "lower train.steps, or raise optim.decay_fraction"
+            f"{option}: begins its own decay after step {latest}, and this run would leave it after step {step}; lower "
+            f"{named('train.steps')}, or raise {named('optim.decay_fraction')}"
         )
     paths = {step_of(path): path for path in list_checkpoints(folder.checkpoints)}
     if step not in paths:
         kept = ", ".join(str(s) for s in paths if s <= latest) or "none"
         raise ConfigError(
             f"{option}: has no checkpoint of step {step}, where this run's decay begins (kept: {kept}); train the trunk with "
-            "train.keep_every, or choose train.steps and optim.decay_fraction so that train.steps (1 - decay_fraction) is one"
+            f"{named('train.keep_every')}, or choose {named('train.steps')} and {named('optim.decay_fraction')} so that "
+            f"{named('train.steps')} (1 - decay_fraction) is one"
         )
     if (problem := find_damage(paths[step])) is not None:
         raise CheckpointError(f"{option}: its checkpoint {paths[step]} is damaged ({problem})")
@@ -78,7 +82,7 @@ def _check_way(config: RunConfig, trunk: RunConfig, path: Path, folder: RunDir) 
     """
     step, total = step_of(path), config.total_schedule_steps
     fix = "leave it before, or train another trunk"
-    option = f"train.branch_from={folder.path}"
+    option = named("train.branch_from", folder.path)
     for line in read_metrics(folder.metrics):
         ours = learning_rate(line["step"] - 1, total_steps=total, config=config.optim)
         theirs = line.get("lr") or ours
@@ -89,8 +93,8 @@ def _check_way(config: RunConfig, trunk: RunConfig, path: Path, folder: RunDir) 
     samples = RunProgress.saved(read_run_state(path)["progress"], where=path).samples
     if samples != step * config.train.batch_size:
         raise ConfigError(
-            f"{option}: had seen {samples} samples after step {step}, not {step} x {config.train.batch_size}"
-            f" of train.batch_size; {fix}"
+            f"{option}: had seen {samples} samples after step {step}, not {step} x {config.train.batch_size} of "
+            f"{named('train.batch_size')}; {fix}"
         )
     lessons = [
         [run.distill.weight(done, total_steps=run.total_schedule_steps) for done in range(step)]
@@ -98,6 +102,9 @@ def _check_way(config: RunConfig, trunk: RunConfig, path: Path, folder: RunDir) 
     ]
     if config.distill == trunk.distill and lessons[0] != lessons[1]:
         raise ConfigError(
-            f"distill.until={config.distill.until}: is a share of {total} steps here and of {trunk.total_schedule_steps} in"
-            f" {folder.path}, so that the teacher falls silent elsewhere; use until=1 and decay=stop in both"
+            "distill.until",
+            config.distill.until,
+            f"is a share of {total} steps here and of {trunk.total_schedule_steps} in {folder.path}, so that the teacher "
+            "falls silent elsewhere",
+            "use until=1 and decay=stop in both",
         )

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import naming
-from expertmesh.errors import CheckpointError, PeerError
+from expertmesh.errors import CheckpointError, PeerError, named
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint_index import read_plain
 from expertmesh.training.checkpoint_tensors import (
@@ -300,8 +300,8 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
         raise PeerError("all checkpoints are damaged")
     if paths:
         raise CheckpointError(
-            f"{folder}: all {len(paths)} checkpoints are damaged; restore one from a copy, or train anew in another"
-            " train.run_dir"
+            f"{folder}: all {len(paths)} checkpoints are damaged; restore one from a copy, or train anew in another "
+            f"{named('train.run_dir')}"
         )
     return None
 

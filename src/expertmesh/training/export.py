@@ -17,7 +17,7 @@ import torch
 
 from expertmesh.config.output_file import complete
 from expertmesh.data.tensors import tensor_bytes
-from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, command
 from expertmesh.training.checkpoint import find_damage
 from expertmesh.training.checkpoint_tensors import tensor_dtypes, tensor_shapes, whole_tensors
 from expertmesh.training.run_dir import load_run
@@ -99,18 +99,24 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
 def _check_output(output: Path, *, overwrite: bool) -> None:
     if output.is_dir():
         raise ConfigError(
-            f"output={output}: is a folder; name a file, for example {output / 'model.safetensors'} (a folder for transformers: expertmesh convert)"
+            "output",
+            output,
+            "is a folder",
+            f"name a file, for example {output / 'model.safetensors'} (a folder for transformers: {command('convert')})",
         )
     if str(output) == "-" or (output.exists() and not output.is_file()):
         raise ConfigError(
-            f"output={output}: is no regular file; name a new file, or one to replace with --overwrite"
+            "output",
+            output,
+            "is no regular file",
+            "name a new file, or one to replace with --overwrite",
         )
     if output.exists() and not overwrite:
         raise ConfigError(
-            f"output={output}: exists already; choose another file, or add --overwrite"
+            "output", output, "exists already", "choose another file, or add --overwrite"
         )
     if not output.parent.is_dir():
-        raise ConfigError(f"output={output}: there is no folder {output.parent}; make it first")
+        raise ConfigError("output", output, f"there is no folder {output.parent}", "make it first")
 
 
 def find_checkpoint(source: Path) -> Path:

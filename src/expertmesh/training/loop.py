@@ -14,8 +14,8 @@ from rich.console import Console
 
 from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.family import Family, find_family
-from expertmesh.config.run import RunConfig
-from expertmesh.errors import ConfigError, TrainingDivergedError
+from expertmesh.config.run import ParallelConfig, RunConfig
+from expertmesh.errors import ConfigError, TrainingDivergedError, named
 from expertmesh.models.family import Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
@@ -296,8 +296,9 @@ class _Trainer:
         kept = f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
         if stop.signal is None and bad and (bad >= progress.step - first or not paths):
             raise TrainingDivergedError(
-                f"step {progress.step}: the last {bad} of {progress.step - first} steps had a non-finite loss or gradient and"
-                f" changed nothing; {kept}; lower optim.lr or the initial weights (model.init_std), or use train.dtype=float32"
+                f"step {progress.step}: the last {bad} of {progress.step - first} steps had a non-finite loss or gradient and "
+                f"changed nothing; {kept}; lower {named('optim.lr')} or the initial weights ({named('model.init_std')}), or "
+                f"use {named('train.dtype', 'float32')}"
             )
         saved = f"saved in {self.store.folder}"
         if bad:
@@ -385,8 +386,8 @@ class _Trainer:
         paths = self._checkpoints()
         good = f"the last good checkpoint is {paths[-1]}" if paths else "no checkpoint was saved"
         raise TrainingDivergedError(
-            f"step {progress.step}: {progress.bad_steps_in_row} steps in a row had a non-finite loss or gradient; {good};"
-            " lower optim.lr or use train.dtype=float32"
+            f"step {progress.step}: {progress.bad_steps_in_row} steps in a row had a non-finite loss or gradient; {good}; "
+            f"lower {named('optim.lr')} or use {named('train.dtype', 'float32')}"
         )
 
     def _evaluate(self) -> Evaluation:
@@ -456,6 +457,22 @@ class _Trainer:
         )
 
 
+_OF_SEVERAL = (
+    "dp_replicate_degree",
+    "dp_shard_degree",
+    "tp_degree",
+    "ep_degree",
+    "es_degree",
+    "route_degree",
+    "overlap_degree",
+    "shadow_experts",
+    "adaptive",
+    "all_to_all",
+    "expert_order",
+)
+"""Options that have no effect on one rank."""
+
+
 def check_ranks(task: Task, ranks: Ranks) -> None:
     """Whether a run fits its ranks.
 
@@ -465,29 +482,11 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
     parallel, train_config = task.config.parallel, task.config.train
     if ranks.size > 1 and train_config.device.startswith("cuda:"):
         raise ConfigError(
-            f"train.device={train_config.device} on {ranks.size} ranks: each takes the GPU of its number on its host; use"
-            " train.device=cuda"
+            f"{named('train.device', train_config.device)} on {ranks.size} ranks: each takes the GPU of its number on its "
+            f"host; use {named('train.device', 'cuda')}"
         )
-    for name, degree in (
-        ("dp_replicate_degree", parallel.dp_replicate_degree),
-        ("dp_shard_degree", parallel.dp_shard_degree),
-        ("tp_degree", parallel.tp_degree),
-        ("ep_degree", max(parallel.ep_degree, default=None)),
-        ("es_degree", parallel.es_degree),
-        ("route_degree", parallel.route_degree),
-        ("overlap_degree", parallel.overlap_degree),
-        ("shadow_experts", parallel.shadow_experts),
-        ("adaptive", parallel.adaptive),
-        ("all_to_all", parallel.all_to_all),
-        ("expert_order", parallel.expert_order),
-    ):
-        idle = [None, type(parallel).model_fields[name].default]
-        idle += [1] if name.endswith("_degree") else []
-        if ranks.size == 1 and degree not in idle:
-            raise ConfigError(
-                f"parallel.{name}={degree}: there is one rank; start more with torchrun --nproc-per-node N -m expertmesh"
-                " train ..."
-            )
+    if ranks.size == 1:
+        _check_alone(parallel)
     task.check(ranks.size)
     size = train_config.micro_batch_size or train_config.batch_size
     if size % (parts := ranks.num_row_parts):
@@ -497,8 +496,30 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
             among = f"{parts} groups of {parallel.tp_degree} ranks"
         near = max(size // parts, 1) * parts
         raise ConfigError(
-            f"train.{name}={size}: must divide evenly over {among}; nearest below: {near}"
+            f"train.{name}", size, f"must divide evenly over {among}", f"nearest below: {near}"
         )
+
+
+def _check_alone(parallel: ParallelConfig) -> None:
+    """Refuse options that only several ranks can follow, on one; names both ways out, also for a file that gives them all."""
+    wanted = {}
+    for name in _OF_SEVERAL:
+        value, usual = getattr(parallel, name), type(parallel).model_fields[name].default
+        degree = max(value, default=None) if isinstance(value, tuple) else value
+        idle = (None, usual, 1) if name.endswith("_degree") else (usual,)
+        if degree not in idle:
+            wanted[name] = (degree, usual if usual not in (None, ()) else "none")
+    if not wanted:
+        return
+    name, (degree, _) = next(iter(wanted.items()))
+    alone = ", ".join(named(f"parallel.{n}", usual) for n, (_, usual) in wanted.items())
+    raise ConfigError(
+        f"parallel.{name}",
+        degree,
+        "there is one rank",
+        "start more with torchrun --nproc-per-node N -m expertmesh train ..., or, to go on with one, "
+        f"give {alone}",
+    )
 
 
 @contextmanager
@@ -507,7 +528,7 @@ def _threads(count: int | None) -> Iterator[None]:
     before, cores = torch.get_num_threads(), os.cpu_count() or 1
     if count is not None and count > max(_MOST_THREADS_PER_CORE * cores, before):
         raise ConfigError(
-            f"parallel.num_threads={count}: this machine has {cores} cores; use at most as many"
+            "parallel.num_threads", count, f"this machine has {cores} cores", "use at most as many"
         )
     if count is not None:
         torch.set_num_threads(count)

@@ -26,7 +26,9 @@ def freeze(model: nn.Module, parts: Sequence[Frozen]) -> None:
     """
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
     if parts and not layers:
-        raise ConfigError(f"train.freeze={','.join(parts)}: the model has no experts; leave it out")
+        raise ConfigError(
+            "train.freeze", ",".join(parts), "the model has no experts", "leave it out"
+        )
     for layer in layers:
         for part in parts:
             getattr(layer, part).requires_grad_(False)

@@ -9,7 +9,7 @@ import torch
 
 from expertmesh.config.run import TrainConfig
 from expertmesh.costs.products import Product
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.ops.cpu.products import multiplying_by, usual_library
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
@@ -126,8 +126,8 @@ def resolve_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(
-            f"train.device={name}: this machine has {count} usable GPUs; use cpu or auto"
+            f"{named('train.device', name)}: this machine has {count} usable GPUs; use cpu or auto"
             if not count
-            else f"train.device={name}: this machine has {count} GPUs, numbered from 0; choose one of them"
+            else f"{named('train.device', name)}: this machine has {count} GPUs, numbered from 0; choose one of them"
         )
     return device

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
 from expertmesh.data.chat import extras_of
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.models.family import Data, Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
@@ -117,29 +117,29 @@ def prune(
     """
     for option, value in (("keep", keep), ("max_samples", max_samples)):
         if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{option}={value}: must be a whole number, 1 or more; give one")
+            raise ConfigError(option, value, "must be a whole number, 1 or more", "give one")
     target = expanded(target)
     _check_new(target)
     run = load_run(source)
     data_key = read_run_state(run.checkpoint)["data_key"]
     if not data_key:
         raise ConfigError(
-            f"run {run.path}: came from elsewhere, without data on which the use of its experts could be counted; train a"
-            " run that begins with it (train.init_from) on yours, and name that one"
+            f"run {run.path}: came from elsewhere, without data on which the use of its experts could be counted; train a run "
+            f"that begins with it ({named('train.init_from')}) on yours, and name that one"
         )
     trained = open_trained(run)
     layers = checked_layers(run, trained)
     if any(layer.options.router == "expert_choice" for layer in layers.values()):
         raise ConfigError(
-            f"run {run.path}: has model.moe.router=expert_choice, whose experts are all used alike, so that none is used least; "
-            "name a run whose tokens choose"
+            f"run {run.path}: has {named('model.moe.router', 'expert_choice')}, whose experts are all used alike, so that "
+            "none is used least; name a run whose tokens choose"
         )
     top_k = max(layer.top_k for layer in layers.values())
     if keep < top_k:
-        raise ConfigError(f"keep={keep}: must be at least the {top_k} of a token; use {top_k}")
+        raise ConfigError("keep", keep, f"must be at least the {top_k} of a token", f"use {top_k}")
     most = max(layer.num_experts for layer in layers.values())
     if keep >= most:
-        raise ConfigError(f"keep={keep}: must be below the {most} that there are; lower it")
+        raise ConfigError("keep", keep, f"must be below the {most} that there are", "lower it")
     train = run.config.train
     data = trained.task.prepare()
     check_same_data(data_key, data, where=run.checkpoint)
@@ -211,16 +211,16 @@ def _check_new(target: Path) -> None:
         ConfigError: something is there, or it cannot be made.
     """
     if target.exists():
-        raise ConfigError(f"to={target}: exists already; choose another folder")
+        raise ConfigError("to", target, "exists already", "choose another folder")
     above = next(folder for folder in target.absolute().parents if folder.exists())
     if not above.is_dir():
-        raise ConfigError(f"to={target}: is below the file {above}; choose another folder")
+        raise ConfigError("to", target, f"is below the file {above}", "choose another folder")
     made = [folder for folder in (target, *target.parents) if not folder.exists()]
     try:
         target.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(
-            f"to={target}: cannot be made: {error.strerror}; choose another folder"
+            "to", target, f"cannot be made: {error.strerror}", "choose another folder"
         ) from None
     finally:
         for folder in made:

@@ -7,7 +7,7 @@ import torch
 from expertmesh.config.base import ranks_on_host
 from expertmesh.config.family import Family
 from expertmesh.config.run import RunConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.training.teacher import teacher_bytes
 
 # Activations are an estimate, and a system may swap: refuse only what is far beyond.
@@ -55,7 +55,8 @@ def check_room(family: Family, config: RunConfig, device: torch.device, *, num_r
             whole,
             _FAR * memory,
             "all and activations",
-            "lower train.micro_batch_size" + (", or data.seq_len" if has_seq_len else ""),
+            f"lower {named('train.micro_batch_size')}"
+            + (f", or {named('data.seq_len')}" if has_seq_len else ""),
         ),
     ):
         if needed > limit:

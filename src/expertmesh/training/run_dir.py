@@ -20,7 +20,7 @@ from expertmesh.config.family import FAMILIES, GPT, Family
 from expertmesh.config.output_file import complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.data.tokenizer import load_tokenizer
-from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, command, named
 from expertmesh.models.own_module import FAMILY_NAME
 from expertmesh.training.checkpoint import list_checkpoints, newest_good
 
@@ -82,7 +82,7 @@ class RunDir:
                 self.path.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError):
                 raise ConfigError(
-                    f"train.run_dir={self.path}: is a file or below a file; choose a folder"
+                    "train.run_dir", self.path, "is a file or below a file", "choose a folder"
                 ) from None
             file = self.lock.open("a+b", buffering=0)
             try:
@@ -95,8 +95,10 @@ class RunDir:
                     file.seek(0)
                     holder = file.read().decode().strip() or "unknown"
                 raise ConfigError(
-                    f"train.run_dir={self.path}: is in use by process {holder}; wait for it, or choose another"
-                    " directory"
+                    "train.run_dir",
+                    self.path,
+                    f"is in use by process {holder}",
+                    "wait for it, or choose another directory",
                 ) from None
             if self.lock.exists() and os.path.samestat(self.lock.stat(), os.fstat(file.fileno())):
                 return file
@@ -114,13 +116,17 @@ class RunDir:
         """
         if resume == "never" and self.has_run():
             raise ConfigError(
-                f"train.run_dir={self.path}: already holds a run; continue it with train.resume=auto, or choose another"
-                " train.run_dir"
+                "train.run_dir",
+                self.path,
+                "already holds a run",
+                f"continue it with {named('train.resume', 'auto')}, or choose another {named('train.run_dir')}",
             )
         if resume == "required" and not list_checkpoints(self.checkpoints):
             raise ConfigError(
-                f"train.resume=required: {self.path} holds no checkpoint; check train.run_dir, or use"
-                " train.resume=auto"
+                "train.resume",
+                "required",
+                f"{self.path} holds no checkpoint",
+                f"check {named('train.run_dir')}, or use {named('train.resume', 'auto')}",
             )
 
     def write_description(
@@ -145,7 +151,9 @@ class RunDir:
             ConfigError: there is none, it is unreadable, or a model's of the hub.
         """
         if not self.path.is_dir():
-            raise ConfigError(f"run {self.path}: does not exist; train one with: expertmesh train")
+            raise ConfigError(
+                f"run {self.path}: does not exist; train one with: {command('train')}"
+            )
         try:
             values = parse_json(self.config.read_bytes())
             recipe = values.pop("recipe", "unknown")
@@ -161,8 +169,8 @@ class RunDir:
             ) from None
         if "model_type" in values:
             raise ConfigError(
-                f"run {self.path}: is a model in the hub's format; make it a run with: expertmesh convert"
-                f" --from {shlex.quote(str(self.path))} --to DIR"
+                f"run {self.path}: is a model in the hub's format; make it a run with: "
+                f"{command(f'convert --from {shlex.quote(str(self.path))} --to DIR')}"
             )
         return values, str(recipe)
 
@@ -190,7 +198,7 @@ class RunDir:
             )
         if family.name != name:
             raise ConfigError(
-                f"family={family.name}: the run {self.path} is of family {name}; name that one"
+                "family", family.name, f"the run {self.path} is of family {name}", "name that one"
             )
         with saved_run():
             return family.config.model_validate(values), family

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.family import GPT, Family
 from expertmesh.config.run import RunConfig
-from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, named
 from expertmesh.models.family import Data
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint import find_damage, read_state
@@ -205,13 +205,16 @@ def check_same_run(
     of_family = saved.get("family", GPT.name)
     if of_family != family.name:
         raise ConfigError(
-            f"family={family.name}: the run in {where} has {of_family}; use that value, or another train.run_dir"
+            "family",
+            family.name,
+            f"the run in {where} has {of_family}",
+            f"use that value, or another {named('train.run_dir')}",
         )
     try:
         with saved_run():  # options that were not there yet have their defaults
             before = family.config.model_validate(dict(saved))
     except ConfigError as error:
-        raise ConfigError(f"the run in {where} cannot go on: {error}") from None
+        raise ConfigError(f"the run in {where} cannot go on: {error.line.text}") from None
     old_fields, new_fields = (dotted(run.model_dump(mode="json")) for run in (before, config))
     for name, value in new_fields.items():
         is_fixed = name.startswith(("model.", "distill.")) or name in (
@@ -221,14 +224,18 @@ def check_same_run(
         )
         if is_fixed and name not in family.free and differs(name, old_fields.get(name), value):
             raise ConfigError(
-                f"{name}={value}: the run in {where} has {old_fields.get(name)}; use that value, or another"
-                " train.run_dir"
+                name,
+                value,
+                f"the run in {where} has {old_fields.get(name)}",
+                f"use that value, or another {named('train.run_dir')}",
             )
     doubles = [run.train.dtype == "float64" for run in (before, config)]
     if doubles[0] != doubles[1]:
         raise ConfigError(
-            f"train.dtype={config.train.dtype}: the run in {where} keeps its weights in "
-            f"{'float64' if doubles[0] else 'float32'}; use a dtype that does, or another train.run_dir"
+            "train.dtype",
+            config.train.dtype,
+            f"the run in {where} keeps its weights in {'float64' if doubles[0] else 'float32'}",
+            f"use a dtype that does, or another {named('train.run_dir')}",
         )
 
 
@@ -247,8 +254,8 @@ def check_same_data(saved_key: str, data: Data, *, where: Path) -> None:
     """
     if saved_key != data.key:
         raise ConfigError(
-            f"data: {data.description}, are not what the run in {where} was trained on; use the same data options and"
-            " files, or another train.run_dir"
+            f"data: {data.description}, are not what the run in {where} was trained on; use the same data options and files, "
+            f"or another {named('train.run_dir')}"
         )
 
 

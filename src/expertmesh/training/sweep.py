@@ -13,7 +13,7 @@ from expertmesh.config.base import expanded
 from expertmesh.config.family import Family, Metric, find_family
 from expertmesh.config.output_file import write_whole
 from expertmesh.config.run import RunConfig
-from expertmesh.errors import ConfigError, TrainingDivergedError
+from expertmesh.errors import ConfigError, TrainingDivergedError, named
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.run_dir import RunDir
@@ -82,11 +82,17 @@ def sweep(
     names = [f"lr-{float(rate)!r}" for rate in rates]
     if not names or len(set(names)) < len(names):
         raise ConfigError(
-            f"rates={','.join(repr(float(rate)) for rate in rates)}: must be at least one, each once; write for example 1e-3,2e-3"
+            "rates",
+            ",".join(repr(float(rate)) for rate in rates),
+            "must be at least one, each once",
+            "write for example 1e-3,2e-3",
         )
     if config.train.resume == "required":
         raise ConfigError(
-            "train.resume=required: a sweep resumes what is there and begins the rest; leave it out"
+            "train.resume",
+            "required",
+            "a sweep resumes what is there and begins the rest",
+            "leave it out",
         )
     family = find_family(config.family) if family is None else family
     folder = expanded(config.train.run_dir)
@@ -121,8 +127,10 @@ def _check_same_options(config: RunConfig, family: Family) -> None:
     for name, value in new.items():
         if name not in (*_FREE, *family.free) and differs(name, old.get(name), value):
             raise ConfigError(
-                f"{name}={value}: the run in {run_dir.path} has {old.get(name)}, and rates are compared with all else equal; use that"
-                " value, or another train.run_dir"
+                name,
+                value,
+                f"the run in {run_dir.path} has {old.get(name)}, and rates are compared with all else equal",
+                f"use that value, or another {named('train.run_dir')}",
             )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.run import RunConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.models.family import Data, Task
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
@@ -48,18 +48,18 @@ def open_teacher(
     config = task.config
     if config.distill.teacher is None:
         return None
-    name = f"distill.teacher={config.distill.teacher}"
+    name = named("distill.teacher", config.distill.teacher)
     if not task.has_lessons:
         raise ConfigError(
             f"{name}: family {family.name} does not learn from teachers; leave it out"
         )
-    named = None if family.name in FAMILIES else family
-    _, other = RunDir(config.distill.teacher).read_config(named)
+    own = None if family.name in FAMILIES else family
+    _, other = RunDir(config.distill.teacher).read_config(own)
     if other.name != family.name:
         raise ConfigError(
             f"{name}: is of family {other.name} and this run of {family.name}; name a teacher of the same"
         )
-    run = load_run(config.distill.teacher, named)
+    run = load_run(config.distill.teacher, own)
     _check_vocabulary(run, family, config.model, data, name=name)
     theirs: Task = family.open_task(run.config.model_copy(update={"parallel": config.parallel}))
     theirs.check(ranks.size)
@@ -89,8 +89,8 @@ def teacher_bytes(
     """
     if config.distill.teacher is None or not RunDir(config.distill.teacher).config.exists():
         return 0
-    named = None if family.name in FAMILIES else family
-    theirs, other = RunDir(config.distill.teacher).read_config(named)
+    own = None if family.name in FAMILIES else family
+    theirs, other = RunDir(config.distill.teacher).read_config(own)
     if other.name != family.name:
         return 0
     theirs = theirs.model_copy(update={"parallel": config.parallel})
@@ -106,7 +106,8 @@ def _check_vocabulary(run: Run, family: Family, model: object, data: Data, *, na
     sizes = [getattr(config, "vocab_size", None) for config in (run.config.model, model)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
-            f"{name}: has a vocabulary of {sizes[0]} and model.vocab_size={sizes[1]}; use a teacher of the same vocabulary"
+            f"{name}: has a vocabulary of {sizes[0]} and {named('model.vocab_size', sizes[1])}; use a teacher of the same "
+            "vocabulary"
         )
     for file in family.files:
         mine = data.files.get(file)
@@ -142,7 +143,7 @@ def copy_layers(student: nn.Module, teacher: nn.Module, checkpoint: Path) -> Non
         ]
         if not fitting:
             raise ConfigError(
-                f"distill.init_from_teacher: the teacher has no layer of the shapes of {side}.{index}; leave it out"
+                f"{named('distill.init_from_teacher')}: the teacher has no layer of the shapes of {side}.{index}; leave it out"
             )
         nearest = min(fitting)[1]
         tensors = [n for n in student.state_dict() if n.startswith(f"{side}.{index}.")]
@@ -154,7 +155,7 @@ def copy_layers(student: nn.Module, teacher: nn.Module, checkpoint: Path) -> Non
             if name not in mine:
                 continue  # a buffer that the teacher has not
             raise ConfigError(
-                f"distill.init_from_teacher: the teacher has no {name} of shape {mine[name]}; leave it out"
+                f"{named('distill.init_from_teacher')}: the teacher has no {name} of shape {mine[name]}; leave it out"
             )
         fresh = next((one for one in rounds if f"model.{source}" not in one), None)
         if fresh is None:

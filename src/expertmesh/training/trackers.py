@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from expertmesh.config.output_file import naming
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.training.expert_use import ExpertUse
 from expertmesh.training.metrics import MetricsFile
 
@@ -118,5 +118,8 @@ def open_tensorboard(
         return [make(folder, last_step=last_step)]
     except ImportError as error:
         raise ConfigError(
-            f"train.tensorboard=True: importing tensorboard failed: {error}; mend its installation, or use train.tensorboard=False"
+            "train.tensorboard",
+            True,
+            f"importing tensorboard failed: {error}",
+            f"mend its installation, or use {named('train.tensorboard', False)}",
         ) from error

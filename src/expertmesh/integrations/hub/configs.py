@@ -361,6 +361,8 @@ def _refuse_export(config: ModelConfig) -> None:
     for name, value, fits in rules:
         if not fits:
             raise ConfigError(
-                f"model.{name}={value}: Mixtral, Qwen3-MoE and GLM-4-MoE have nothing like it together with the model's other "
-                "options; keep the model in expertmesh, or train one without it"
+                f"model.{name}",
+                value,
+                "Mixtral, Qwen3-MoE and GLM-4-MoE have nothing like it together with the model's other options",
+                "keep the model in expertmesh, or train one without it",
             )

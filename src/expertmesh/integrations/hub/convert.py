@@ -10,7 +10,7 @@ from expertmesh.config.family import GPT as GPT_FAMILY
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.data.chat import EXTRAS
 from expertmesh.data.tokenizer import load_tokenizer
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, command
 from expertmesh.integrations.hub.configs import hub_family, model_config
 from expertmesh.integrations.hub.load import hub_dtype, read_config, tensor_maker
 from expertmesh.integrations.hub.save import save_pretrained
@@ -61,11 +61,13 @@ def convert(
     """
     source, target = expanded(source), expanded(target)
     if not source.is_dir():
-        raise ConfigError(f"from={source}: is no folder; give a hub model's or a run's")
+        raise ConfigError("from", source, "is no folder", "give a hub model's or a run's")
     if target.suffix == ".safetensors":
         raise ConfigError(
-            f"to={target}: convert makes a folder; for one file under the names of expertmesh use: expertmesh export {source} "
-            f"--output {target}"
+            "to",
+            target,
+            "convert makes a folder",
+            f"for one file under the names of expertmesh use: {command(f'export {source} --output {target}')}",
         )
     if (source / "config.json").is_file() and "model_type" in read_config(source):
         return _from_hub(source, target, dtype)
@@ -74,8 +76,10 @@ def convert(
     values = read_run_state(checkpoint, "config")["config"]
     if (name := values.get("family", GPT_FAMILY.name)) != GPT_FAMILY.name:
         raise ConfigError(
-            f"from={source}: is of family {name}, and models of the hub are like those of family {GPT_FAMILY.name}; keep it here, or use "
-            "expertmesh export"
+            "from",
+            source,
+            f"is of family {name}, and models of the hub are like those of family {GPT_FAMILY.name}",
+            f"keep it here, or use {command('export')}",
         )
     with saved_run():
         config = GPTRunConfig.model_validate(values)
@@ -85,12 +89,15 @@ def convert(
 
 def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converted:
     if target.exists():
-        raise ConfigError(f"to={target}: exists already; choose another folder")
+        raise ConfigError("to", target, "exists already", "choose another folder")
     values = read_config(source)
     family, model_options = hub_family(values), model_config(values)
     if not (source / TOKENIZER).is_file():
         raise ConfigError(
-            f"from={source}: has no tokenizer.json; save the tokenizer there with transformers' save_pretrained"
+            "from",
+            source,
+            "has no tokenizer.json",
+            "save the tokenizer there with transformers' save_pretrained",
         )
     load_tokenizer(source / TOKENIZER, vocab_size=model_options.vocab_size)
     # without memory: each tensor is read when it is written

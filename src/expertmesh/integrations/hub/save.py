@@ -68,7 +68,7 @@ def save_pretrained(
     """
     family = export_family(config.model)
     if folder.exists():
-        raise ConfigError(f"to={folder}: exists already; choose another folder")
+        raise ConfigError("to", folder, "exists already", "choose another folder")
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     with naming(folder, partial):
         partial.mkdir(parents=True)

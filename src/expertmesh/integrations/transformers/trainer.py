@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, command
 from expertmesh.moe.layer import MoELayer
 from expertmesh.training.optim import balance_experts
 from expertmesh.training.routing import LoadCounter
@@ -38,7 +38,8 @@ class BalanceExperts(TrainerCallback):
         """
         if args.world_size > 1:
             raise ConfigError(
-                f"BalanceExperts: {args.world_size} ranks would each count for themselves; use expertmesh train, or aux_loss_weight"
+                f"BalanceExperts: {args.world_size} ranks would each count for themselves; use {command('train')}, or "
+                "aux_loss_weight"
             )
         model: nn.Module = kwargs["model"]
         layers = [m for m in model.modules() if isinstance(m, MoELayer)]

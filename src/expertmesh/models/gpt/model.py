@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.way import AllToAll
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.models.cache import KVCache
 from expertmesh.models.layers import (
     Attention,
@@ -100,14 +100,18 @@ def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None
     if seq_len % tp_degree:
         near = max(seq_len // tp_degree, 1) * tp_degree
         raise ConfigError(
-            f"sequences of {seq_len} tokens on parallel.tp_degree={tp_degree}: it must divide them; use data.seq_len={near}"
+            f"sequences of {seq_len} tokens on {named('parallel.tp_degree', tp_degree)}: it must divide them; use "
+            f"{named('data.seq_len', near)}"
         )
     size, part = config.moe.routing_group_size, seq_len // tp_degree
     is_expert_choice = any(config.experts_per_layer()) and config.moe.router == "expert_choice"
     if is_expert_choice and size is not None and part % size:
         raise ConfigError(
-            f"model.moe.routing_group_size={size}: with router=expert_choice and parallel.tp_degree={tp_degree} it must divide "
-            f"the {part} tokens of a sequence that a rank has; use {math.gcd(size, part)}, or none"
+            "model.moe.routing_group_size",
+            size,
+            f"with router=expert_choice and {named('parallel.tp_degree', tp_degree)} it must divide the {part} tokens of a "
+            "sequence that a rank has",
+            f"use {math.gcd(size, part)}, or none",
         )
 
 
@@ -372,7 +376,9 @@ class GPT(LanguageModel):
         """
         _check_ids(ids_BS, self.config.max_seq_len)
         if self.shared is not None and (cache is not None or num_logits is not None):
-            raise ConfigError("decoding on ranks that share sequences; use tp_degree=1")
+            raise ConfigError(
+                f"decoding on ranks that share sequences; use {named('tp_degree', '1')}"
+            )
         if cache is not None:
             positions_S, mask = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
         else:
@@ -382,7 +388,8 @@ class GPT(LanguageModel):
         if document_BS is not None:
             if mask is not None or cache is not None or arithmetic.batch_invariant:
                 raise ConfigError(
-                    "document_BS with a cache, a token mask or batch_invariant: documents are told apart in whole windows only; leave"
+                    "document_BS with a cache, a token mask or batch_invariant: documents are told apart in whole windows "
+                    "only; leave"
                     " one of them out"
                 )
             mask = document_mask(document_BS)

@@ -7,7 +7,7 @@ from expertmesh.comm.mesh import divisors
 from expertmesh.comm.world import World
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.model import GPT, Block, check_sequence
 from expertmesh.parallel.apply import degrees_of, expert_plan, model_device_type, parallelize
 from expertmesh.parallel.tensor import (
@@ -107,7 +107,10 @@ def check_degrees(
 def _check_slices(model: ModelConfig, tp: int) -> None:
     if model.qk_norm and model.qk_norm_scope == "projection":
         raise ConfigError(
-            f"parallel.tp_degree={tp}: cuts attention by heads, and model.qk_norm_scope=projection is over all of them; use 1"
+            "parallel.tp_degree",
+            tp,
+            f"cuts attention by heads, and {named('model.qk_norm_scope', 'projection')} is over all of them",
+            "use 1",
         )
     experts = model.experts_per_layer()
     moe = model.moe_layer
@@ -125,5 +128,8 @@ def _check_slices(model: ModelConfig, tp: int) -> None:
         if size % tp:
             fits = [d for d in divisors(math.gcd(*sizes.values())) if d <= tp]
             raise ConfigError(
-                f"parallel.tp_degree={tp}: must divide {name}, {size}; the largest that fits this model: {fits[-1]}"
+                "parallel.tp_degree",
+                tp,
+                f"must divide {name if ' ' in name else named(name)}, {size}",
+                f"the largest that fits this model: {fits[-1]}",
             )

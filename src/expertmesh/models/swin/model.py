@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.config.swin import SwinConfig
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.models.classifier import ImageScores
 from expertmesh.models.layers import FeedForward, draw_weights
 from expertmesh.models.swin.drop_path import DropPath, scaled
@@ -379,8 +379,8 @@ class Swin(nn.Module):
         """
         if tuple(images_BCHW.shape[1:]) != self.size:
             raise ConfigError(
-                f"images of shape {tuple(images_BCHW.shape[1:])}: must be {self.size}, channels, height and width; "
-                "resize them, or change model.image_size and model.num_channels"
+                f"images of shape {tuple(images_BCHW.shape[1:])}: must be {self.size}, channels, height and width; resize "
+                f"them, or change {named('model.image_size')} and {named('model.num_channels')}"
             )
         size, side = self.config.patch_size, self.config.map_sides[0]
         x = images_BCHW.to(self.patches.weight.dtype).unflatten(3, (side, size))

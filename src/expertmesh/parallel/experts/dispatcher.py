@@ -183,7 +183,8 @@ class ExpertDispatcher:
         _check_word("dispatch_dtype", dispatch_dtype, DispatchDtype)
         if nodes is not None and len(nodes) != storage.world.size:
             raise ConfigError(
-                f"nodes={tuple(nodes)}: must name the node of each of the {storage.world.size} ranks; leave it out to have those of torchrun"
+                f"nodes={tuple(nodes)}: must name the node of each of the {storage.world.size} ranks; leave it out to have "
+                "those of torchrun"
             )
         if fixed_tokens is not None and dispatch_dtype != "same":
             raise ConfigError(
@@ -294,7 +295,10 @@ class ExpertDispatcher:
         """
         if way.overlap_degree is not None and way.overlap_degree < 1:
             raise ConfigError(
-                f"overlap_degree={way.overlap_degree}: must be at least 1; use 1 to send all tokens at once"
+                "overlap_degree",
+                way.overlap_degree,
+                "must be at least 1",
+                "use 1 to send all tokens at once",
             )
         if not 0 <= (way.shadow_experts or 0) <= self.num_experts:
             raise ConfigError(

@@ -12,7 +12,7 @@ from expertmesh.comm.collectives import start_all_reduce
 from expertmesh.comm.group import RankGroup, wait_for
 from expertmesh.comm.mesh import ExpertDegrees
 from expertmesh.comm.world import World
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.moe.experts import ExpertList, ExpertParameters, Parameters
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.plan import Plan
@@ -227,7 +227,8 @@ class ExpertModules(ExpertHolder):
         without = [first for first in range(0, len(sizes), count) if not any(sizes[first:][:count])]
         if without and any(sizes):
             raise ConfigError(
-                f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would have: norms of "
+                f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would have: "
+                "norms of "
                 "gradients are sums over ranks that have some; put them between the others"
             )
         self.modules = SpreadExpertList(
@@ -251,8 +252,8 @@ class ExpertModules(ExpertHolder):
         W = self.degrees.num_ranks
         if plan.route_degree != W:
             raise ConfigError(
-                f"route_degree={plan.route_degree} with {self.stay}: they stay where they are, so tokens "
-                f"must travel; use route_degree={W} or leave it out"
+                f"{named('route_degree', plan.route_degree)} with {self.stay}: they stay where they are, so tokens must "
+                f"travel; use {named('route_degree', W)} or leave it out"
             )
 
     def finish_gather(self, use: GatheredWeights, *, num_calls: int = 1) -> ExpertParameters:

@@ -88,6 +88,9 @@ def make_plan(storage: ExpertDegrees, route_degree: int | None) -> Plan:
     if route_degree < 1 or W % route_degree:
         near = min(divisors(W), key=lambda d: abs(d - route_degree))
         raise ConfigError(
-            f"route_degree={route_degree}: must divide the {W} ranks that hold the experts; nearest: {near}"
+            "route_degree",
+            route_degree,
+            f"must divide the {W} ranks that hold the experts",
+            f"nearest: {near}",
         )
     return Plan(storage, route_degree)
