@@ -38,6 +38,10 @@ def token_ids(batch: int = 2, seq_len: int = SEQ) -> Tensor:
     return torch.randint(VOCAB, (batch, seq_len), generator=torch.Generator().manual_seed(1))
 
 
+def cached(gpt, ids, cache, mask=None):
+    return gpt(ids, token_mask_BS=mask, context=cache.begin(ids, token_mask_BS=mask))
+
+
 @settings(deadline=None, max_examples=15, derandomize=True)
 @given(cuts=st.lists(st.integers(1, SEQ - 1), unique=True).map(sorted), qk_norm=st.booleans())
 def test_cached_logits_equal_uncached_ones(cuts: list[int], qk_norm: bool) -> None:
@@ -46,7 +50,7 @@ def test_cached_logits_equal_uncached_ones(cuts: list[int], qk_norm: bool) -> No
     cache = gpt.new_cache(batch_size=2, max_len=SEQ)
     edges = [0, *cuts, SEQ]
     parts = [
-        gpt(ids[:, a:b], cache=cache).logits_BSV for a, b in zip(edges, edges[1:], strict=False)
+        cached(gpt, ids[:, a:b], cache).logits_BSV for a, b in zip(edges, edges[1:], strict=False)
     ]
     assert_close_fp64(torch.cat(parts, 1), gpt(ids).logits_BSV, what="cached logits")
     assert cache.length == SEQ
@@ -73,9 +77,9 @@ def test_left_padded_prompts_get_their_own_logits(
     for part in (slice(0, first), slice(first, width)):
         if part.start < part.stop:
             part_mask = None if mask is None else mask[:, part]
-            logits = gpt(padded[:, part], token_mask_BS=part_mask, cache=cache).logits_BSV
+            logits = cached(gpt, padded[:, part], cache, part_mask).logits_BSV
     steps = [logits[:, -1]]
-    steps += [gpt(more[:, i : i + 1], cache=cache).logits_BSV[:, 0] for i in range(new_tokens)]
+    steps += [cached(gpt, more[:, i : i + 1], cache).logits_BSV[:, 0] for i in range(new_tokens)]
     for row, prompt in enumerate(prompts):
         alone = gpt(torch.tensor([prompt + more[row].tolist()])).logits_BSV[0]
         for i, step in enumerate(steps):
@@ -87,7 +91,7 @@ def test_nothing_is_allocated_while_decoding() -> None:
     cache = gpt.new_cache(batch_size=2, max_len=SEQ)
     before = (cache._k.data_ptr(), cache._v.data_ptr())
     for column in token_ids().split(1, dim=1):
-        gpt(column, cache=cache)
+        cached(gpt, column, cache)
     assert (cache._k.data_ptr(), cache._v.data_ptr()) == before
     assert cache._k.nbytes == cache._v.nbytes == 3 * 2 * 2 * SEQ * 6 * 8
 
@@ -95,9 +99,9 @@ def test_nothing_is_allocated_while_decoding() -> None:
 def test_full_cache_is_an_error() -> None:
     gpt = model()
     cache = gpt.new_cache(batch_size=2, max_len=4)
-    gpt(token_ids()[:, :3], cache=cache)
+    cached(gpt, token_ids()[:, :3], cache)
     with pytest.raises(ConfigError, match="5 tokens: the cache holds 4"):
-        gpt(token_ids()[:, 3:5], cache=cache)
+        cached(gpt, token_ids()[:, 3:5], cache)
 
 
 def test_cache_longer_than_the_model_is_an_error() -> None:
@@ -110,6 +114,6 @@ def test_cache_dtype_follows_autocast() -> None:
     ids = token_ids()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         cache = gpt.new_cache(batch_size=2, max_len=SEQ)
-        parts = [gpt(part, cache=cache).logits_BSV for part in (ids[:, :9], ids[:, 9:])]
+        parts = [cached(gpt, part, cache).logits_BSV for part in (ids[:, :9], ids[:, 9:])]
     assert cache._k.dtype == cache._v.dtype == torch.bfloat16
     assert torch.cat(parts, 1).isfinite().all()

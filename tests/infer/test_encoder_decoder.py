@@ -9,10 +9,10 @@ from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_batch
 from expertmesh.infer.sampling import Sampling
+from expertmesh.models.attention import Attention, rope_tables
 from expertmesh.models.cache import KVCache
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.layers import Attention, rope_tables
 from expertmesh.testing.numerics import assert_close_fp64
 
 CONFIG = ModelConfig(
@@ -66,10 +66,10 @@ class Toy(nn.Module):
         cache.memory_mask_BS = mask
 
     def next_logits(self, ids_BS, *, token_mask_BS, cache):
-        positions, mask = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
-        cos, sin = rope_tables(positions, head_dim=8, base=100.0, dtype=torch.float64)
+        context = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
+        cos, sin = rope_tables(context.positions, head_dim=8, base=100.0, dtype=torch.float64)
         x = self.embedding(ids_BS)
-        x = x + self.attention(x, cos=cos, sin=sin, mask=mask, cache=cache)
+        x = x + self.attention(x, cos=cos, sin=sin, context=context)
         seen = cache.memory_mask_BS[:, None]
         x = x + F.scaled_dot_product_attention(
             self.query(x), cache.memory_BSD, cache.memory_BSD, attn_mask=seen

@@ -11,7 +11,8 @@ from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import pad_left
 from expertmesh.models.cache import KVCache
 from expertmesh.models.gpt.model import GPT
-from expertmesh.ops.invariant.attention import attention
+from expertmesh.ops.attention.invariant import attention
+from expertmesh.ops.attention.visible import Visible
 from expertmesh.testing import numerics
 
 VOCAB, LONGEST = 43, 150
@@ -39,6 +40,11 @@ def model(dtype: torch.dtype = torch.float32, **options: Any) -> GPT:
 def logits(gpt: GPT, ids_BS: Tensor, **call: Any) -> Tensor:
     with torch.no_grad():
         return gpt(ids_BS, **call).logits_BSV
+
+
+def cached(gpt: GPT, cache: KVCache, ids_BS: Tensor, mask_BS: Tensor | None) -> Tensor:
+    context = cache.begin(ids_BS, token_mask_BS=mask_BS, counts_padding=gpt.counts_padding)
+    return logits(gpt, ids_BS, token_mask_BS=mask_BS, context=context)
 
 
 def sequences(*lengths: int) -> list[list[int]]:
@@ -85,7 +91,7 @@ def test_a_cache_changes_nothing_either(dtype: torch.dtype) -> None:
     start = 0
     for size in (9, 50, 1, 1, 4, 1, 4):
         part = slice(start, start + size)
-        found = logits(gpt, ids_BS[:, part], token_mask_BS=mask_BS[:, part], cache=cache)
+        found = cached(gpt, cache, ids_BS[:, part], mask_BS[:, part])
         for b in range(2):
             real = mask_BS[b, part]
             first = int(mask_BS[b, :start].sum())
@@ -94,7 +100,7 @@ def test_a_cache_changes_nothing_either(dtype: torch.dtype) -> None:
     assert start == 70
     unmasked = KVCache(gpt.config, batch_size=1, dtype=dtype)
     for part in (slice(0, 66), slice(66, 67), slice(67, 70)):
-        found = logits(gpt, ids_BS[:1, part], cache=unmasked)
+        found = cached(gpt, unmasked, ids_BS[:1, part], None)
         assert torch.equal(found[0], alone[0][part])
 
 
@@ -130,7 +136,7 @@ def test_training_is_the_default_mode() -> None:
 def test_a_query_that_may_look_nowhere_gets_zeros() -> None:
     q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 1, 3, 4)
     mask = torch.tensor([[False] * 3, [True, False, False], [True] * 3])[None, None]
-    y = attention(q, k, k, mask=mask)
+    y = attention(q, k, k, Visible(3, mask=mask))
     assert not y[:, :, 0].any()
     assert torch.equal(y[:, :, 1], k[:, :, 0].expand(1, 2, 4))
 

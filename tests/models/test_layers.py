@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from expertmesh.models.layers import Attention, RMSNorm, apply_rope, rope_tables
+from expertmesh.models.attention import Attention, DenseContext, apply_rope, rope_tables
+from expertmesh.models.layers import RMSNorm
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 
 DIM, HEADS, HEAD_DIM, SEQ = 24, 4, 6, 9
@@ -60,7 +61,7 @@ def test_grouped_query_attention_equals_repeated_heads(kv_heads: int, qk_norm: b
             layer.q_norm.weight.uniform_(0.5, 2)
             layer.k_norm.weight.uniform_(0.5, 2)
     x = torch.randn(3, SEQ, DIM, dtype=torch.float64)
-    ours = layer(x, **tables(SEQ))
+    ours = layer(x, **tables(SEQ), context=DenseContext.of(SEQ, device=x.device))
     plain = plain_attention(layer, x)
     assert_close_fp64(ours, plain, what="attention output")
     parameters = list(layer.parameters())

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
+from expertmesh.models.attention import DenseContext
 
 
 class KVCache:
@@ -74,17 +75,17 @@ class KVCache:
             self._is_token_BS = self._is_token_BS[rows_B]
 
     def begin(
-        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, counts_padding: bool = True
+    ) -> DenseContext:
         """Make room for new tokens. Does not synchronise with the device.
 
         Args:
             ids_BS: (B, S) the new tokens; only the shape and the device matter.
             token_mask_BS: (B, S) bool, False for padding, which no later token looks at.
+            counts_padding: whether positions are columns of the batch; see `DenseContext.of`.
 
         Returns:
-            (S,) positions of the new tokens, counted in columns of the batch, and a mask of shape (1 or B, 1, S, keys),
-            True where a query may look; None where plain causal attention serves.
+            What the new tokens may look at.
 
         Raises:
             ConfigError: the cache has no room for S more tokens.
@@ -97,23 +98,21 @@ class KVCache:
             )
         self.length = end
         device = ids_BS.device
-        positions_S = torch.arange(self._start, end, device=device)
         if token_mask_BS is not None and self._is_token_BS is None:
             self._is_token_BS = torch.ones(B, self.max_len, dtype=torch.bool, device=device)
-        if self._is_token_BS is None:
-            if S == 1 or self._start == 0:
-                return positions_S, None
-            return positions_S, self._causal(positions_S)[None, None]
-        if token_mask_BS is not None:
-            self._is_token_BS[:, self._start : end] = token_mask_BS
-        keys = torch.arange(end, device=device)
-        # A padding token looks at itself, so that no row of the softmax is empty.
-        visible = self._is_token_BS[:, None, :end] | (keys == positions_S[:, None])
-        return positions_S, (self._causal(positions_S) & visible)[:, None]
-
-    def _causal(self, positions_S: Tensor) -> Tensor:
-        keys = torch.arange(self.length, device=positions_S.device)
-        return keys <= positions_S[:, None]
+        is_token_BL = None
+        if self._is_token_BS is not None:
+            if token_mask_BS is not None:
+                self._is_token_BS[:, self._start : end] = token_mask_BS
+            is_token_BL = self._is_token_BS[:, :end]
+        return DenseContext.of(
+            S,
+            num_seen=self._start,
+            device=device,
+            is_token_BL=is_token_BL,
+            cache=self,
+            counts_padding=counts_padding,
+        )
 
     def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
         """Store the announced tokens' keys and values of one layer.

@@ -6,7 +6,10 @@
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from expertmesh.models.cache import KVCache
+from expertmesh.ops.dtypes import autocast_dtype
 
 
 class DecodingCache(Protocol):
@@ -96,3 +99,35 @@ class EncoderDecoder(CausalLM, Protocol):
             token_mask_BS: (B, S) bool, False for padding; None: there is none.
             cache: the cache of `new_cache`, still empty.
         """
+
+
+class LanguageModel(nn.Module):
+    """What decoding asks of a model of tokens beside its logits: see `CausalLM`."""
+
+    config: Any
+    embedding: nn.Embedding
+    cache_type: type[KVCache] = KVCache
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        size: int = self.config.vocab_size
+        return size
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens of a sequence that is written."""
+        length: int = self.config.max_seq_len
+        return length
+
+    @property
+    def device(self) -> torch.device:
+        """Of the embedding, where ids are expected."""
+        return self.embedding.weight.device
+
+    def new_cache(self, *, batch_size: int, max_len: int) -> Any:
+        """A cache in the dtype that attention computes in: the parameters', or autocast's where that is on."""
+        dtype = autocast_dtype(self.device) or self.embedding.weight.dtype
+        return self.cache_type(
+            self.config, batch_size=batch_size, max_len=max_len, device=self.device, dtype=dtype
+        )

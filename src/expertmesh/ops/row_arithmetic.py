@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.ops.activation import activate
-from expertmesh.ops.cpu import few_rows, masked_attention, norms, products, short_attention
+from expertmesh.ops.attention import dense as dense_attention
+from expertmesh.ops.attention import invariant as invariant_attention
+from expertmesh.ops.cpu import few_rows, norms, products
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.experts.moe_mlp import moe_mlp
-from expertmesh.ops.invariant import attention as invariant_attention
 from expertmesh.ops.invariant import experts as invariant_experts
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.router_linear import router_linear
@@ -39,8 +40,7 @@ class RowArithmetic:
         cos_and_sin: the cosines and sines of FP32 or FP64 angles.
         rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), in x's type.
         norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; gives None where it does not serve.
-        attention: (q_BHSd, k_BHLd, v_BHLd, *, mask); see `expertmesh.ops.invariant.attention.attention`.
-        first_token: mask -> (B,) columns from which positions are counted, or None: from the first.
+        attention: (q_BHSd, k_BHLd, v_BHLd, visible); see `expertmesh.ops.attention.dense.attention`.
         mlp: the block that every token passes; see `expertmesh.ops.invariant.experts.invariant_mlp`.
         moe_mlp: see `expertmesh.ops.experts.moe_mlp`.
         moe_mlp_of_few: the same for a few rows from their ids; None where it does not serve.
@@ -57,7 +57,6 @@ class RowArithmetic:
     rms_norm: Callable[..., Tensor]
     norm_and_rope: Callable[..., Tensor | None]
     attention: Callable[..., Tensor]
-    first_token: Callable[[Tensor | None], Tensor | None]
     mlp: Callable[..., Tensor]
     moe_mlp: Callable[..., Tensor]
     moe_mlp_of_few: Callable[..., Tensor | None]
@@ -98,22 +97,6 @@ def _norm_and_rope(
     if not norms.serves(x_BSHd) or cos.ndim != 2:
         return None
     return norms.norm_and_rope(x_BSHd, weight, eps=eps, cos=cos, sin=sin)
-
-
-def _attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, *, mask: Tensor | None) -> Tensor:
-    # One new token may look at everything so far, so it needs no mask at all.
-    # By a branch: with dynamic shapes the condition is a symbol, which the operator refuses.
-    causal = False
-    if mask is None and q_BHSd.shape[2] > 1:
-        causal = True
-    if causal and short_attention.serves(q_BHSd, k_BHLd):
-        return short_attention.causal_attention(q_BHSd, k_BHLd, v_BHLd)
-    if mask is not None and masked_attention.serves(q_BHSd, k_BHLd):
-        return masked_attention.masked_attention(q_BHSd, k_BHLd, v_BHLd, mask)
-    is_grouped = q_BHSd.shape[1] > k_BHLd.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BHSd, k_BHLd, v_BHLd, attn_mask=mask, is_causal=causal, enable_gqa=is_grouped
-    )
 
 
 def _mlp(
@@ -170,8 +153,7 @@ ORDINARY = RowArithmetic(
     cos_and_sin=_cos_and_sin,
     rms_norm=_rms_norm,
     norm_and_rope=_norm_and_rope,
-    attention=_attention,
-    first_token=_nothing,
+    attention=dense_attention.attention,
     mlp=_mlp,
     moe_mlp=moe_mlp,
     moe_mlp_of_few=_moe_mlp_of_few,
@@ -190,7 +172,6 @@ BATCH_INVARIANT = RowArithmetic(
     rms_norm=invariant.rms_norm,
     norm_and_rope=_nothing,
     attention=invariant_attention.attention,
-    first_token=invariant_attention.first_token,
     mlp=invariant_experts.invariant_mlp,
     moe_mlp=invariant_experts.invariant_moe_mlp,
     moe_mlp_of_few=_nothing,

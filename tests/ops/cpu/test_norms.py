@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from expertmesh.models import layers
+from expertmesh.models import attention
 from expertmesh.ops.cpu import norms
 from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 
@@ -32,7 +32,7 @@ def block_norm(x, weight):
 
 def plain_rope(x, weight, cos, sin):
     x = x.transpose(1, 2)
-    return layers.apply_rope(x if weight is None else plain_norm(x, weight), cos, sin).transpose(
+    return attention.apply_rope(x if weight is None else plain_norm(x, weight), cos, sin).transpose(
         1, 2
     )
 
@@ -51,7 +51,7 @@ def results(function, x, weight, grad, *tables):
 
 
 def tables(S, d, dtype):
-    return layers.rope_tables(torch.arange(S), head_dim=d, base=100.0, dtype=dtype)
+    return attention.rope_tables(torch.arange(S), head_dim=d, base=100.0, dtype=dtype)
 
 
 @pytest.fixture(autouse=True)

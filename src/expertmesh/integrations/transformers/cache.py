@@ -5,10 +5,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from expertmesh.errors import ConfigError
+from expertmesh.models.attention import DenseContext
 
 
 class SequencesOf:
-    """A `expertmesh.models.gpt.model.SequenceCache` whose memory is a cache of transformers that grows.
+    """A `expertmesh.models.attention.LayerCache` whose memory is a cache of transformers that grows.
 
     Args:
         cache: holds what came before, and gets what comes.
@@ -27,38 +28,37 @@ class SequencesOf:
             )
         self._cache, self._token_mask_BK, self._max_seq_len = cache, token_mask_BK, max_seq_len
 
-    def begin(
-        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Positions (S,) of the new tokens, in columns of the batch, and who may look where; None: causal serves.
+    def begin(self, num_new: int, *, device: torch.device, counts_padding: bool) -> DenseContext:
+        """What new tokens may look at.
 
         Args:
-            ids_BS: (B, S) the new tokens.
-            token_mask_BS: (B, S) bool, the last columns of the mask of all tokens; not read.
+            num_new: columns of the new tokens.
+            device: the device of the new tokens.
+            counts_padding: see `DenseContext.of`.
 
         Raises:
             ConfigError: the mask of all tokens does not cover those in the cache, or there are too many tokens.
         """
         past = self._cache.get_seq_length()
-        S = ids_BS.shape[1]
-        if past + S > self._max_seq_len:
+        end = past + num_new
+        if end > self._max_seq_len:
             raise ConfigError(
-                f"a sequence of {past + S} tokens, {past} of them in the cache: must be at most max_seq_len={self._max_seq_len}; "
+                f"a sequence of {end} tokens, {past} of them in the cache: must be at most max_seq_len={self._max_seq_len}; "
                 "shorten the prompt, or generate fewer (max_new_tokens)"
             )
-        keys_K = torch.arange(past + S, device=ids_BS.device)
-        positions_S = keys_K[past:]
-        causal_SK = keys_K <= positions_S[:, None]
         mask_BK = self._token_mask_BK
-        if mask_BK is None:
-            return positions_S, None if S == 1 or past == 0 else causal_SK[None, None]
-        if mask_BK.shape[1] != past + S:
+        if mask_BK is not None and mask_BK.shape[1] != end:
             raise ConfigError(
-                f"attention_mask: has {mask_BK.shape[1]} columns for {past} tokens in the cache and {S} new ones; give one for each"
+                f"attention_mask: has {mask_BK.shape[1]} columns for {past} tokens in the cache and {num_new} new ones; give one for each"
             )
-        # a padding token looks at itself, so that no row of the softmax is empty
-        visible_BSK = mask_BK[:, None, :] | (keys_K == positions_S[:, None])
-        return positions_S, (causal_SK & visible_BSK)[:, None]
+        return DenseContext.of(
+            num_new,
+            num_seen=past,
+            device=device,
+            is_token_BL=mask_BK,
+            cache=self,
+            counts_padding=counts_padding,
+        )
 
     def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values of a layer; returns those of all tokens so far."""

@@ -205,14 +205,18 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             mask_BK = None
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
-        cache = None
+        context = None
         if past_key_values is not None:
             most = self.config.max_position_embeddings
-            cache = SequencesOf(past_key_values, mask_BK, max_seq_len=most)
+            context = SequencesOf(past_key_values, mask_BK, max_seq_len=most).begin(
+                input_ids.shape[1],
+                device=input_ids.device,
+                counts_padding=self.gpt.counts_padding,
+            )
         output = self.gpt(
             input_ids,
             token_mask_BS=None if mask_BK is None else mask_BK[:, -input_ids.shape[1] :],
-            cache=cache,
+            context=context,
             num_logits=logits_to_keep or None,
             capacity_factor=capacity_factor,
         )

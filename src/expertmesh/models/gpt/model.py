@@ -13,23 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.way import AllToAll
 from expertmesh.errors import ConfigError, named
+from expertmesh.models.attention import Attention, AttentionContext, DenseContext, rope_tables
 from expertmesh.models.cache import KVCache
-from expertmesh.models.layers import (
-    Attention,
-    FeedForward,
-    LanguageModel,
-    LayerCache,
-    RMSNorm,
-    draw_weights,
-    init_transformer,
-    rope_tables,
-)
+from expertmesh.models.decoder import LanguageModel
+from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_transformer
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.row_arithmetic import RowArithmetic, row_arithmetic
+from expertmesh.ops.row_arithmetic import row_arithmetic
 
 
 @dataclass(frozen=True)
@@ -50,15 +43,6 @@ torch.utils._pytree.register_dataclass(
 )
 
 
-class SequenceCache(LayerCache, Protocol):
-    """What the model needs of a key-value cache; `expertmesh.models.cache.KVCache` is one."""
-
-    def begin(
-        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Announce new tokens: returns their positions (S,) and the attention mask, None where causal serves."""
-
-
 class SharedSequences(SharedTokens, Protocol):
     """What the model needs where several ranks share its sequences; `expertmesh.parallel.tensor.SharedSequences` is one."""
 
@@ -71,24 +55,6 @@ class SharedSequences(SharedTokens, Protocol):
 
     def gather(self, parameter: Tensor) -> Tensor:
         """All of a parameter that is cut over the ranks."""
-
-
-def causal_mask(token_mask_BS: Tensor) -> Tensor:
-    """(B, 1, S, S), True where query i may look at key j: j <= i, and j is no padding or j = i.
-
-    A padding token looks at itself, so that no row of the softmax is empty.
-    """
-    S = token_mask_BS.shape[1]
-    square = torch.ones(S, S, dtype=torch.bool, device=token_mask_BS.device)
-    itself = torch.eye(S, dtype=torch.bool, device=token_mask_BS.device)
-    return (square.tril() & (token_mask_BS.bool()[:, None, :] | itself))[:, None]
-
-
-def document_mask(document_BS: Tensor) -> Tensor:
-    """(B, 1, S, S), True where query i may look at key j: j <= i, and both are of the same document."""
-    S = document_BS.shape[1]
-    square = torch.ones(S, S, dtype=torch.bool, device=document_BS.device)
-    return (square.tril() & (document_BS[:, :, None] == document_BS[:, None, :]))[:, None]
 
 
 def check_sequence(config: ModelConfig, seq_len: int, *, tp_degree: int) -> None:
@@ -172,17 +138,14 @@ class Block(FeedForward):
         *,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | None,
-        cache: LayerCache | None,
+        context: AttentionContext,
         ids_T: Tensor,
         token_mask_T: Tensor | None,
         token_index: Tensor | None,
         choices: Mapping[str, Any],
     ) -> tuple[Tensor, RoutingStats | None]:
         """(B, S, D) -> (B, S, D), and the routing statistics of a MoE layer, which gets the choices of this call."""
-        attended = self.attention(
-            self.attention_norm(x_BSD), cos=cos, sin=sin, mask=mask, cache=cache
-        )
+        attended = self.attention(self.attention_norm(x_BSD), cos=cos, sin=sin, context=context)
         x_BSD = x_BSD + attended
         h_TD = self.ffn_norm(x_BSD).flatten(0, 1)
         y_TD, stats = self.feed_forward(
@@ -277,6 +240,11 @@ class GPT(LanguageModel):
         """Tokens that end a generated text beside the tokenizer's own."""
         return self.config.end_ids
 
+    @property
+    def counts_padding(self) -> bool:
+        """Whether positions are columns of the batch, padding included, in the present mode; see `DenseContext.of`."""
+        return not self.arithmetic.in_mode(self.training).batch_invariant
+
     def next_logits(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache
     ) -> Tensor:
@@ -284,7 +252,9 @@ class GPT(LanguageModel):
         output: GPTOutput = self(
             ids_BS,
             token_mask_BS=token_mask_BS,
-            cache=cache,
+            context=cache.begin(
+                ids_BS, token_mask_BS=token_mask_BS, counts_padding=self.counts_padding
+            ),
             num_logits=1,
             capacity_factor=self.config.moe.dropless_factor,
         )
@@ -298,38 +268,49 @@ class GPT(LanguageModel):
             block.attention.num_heads //= shared.size
             block.attention.num_kv_heads //= shared.size
 
-    def _embed(self, ids_BS: Tensor, context: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """(B, S, D) tokens, and the (V, D) matrix; what the context says of single tokens becomes that of this rank's."""
+    def _embed(self, ids_BS: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """(B, S, D) tokens, and the (V, D) matrix; what the call says of single tokens becomes what it says of this rank's."""
         if self.shared is None:
             return self.embedding(ids_BS), self.embedding.weight
         B, S = ids_BS.shape
         check_sequence(self.config, S, tp_degree=self.shared.size)
-        if context["token_index"] is None:
-            context["token_index"] = torch.arange(B * S, device=ids_BS.device)
+        if call["token_index"] is None:
+            call["token_index"] = torch.arange(B * S, device=ids_BS.device)
         for name in ("ids_T", "token_mask_T", "token_index"):
-            if context[name] is not None:
-                context[name] = self.shared.own_part(context[name].view(B, S), dim=1).flatten()
+            if call[name] is not None:
+                call[name] = self.shared.own_part(call[name].view(B, S), dim=1).flatten()
         size = self.config.moe.routing_group_size
         if size is None or S // self.shared.size % size:
-            context["choices"] = {**context["choices"], "shared_tokens": self.shared}
+            call["choices"] = {**call["choices"], "shared_tokens": self.shared}
         table_VD = self.shared.gather(self.embedding.weight)
-        return F.embedding(context["ids_T"].view(B, S // self.shared.size), table_VD), table_VD
+        return F.embedding(call["ids_T"].view(B, S // self.shared.size), table_VD), table_VD
 
-    def _rope(
-        self, positions_S: Tensor, mask: Tensor | None, arithmetic: RowArithmetic
-    ) -> tuple[Tensor, Tensor]:
+    def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions; see `rope_tables`."""
-        first_B = arithmetic.first_token(mask)
-        if first_B is not None:
-            # counted from the sequence's own first token, so that padding before it turns no bit
-            positions_S = (positions_S - first_B[:, None]).clamp(min=0)[:, None]
         return rope_tables(
-            positions_S,
+            positions,
             head_dim=self.config.head_size,
             base=self.config.rope_base,
             fraction=self.config.rope_fraction,
             dtype=accumulate_dtype(self.embedding.weight.dtype),
-            arithmetic=arithmetic,
+            arithmetic=self.arithmetic.in_mode(self.training),
+        )
+
+    def _context(
+        self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, document_BS: Tensor | None
+    ) -> DenseContext:
+        """What the tokens of whole sequences see."""
+        if document_BS is not None and (token_mask_BS is not None or not self.counts_padding):
+            raise ConfigError(
+                "document_BS with a token mask or batch_invariant: documents are told apart in whole windows only; leave one of them"
+                " out"
+            )
+        return DenseContext.of(
+            ids_BS.shape[1],
+            device=ids_BS.device,
+            is_token_BL=token_mask_BS,
+            document_BS=document_BS,
+            counts_padding=self.counts_padding,
         )
 
     def forward(
@@ -339,7 +320,7 @@ class GPT(LanguageModel):
         token_mask_BS: Tensor | None = None,
         document_BS: Tensor | None = None,
         token_index: Tensor | None = None,
-        cache: SequenceCache | None = None,
+        context: AttentionContext | None = None,
         num_logits: int | None = None,
         top_k: int | None = None,
         capacity_factor: float | None = None,
@@ -353,12 +334,12 @@ class GPT(LanguageModel):
         Does not synchronise with the device.
 
         Args:
-            ids_BS: (B, S) int64 token ids. S (and the length of the cache) must not pass config.max_seq_len.
+            ids_BS: (B, S) int64 token ids. S must not pass config.max_seq_len.
             token_mask_BS: (B, S) bool, False for padding: no token looks at it, no expert computes it.
             document_BS: (B, S) integers: tokens look at those with the same number only, as if each document stood alone.
                 Positions go on from one document to the next, which changes nothing: rotary ones count relative to each other.
             token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
-            cache: keys and values of the tokens before these; gets those of these.
+            context: what the tokens see, earlier keys included (`KVCache.begin` makes one); None: their own sequences alone.
             num_logits: only the last so many positions get logits; None: all.
             top_k: experts per token of all MoE layers, for this call only; None: theirs. So are all that follow.
             capacity_factor: inf: dropless.
@@ -375,30 +356,22 @@ class GPT(LanguageModel):
                 or batch_invariant.
         """
         _check_ids(ids_BS, self.config.max_seq_len)
-        if self.shared is not None and (cache is not None or num_logits is not None):
+        if self.shared is not None and (context is not None or num_logits is not None):
             raise ConfigError(
                 f"decoding on ranks that share sequences; use {named('tp_degree', '1')}"
             )
-        if cache is not None:
-            positions_S, mask = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
-        else:
-            positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-            mask = None if token_mask_BS is None else causal_mask(token_mask_BS)
-        arithmetic = self.arithmetic.in_mode(self.training)
-        if document_BS is not None:
-            if mask is not None or cache is not None or arithmetic.batch_invariant:
-                raise ConfigError(
-                    "document_BS with a cache, a token mask or batch_invariant: documents are told apart in whole windows "
-                    "only; leave"
-                    " one of them out"
-                )
-            mask = document_mask(document_BS)
-        cos, sin = self._rope(positions_S, mask, arithmetic)
-        context: dict[str, Any] = {
+        is_decoding = context is not None
+        if context is None:
+            context = self._context(ids_BS, token_mask_BS=token_mask_BS, document_BS=document_BS)
+        elif document_BS is not None:
+            raise ConfigError(
+                "document_BS with a context: documents are told apart in whole windows only; leave one of them out"
+            )
+        cos, sin = self._rope(context.positions)
+        call: dict[str, Any] = {
             "cos": cos,
             "sin": sin,
-            "mask": mask,
-            "cache": cache,
+            "context": context,
             "ids_T": ids_BS.flatten(),
             "token_mask_T": None if token_mask_BS is None else token_mask_BS.flatten(),
             "token_index": token_index,
@@ -411,19 +384,20 @@ class GPT(LanguageModel):
                 "shadow_experts": shadow_experts,
             },
         }
-        x_BSD, table_VD = self._embed(ids_BS, context)
-        recompute = self.activation_checkpointing and self.training and cache is None
+        x_BSD, table_VD = self._embed(ids_BS, call)
+        recompute = self.activation_checkpointing and self.training and not is_decoding
         all_stats = []
         for block in self.layers:
             if recompute:
-                x_BSD, stats = checkpoint(block, x_BSD, use_reentrant=False, **context)
+                x_BSD, stats = checkpoint(block, x_BSD, use_reentrant=False, **call)
             else:
-                x_BSD, stats = block(x_BSD, **context)
+                x_BSD, stats = block(x_BSD, **call)
             if stats is not None:
                 all_stats.append(stats)
         if num_logits is not None:
             x_BSD = x_BSD[:, max(x_BSD.shape[1] - num_logits, 0) :]
         x_BSD = self.final_norm(x_BSD)
+        arithmetic = self.arithmetic.in_mode(self.training)
         if self.output is None:
             logits_BSV = arithmetic.linear(x_BSD, table_VD)
         elif self.shared is None:

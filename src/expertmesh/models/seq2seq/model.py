@@ -3,32 +3,26 @@
 After Z-code M3 (Kim et al. 2021, arXiv 2109.10465): a deep encoder, a shallow decoder, MoE in every other layer of both.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.layers import (
-    Attention,
-    FeedForward,
-    LanguageModel,
-    RMSNorm,
-    draw_weights,
-    init_transformer,
-    rope_tables,
-)
+from expertmesh.models.attention import Attention, DenseContext, rope_tables
+from expertmesh.models.decoder import LanguageModel
+from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_transformer
 from expertmesh.models.seq2seq.cache import Seq2SeqCache
-from expertmesh.models.seq2seq.positions import Places, UntiedPositions
+from expertmesh.models.seq2seq.positions import UntiedPositions
 from expertmesh.models.token_dropout import TokenDropout
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.types import RoutingStats
+from expertmesh.ops.attention.dense import attention
+from expertmesh.ops.attention.visible import Visible, visible_source
 from expertmesh.ops.cpu import products as cpu_products
-from expertmesh.ops.cpu.masked_attention import masked_attention, serves
 from expertmesh.ops.dtypes import accumulate_dtype
 
 Memory = tuple[Tensor, Tensor]
@@ -44,14 +38,14 @@ class Tokens:
         mask_T: (T,) bool, False for padding; None: there is none.
         index_T: global token indices, which key noise and dropout; None: 0, 1, 2, ...
         rope: cosines and sines of the positions.
-        places: queries and keys of untied positions; None: positions are rotary.
+        context: what the tokens see of their own side.
     """
 
     ids_T: Tensor
     mask_T: Tensor | None
     index_T: Tensor | None
     rope: tuple[Tensor, Tensor]
-    places: Places | None
+    context: DenseContext
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ torch.utils._pytree.register_dataclass(
     Seq2SeqOutput, field_names=["logits_NV", "stats"], drop_field_names=[]
 )
 torch.utils._pytree.register_dataclass(
-    Tokens, field_names=["ids_T", "mask_T", "index_T", "rope", "places"], drop_field_names=[]
+    Tokens, field_names=["ids_T", "mask_T", "index_T", "rope", "context"], drop_field_names=[]
 )
 
 
@@ -97,23 +91,20 @@ class CrossAttention(nn.Module):
         keys, values = self.kv(source_BSD).chunk(2, dim=-1)
         return self._heads(keys), self._heads(values)
 
-    def forward(self, x_BSD: Tensor, memory: Memory, mask: Tensor | None) -> Tensor:
+    def forward(self, x_BSD: Tensor, memory: Memory, visible: Visible) -> Tensor:
         """(B, S, D) -> (B, S, D).
 
         Args:
             x_BSD: target tokens of B rows.
             memory: of as many sources, or of fewer: then B / sources neighbouring rows share one.
-            mask: (sources, 1, 1, source tokens) bool, False for padding; None: there is none.
+            visible: which of the sources' tokens are no padding.
         """
         keys, values = memory
         B, S, _ = x_BSD.shape
         q = self._heads(self.q(x_BSD))
         # Rows of one source look at it together: its keys are neither copied nor read more than once.
         q = q.unflatten(0, (len(keys), -1)).transpose(1, 2).flatten(2, 3)
-        if mask is not None and serves(q, keys):
-            y = masked_attention(q, keys, values, mask)
-        else:
-            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        y = attention(q, keys, values, visible)
         y = y.unflatten(2, (-1, S)).transpose(1, 2).flatten(0, 1)
         return self.out(y.transpose(1, 2).reshape(B, S, -1))
 
@@ -178,10 +169,8 @@ class Layer(FeedForward):
         self,
         x_BSD: Tensor,
         tokens: Tokens,
-        mask: Tensor | None,
-        cache: Seq2SeqCache | None = None,
         source: Tensor | Memory | None = None,
-        source_mask: Tensor | None = None,
+        source_visible: Visible | None = None,
         capacity_factor: float | None = None,
     ) -> tuple[Tensor, RoutingStats | None]:
         """(B, S, D) -> (B, S, D), and the routing statistics of a MoE layer.
@@ -189,27 +178,18 @@ class Layer(FeedForward):
         Args:
             x_BSD: its tokens.
             tokens: what else there is to know of them.
-            mask: of self-attention, True where a query may look; None: causal.
-            cache: of the decoder's tokens so far.
             source: in the decoder: what the encoder made of the sources, or the keys and values of that.
-            source_mask: see `CrossAttention`.
+            source_visible: see `CrossAttention`.
             capacity_factor: see `MoELayer.forward`.
         """
         cos, sin = tokens.rope
         after_attention, after_cross, after_ffn = self.dropouts
-        y_BSD = self.attention(
-            self.attention_norm(x_BSD),
-            cos=cos,
-            sin=sin,
-            mask=mask,
-            cache=cache,
-            places=tokens.places,
-        )
+        y_BSD = self.attention(self.attention_norm(x_BSD), cos=cos, sin=sin, context=tokens.context)
         x_BSD = x_BSD + after_attention(y_BSD, tokens.index_T)
         if self.cross_attention is not None:
-            assert self.cross_norm is not None and source is not None
+            assert self.cross_norm is not None and source is not None and source_visible is not None
             memory = self.cross_attention.memory(source) if isinstance(source, Tensor) else source
-            y_BSD = self.cross_attention(self.cross_norm(x_BSD), memory, source_mask)
+            y_BSD = self.cross_attention(self.cross_norm(x_BSD), memory, source_visible)
             x_BSD = x_BSD + after_cross(y_BSD, tokens.index_T)
         h_TD = self.ffn_norm(x_BSD).flatten(0, 1)
         y_TD, stats = self.feed_forward(
@@ -325,19 +305,18 @@ class Seq2Seq(LanguageModel):
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache
     ) -> Tensor:
         """(B, V) logits of the token after the last column, whatever the capacity; see `expertmesh.models.decoder.CausalLM`."""
-        positions_S, mask = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
+        context = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
         tokens = self._tokens(
-            ids_BS, positions_S, token_mask_BS, None, self.target_places, num_keys=cache.length
+            ids_BS, context, token_mask_BS, None, self.target_places, num_keys=cache.length
         )
+        source_visible = Visible(ids_BS.shape[1], is_causal=False, mask=cache.memory_mask)
         x_BSD = self.embedding(ids_BS)
         for layer, memory in zip(self.decoder, cache.memory, strict=True):
             x_BSD, _ = layer(
                 x_BSD,
                 tokens,
-                mask,
-                cache,
                 memory,
-                cache.memory_mask,
+                source_visible,
                 capacity_factor=self.config.moe.dropless_factor,
             )
         return self._logits(x_BSD[:, -1])
@@ -380,15 +359,15 @@ class Seq2Seq(LanguageModel):
                     f"a {what} of {ids.shape[1]} tokens: must be at most {limit}; shorten it"
                 )
         source_BSD, all_stats = self._encode(source_BS, source_mask_BS, source_index_T)
-        positions_S = torch.arange(target_BS.shape[1], device=target_BS.device)
+        # Padding is on the right, so the causal order hides it from all that counts.
+        context = DenseContext.of(target_BS.shape[1], device=target_BS.device)
         tokens = self._tokens(
-            target_BS, positions_S, target_mask_BS, target_index_T, self.target_places
+            target_BS, context, target_mask_BS, target_index_T, self.target_places
         )
         x_BSD = self.dropouts[1](self.embedding(target_BS), target_index_T)
-        source_mask = None if source_mask_BS is None else source_mask_BS[:, None, None]
+        source_visible = visible_source(source_mask_BS, num_queries=target_BS.shape[1])
         for layer in self.decoder:
-            # Padding is on the right, so the causal order hides it from all that counts.
-            x_BSD, stats = layer(x_BSD, tokens, None, None, source_BSD, source_mask)
+            x_BSD, stats = layer(x_BSD, tokens, source_BSD, source_visible)
             all_stats += [] if stats is None else [stats]
         x = x_BSD.flatten(0, 1)
         if target_places_N is not None:
@@ -406,26 +385,30 @@ class Seq2Seq(LanguageModel):
         capacity_factor: float | None = None,
     ) -> tuple[Tensor, list[RoutingStats]]:
         positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
-        tokens = self._tokens(ids_BS, positions_S, token_mask_BS, index_T, self.source_places)
-        mask = torch.ones_like(ids_BS[:1], dtype=torch.bool)
-        mask = (mask if token_mask_BS is None else token_mask_BS)[:, None, None]
+        is_token_BS = token_mask_BS
+        if is_token_BS is None:
+            is_token_BS = torch.ones_like(ids_BS[:1], dtype=torch.bool)
+        visible = visible_source(is_token_BS, num_queries=ids_BS.shape[1])
+        context = DenseContext(positions_S, visible)
+        tokens = self._tokens(ids_BS, context, token_mask_BS, index_T, self.source_places)
         x_BSD = self.dropouts[0](self.embedding(ids_BS), index_T)
         all_stats = []
         for layer in self.encoder:
-            x_BSD, stats = layer(x_BSD, tokens, mask, capacity_factor=capacity_factor)
+            x_BSD, stats = layer(x_BSD, tokens, capacity_factor=capacity_factor)
             all_stats += [] if stats is None else [stats]
         return self.encoder_norm(x_BSD), all_stats
 
     def _tokens(
         self,
         ids_BS: Tensor,
-        positions_S: Tensor,
+        context: DenseContext,
         token_mask_BS: Tensor | None,
         index_T: Tensor | None,
         untied: UntiedPositions | None,
         *,
         num_keys: int | None = None,
     ) -> Tokens:
+        positions_S = context.positions
         rope = rope_tables(
             positions_S,
             head_dim=self.config.head_size,
@@ -433,11 +416,11 @@ class Seq2Seq(LanguageModel):
             dtype=accumulate_dtype(self.embedding.weight.dtype),
             fraction=1.0 if untied is None else 0.0,  # of the pairs that turn
         )
-        places = None
         if untied is not None:
-            places = untied(positions_S, len(positions_S) if num_keys is None else num_keys)
+            num_keys = len(positions_S) if num_keys is None else num_keys
+            context = replace(context, places=untied(positions_S, num_keys))
         mask_T = None if token_mask_BS is None else token_mask_BS.flatten()
-        return Tokens(ids_BS.flatten(), mask_T, index_T, rope, places)
+        return Tokens(ids_BS.flatten(), mask_T, index_T, rope, context)
 
     def _logits(self, x: Tensor) -> Tensor:
         table_VD = self.embedding.weight if self.output is None else self.output.weight

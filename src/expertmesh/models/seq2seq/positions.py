@@ -5,11 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.models.attention import Places
 from expertmesh.models.layers import RMSNorm
 from expertmesh.moe.dense_parts import Linear
-
-Places = tuple[Tensor, Tensor]
-"""(H, S, head_dim) queries and (H, keys, head_dim) keys of places, for all layers of a side."""
 
 
 class UntiedPositions(nn.Module):

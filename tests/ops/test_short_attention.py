@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from expertmesh.ops.cpu import short_attention
+from expertmesh.ops.attention import short as short_attention
 from expertmesh.testing.numerics import Sums, assert_two_times
 
 

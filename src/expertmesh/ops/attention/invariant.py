@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.invariant.operators import BlockProduct
@@ -20,44 +21,27 @@ BLOCK_KEYS = 64
 """Keys of one block."""
 
 
-def first_token(mask: Tensor | None) -> Tensor | None:
-    """(B,) column of every sequence's first real token, where padding precedes it; None: there is no mask.
-
-    Args:
-        mask: (B or 1, 1, S, keys), True where a query may look, as `GPT` makes it; the last query sees all real tokens.
-    """
-    return None if mask is None else mask[:, 0, -1].to(torch.int32).argmax(-1)
-
-
-def attention(
-    q_BHSd: Tensor,
-    k_BHLd: Tensor,
-    v_BHLd: Tensor,
-    *,
-    mask: Tensor | None = None,
-) -> Tensor:
+def attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible) -> Tensor:
     """Softmax attention with scale 1 / sqrt(d), in FP32 (FP64 for FP64) inside.
 
     Args:
         q_BHSd: (B, H, S, d) queries, the last S of L tokens.
         k_BHLd: (B, heads, L, d) keys; heads divides H.
         v_BHLd: values, like the keys.
-        mask: (B or 1, 1, S, L), True where a query may look; None: causal.
+        visible: which keys each query may look at, in the causal order.
 
     Returns:
         (B, H, S, d) in the type of q; queries that may look nowhere get 0. Differentiable (ordinary gradients).
     """
     B, _, S, _ = q_BHSd.shape
     L = k_BHLd.shape[2]
+    mask, first_B = visible.mask, visible.first_B
     if mask is None:
         query = torch.arange(L - S, L, device=q_BHSd.device)
         mask = (torch.arange(L, device=q_BHSd.device) <= query[:, None]).expand(1, 1, S, L)
+    if first_B is None:
         first_B = torch.zeros(B, dtype=torch.int64, device=q_BHSd.device)
-    else:
-        first = first_token(mask)
-        assert first is not None
-        first_B = first.expand(B)
-    y: Tensor = _attention(q_BHSd, k_BHLd, v_BHLd, mask[:, 0].expand(B, S, L), first_B)
+    y: Tensor = _attention(q_BHSd, k_BHLd, v_BHLd, mask[:, 0].expand(B, S, L), first_B.expand(B))
     return y
 
 

@@ -1,0 +1,284 @@
+"""Attention of all transformer families here, and the object that knows which keys its queries see.
+
+A model's attention makes queries, keys and values of its tokens and hands them to one object, `AttentionContext`. Dense
+training, padding, documents, caches and pages are implementations of it, which no layer tells apart.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expertmesh.models.layers import RMSNorm
+from expertmesh.moe.dense_parts import Linear
+from expertmesh.ops.attention.visible import Visible, visible
+from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
+
+Places = tuple[Tensor, Tensor]
+"""(H, S, head_dim) queries and (H, keys, head_dim) keys of untied positions, which all layers of a side share."""
+
+
+class AttentionContext(Protocol):
+    """What one forward pass knows of its tokens' neighbours: positions, earlier keys, and who sees whom."""
+
+    @property
+    def positions(self) -> Tensor:
+        """Integer positions of the tokens in their sequences, (S,) or (B, S), or (T,) of flat tokens."""
+
+    def attend(
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_Thd: Tensor,
+        v_Thd: Tensor,
+        *,
+        arithmetic: RowArithmetic,
+    ) -> Tensor:
+        """Keep the keys and values of these tokens, and let the queries look at what they may see.
+
+        Args:
+            layer_index: the layer that asks, from 0.
+            q_THd: (T, H, head_dim) rotated queries, in the order of the tokens.
+            k_Thd: (T, heads, head_dim) rotated keys; heads divides H.
+            v_Thd: (T, heads, head_dim) values.
+            arithmetic: the operations of the module in its mode.
+
+        Returns:
+            (T, H * head_dim), or the same as (B, S, H * head_dim).
+        """
+
+
+class LayerCache(Protocol):
+    """Memory of earlier tokens that gives them in one piece; `expertmesh.models.cache.KVCache` is one."""
+
+    def update(self, layer_index: int, *, k_BHSD: Tensor, v_BHSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of new tokens and return those of all tokens so far."""
+
+
+@dataclass(frozen=True)
+class DenseContext:
+    """B sequences of S tokens each, in a rectangle; a pytree.
+
+    Attributes:
+        positions: (S,) columns, or (B, S) counted from each sequence's own first token.
+        visible: which keys the tokens see.
+        cache: earlier keys and values, which gets those of these tokens; None: there are none.
+        places: queries and keys of untied positions, whose scores are added to those of the tokens, both over
+            sqrt(2 head_dim) (Ke et al. 2021, eq. 7); as many key heads as query heads. None: positions are rotary.
+    """
+
+    positions: Tensor
+    visible: Visible
+    cache: LayerCache | None = None
+    places: Places | None = None
+
+    @classmethod
+    def of(
+        cls,
+        num_new: int,
+        *,
+        device: torch.device,
+        num_seen: int = 0,
+        is_token_BL: Tensor | None = None,
+        document_BS: Tensor | None = None,
+        cache: LayerCache | None = None,
+        counts_padding: bool = True,
+    ) -> "DenseContext":
+        """The context of causal tokens; does not synchronise with the device.
+
+        Args:
+            num_new: S, tokens of each sequence in this pass.
+            device: the device of the tokens.
+            num_seen: tokens of each sequence in the cache, padding included.
+            is_token_BL: (B, num_seen + S) bool, False for padding; None: there is none.
+            document_BS: (B, S) integers: tokens see those with the same number only; None: all.
+            cache: earlier keys and values.
+            counts_padding: whether positions are columns; else they begin at each sequence's own first token, so that
+                padding before it turns no bit.
+        """
+        end = num_seen + num_new
+        seen = visible(
+            num_new, end, device=device, is_token_BL=is_token_BL, document_BS=document_BS
+        )
+        positions = torch.arange(num_seen, end, device=device)
+        if not counts_padding and seen.first_B is not None:
+            positions = (positions - seen.first_B[:, None]).clamp(min=0)
+        return cls(positions, seen, cache)
+
+    def attend(
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_Thd: Tensor,
+        v_Thd: Tensor,
+        *,
+        arithmetic: RowArithmetic,
+    ) -> Tensor:
+        """See `AttentionContext.attend`."""
+        S, head_dim = self.visible.num_queries, q_THd.shape[-1]
+        q, k, v = (t.unflatten(0, (-1, S)).transpose(1, 2) for t in (q_THd, k_Thd, v_Thd))
+        if self.cache is not None:
+            k, v = self.cache.update(layer_index, k_BHSD=k, v_BHSD=v)
+        if self.places is not None:
+            # one product gives the sum of both, and its usual scale is sqrt(2 head_dim)
+            q, k = (
+                torch.cat((t, own.to(t.dtype).expand(len(t), -1, -1, -1)), -1)
+                for t, own in zip((q, k), self.places, strict=True)
+            )
+            v = F.pad(v, (0, head_dim))
+        y = arithmetic.attention(q, k, v, self.visible)
+        return y[..., :head_dim].transpose(1, 2).flatten(2)
+
+
+torch.utils._pytree.register_dataclass(
+    DenseContext, field_names=["positions", "visible", "cache", "places"], drop_field_names=[]
+)
+
+
+def rope_tables(
+    positions_S: Tensor,
+    *,
+    head_dim: int,
+    base: float,
+    dtype: torch.dtype,
+    fraction: float = 1.0,
+    arithmetic: RowArithmetic = ORDINARY,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
+
+    Pair i of a head turns by position * base^(-2 i / (fraction * head_dim)), and the pairs behind that fraction not at all.
+
+    Args:
+        positions_S: (S,) or (B, S) integer positions, or of any other shape.
+        head_dim: size of one head, even.
+        base: base of the frequencies.
+        dtype: FP32 or FP64.
+        fraction: share of the pairs that turn.
+        arithmetic: the arithmetic of the cosines and sines.
+
+    Returns:
+        Cosines and sines, each (..., S, head_dim / 2).
+    """
+    turning = round(head_dim * fraction)
+    half = torch.arange(0, turning, 2, device=positions_S.device, dtype=dtype)
+    frequency = torch.pow(base, -half / max(turning, 1))
+    frequency = F.pad(frequency, (0, (head_dim - turning) // 2))
+    angle = positions_S.to(dtype)[..., None] * frequency
+    return arithmetic.cos_and_sin(angle)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pair (i, i + head_dim / 2) of every head by its position's angle.
+
+    Args:
+        x: (..., head_dim) queries or keys.
+        cos: (..., head_dim / 2), broadcastable to x: of (B, S, H, head_dim), tables of (S, 1, head_dim / 2) or (B, S, 1, head_dim / 2).
+        sin: the sines, of the shape of cos.
+
+    Returns:
+        The turned x, in its dtype; computed in the dtype of the tables.
+    """
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention (Ainslie et al. 2023) with rotary positions.
+
+    One matrix makes queries, keys and values. Its rows are grouped by key-value head: the queries that use the head,
+    its key, its value. So a contiguous slice of it is the projection of a slice of the heads.
+
+    Args:
+        dim: model width.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads.
+        head_dim: size of one head, even.
+        qk_norm: RMSNorm on queries and keys, before the rotation.
+        norm_eps: the epsilon of that norm.
+        layer_index: which layer of a cache is this one's.
+        qk_norm_scope: whether that norm is over each "head", or over all queries (keys) of a token, the "projection".
+        qkv_bias: whether queries, keys and values have biases.
+        arithmetic: the arithmetic of everything in evaluation.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qk_norm: bool,
+        norm_eps: float,
+        layer_index: int,
+        qk_norm_scope: Literal["head", "projection"] = "head",
+        qkv_bias: bool = False,
+        arithmetic: RowArithmetic = ORDINARY,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.layer_index, self.arithmetic = layer_index, arithmetic
+        rows = (num_heads + 2 * num_kv_heads) * head_dim
+        how: dict[str, Any] = {"arithmetic": arithmetic, "device": device, "dtype": dtype}
+        self.qkv = Linear(dim, rows, bias=qkv_bias, **how)
+        self.out = Linear(num_heads * head_dim, dim, **how)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        self.norms_heads = qk_norm_scope == "head"
+        if qk_norm:
+            sizes = (1, 1) if self.norms_heads else (num_heads, num_kv_heads)
+            self.q_norm, self.k_norm = (
+                RMSNorm(size * head_dim, eps=norm_eps, **how) for size in sizes
+            )
+
+    def forward(
+        self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x_BSD: (B, S, D), or (1, T, D) flat tokens.
+            cos: (S, head_dim / 2) or (B, S, head_dim / 2) rotary cosines of the positions, see `rope_tables`.
+            sin: rotary sines of the same positions.
+            context: which keys these tokens see.
+
+        Returns:
+            (B, S, D).
+        """
+        B, S, _ = x_BSD.shape
+        group = self.num_heads // self.num_kv_heads
+        qkv = self.qkv(x_BSD).view(B * S, self.num_kv_heads, group + 2, self.head_dim)
+        q_THd, k_Thd, v_Thd = (t.flatten(1, 2) for t in qkv.split([group, 1, 1], dim=2))
+        q_THd, k_Thd = (
+            self._norm_and_rope(t, norm, cos, sin, num_rows=B)
+            for t, norm in ((q_THd, self.q_norm), (k_Thd, self.k_norm))
+        )
+        arithmetic = self.arithmetic.in_mode(self.training)
+        y = context.attend(self.layer_index, q_THd, k_Thd, v_Thd, arithmetic=arithmetic)
+        return self.out(y).view(x_BSD.shape)
+
+    def _norm_and_rope(
+        self, x_THd: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor, *, num_rows: int
+    ) -> Tensor:
+        """(T, H, head_dim), normalised and turned; the tokens are those of so many rows."""
+        if norm is not None and not self.norms_heads:
+            x_THd, norm = norm(x_THd.flatten(1)).view(x_THd.shape), None
+        elif norm is not None and norm.weight.is_meta:  # on disk until it is called
+            x_THd, norm = norm(x_THd), None
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        turned = self.arithmetic.in_mode(self.training).norm_and_rope(
+            x_THd.unflatten(0, (num_rows, -1)), weight, eps=eps, cos=cos, sin=sin
+        )
+        if turned is not None:
+            return turned.flatten(0, 1)
+        x_THd = x_THd if norm is None else norm(x_THd)
+        half = cos.shape[-1]
+        cos, sin = (t.expand(num_rows, -1, half).reshape(-1, 1, half) for t in (cos, sin))
+        return apply_rope(x_THd, cos, sin)

@@ -1,0 +1,35 @@
+"""Attention over keys that lie in one piece per sequence, by the fastest way that serves."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from expertmesh.ops.attention import masked, short
+from expertmesh.ops.attention.visible import Visible
+
+
+def attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible) -> Tensor:
+    """Softmax attention with scale 1 / sqrt(d); bits may depend on the batch.
+
+    Args:
+        q_BHSd: (B, H, S, d) queries, the last S of L tokens.
+        k_BHLd: (B, heads, L, d) keys; heads divides H.
+        v_BHLd: values, like the keys.
+        visible: which keys each query may look at.
+
+    Returns:
+        (B, H, S, d) in the type of q; differentiable.
+    """
+    mask = visible.mask
+    # One new token may look at everything so far, so it needs no mask at all.
+    # By a branch: with dynamic shapes the condition is a symbol, which the operator refuses.
+    causal = False
+    if mask is None and visible.is_causal and q_BHSd.shape[2] > 1:
+        causal = True
+    if causal and short.serves(q_BHSd, k_BHLd):
+        return short.causal_attention(q_BHSd, k_BHLd, v_BHLd)
+    if mask is not None and masked.serves(q_BHSd, k_BHLd):
+        return masked.masked_attention(q_BHSd, k_BHLd, v_BHLd, mask)
+    is_grouped = q_BHSd.shape[1] > k_BHLd.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BHSd, k_BHLd, v_BHLd, attn_mask=mask, is_causal=causal, enable_gqa=is_grouped
+    )
