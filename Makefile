@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt tools/setup.sh
 
 demo: $(STAMP)
 	@$(BIN)/expertmesh train gpt-moe-demo --train.run-dir $(RUN_DIR) --train.resume auto
-	@$(BIN)/expertmesh report --run $(RUN_DIR) --check
+	@$(BIN)/expertmesh report $(RUN_DIR) --check
 
 # DATA: a folder with train.LANG, val.LANG, ...; Multi30k where it is beside the project, else what `expertmesh data lohelp` made.
 DATA ?= $(firstword $(wildcard data/multi30k ../shared/data/multi30k) lohelp)
@@ -44,7 +44,7 @@ TRANSLATE_ARGS ?=
 translate: $(STAMP)
 	@$(BIN)/expertmesh train translate-multi30k --data.path $(DATA) --data.languages $(FROM),$(TO) --data.pairs $(FROM)-$(TO) \
 	  --train.run-dir $(TRANSLATE_DIR) --train.resume auto $(TRANSLATE_ARGS)
-	@$(BIN)/expertmesh translate --run $(TRANSLATE_DIR) --to $(TO) "Two dogs play in the snow." "A man rides a bicycle."
+	@$(BIN)/expertmesh translate $(TRANSLATE_DIR) --to $(TO) "Two dogs play in the snow." "A man rides a bicycle."
 
 # IMAGES: a folder with a folder of images per class, or with IDX files; MNIST's ten thousand where they are beside the project.
 IMAGES ?= $(firstword $(wildcard data/mnist10k ../shared/data/mnist10k))
@@ -54,8 +54,8 @@ classify: $(STAMP)
 	@test -n "$(IMAGES)" || { echo "error: no images; make classify IMAGES=folder, with a folder of images per class, or with MNIST's" \
 	  "IDX files (images-idx3-ubyte.gz, labels-idx1-ubyte.gz)" >&2; exit 2; }
 	@$(BIN)/expertmesh train swin-mnist --data.path $(IMAGES) --train.run-dir $(CLASSIFY_DIR) --train.resume auto $(CLASSIFY_ARGS)
-	@$(BIN)/expertmesh classify --run $(CLASSIFY_DIR) --score
-	@for images in $(wildcard $(IMAGES)/images-idx3-ubyte*); do $(BIN)/expertmesh classify --run $(CLASSIFY_DIR) \
+	@$(BIN)/expertmesh classify $(CLASSIFY_DIR) --score
+	@for images in $(wildcard $(IMAGES)/images-idx3-ubyte*); do $(BIN)/expertmesh classify $(CLASSIFY_DIR) \
 	  $$images@8001 $$images@8002 $$images@8003 --picture $(CLASSIFY_DIR)/experts.png; done
 
 # One thread per worker: small tensors gain nothing from more, and workers would fight for the cores.

@@ -141,9 +141,10 @@ class ConfigError(_LineError, ValueError):
 
     def _lead(self, option: str) -> str:
         value = self.value
-        return named(
-            option, " ".join(map(str, value)) if isinstance(value, tuple | list) else value
-        )
+        if isinstance(value, tuple | list):
+            value = " ".join(map(str, value))
+            return named(option, value or "()", typed=value or "none")
+        return named(option, value)
 
 
 class CheckpointError(_LineError, RuntimeError):

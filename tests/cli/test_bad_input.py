@@ -311,14 +311,12 @@ def generate_from_nan(place: Place) -> list[str]:
 
 
 GENERATION = {
-    "no run given": Mistake(
-        plain("generate", "def"), ["--run", "required", "expertmesh generate --help"]
-    ),
+    "no run given": Mistake(plain("generate"), ["no run given", "expertmesh generate --help"]),
     "no such run": Mistake(
         lambda p: p.generate(run="nothing"), ["nothing", "does not exist", "expertmesh train"]
     ),
     "folder without a run": Mistake(
-        lambda p: ["generate", "--run", p.path("cache"), "def"],
+        lambda p: ["generate", p.path("cache"), "def"],
         ["cache", "no config.json", "give the directory"],
     ),
     "truncated config.json": Mistake(

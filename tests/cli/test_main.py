@@ -82,8 +82,8 @@ def test_failures_are_one_line(error, code, message, monkeypatch, capsys):
 
 def test_a_verb_alone_says_what_it_needs(capsys):
     assert front.main(["generate"]) == 2
-    needed = "the following arguments are required: --run/--run-dir"
-    assert f"{needed}; see {program()} generate --help\n" in capsys.readouterr().err
+    needed = f"no run given; write one: {program()} generate runs/demo PROMPT ..."
+    assert f"{needed} (see {program()} generate --help)\n" in capsys.readouterr().err
 
 
 def test_debug_keeps_the_traceback(monkeypatch):

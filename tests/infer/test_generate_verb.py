@@ -224,7 +224,7 @@ def test_several_processes_answer_once(
     words = "--greedy", "--max-tokens", "12"
     expected = printed(run_dir, *words, capsys=capsys)
     # with whole experts and two choices, sums are the same to the bit
-    words = "generate", "--run-dir", str(run_dir), *words, "--es-degree", "1", PROMPT
+    words = "generate", str(run_dir), *words, "--es-degree", "1", PROMPT
     agent = Agent(2, tmp_path)
     codes = agent.run(main, words, restarts=0, timeout_s=PATIENCE_S)
     assert (codes, agent.printed(0), agent.printed(1)) == ([0, 0], expected, "")

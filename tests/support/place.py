@@ -38,7 +38,7 @@ class Place:
         return ["train", recipe, *words, *rest]
 
     def generate(self, *words: str, prompt: str = "def", run: str = "run") -> list[str]:
-        return ["generate", "--run", self.path(run), *words, prompt]
+        return ["generate", self.path(run), *words, prompt]
 
     def with_run(self, name: str = "run") -> Path:
         """A copy of a finished run of two steps."""

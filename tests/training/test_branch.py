@@ -60,7 +60,7 @@ WRONG = [
     ({"optim.schedule": "cosine"}, "branch_from=.*: needs a schedule .* optim.schedule is cosine"),
     ({"optim.lr": 0.5}, r"optim.lr=0.5: the trunk .*trunk has 0\.\d+; use that value"),
     ({"train.batch_size": 2}, r"train.batch_size=2: the trunk .*trunk has \d+; use that value"),
-    ({"train.freeze": ("router",)}, r"train.freeze=\('router',\): the trunk .*trunk has \(\); use that"),
+    ({"train.freeze": ("router",)}, r"train.freeze=router: the trunk .*trunk has \(\); use that"),
     ({"train.steps": 8}, r"no checkpoint of step 6, where this run's decay begins \(kept: 4, 8\)"),
     ({"train.steps": 8, "data.path": "nowhere"}, "no checkpoint of step 6"),  # before the data are read
     ({"train.steps": 20}, "begins its own decay after step 8, and this run would leave it after step 16"),

@@ -123,7 +123,7 @@ def test_a_line_without_a_text_is_left_out_and_said(line, why, tmp_path):
     (tmp_path / "a.jsonl").write_text(LINES + line + "\n")
     corpus = load_corpus(TextConfig(path=str(tmp_path / "a.jsonl")))
     assert corpus.num_skipped == 1
-    (note,) = corpus.notes
+    (note,) = map(str, corpus.notes)
     assert why in note and "a.jsonl#000000060" in note
 
 

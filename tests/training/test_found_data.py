@@ -87,7 +87,7 @@ def test_a_split_far_from_what_was_asked_for_is_said(tmp_path, sizes, fraction, 
         # Below the smallest piece, files stay whole.
         (tmp_path / f"f{i}.txt").write_text(f"{i} " + "x" * 128 * size + "\n")
     corpus = load_corpus(TextConfig(path=str(tmp_path), validation_fraction=fraction))
-    said = " ".join(corpus.notes)
+    said = " ".join(map(str, corpus.notes))
     assert bool(said) == (words is not None)
     assert all(word in said for word in words or ()), said
 
@@ -216,7 +216,7 @@ def test_what_is_in_a_folder_is_used_or_said(tmp_path, add):
     count, words = add(folder)
     corpus = load_corpus(TextConfig(path=str(folder), validation_fraction=0.3))
     assert len(corpus.training) + len(corpus.validation) == count
-    said = " ".join(note for note in corpus.notes if "left out" in note)
+    said = " ".join(note for note in map(str, corpus.notes) if "left out" in note)
     assert bool(said) == bool(words) and all(word in said for word in words), said
     said.encode()  # it can be printed
     assert all(list(texts(side)) for side in (corpus.training, corpus.validation))
@@ -226,7 +226,9 @@ def test_what_is_in_a_folder_is_used_or_said(tmp_path, add):
 def test_text_that_max_bytes_leaves_out_is_said(tmp_path, most):
     for i in range(9):
         (tmp_path / f"{i}.txt").write_text(f"{i}" + "x" * 999)
-    notes = load_corpus(TextConfig(path=str(tmp_path), max_bytes=most)).notes
+    notes = [
+        str(note) for note in load_corpus(TextConfig(path=str(tmp_path), max_bytes=most)).notes
+    ]
     said = [note for note in notes if "data.max_bytes=none" in note]
     assert len(said) == (most is not None)
     if most is not None:  # each of these files is cut in two, as a lone one is

@@ -168,7 +168,7 @@ def test_by_name_on_the_command_line(tmp_path, capsys):
         (["train", "--family", NAME, "--parallel.tp-degree", "2", "--dry-run"], "no such thing"),
         (
             ["train", "--family", NAME, "--train.activation-checkpointing", "--train.run-dir", "x"],
-            "--train.activation-checkpointing True: family digits has no such thing",
+            "--train.activation-checkpointing: family digits has no such thing",
         ),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`expertmesh classify --run DIR IMAGE...`: classes of images by the newest checkpoint of a run."""
+"""`expertmesh classify RUN IMAGE...`: classes of images by the newest checkpoint of a run."""
 
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 _SHOWN = 3
 _EXAMPLES = """\
 examples:
-  expertmesh classify --run runs/pets cat.png dog.jpg
-  expertmesh classify --run runs/swin-mnist images-idx3-ubyte.gz@8001 --picture experts.png
-  expertmesh classify --run runs/swin-mnist --score --capacity 0.5
+  expertmesh classify runs/pets cat.png dog.jpg
+  expertmesh classify runs/swin-mnist images-idx3-ubyte.gz@8001 --picture experts.png
+  expertmesh classify runs/swin-mnist --score --capacity 0.5
 """
 
 
@@ -73,10 +73,11 @@ def _parser() -> OptionParser:
         description="Classifies images with the newest checkpoint of a run.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument(
-        "image", nargs="*", help="image files; of an IDX file the N-th image is FILE@N, from 0"
+    parser.add_run(
+        "image",
+        metavar="IMAGE",
+        help="image files; of an IDX file the N-th image is FILE@N, from 0",
     )
-    parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
     parser.add_argument(
         "--fit",
         choices=get_args(Fit),
@@ -113,7 +114,7 @@ def _open(options: Any) -> Any:
     found = load_run(options.run)
     if not isinstance(found.config, SwinRunConfig):
         raise ConfigError(
-            f"--run {options.run}: is of family {found.family.name}, which classifies no images; name one of family swin"
+            f"run {options.run}: is of family {found.family.name}, which classifies no images; name one of family swin"
         )
     changes: dict[str, Any] = {"model.moe.eval_capacity_factor": options.capacity}
     if options.drop_policy is not None:

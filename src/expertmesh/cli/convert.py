@@ -5,7 +5,7 @@ from expertmesh.cli.flags import OptionParser
 _EXAMPLES = """\
 examples:
   expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3
-  expertmesh generate --run runs/qwen3 "Once upon a time"
+  expertmesh generate runs/qwen3 "Once upon a time"
   expertmesh convert --from runs/gpt-moe-demo --to models/demo   # for transformers and vLLM
 
 for one file under expertmesh's own names: expertmesh export

@@ -19,11 +19,6 @@ _PATIENCE_S = 7 * 86_400.0
 """That of ranks which wait for what somebody types."""
 
 
-def add_run(parser: OptionParser) -> None:
-    """The option of which run; torchrun takes --run for an abbreviation of its own --run-path, so it has a second name."""
-    parser.add_argument("--run", "--run-dir", required=True, metavar="DIR", help="run directory")
-
-
 def add_place(parser: OptionParser) -> None:
     """The options of where a model decodes."""
     parser.add_argument("--device", help="auto, cpu, cuda or cuda:N (that of the training)")

@@ -1,4 +1,4 @@
-"""`expertmesh evaluate --run DIR --tasks FILE`: lm-evaluation-harness on the newest checkpoint of a run."""
+"""`expertmesh evaluate RUN --tasks FILE`: lm-evaluation-harness on the newest checkpoint of a run."""
 
 import json
 from importlib.util import find_spec
@@ -11,8 +11,8 @@ from expertmesh.errors import ConfigError
 
 _EXAMPLES = """\
 examples:
-  expertmesh evaluate --run runs/gpt-moe-demo --tasks tasks/quiz.yaml
-  expertmesh evaluate --run runs/qwen3 --tasks quiz.yaml text.yaml --num-fewshot 5 --output results.json
+  expertmesh evaluate runs/gpt-moe-demo --tasks tasks/quiz.yaml
+  expertmesh evaluate runs/qwen3 --tasks quiz.yaml text.yaml --num-fewshot 5 --output results.json
 """
 
 
@@ -69,7 +69,7 @@ def _parser() -> OptionParser:
         description="Judges a run by tasks of lm-evaluation-harness, defined in local files, on local data.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("--run", required=True, metavar="DIR", help="run directory")
+    parser.add_run()
     parser.add_argument(
         "--tasks", required=True, nargs="+", metavar="FILE", help="YAML files of tasks"
     )

@@ -1,6 +1,6 @@
 """`expertmesh export RUN --output FILE.safetensors`: a model's weights as one file."""
 
-from expertmesh.cli.flags import OptionParser, chosen_run
+from expertmesh.cli.flags import OptionParser
 from expertmesh.config.base import expanded
 
 _EXAMPLES = """\
@@ -24,9 +24,8 @@ def run(argv: list[str]) -> int:
     """
     from expertmesh.training.export import export
 
-    parser = _parser()
-    options = parser.parse_args(argv)
-    source = expanded(chosen_run(options.source, options.run, parser.prog))
+    options = _parser().parse_args(argv)
+    source = expanded(options.run)
     output = expanded(options.output)
     found = export(source, output, overwrite=options.overwrite)
     print(
@@ -41,13 +40,7 @@ def _parser() -> OptionParser:
         description="Writes the weights of a checkpoint, of however many ranks, as one safetensors file under expertmesh's own names.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument(
-        "source",
-        nargs="?",
-        metavar="RUN",
-        help="run directory (its newest good checkpoint), or a checkpoint's folder",
-    )
-    parser.add_argument("--run", metavar="RUN", help="the same")
+    parser.add_run(what="run directory (its newest good checkpoint), or a checkpoint's folder")
     parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
     parser.add_argument("--overwrite", action="store_true", help="the file may exist already")
     return parser

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.layout import fitted
 from expertmesh.cli.program import flag_name
-from expertmesh.config.base import nearest_name, shown
+from expertmesh.config.base import expanded, nearest_name, shown
 from expertmesh.config.family import FAMILIES, GPT, Family, Recipes, find_family
 from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.errors import ConfigError, command
@@ -63,11 +63,72 @@ class OptionParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         """As argparse's, but lines of description and epilog stay as they are."""
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self._takes_run, self._words = False, ""
+
+    def add_run(self, words: str = "", *, what: str = "run directory", **help_of: Any) -> None:
+        """The run as first word, found as `run` afterwards; with `--run` or `--run-dir` in its place all words are others.
+
+        Torchrun takes `--run` for an abbreviation of its own `--run-path`.
+
+        Args:
+            words: name of the words behind it, a list; "": there are none.
+            what: help of the first word.
+            help_of: of the others, `metavar` and `help`.
+        """
+        self._takes_run, self._words = True, words
+        self.add_argument("folder", nargs="?", metavar="RUN", help=what)
+        if words:
+            self.add_argument(words, nargs="*", **help_of)
+        self.add_argument("--run", "--run-dir", metavar="RUN", help="the same, in its place")
+
+    def parse_args(self, args: Sequence[str]) -> Any:  # type: ignore[override]
+        """Options and words in any order; behind `--` all are words.
+
+        Raises:
+            ConfigError: a word breaks a rule, or the run is not there.
+        """
+        self.usage = self._usage() if self.usage is None else self.usage
+        cut = list(args).index("--") if "--" in args else len(args)
+        # no word that is typed begins with NUL, nor with what makes it an option then
+        shielded = [f"\0{word}" for word in args[cut + 1 :]]
+        found = self.parse_intermixed_args([*args[:cut], *shielded])
+        for action in self._actions:
+            if not action.option_strings:
+                value = getattr(found, action.dest)
+                if isinstance(value, list):
+                    value = [word.removeprefix("\0") for word in value]
+                elif value is not None:
+                    value = value.removeprefix("\0")
+                setattr(found, action.dest, value)
+        if self._takes_run:
+            self._find_run(found)
+        return found
+
+    def _find_run(self, found: Any) -> None:
+        if found.run is not None and found.folder is not None:
+            if not self._words:
+                rule = f"two runs given, {found.folder} and {found.run}"
+                raise ConfigError(f"{rule}; write one: {self._example}")
+            setattr(found, self._words, [found.folder, *getattr(found, self._words)])
+        elif found.run is None and found.folder is None:
+            raise ConfigError(f"no run given; write one: {self._example} (see {self._help})")
+        elif found.run is None:
+            found.run, path = found.folder, expanded(found.folder)
+            if self._words and not path.is_dir():
+                what = "is no folder" if path.exists() else "does not exist"
+                word = shown(found.run) if " " in found.run else found.run
+                raise ConfigError(
+                    f"run {word}: {what}, and the first word is the run: {self._example};"
+                    f" train one with: {command('train')}"
+                )
+
+    @property
+    def _example(self) -> str:
+        words = f" {self._words.upper()} ..." if self._words else ""
+        return command(f"{self.prog.removeprefix('expertmesh ')} runs/demo{words}")
 
     def format_help(self) -> str:
         """The help, in lines that fit the terminal; its usage has what must be given, and not every option."""
-        if self.usage is None:
-            self.usage = self._usage()
         return fitted(super().format_help())
 
     def _usage(self) -> str:
@@ -78,11 +139,13 @@ class OptionParser(argparse.ArgumentParser):
                 more = " ..." if action.nargs == "+" else ""
                 if action.required:
                     options.append(f"{action.option_strings[0]} {name}{more}")
+            elif action.dest == "folder":
+                words.append(name)
             elif action.nargs in ("*", "?"):
                 words.append(f"[{name}{' ...' if action.nargs == '*' else ''}]")
             else:
                 words.append("|".join(action.choices or (name,)))
-        return " ".join([self.prog, *options, "[options]", *words])
+        return " ".join([self.prog, *words, *options, "[options]"])
 
     @property
     def _help(self) -> str:
@@ -116,19 +179,6 @@ def check_least(options: Any, **least: float) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {value}: must be at least {smallest:g}; {fix}"
             )
-
-
-def chosen_run(word: str | None, option: str | None, prog: str) -> str:
-    """The run directory that a verb was given, as a word or as `--run`.
-
-    Raises:
-        ConfigError: neither, or both.
-    """
-    given = [one for one in (word, option) if one is not None]
-    if len(given) != 1:
-        rule = f"two runs given, {word} and {option}" if given else "no run given"
-        raise ConfigError(f"{rule}; write one: {prog} runs/demo (see {prog} --help)")
-    return given[0]
 
 
 def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> ParsedRun:

@@ -1,11 +1,11 @@
-"""`expertmesh generate --run DIR "prompt"`: continues a text with the newest checkpoint of a run."""
+"""`expertmesh generate RUN "prompt"`: continues a text with the newest checkpoint of a run."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-from expertmesh.cli.decoding import Decoder, add_place, add_run, open_decoder
+from expertmesh.cli.decoding import Decoder, add_place, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import told_of_data
@@ -16,13 +16,13 @@ from expertmesh.errors import ConfigError, command
 
 _EXAMPLES = """\
 examples:
-  expertmesh generate --run runs/gpt-moe-demo "def main("
-  expertmesh generate --run runs/gpt-moe-demo --temperature 0.7 --top-p 0.95 --seed 3 "import os"
-  expertmesh generate --run runs/gpt-moe-demo --greedy --max-tokens 50 "class Test" "def main("
-  expertmesh generate --run runs/gpt-moe-demo --prompt-file prompts.txt
-  expertmesh generate --run runs/gpt-moe-demo --interactive
-  expertmesh generate --run runs/chat --chat "What is 2 + 2?"   # a run that learned conversations
-  torchrun --nproc-per-node 8 -m expertmesh generate --run-dir runs/qwen3 "def main("   # experts cut over 8 GPUs
+  expertmesh generate runs/gpt-moe-demo "def main("
+  expertmesh generate runs/gpt-moe-demo --temperature 0.7 --top-p 0.95 --seed 3 "import os"
+  expertmesh generate runs/gpt-moe-demo --greedy --max-tokens 50 "class Test" "def main("
+  expertmesh generate runs/gpt-moe-demo --prompt-file prompts.txt
+  expertmesh generate runs/gpt-moe-demo --interactive
+  expertmesh generate runs/chat --chat "What is 2 + 2?"   # a run that learned conversations
+  torchrun --nproc-per-node 8 -m expertmesh generate runs/qwen3 "def main("   # experts cut over 8 GPUs
 """
 
 _TEMPERATURE = 0.8
@@ -34,9 +34,7 @@ _NO_TALK = (
 _ROOM = 4
 """Share of the model's window, 1 / 4, that a conversation leaves for the answer."""
 _FORGETS = "the oldest turns are forgotten: the model has room for {} tokens, the answer among them"
-_NO_PROMPT = (
-    "no prompt; write it last, and -- before one that begins with -: generate --run DIR -- '-x'"
-)
+_NO_PROMPT = "no prompt; write it last, and -- before one that begins with -: generate RUN -- '-x'"
 
 
 def run(argv: list[str]) -> int:
@@ -77,7 +75,7 @@ def _generate(options: Any, prompts: list[str], decoder: Decoder) -> None:
 
     form = find_format(tokenizer, expanded(options.run) / "tokenizer.json")
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
-        print(f"note: --run {options.run}: {_NO_TALK}", file=sys.stderr)
+        print(f"note: run {options.run}: {_NO_TALK}", file=sys.stderr)
     settings = {
         "max_tokens": options.max_tokens,
         "sampling": Sampling(
@@ -173,9 +171,9 @@ def _parser() -> OptionParser:
         description="Continues a text with the newest checkpoint of a run.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument(
+    parser.add_run(
         "prompt",
-        nargs="*",
+        metavar="PROMPT",
         help="text to continue, or several; - alone reads it from standard input",
     )
     parser.add_argument("--prompt-file", metavar="FILE", help="a file with a prompt on each line")
@@ -189,7 +187,6 @@ def _parser() -> OptionParser:
         action="store_true",
         help="a prompt is what a user says: the model answers as it learned from conversations",
     )
-    add_run(parser)
     parser.add_argument(
         "--max-tokens",
         "--max-new-tokens",

@@ -7,7 +7,7 @@ from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.cli.samples import measure, prompts_of, sample, shortened
 from expertmesh.config.family import GPT, Family
-from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.errors import CheckpointError, ConfigError, command
 
 if TYPE_CHECKING:
     from expertmesh.data.corpus import Corpus
@@ -92,7 +92,9 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "folders", nargs="*", metavar="RUN", help="run directory; several are compared"
     )
-    parser.add_argument("--run", action="append", default=[], metavar="RUN", help="the same")
+    parser.add_argument(
+        "--run", "--run-dir", action="extend", nargs="+", default=[], metavar="RUN", help="the same"
+    )
     parser.add_argument(
         "--page", metavar="FILE", help="the HTML page (report.html in the first run's directory)"
     )
@@ -112,7 +114,7 @@ def run(argv: list[str]) -> int:
     options.run = [*options.folders, *options.run]
     if not options.run:
         raise ConfigError(
-            f"no run given; write one: {parser.prog} runs/demo (see {parser.prog} --help)"
+            f"no run given; write one: {command('report runs/demo')} (see {command('report --help')})"
         )
     with told_of_data():
         with loading():

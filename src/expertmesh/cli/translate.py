@@ -1,9 +1,9 @@
-"""`expertmesh translate --run DIR --to de "..."`: translates with the newest checkpoint of a run."""
+"""`expertmesh translate RUN --to de "..."`: translates with the newest checkpoint of a run."""
 
 import sys
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.decoding import Decoder, add_place, add_run, open_decoder
+from expertmesh.cli.decoding import Decoder, add_place, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.generate import read_standard_input
 from expertmesh.cli.launched import said_once
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  expertmesh translate --run runs/translate-multi30k --to de "Two dogs play in the snow."
-  expertmesh translate --run runs/translate-multi30k --to de --input test.en --output out.de --reference test.de
-  expertmesh translate --run runs/other --to de --input test.en --reference test.de --compare out.de
+  expertmesh translate runs/translate-multi30k --to de "Two dogs play in the snow."
+  expertmesh translate runs/translate-multi30k --to de --input test.en --output out.de --reference test.de
+  expertmesh translate runs/other --to de --input test.en --reference test.de --compare out.de
 """
 
 
@@ -97,10 +97,9 @@ def _parser() -> OptionParser:
         description="Translates with the newest checkpoint of a run.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument(
-        "text", nargs="*", help="texts to translate; - reads lines from standard input"
+    parser.add_run(
+        "text", metavar="TEXT", help="texts to translate; - reads lines from standard input"
     )
-    add_run(parser)
     parser.add_argument("--to", required=True, metavar="LANG", help="language that is wanted")
     parser.add_argument(
         "--input",

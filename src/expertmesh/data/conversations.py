@@ -121,8 +121,8 @@ class ConversationData:
             ),
         )
         index = parse_json((folder / INDEX).read_bytes())
-        for note in [*corpus.notes, *index["notes"]]:
-            _log.warning(Line(note))
+        for note in [*corpus.notes, *map(Line, index["notes"])]:
+            _log.warning(note)
         self._training, self._validation = (_open(folder, side) for side in _SIDES)
         self.num_validation = len(self._validation)
         self.files = {"tokenizer.json": folder / "tokenizer.json", **extras_of(given)}

@@ -30,7 +30,7 @@ from expertmesh.data.files import (
 from expertmesh.data.formats import COLUMN, given, is_companion, rows_of
 from expertmesh.data.news import Progress
 from expertmesh.data.paths import WeightedPath, find_paths
-from expertmesh.errors import ConfigError, named
+from expertmesh.errors import ConfigError, Line, named
 
 _PIECE_BYTES = 65_536
 _LEAST_PIECES = 40
@@ -79,7 +79,7 @@ class Corpus:
     validation: tuple[Document, ...]
     num_skipped: int
     digest: str
-    notes: tuple[str, ...] = ()
+    notes: tuple[Line, ...] = ()
     is_talk: bool = False
 
 
@@ -168,7 +168,7 @@ def load_corpus(config: TextConfig) -> Corpus:
         tuple(validation),
         left_out.total,
         digest.hexdigest(),
-        tuple(notes),
+        tuple(map(Line, notes)),
         is_talk=True in kinds,
     )
 

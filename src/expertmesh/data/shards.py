@@ -24,7 +24,7 @@ from expertmesh.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from expertmesh.errors import ConfigError, Line, named
+from expertmesh.errors import ConfigError, named
 
 FORMAT_VERSION = 1
 _BATCH_DOCUMENTS = 32
@@ -106,7 +106,7 @@ def prepare_tokens(
                 f"give more text or lower {named('data.seq_len')}",
             )
     for note in corpus.notes:
-        _log.warning(Line(note))
+        _log.warning(note)
     return TokenData(key, training, validation, folder / "tokenizer.json", corpus)
 
 
