@@ -107,8 +107,9 @@ VERBS = [
         ),
     ],
 )
-def test_every_verb_takes_its_run_first(words, monkeypatch, capsys):
+def test_every_verb_takes_its_run_first(words, tmp_path, monkeypatch, capsys):
     """The folder has no run in it, which is what each of them says."""
-    monkeypatch.setattr("expertmesh.cli.evaluate.find_spec", lambda _: True)
+    (tmp_path / "lm_eval.py").touch()  # evaluate asks first whether there is one
+    monkeypatch.syspath_prepend(tmp_path)
     assert main(words.replace("RUN", "runs").split()) == 2
     assert "runs: has no config.json" in capsys.readouterr().err

@@ -69,7 +69,9 @@ def check(
 ) -> None:
     # A slow machine says how far it is ("written for the page 63 of 63 tokens") before it meets the mistake.
     lines = [
-        line for line in errors.splitlines() if not re.fullmatch(r".+ [\d,]+ of [\d,]+ \w+", line)
+        line
+        for line in errors.splitlines()
+        if not re.fullmatch(r".+ [\d,.]+ of [\d,.]+ [\w ]+", line)
     ]
     assert code == mistake.code, errors
     assert len(lines) == 1, errors
