@@ -165,6 +165,12 @@ def test_tensorboards_files_are_named_and_its_thread_says_nothing(tmp_path, size
     assert threading.excepthook is mine
     events = TensorBoard(tmp_path / "events", last_step=0)
     size_limit(0)
+    before = set(threading.enumerate())
+    with pytest.raises(OSError) as caught:
+        TensorBoard(tmp_path / "others", last_step=0)
+    assert caught.value.filename == str(tmp_path / "others")
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
 
     def write_all():
         for step in range(1, 10_000):

@@ -1,6 +1,9 @@
 """The same run on any layout: losses, gradient norms and evaluations of FP64 steps."""
 
 import functools
+import signal
+from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +18,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from expertmesh.cli.main import main
 from expertmesh.config.run import RunConfig
+from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.own_module import own_family
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
 from expertmesh.recipes import RECIPES
+from expertmesh.training import loop
 from expertmesh.training.muon import orthogonalized
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
@@ -159,6 +164,36 @@ def test_dropless_pyramid_in_micro_batches(four_ranks, folder, one_process, layo
     name = f"dropless-{'-'.join(layout)}"
     lines = four_ranks.run(run_training, folder, name, DROPLESS | layout)[0]
     assert_same(lines, one_process("dropless"))
+
+
+def stopped_in_an_evaluation(folder):
+    """The second rank is asked to stop in the second batch of the evaluation after step 2; step, batches measured, rows."""
+    asked, calls = [], []
+
+    class Request(loop.StopRequest):
+        def __enter__(self):
+            asked.append(self)
+            return super().__enter__()
+
+    def measured(task, *given):
+        calls.append(1)
+        if len(calls) == 4 + 2 and dist.get_rank() == 1:
+            asked[0].ask(signal.SIGTERM)
+        return measure(task, *given)
+
+    measure = GPTTask.measure
+    config = config_of(folder, "asked", {"train.eval_batches": 4, "train.batch_size": 2})
+    patches = [(loop, "StopRequest", Request), (GPTTask, "measure", measured)]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        result = train_quietly(config)
+    return result.step, len(calls), result.checkpoint.name, len(lines_of(result.run_dir))
+
+
+def test_a_request_in_an_evaluation_leaves_it_out_on_all_ranks(two_ranks, folder):
+    found = two_ranks.run(stopped_in_an_evaluation, folder)
+    assert found == [(2, 6, "step_00000002", 2)] * 2
 
 
 @pytest.mark.parametrize("part", ["experts", "router"])

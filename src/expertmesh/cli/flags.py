@@ -8,6 +8,7 @@ the configuration itself, so that the command line and Python give the same one-
 import argparse
 import difflib
 import re
+import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,11 @@ class OptionParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """The help, in lines that fit the terminal; its usage has what must be given, and not every option."""
         return fitted(super().format_help())
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse's, which passes over a disk that is full."""
+        if message:
+            (file or sys.stderr).write(message)
 
     def _usage(self) -> str:
         options, words = [], []

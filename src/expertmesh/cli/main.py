@@ -100,15 +100,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in options if word != "--debug"] + words[len(options) :]
     was_closed = _open_streams()
     try:
-        if was_closed and (not words or words[0] != "train"):
-            raise ConfigError(
-                "standard output is closed: the answer has no place; open it, or send it to a file"
-            )
-        code = _run(words)
+        if was_closed:
+            _check_closed(words)
+        try:
+            code = _run(words)
+        except SystemExit as stop:  # argparse after --help
+            code = stop.code if isinstance(stop.code, int) else 0
         sys.stdout.flush()
         return code
-    except SystemExit as stop:  # argparse after --help
-        return stop.code if isinstance(stop.code, int) else 0
     except BrokenPipeError:  # the reader (head, less) has seen enough
         silence_output()
         return 128 + signal.SIGPIPE
@@ -120,6 +119,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         return _report_error(error, words[0] if words else "")
+
+
+def _check_closed(words: list[str]) -> None:
+    """Standard output is closed: a training says so and goes on, an answer would be lost."""
+    if not words or words[0] != "train":
+        raise ConfigError(
+            "standard output is closed: the answer has no place; open it, or send it to a file"
+        )
+    if launched_rank()[0] == 0:
+        with suppress(OSError):
+            print(
+                "warning: standard output is closed; the run goes on without it, its numbers are in its metrics.jsonl",
+                file=sys.stderr,
+            )
 
 
 def _run(words: list[str]) -> int:
@@ -168,6 +181,12 @@ def _report_error(error: Exception, verb: str) -> int:
     if isinstance(error, ConfigError | CheckpointError | CollectiveError | TrainingDivergedError):
         return _fail(Flags(verb).spell(error), _MISTAKE if isinstance(error, ConfigError) else 1)
     if isinstance(error, OSError) and error.errno is not None:
+        try:
+            sys.stdout.flush()
+        except OSError as of_output:  # what could not be written would be tried, and complained of, once more at exit
+            silence_output()
+            if error.filename is None and error.errno == of_output.errno:
+                error.filename = "standard output"
         return _fail(_os_error_text(error), 1)
     if (needs := _out_of_memory(error, verb)) is not None:
         return _fail(needs, 1)

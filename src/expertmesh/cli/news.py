@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import Line
@@ -55,8 +55,9 @@ class _News(logging.Handler):
         self._is_open = False
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        with suppress(OSError):  # a full disk below standard error stops no work
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
 @contextmanager
@@ -130,5 +131,5 @@ def _answer(read_end: int) -> None:
 
 
 def silence_output() -> None:
-    """Let standard output go nowhere: at exit Python would flush it, and print a traceback of the same broken pipe."""
+    """Let standard output go nowhere: at exit Python would flush it, and print a traceback of the same failure."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.begin import parse_and_begin, ready_to_train
@@ -45,8 +47,19 @@ def run(argv: list[str]) -> int:
     if result.stopped_by in NOBODY_READS:
         silence_output()
     elif result.is_leader:
-        print(summary(result, parsed.family))
+        _say(summary(result, parsed.family))
     return 0 if result.stopped_by is None else 128 + int(result.stopped_by)
+
+
+def _say(text: str) -> None:
+    """The end of a good run, on standard error where standard output cannot take it; the run has its numbers."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        silence_output()
+        with suppress(OSError):
+            said = "; ".join(text.splitlines())
+            print(f"standard output cannot be written ({error.strerror}): {said}", file=sys.stderr)
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:

@@ -16,7 +16,7 @@ from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import ParallelConfig, RunConfig
 from expertmesh.errors import ConfigError, TrainingDivergedError, named
-from expertmesh.models.family import Data, Task
+from expertmesh.models.family import Batch, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
 from expertmesh.training.begin import begun
@@ -28,8 +28,15 @@ from expertmesh.training.checkpoint import (
     step_of,
 )
 from expertmesh.training.evaluate import Evaluation, evaluate
+from expertmesh.training.lost_rows import told_losses
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
-from expertmesh.training.optim import build_optimizer, freeze, learning_rate, set_learning_rate
+from expertmesh.training.optim import (
+    build_optimizer,
+    decay_start,
+    freeze,
+    learning_rate,
+    set_learning_rate,
+)
 from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.roles import summary
@@ -50,6 +57,10 @@ from expertmesh.training.trackers import Files, OwnTracker, Tracker, open_tensor
 
 # More of them only wait for one another; a test may want a few more than there are.
 _MOST_THREADS_PER_CORE = 16
+
+
+class _LeftOutError(Exception):
+    """A rank was asked to stop in an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +106,7 @@ def train(
 ) -> TrainResult:
     """Train, or go on training, in `config.train.run_dir`.
 
-    SIGTERM, SIGHUP, Ctrl-C or a dead pipe end the current step, save a checkpoint and return. On CPU the losses depend on the
+    SIGTERM, SIGHUP, Ctrl-C or a dead pipe end the current step, leave an evaluation out, save a checkpoint and return. On CPU the losses depend on the
     configuration only: stopping and resuming changes no bit.
 
     Args:
@@ -246,7 +257,9 @@ class _Trainer:
         config, progress = self.config, self.state.progress
         first = progress.step
         trackers: list[Tracker] = []
+        lost = ""
         if self.ranks.is_leader:
+            lost = self._told_losses(first)
             files = [MetricsFile(p, last_step=first) for p in self.run_dir.records]
             own: list[OwnTracker] = [Files(*files)]
             if config.train.tensorboard and first < config.train.steps:
@@ -270,14 +283,16 @@ class _Trainer:
         stop.on_ask = report.asked
         report.message(self._description(first))
         report.message(summary(self.state.model, muon=config.optim.name == "muon"))
+        if lost:
+            report.message(lost)
         extra: dict[str, float] = {}
-        if first == 0:
-            before = self._evaluate()
-            report.evaluation(0, before)
+        if first == 0 and (before := self._evaluate(stop, report)) is not None:
             extra = {f"initial_eval_{name}": value for name, value in before.items()}
         while progress.step < config.train.steps and not self.ranks.any(stop.signal is not None):
-            self._one_step(trackers, report, extra)
+            self._one_step(trackers, report, extra, stop)
             extra = {}
+        if progress.step >= config.train.steps and stop.signal == signal.SIGPIPE:
+            stop.signal = None  # nothing was left to stop
         if progress.step < config.train.steps and stop.signal is None:
             stop.signal = signal.SIGTERM  # another rank was asked
         if self.saved_step != progress.step and progress.bad_steps_in_row == 0:
@@ -304,18 +319,19 @@ class _Trainer:
         if bad:
             saved = f"the last {bad} steps were not finite and are not saved, {kept}"
         if stop.signal is not None:
-            report.message(
+            report.last_word(
                 f"stopped by {stop.signal.name} after step {progress.step}, {saved};"
                 " continue with --train.resume auto"
             )
         elif bad:
-            report.message(saved)
+            report.last_word(saved)
 
     def _one_step(
         self,
         trackers: Sequence[Tracker],
         report: ProgressReport,
         extra: dict[str, float],
+        stop: StopRequest,
     ) -> None:
         """One optimiser step and what is due after it: evaluation, metrics, checkpoint."""
         config, progress = self.config.train, self.state.progress
@@ -343,9 +359,8 @@ class _Trainer:
         report.step(line)
         evaluation = None
         if progress.step % config.eval_every == 0 or progress.step == config.steps:
-            evaluation = self._evaluate()
-            report.evaluation(progress.step, evaluation)
-            extra |= {f"eval_{name}": value for name, value in evaluation.items()}
+            evaluation = self._evaluate(stop, report)
+            extra |= {f"eval_{name}": value for name, value in (evaluation or {}).items()}
         values = {**line.named(self.family.items), **extra}
         for tracker in trackers:
             tracker.write(values, result.experts)
@@ -390,18 +405,38 @@ class _Trainer:
             f"lower {named('optim.lr')} or use {named('train.dtype', 'float32')}"
         )
 
-    def _evaluate(self) -> Evaluation:
-        config = self.config.train
-        size = config.micro_batch_size or config.batch_size
-        return evaluate(
-            self.task,
-            self.state.model,
-            self.data,
-            batch_size=size,
-            max_samples=config.eval_batches * config.batch_size,
-            precision=self.precision,
-            ranks=self.ranks,
-        )
+    def _evaluate(self, stop: StopRequest, report: ProgressReport) -> Evaluation | None:
+        """An evaluation, which is said; None: a rank was asked to stop in it, and it is left out."""
+        config, step = self.config.train, self.state.progress.step
+
+        def until_asked(batches: Iterator[Batch]) -> Iterator[Batch]:
+            for batch in batches:
+                if self.ranks.any(stop.signal is not None):
+                    raise _LeftOutError
+                yield batch
+
+        try:
+            found = evaluate(
+                self.task,
+                self.state.model,
+                self.data,
+                batch_size=config.micro_batch_size or config.batch_size,
+                max_samples=config.eval_batches * config.batch_size,
+                precision=self.precision,
+                ranks=self.ranks,
+                watch=until_asked,
+            )
+        except _LeftOutError:
+            report.message(f"step {step}: the evaluation is left out")
+            return None
+        report.evaluation(step, found)
+        return found
+
+    def _told_losses(self, first: int) -> str:
+        config, begin = self.config, 0
+        if config.train.branch_from is not None:
+            begin = decay_start(total_steps=config.total_schedule_steps, config=config.optim)
+        return told_losses(*self.run_dir.records, first=begin, last=first)
 
     def _save(self, evaluation: Evaluation | None) -> None:
         progress = self.state.progress

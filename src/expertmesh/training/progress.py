@@ -1,5 +1,6 @@
 """What a person sees while a run trains: a live table on a terminal, plain lines elsewhere."""
 
+import errno
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ from expertmesh.training.evaluate import Evaluation
 from expertmesh.training.metrics import StepMetrics
 
 _PLAIN_LINES = 40
+_NOBODY = (errno.EPIPE, errno.EIO)
+"""Errors of a dead pipe, and of a terminal that was closed."""
 _WIDE = 60
 """Columns that a terminal must have for a bar beside the numbers."""
 
@@ -35,6 +38,12 @@ class _Console(Console):
         raise BrokenPipeError
 
 
+def _to_stderr(text: str) -> None:
+    """A line on standard error, which may be lost, too."""
+    with suppress(OSError, ValueError):
+        os.write(sys.stderr.fileno(), f"{text}\n".encode())
+
+
 class ProgressReport:
     """Shows steps and evaluations; a context manager. When nobody reads any more it falls silent and says so.
 
@@ -43,7 +52,8 @@ class ProgressReport:
         family: what is trained; names the items and the metric.
         total_steps: the number of steps of the run.
         first_step: steps done before.
-        on_lost: called when what is written reaches nobody: a dead pipe, a closed terminal.
+        on_lost: called when what is written reaches nobody: a dead pipe, a closed terminal. A full disk below standard output
+            is no reason to stop.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class ProgressReport:
         self._family = family
         self.console = console or _Console(highlight=False)
         self._on_lost = on_lost
+        self._is_lost = False
         self._total, self._first = total_steps, first_step
         self._every = max(1, (total_steps - first_step) // _PLAIN_LINES)
         self._evaluation: Evaluation | None = None
@@ -95,12 +106,28 @@ class ProgressReport:
 
     @contextmanager
     def _heard(self) -> Iterator[None]:
-        """Falls silent when what is written inside reaches nobody. (rich ends the process then.)"""
+        """Falls silent when what is written inside cannot be. (rich ends the process where a pipe is dead.)"""
         try:
             yield
-        except (OSError, SystemExit):
-            self.console.quiet = True
+        except (OSError, SystemExit) as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError | SystemExit) -> None:
+        self.console.quiet = self._is_lost = True
+        if isinstance(error, SystemExit | BrokenPipeError) or error.errno in _NOBODY:
+            _to_stderr("nobody reads standard output any more: stopping after this step, to save")
             self._on_lost()
+            return
+        _to_stderr(
+            f"warning: standard output cannot be written ({error.strerror}); the run goes on without it, its numbers are in"
+            " its metrics.jsonl"
+        )
+
+    def last_word(self, text: str) -> None:
+        """A line that must be heard: on standard error where standard output is lost."""
+        self.message(text)
+        if self._is_lost:
+            _to_stderr(text)
 
     def message(self, text: str) -> None:
         """One line of its own."""
@@ -116,9 +143,7 @@ class ProgressReport:
             shown = [] if self._shown is None else [self._shown]
             self._live.update(Group(*shown, Text(text)))
         elif not self.console.quiet:
-            # Not through the console: it may be writing just now.
-            with suppress(OSError, ValueError):
-                os.write(sys.stderr.fileno(), f"{text}\n".encode())
+            _to_stderr(text)  # not through the console: it may be writing just now
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         """An evaluation after `step` steps."""

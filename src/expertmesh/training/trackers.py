@@ -70,10 +70,15 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self._folder, self._hook = folder, threading.excepthook
-        with naming(folder):
-            self._writer: Any = SummaryWriter(str(folder), purge_step=last_step + 1)
-        # its thread's failure is raised here by the next call
+        # its thread's failure is raised here, or by the next call
         threading.excepthook = self._unless_of_the_disk
+        try:
+            with naming(folder):
+                self._writer: Any = SummaryWriter(str(folder), purge_step=last_step + 1)
+        except BaseException:
+            if not any(map(_is_tensorboards, threading.enumerate())):  # none is left to fail
+                threading.excepthook = self._hook
+            raise
 
     def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
         """The numbers of a step as scalars."""
@@ -93,10 +98,12 @@ class TensorBoard:
             threading.excepthook = self._hook
 
     def _unless_of_the_disk(self, failed: threading.ExceptHookArgs) -> None:
-        if not (
-            issubclass(failed.exc_type, OSError) and "tensorboard" in type(failed.thread).__module__
-        ):
+        if not (issubclass(failed.exc_type, OSError) and _is_tensorboards(failed.thread)):
             self._hook(failed)
+
+
+def _is_tensorboards(thread: threading.Thread | None) -> bool:
+    return "tensorboard" in type(thread).__module__
 
 
 def open_tensorboard(
