@@ -1,9 +1,9 @@
 """The same run on any layout: losses, gradient norms and evaluations of FP64 steps."""
 
 import functools
+import os
 import signal
-from contextlib import ExitStack
-from unittest import mock
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from expertmesh.cli.main import main
+from expertmesh.config.family import GPT
 from expertmesh.config.run import RunConfig
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.own_module import own_family
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
 from expertmesh.recipes import RECIPES
-from expertmesh.training import loop
 from expertmesh.training.muon import orthogonalized
 from expertmesh.training.run_dir import load_run
 from expertmesh.training.trained import open_trained
@@ -166,29 +166,25 @@ def test_dropless_pyramid_in_micro_batches(four_ranks, folder, one_process, layo
     assert_same(lines, one_process("dropless"))
 
 
+class StoppedInAnEvaluation(GPTTask):
+    """Asks the second rank to stop in the second batch of the evaluation after step 2."""
+
+    calls = 0
+
+    def measure(self, *given):
+        self.calls += 1
+        if self.calls == 4 + 2 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        StoppedInAnEvaluation.measured = self.calls
+        return super().measure(*given)
+
+
 def stopped_in_an_evaluation(folder):
-    """The second rank is asked to stop in the second batch of the evaluation after step 2; step, batches measured, rows."""
-    asked, calls = [], []
-
-    class Request(loop.StopRequest):
-        def __enter__(self):
-            asked.append(self)
-            return super().__enter__()
-
-    def measured(task, *given):
-        calls.append(1)
-        if len(calls) == 4 + 2 and dist.get_rank() == 1:
-            asked[0].ask(signal.SIGTERM)
-        return measure(task, *given)
-
-    measure = GPTTask.measure
+    """Step, batches measured, checkpoint, rows."""
     config = config_of(folder, "asked", {"train.eval_batches": 4, "train.batch_size": 2})
-    patches = [(loop, "StopRequest", Request), (GPTTask, "measure", measured)]
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(mock.patch.object(*patch))
-        result = train_quietly(config)
-    return result.step, len(calls), result.checkpoint.name, len(lines_of(result.run_dir))
+    result = train_quietly(config, family=replace(GPT, task=StoppedInAnEvaluation))
+    rows = len(lines_of(result.run_dir))
+    return result.step, StoppedInAnEvaluation.measured, result.checkpoint.name, rows
 
 
 def test_a_request_in_an_evaluation_leaves_it_out_on_all_ranks(two_ranks, folder):

@@ -1,5 +1,6 @@
 """Whoever cannot be told of a run, and what is lost of one: the run goes on where its own disk is good, and says so."""
 
+import dataclasses
 import errno
 import io
 import os
@@ -13,6 +14,7 @@ from rich.console import Console
 from tests.training.test_stop import nobody, run_words  # noqa: F401
 
 from expertmesh.cli.main import main
+from expertmesh.config.family import GPT
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_lines, read_metrics
@@ -79,10 +81,10 @@ def test_other_verbs_say_that_they_could_not_answer(words, capfd):
     assert capfd.readouterr().err.startswith("error: No space left on device")
 
 
-def test_a_closed_standard_output_is_said(tiny, capfd, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    assert main(run_words(tiny())) == 0
-    sys.stdout.close()
+def test_a_closed_standard_output_is_said(tiny, capfd):
+    with redirect_stdout(None):
+        assert main(run_words(tiny())) == 0
+        sys.stdout.close()
     assert "standard output is closed; the run goes on" in capfd.readouterr().err
 
 
@@ -169,23 +171,17 @@ def test_lost_rows_are_mentioned_where_a_run_goes_on(tiny, finished, name, spoil
         assert f"{name}.jsonl lacks" in said[0] and words in said[0] and "goes on" in said[0]
 
 
-@pytest.fixture
-def in_evaluation(monkeypatch):
-    """A function that has another one called in every batch of evaluations; returns the list of the calls."""
+def watched(action):
+    """The family of GPTs that calls a function in every batch of evaluations, and the list of the calls."""
     calls = []
 
-    def install(action):
-        measure = GPTTask.measure
-
-        def measured(task, *given):
+    class Watched(GPTTask):
+        def measure(self, *given):
             calls.append(len(calls) + 1)
             action(len(calls))
-            return measure(task, *given)
+            return super().measure(*given)
 
-        monkeypatch.setattr(GPTTask, "measure", measured)
-        return calls
-
-    return install
+    return dataclasses.replace(GPT, task=Watched), calls
 
 
 BATCHES = 5
@@ -194,12 +190,12 @@ BATCHES = 5
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize(("evaluation", "step"), [(0, 0), (1, 4), (2, 8)])
-def test_a_signal_in_an_evaluation_leaves_it_out(tiny, in_evaluation, number, evaluation, step):
+def test_a_signal_in_an_evaluation_leaves_it_out(tiny, number, evaluation, step):
     config = tiny(**{"train.eval_batches": BATCHES})
     last = evaluation * BATCHES + 2
-    calls = in_evaluation(lambda call: call == last and os.kill(os.getpid(), number))
+    family, calls = watched(lambda call: call == last and os.kill(os.getpid(), number))
     text = io.StringIO()
-    result = train(config, recipe="gpt-moe-test", console=Console(file=text, width=1000))
+    result = train(config, family=family, console=Console(file=text, width=1000))
     assert (result.step, result.stopped_by) == (step, number) and len(calls) == last
     assert result.checkpoint.name == f"step_{step:08d}"
     assert f"step {step}: the evaluation is left out" in text.getvalue()
