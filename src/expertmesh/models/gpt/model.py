@@ -30,7 +30,7 @@ class GPTOutput:
     """What one forward pass returns; a pytree.
 
     Attributes:
-        logits_BSV: (B, S, V), or (B, num_logits, V), in the compute dtype.
+        logits_BSV: (B, S, V), or (B, num_logits, V), or (R, V) of flat tokens or chosen rows, in the compute dtype.
         stats: one RoutingStats per MoE layer, in layer order; empty for a dense model.
     """
 
@@ -322,6 +322,7 @@ class GPT(LanguageModel):
         token_index: Tensor | None = None,
         context: AttentionContext | None = None,
         num_logits: int | None = None,
+        logit_rows_R: Tensor | None = None,
         top_k: int | None = None,
         capacity_factor: float | None = None,
         route_degree: int | None = None,
@@ -334,13 +335,15 @@ class GPT(LanguageModel):
         Does not synchronise with the device.
 
         Args:
-            ids_BS: (B, S) int64 token ids. S must not pass config.max_seq_len.
+            ids_BS: (B, S) int64 token ids. S must not pass config.max_seq_len. With a context also (T,), flat tokens of any
+                sequences, whose positions the context knows; what is said of single tokens is (T,) then.
             token_mask_BS: (B, S) bool, False for padding: no token looks at it, no expert computes it.
             document_BS: (B, S) integers: tokens look at those with the same number only, as if each document stood alone.
                 Positions go on from one document to the next, which changes nothing: rotary ones count relative to each other.
             token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
             context: what the tokens see, earlier keys included (`KVCache.begin` makes one); None: their own sequences alone.
             num_logits: only the last so many positions get logits; None: all.
+            logit_rows_R: (R,) int64 which of the T = B * S tokens get logits; None: all, or num_logits.
             top_k: experts per token of all MoE layers, for this call only; None: theirs. So are all that follow.
             capacity_factor: inf: dropless.
             route_degree: ranks that a token may travel over, of a model spread over several; all ranks give the same.
@@ -349,13 +352,16 @@ class GPT(LanguageModel):
             shadow_experts: hot experts of each layer whose weights come to the tokens, of such a model.
 
         Returns:
-            Logits and the routing statistics of every MoE layer.
+            Logits, (R, V) with logit_rows_R and (T, V) of flat tokens, and the routing statistics of every MoE layer.
 
         Raises:
             ConfigError: ids of another shape or type, more tokens than config.max_seq_len, or documents beside a cache, padding
                 or batch_invariant.
         """
-        _check_ids(ids_BS, self.config.max_seq_len)
+        is_flat = ids_BS.ndim == 1 and context is not None
+        if is_flat:
+            ids_BS = ids_BS[None]
+        _check_ids(ids_BS, None if is_flat else self.config.max_seq_len)
         if self.shared is not None and (context is not None or num_logits is not None):
             raise ConfigError(
                 f"decoding on ranks that share sequences; use {named('tp_degree', '1')}"
@@ -396,25 +402,32 @@ class GPT(LanguageModel):
                 all_stats.append(stats)
         if num_logits is not None:
             x_BSD = x_BSD[:, max(x_BSD.shape[1] - num_logits, 0) :]
-        x_BSD = self.final_norm(x_BSD)
+        if logit_rows_R is not None:
+            x_BSD = x_BSD.flatten(0, 1).index_select(0, logit_rows_R)
+        elif is_flat:
+            x_BSD = x_BSD[0]
+        return GPTOutput(self._logits(x_BSD, table_VD), tuple(all_stats))
+
+    def _logits(self, x: Tensor, table_VD: Tensor) -> Tensor:
+        """(..., D) -> (..., V)."""
+        x = self.final_norm(x)
         arithmetic = self.arithmetic.in_mode(self.training)
         if self.output is None:
-            logits_BSV = arithmetic.linear(x_BSD, table_VD)
-        elif self.shared is None:
-            logits_BSV = self.output(x_BSD)
-        else:
-            logits_BSV = arithmetic.linear(x_BSD, self.shared.gather(self.output.weight))
-        return GPTOutput(logits_BSV, tuple(all_stats))
+            return arithmetic.linear(x, table_VD)
+        if self.shared is None:
+            logits: Tensor = self.output(x)
+            return logits
+        return arithmetic.linear(x, self.shared.gather(self.output.weight))
 
 
-def _check_ids(ids_BS: Tensor, max_seq_len: int) -> None:
+def _check_ids(ids_BS: Tensor, max_seq_len: int | None) -> None:
     """Raise ConfigError unless these are integers (sequences, tokens), of sequences that are not too long."""
     if ids_BS.ndim != 2 or ids_BS.is_floating_point():
         raise ConfigError(
             f"ids_BS has shape {tuple(ids_BS.shape)} and dtype {ids_BS.dtype}; it must be (sequences, tokens) of integer ids; one"
             " sequence is ids[None]"
         )
-    if ids_BS.shape[1] > max_seq_len:
+    if max_seq_len is not None and ids_BS.shape[1] > max_seq_len:
         raise ConfigError(
             f"a sequence of {ids_BS.shape[1]} tokens: must be at most max_seq_len={max_seq_len}; shorten it"
         )
