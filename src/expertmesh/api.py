@@ -13,7 +13,7 @@ from expertmesh.comm.world import World
 from expertmesh.config.base import shown
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
-from expertmesh.data.tokenizer import end_of_text_id, start_of_text
+from expertmesh.data.text_format import text_format
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
@@ -226,6 +226,7 @@ def generate(
             f"prompt: {shown(wrong[0])} is a {type(wrong[0]).__name__}; give a text, or a list of texts"
         )
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    text = text_format(tokenizer, model=model)
     with torch.no_grad():
         found = generate_texts(
             model,
@@ -233,8 +234,8 @@ def generate(
             prompts,
             max_tokens=max_tokens,
             sampling=sampling,
-            eos_id=end_of_text_id(tokenizer),
-            start=start_of_text(tokenizer),
+            eos_id=text.end_ids,
+            start=text.start_ids,
             batch_size=batch_size,
         )
     return found[0] if isinstance(prompt, str) else found

@@ -18,12 +18,11 @@ from expertmesh.data.chat import (
     OWN_TEMPLATE,
     OwnFormat,
     TemplateFormat,
-    extras_of,
-    find_format,
 )
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import load_corpus
 from expertmesh.data.text import text_data
+from expertmesh.data.text_format import extras_of, find_format
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.infer import engine
@@ -351,12 +350,16 @@ def test_what_is_cut_and_left_out_is_said(hub_tokenizer, tmp_path, caplog):
             {},
             "no conversation for (training|validation) has a turn of the assistant",
         ),
-        (talk(1), {"document_mask": True}, "data.document_mask=True: .* row of its own"),
+        (
+            talk(1),
+            {"document_mask": True},
+            "data.document_mask=True: conversations never look at one another",
+        ),
         (talk(1), {"vocab_size": 260}, "model.vocab_size=260: conversations need at least 261"),
         (
             [talk(1)[0], {"role": "assistant", "tool_calls": [1]}],
             {},
-            "a.jsonl:[0-9]+: calls of tools need the chat template",
+            "a.jsonl:[0-9]+: calls of tools need a chat template",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.support.hub_text import byte_tokenizer, hub_folder
 from tests.support.real_text import DOCS
 
 from expertmesh.cli.main import main
@@ -119,6 +120,30 @@ def test_every_request_equals_the_harness_own_backend(judged):
     assert found[2] == 0.0 > found[3]
     options = {"until": ["\n", "."], "max_gen_toks": 10, "do_sample": False}
     asked = requests("generate_until", *[(t[:n], options) for t in texts for n in (7, 30, 290)])
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
+
+
+@pytest.mark.parametrize("start", [None, "<|begin|>"])
+def test_a_converted_model_is_asked_as_transformers_asks_it(judged, tmp_path, start):
+    """Contexts begin with what the model's tokenizer puts before them, or with nothing."""
+    from lm_eval.models.huggingface import HFLM
+
+    from expertmesh.api import load
+    from expertmesh.integrations.evaluation import ExpertMeshLM
+    from expertmesh.integrations.hub import convert
+
+    options = {} if start is None else {"bos_token": start}
+    source = hub_folder(tmp_path / "hub", tokenizer=byte_tokenizer(start=start), options=options)
+    convert(source, tmp_path / "run")
+    ours = ExpertMeshLM(*load(tmp_path / "run"), end_id=256, batch_size=2)
+    theirs = HFLM(str(source), device="cpu", batch_size=2, dtype="float32")
+    assert ours.prefix_token_id == theirs.prefix_token_id
+    for text in ("few words", ""):
+        assert ours.tok_encode(text) == theirs.tok_encode(text)
+    asked = requests("loglikelihood", ("few", " words"), ("", "others"))
+    for a, b in zip(ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
+        assert abs(a[0] - b[0]) <= numerics.LIKELIHOOD_NATS and a[1] == b[1]
+    asked = requests("generate_until", ("few words", {"until": [], "max_gen_toks": 6}))
     assert ours.generate_until(asked) == theirs.generate_until(asked)
 
 

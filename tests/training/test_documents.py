@@ -102,8 +102,10 @@ def test_documents_are_told_apart_in_whole_windows_only(tiny, short_documents):
     task = GPTTask(tiny(**short_documents))
     model = task.build(device="cpu", dtype=torch.float64)
     ids_BS = torch.ones(1, 4, dtype=torch.int64)
-    with pytest.raises(ConfigError, match="document_BS with a cache, a token mask or batch_inv"):
-        model(ids_BS, document_BS=ids_BS, token_mask_BS=ids_BS > 0)
+    cache = model.new_cache(batch_size=1, max_len=4)
+    context = cache.begin(ids_BS, token_mask_BS=None)
+    with pytest.raises(ConfigError, match="document_BS with a context"):
+        model(ids_BS, document_BS=ids_BS, context=context)
 
 
 def test_a_window_is_of_the_place_that_it_begins_in(tmp_path):

@@ -62,8 +62,8 @@ def _generate(options: Any, prompts: list[str], decoder: Decoder) -> None:
     _, model, tokenizer, precision, ranks = decoder
     import torch
 
-    from expertmesh.data.chat import MARKS, OwnFormat, find_format, latest_turns
-    from expertmesh.data.tokenizer import end_of_text_id, start_of_text
+    from expertmesh.data.chat import MARKS, OwnFormat, latest_turns
+    from expertmesh.data.text_format import text_format
     from expertmesh.infer.engine import generate_text, generate_texts
     from expertmesh.infer.sampling import Sampling
     from expertmesh.models.decoder import EncoderDecoder
@@ -73,7 +73,8 @@ def _generate(options: Any, prompts: list[str], decoder: Decoder) -> None:
             f"run {options.run}: the model reads one text and writes another; use {command('translate')}"
         )
 
-    form = find_format(tokenizer, expanded(options.run) / "tokenizer.json")
+    text = text_format(tokenizer, expanded(options.run) / "tokenizer.json", model=model)
+    form = text.chat
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
         print(f"note: run {options.run}: {_NO_TALK}", file=sys.stderr)
     settings = {
@@ -85,8 +86,8 @@ def _generate(options: Any, prompts: list[str], decoder: Decoder) -> None:
             top_p=options.top_p,
             seed=options.seed,
         ),
-        "eos_id": {end_of_text_id(tokenizer), *(form.ends if options.chat else ())},
-        "start": start_of_text(tokenizer),
+        "eos_id": text.end_ids,
+        "start": () if options.no_start else text.start_ids,
     }
 
     def asked(prompt: str) -> str | list[int]:
@@ -156,6 +157,10 @@ def _parse(argv: list[str]) -> Any:
         raise ConfigError(
             "prompts, --prompt-file and --interactive are three ways to say the same; use one of them"
         )
+    if options.chat and options.no_start:
+        raise ConfigError(
+            "--no-start: has no effect with --chat, where the chat format says what comes first; leave one of them out"
+        )
     for name in ("temperature", "top_k", "top_p"):
         value = getattr(options, name)
         if options.greedy and value is not None:
@@ -186,6 +191,11 @@ def _parser() -> OptionParser:
         "--chat",
         action="store_true",
         help="a prompt is what a user says: the model answers as it learned from conversations",
+    )
+    parser.add_argument(
+        "--no-start",
+        action="store_true",
+        help="put nothing before a prompt (what the tokenizer puts there; the end of text, of a run that was not converted)",
     )
     parser.add_argument(
         "--max-tokens",

@@ -102,17 +102,18 @@ def sample(
         seed: of the random numbers.
     """
     from expertmesh.data.news import Progress
-    from expertmesh.data.tokenizer import end_of_text_id, start_of_text
+    from expertmesh.data.text_format import text_format
     from expertmesh.errors import ConfigError
     from expertmesh.infer.engine import generate_batch
     from expertmesh.infer.sampling import Sampling
+    from expertmesh.training.run_dir import TOKENIZER
 
     if not prompts:
         return []
     tokenizer = found.load_tokenizer()
-    end_id, start = end_of_text_id(tokenizer), start_of_text(tokenizer)
+    text = text_format(tokenizer, found.path / TOKENIZER, model=model)
     sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
-    prompt_ids = [[*start, *tokenizer.encode(p, add_special_tokens=False).ids] for p in prompts]
+    prompt_ids = list(map(text.prompt_ids, prompts))
     longest = max(map(len, prompt_ids))
     if longest >= model.max_seq_len:
         raise ConfigError(
@@ -120,7 +121,9 @@ def sample(
         )
     outputs: list[list[int]] = [[] for _ in prompts]
     room = min(num_tokens, model.max_seq_len - longest)
-    steps = generate_batch(model, prompt_ids, max_tokens=room, sampling=sampling, eos_id=end_id)
+    steps = generate_batch(
+        model, prompt_ids, max_tokens=room, sampling=sampling, eos_id=text.end_ids
+    )
     told = Progress("written", total=room, unit="tokens of each sample")
     for step in told.over(steps):
         for output, token_id in zip(outputs, step, strict=True):

@@ -47,12 +47,13 @@ class GPTRunConfig(RunConfig):
             f"must be at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document",
             "raise it",
         )
-        self.require(
-            not (self.data.document_mask and self.model.batch_invariant),
-            "data.document_mask",
-            f"conflicts with {named('model.batch_invariant')}, whose positions begin with a sequence's first token",
-            "leave one of the two out",
-        )
+        for name in ("document_mask", "pack"):
+            self.require(
+                not (getattr(self.data, name) and self.model.batch_invariant),
+                f"data.{name}",
+                f"conflicts with {named('model.batch_invariant')}, whose positions begin with a sequence's first token",
+                "leave one of the two out",
+            )
         layers, given = self.model.num_moe_layers, len(self.parallel.ep_degree)
         self.require(
             given in (0, 1, layers),

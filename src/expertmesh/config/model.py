@@ -77,6 +77,8 @@ class ModelConfig(Config):
     """In evaluation a token's logits are the same to the bit in every batch; slower. No effect in training."""
     end_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Tokens that end a generated text beside the tokenizer's end of text; converted models bring theirs."""
+    start_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Tokens put before a prompt; none: those that the tokenizer puts there, else its end of text. Converted models bring theirs."""
     moe: MoEConfig = MoEConfig()
     """The mixture-of-experts layers."""
 
@@ -118,12 +120,13 @@ class ModelConfig(Config):
     def _check(self) -> Self:
         self._check_attention()
         self._check_experts()
-        self.require(
-            all(token_id < self.vocab_size for token_id in self.end_ids),
-            "end_ids",
-            f"must be below vocab_size, {self.vocab_size}",
-            "lower them",
-        )
+        for name in ("end_ids", "start_ids"):
+            self.require(
+                all(token_id < self.vocab_size for token_id in getattr(self, name) or ()),
+                name,
+                f"must be below vocab_size, {self.vocab_size}",
+                "lower them",
+            )
         if self.batch_invariant and self.moe.num_experts:
             try:
                 self.moe.check_invariant()

@@ -27,6 +27,8 @@ class TextConfig(Config):
     """Tokens per training sequence; at most model.max_seq_len."""
     document_mask: bool = False
     """Tokens look at those of their own document only, where a sequence has several."""
+    pack: bool = False
+    """Several conversations in a row, each looking at itself only, so that a batch has more of them and less padding."""
     encode_with: str | None = None
     """The byte-level tokenizer.json with which the text becomes tokens; none: one is learned from the corpus."""
     cache_dir: str | None = None

@@ -1,5 +1,7 @@
 """How a conversation becomes tokens, and which of them a model learns: those of the assistant and what ends its turn.
 
+Generation stops at what ends a turn in training: a format says both, the one in `samples`, the other as `ends`.
+
 With a tokenizer that came with a chat template (a converted checkpoint of the hub), the template's text; else our own format:
 
     <|endoftext|> <|user|> What is 2 + 2? <|endoftext|> <|assistant|> 4. <|endoftext|>
@@ -12,20 +14,22 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from expertmesh.config.base import parse_json
-from expertmesh.data.conversation_lines import MESSAGES, ROLES, Conversation, is_answer
+from expertmesh.data.conversation_lines import (
+    MESSAGES,
+    NOT_LEARNED,
+    ROLES,
+    Conversation,
+    is_learned,
+)
 from expertmesh.data.tokenizer import end_of_text_id
 from expertmesh.errors import ConfigError, named
 
-_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 _QUOTED = "quote a special token of the model"
-EXTRAS = "hub"
-"""Folder of a run directory that came from the hub, with the files that are no weights."""
+_NO_TOOLS = f"calls of tools need a chat template that writes them; begin with a converted model that has one ({named('train.init_from')})"
 MARKS = tuple(f"<|{role}|>" for role in ROLES)
 """Tokens that begin a message in our own format."""
 
@@ -57,7 +61,7 @@ class OwnFormat:
 
     Attributes:
         identity: of all that the tokens depend on beside the tokenizer.
-        ends: tokens with which an answer ends; none where it ends in plain text.
+        ends: tokens with which an answer ends, never none.
     """
 
     identity = "own 1"
@@ -76,16 +80,17 @@ class OwnFormat:
         Raises:
             ConfigError: it calls tools.
         """
-        if "tools" in conversation or any(m.get("tool_calls") for m in conversation[MESSAGES]):
-            raise ConfigError(
-                f"calls of tools need the chat template of a converted model; begin with one ({named('train.init_from')})"
-            )
+        _check_tools(self, conversation)
         pieces = [Piece([self._end], False)]
         for message in conversation[MESSAGES]:
             pieces.append(Piece(self._mark(message["role"]), False))
             ids = [*self._encode(message["content"]), self._end]
-            pieces.append(Piece(ids, is_answer(message)))
+            pieces.append(Piece(ids, is_learned(message)))
         return [pieces]
+
+    def writes(self, field: str) -> bool:
+        """Whether a field of a message beside its role and content is written."""
+        return False
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """What a model is given to answer as the assistant: the messages and its mark.
@@ -112,6 +117,10 @@ class TemplateFormat:
     that a model learns what it is asked for later. Where a template writes earlier turns otherwise than the last one (models
     that leave their thoughts out), each turn of the assistant is a sequence of its own.
 
+    An answer ends in the special token that the template writes behind it. Where it writes none (GLM-4-MoE), the special token
+    that begins the next turn is learned as the end, and behind the last answer of a sequence the end of text; where the next turn
+    begins in plain text, each answer is a sequence of its own.
+
     Args:
         tokenizer: of the model.
         template: Jinja's source.
@@ -125,13 +134,16 @@ class TemplateFormat:
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False
         self._source, self._variables = template, dict(variables)
-        self._special = [
-            token.content
-            for token in tokenizer.get_added_tokens_decoder().values()
-            if token.special
-        ]
-        told = json.dumps([template, self._variables], sort_keys=True)
-        self.identity = f"template {hashlib.sha256(told.encode()).hexdigest()}"
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: i for i, token in added.items() if token.special}
+
+    @cached_property
+    def identity(self) -> str:
+        """Of template and variables."""
+        told = json.dumps([self._source, self._variables], sort_keys=True)
+        digest = hashlib.sha256(told.encode()).hexdigest()
+        # of templates that write an end behind every answer the tokens never changed: the caches of old runs are theirs
+        return f"template {digest}" + (" ends" if any(self._ends.values()) else "")
 
     @cached_property
     def _template(self) -> Any:
@@ -141,15 +153,43 @@ class TemplateFormat:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The special token behind an answer, which need not be the end of a text."""
-        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        """Tokens that end an answer in `samples`, whatever comes next; never none."""
+        return tuple(self._ends) or (self._end,)
+
+    @cached_property
+    def _ends(self) -> dict[int, bool]:
+        """Those of a few conversations, and whether the template leaves an answer open that is closed by it."""
+        calls = [(_ASKED, _CALL)] if self.writes("tool_calls") else []
+        found: dict[int, bool] = {}
+        for talk in ((_ASKED, _ANSWER), (_SYSTEM, _ASKED, _ANSWER), *calls):
+            for following in ((), (_ASKED,), (_TOOL,)):
+                for token, is_open in self._ends_of([*talk], [*following]):
+                    found[token] = is_open or found.get(token, False)
+        return found
+
+    def _ends_of(
+        self, talk: list[dict[str, Any]], following: list[dict[str, Any]]
+    ) -> list[tuple[int, bool]]:
+        """What ends the last answer of a conversation that goes on in this way; nothing where the template refuses it."""
         try:
-            pieces = self.samples({MESSAGES: talk})[-1]
+            (answer,) = self._answers({MESSAGES: talk}, [len(talk) - 1])
+            whole = self._render([*talk, *following], None)
         except ConfigError:
-            return ()
-        last = next((piece.ids[-1] for piece in reversed(pieces) if piece.is_learned), None)
-        is_special = last is not None and self._tokenizer.id_to_token(last) in self._special
-        return (last,) if last is not None and is_special else ()
+            return []
+        token = self._last_special(answer.text)
+        if token is not None:
+            return [(self._special[token], False)]
+        if following and whole.startswith(answer.until):
+            token = self._first_special(whole[len(answer.until) :])
+        return [(self._end if token is None else self._special[token], True)]
+
+    @property
+    def _end(self) -> int:
+        return end_of_text_id(self._tokenizer)
+
+    def writes(self, field: str) -> bool:
+        """Whether the template names a field of messages."""
+        return field in self._source
 
     def problem(self, conversation: Conversation) -> str | None:
         """Whether anything in it quotes a special token, which the template would write as that token."""
@@ -159,26 +199,46 @@ class TemplateFormat:
         """Token sequences to learn from: one, or one for each turn.
 
         Raises:
-            ConfigError: the template refuses the conversation, or does not continue its own prompt.
+            ConfigError: the template refuses the conversation, does not continue its own prompt, or writes no calls of tools.
         """
+        _check_tools(self, conversation)
+        turns = [i for i, message in enumerate(conversation[MESSAGES]) if is_learned(message)]
+        answers = self._answers(conversation, turns)
+        if not answers:
+            return []
+        whole = answers[-1].until
+        is_one = all(whole.startswith(text) for one in answers for text in (one.before, one.until))
+        # a next turn that begins in plain text, or of a role that never follows, gives an answer no end
+        is_one &= all(
+            self._last_special(one.text)
+            or self._special.get(self._first_special(whole[len(one.until) :]) or "") in self.ends
+            for one in answers[:-1]
+        )
+        return [self._pieces(answers)] if is_one else [self._pieces([one]) for one in answers]
+
+    def _answers(self, conversation: Conversation, turns: list[int]) -> list["_Answer"]:
+        """The text of these turns."""
         messages, tools = conversation[MESSAGES], conversation.get("tools")
-        turns = [i for i, message in enumerate(messages) if is_answer(message)]
-        bounds = []
+        found = []
         for i in turns:
             before = self._render(messages[:i], tools, asks=True)
-            after = self._render(messages[: i + 1], tools)
-            if not after.startswith(before):
+            until = self._render(messages[: i + 1], tools)
+            if not until.startswith(before):
                 raise ConfigError(
                     "the chat template writes an answer otherwise than as a continuation of its own prompt; use another template"
                 )
-            bounds.append((before, after))
-        if not bounds:
-            return []
-        whole = bounds[-1][1]
-        if all(whole.startswith(text) for pair in bounds for text in pair):
-            ends = [(len(before), len(after)) for before, after in bounds]
-            return [self._pieces(whole, ends)]
-        return [self._pieces(after, [(len(before), len(after))]) for before, after in bounds]
+            found.append(_Answer(before, until))
+        return found
+
+    def _last_special(self, text: str) -> str | None:
+        """The special token that ends a text, but for blanks."""
+        bare = text.rstrip()
+        return max((t for t in self._special if bare.endswith(t)), key=len, default=None)
+
+    def _first_special(self, text: str) -> str | None:
+        """The special token that begins a text, but for blanks."""
+        bare = text.lstrip()
+        return max((t for t in self._special if bare.startswith(t)), key=len, default=None)
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """The template's prompt.
@@ -197,24 +257,33 @@ class TemplateFormat:
         texts = list(_strings(values))
         return next((t for t in self._special if any(t in text for text in texts)), None)
 
-    def _pieces(self, text: str, answers: list[tuple[int, int]]) -> list[Piece]:
-        """The text, cut at the answers; what is only blank behind the token that ends one is not learned."""
-        pieces, at = [], 0
-        for start, stop in answers:
-            answer = text[start:stop]
-            bare = answer.rstrip()
-            end = start + len(bare if bare.endswith(tuple(self._special)) else answer)
-            pieces += [(text[at:start], False), (text[start:end], True)]
-            at = end
-        pieces.append((text[at:], False))
-        return [Piece(self._encode(part), learned) for part, learned in pieces if part]
+    def _pieces(self, answers: list["_Answer"]) -> list[Piece]:
+        """The text of a sequence, cut at its answers; what is only blank behind the token that ends one is not learned."""
+        text, pieces, at, is_open = answers[-1].until, [], 0, False
+        for answer in answers:
+            pieces += self._between(text[at : len(answer.before)], ends_answer=is_open)
+            is_open = self._last_special(answer.text) is None
+            at = len(answer.until if is_open else answer.until.rstrip())
+            pieces.append(Piece(self._encode(text[len(answer.before) : at]), True))
+        if is_open:
+            pieces.append(Piece([self._end], True))
+        pieces += self._between(text[at:], ends_answer=False)
+        return [piece for piece in pieces if piece.ids]
+
+    def _between(self, text: str, *, ends_answer: bool) -> list[Piece]:
+        """What stands before an answer; up to its first special token it is learned where that ends the answer before."""
+        ids = self._encode(text)
+        special = set(self._special.values())
+        count = 1 + next(i for i, token in enumerate(ids) if token in special) if ends_answer else 0
+        return [Piece(ids[:count], True), Piece(ids[count:], False)]
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False) -> str:
         from jinja2 import TemplateError
 
+        said = [{k: v for k, v in message.items() if k != NOT_LEARNED} for message in messages]
         try:
             text: str = self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=asks, **self._variables
+                messages=said, tools=tools, add_generation_prompt=asks, **self._variables
             )
         except (TemplateError, *_FAILURES) as error:
             reason = " ".join(str(error).split())[:160] or type(error).__name__
@@ -225,6 +294,27 @@ class TemplateFormat:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+
+class _Answer(NamedTuple):
+    """The text before an answer with the prompt for it, and the text up to its end."""
+
+    before: str
+    until: str
+
+    @property
+    def text(self) -> str:
+        return self.until[len(self.before) :]
+
+
+_ASKED, _ANSWER, _SYSTEM, _TOOL = (
+    {"role": role, "content": "a"} for role in ("user", "assistant", "system", "tool")
+)
+_CALL = {
+    **_ANSWER,
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
+"""Messages by which a template shows what it writes behind an answer."""
 
 _FAILURES = (
     TypeError,
@@ -240,6 +330,15 @@ _FAILURES = (
 
 ChatFormat = OwnFormat | TemplateFormat
 """How conversations are written."""
+
+
+def _check_tools(form: ChatFormat, conversation: Conversation) -> None:
+    """Raise ConfigError where a conversation calls tools, or has them, and the format does not write that."""
+    has_calls = any(m.get("tool_calls") for m in conversation[MESSAGES])
+    if (has_calls and not form.writes("tool_calls")) or (
+        "tools" in conversation and not form.writes("tools")
+    ):
+        raise ConfigError(_NO_TOOLS)
 
 
 def latest_turns(
@@ -262,70 +361,6 @@ def latest_turns(
     return messages[first:], ids
 
 
-def find_format(tokenizer: Tokenizer, path: Path | None) -> ChatFormat:
-    """The format of a tokenizer.
-
-    Args:
-        tokenizer: the tokenizer.
-        path: its file; a chat template lies beside it or in the folder `hub` there. None: it has just been learned.
-
-    Raises:
-        ConfigError: the files beside it are damaged.
-    """
-    found = None if path is None else _find_template(path)
-    return OwnFormat(tokenizer) if found is None else TemplateFormat(tokenizer, *found[1:])
-
-
-def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
-    """Files that a run keeps of the place where its tokenizer came from, by their names there.
-
-    Those of a converted model, and those that `find_format` read, so that it finds the same format beside the run's copy.
-
-    Args:
-        tokenizer_path: tokenizer.json of a run, or of a folder of the hub; None: there is none.
-
-    Raises:
-        ConfigError: the files beside it are damaged.
-    """
-    if tokenizer_path is None:
-        return {}
-    folder = Path(tokenizer_path).parent / EXTRAS
-    found = {path.name: path for path in (sorted(folder.iterdir()) if folder.is_dir() else [])}
-    if (template := _find_template(Path(tokenizer_path))) is not None:
-        for name in (_CONFIG, _TEMPLATE):  # these two belong together
-            found.pop(name, None)
-            found[name] = template.folder / name
-    return {f"{EXTRAS}/{name}": path for name, path in found.items() if path.is_file()}
-
-
-class _Template(NamedTuple):
-    folder: Path
-    source: str
-    variables: dict[str, str]
-
-
-def _find_template(path: Path) -> _Template | None:
-    """The chat template of a tokenizer's file."""
-    for folder in (path.parent / EXTRAS, path.parent):
-        values = _json(folder / _CONFIG)
-        source = values.get("chat_template")
-        if (folder / _TEMPLATE).is_file():
-            try:
-                source = (folder / _TEMPLATE).read_text(encoding="utf-8")
-            except UnicodeError:
-                raise ConfigError(
-                    f"{folder / _TEMPLATE}: is no UTF-8 text; restore it from the hub"
-                ) from None
-        if isinstance(source, list):
-            named = {
-                one.get("name"): one.get("template") for one in source if isinstance(one, dict)
-            }
-            source = named.get("default")
-        if isinstance(source, str):
-            return _Template(folder, source, _special_tokens(values))
-    return None
-
-
 def _strings(values: Any) -> Iterator[str]:
     """All strings in JSON values, keys included."""
     left = [values]
@@ -337,24 +372,3 @@ def _strings(values: Any) -> Iterator[str]:
             left += [*value, *value.values()]
         elif isinstance(value, list):
             left += value
-
-
-def _special_tokens(values: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name, value in values.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        values = parse_json(path.read_bytes())
-    except ValueError:
-        values = None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: is no JSON object; restore it from the hub")
-    return values

@@ -1,8 +1,9 @@
 """Lines of JSON that hold conversations: what one is, and what is refused with its file and line.
 
 A line is an object whose `messages` is a list of {"role": ..., "content": ...}. The content is a string, or a list of
-{"type": "text", "text": ...}, which are joined. Further fields of a message, and the line's `tools`, are kept for the chat
-template.
+{"type": "text", "text": ...}, which are joined. A flag of an answer (`weight` 0 or 1, `train` false or true, ...) says whether it
+is learned. Further fields of a message, and the line's `tools`, are kept for the chat template. What other programs read in a
+line, and nothing here does, is refused.
 """
 
 import json
@@ -15,6 +16,35 @@ from expertmesh.errors import ConfigError
 
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGES = "messages"
+
+FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
+"""Names under which a message says whether it is learned: OpenAI's and Mistral's, axolotl's, ms-swift's, verl's."""
+NOT_LEARNED = "masked"
+"""The same the other way round, torchtune's; and what a message has here whose flag says so."""
+_ELSEWHERE = {
+    "functions": "write them as 'tools'",
+    "system": "write it as the first message, of role system",
+    "system_prompt": "write it as the first message, of role system",
+    "chat_template_kwargs": "put them into the chat template",
+    "documents": "put them into a message",
+    "chosen": "preferences are not learned; keep what is right as messages",
+    "rejected": "preferences are not learned; keep what is right as messages",
+    "rejected_response": "preferences are not learned; keep what is right as messages",
+    "rejected_messages": "preferences are not learned; keep what is right as messages",
+    "images": "only text is learned",
+    "videos": "only text is learned",
+    "audios": "only text is learned",
+}
+"""Fields of a line beside its messages that change elsewhere what is learned, with what to do."""
+_OF_MESSAGES = {
+    "function_call": "write it as 'tool_calls'",
+    "train_detail": "parts of a message are not told apart; leave it out",
+    "training_detail": "parts of a message are not told apart; leave it out",
+    "segments": "parts of a message are not told apart; leave it out",
+    "audio": "only text is learned",
+    "images": "only text is learned",
+}
+"""The same of a message."""
 
 Conversation = dict[str, Any]
 """`messages`, each with a role and a string as content, and `tools` where there are any."""
@@ -70,6 +100,11 @@ def is_answer(message: Mapping[str, Any]) -> bool:
     )
 
 
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether it is an answer, and no flag says that it is not to be learned."""
+    return is_answer(message) and not message.get(NOT_LEARNED)
+
+
 def checked(line: bytes) -> Conversation:
     """A line as a conversation.
 
@@ -83,6 +118,9 @@ def checked(line: bytes) -> Conversation:
     messages = values.get(MESSAGES) if isinstance(values, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"has no list {MESSAGES!r} with messages in it")
+    _check_fields(values, _ELSEWHERE, "the line")
+    if not all(_flags(values, "the line").values()):
+        raise ValueError("says of the whole line that it is not learned")
     found: Conversation = {MESSAGES: [_message(m, n) for n, m in enumerate(messages, 1)]}
     if values.get("tools"):
         _check_characters(values["tools"], "'tools'")
@@ -102,9 +140,44 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         content = "".join(_part(part, number) for part in content)
     if not isinstance(content, str):
         raise ValueError(f"message {number} has no text as its content")
-    found = {**message, "content": content}
-    _check_characters(found, f"message {number}")
+    what = f"message {number}"
+    _check_fields(message, _OF_MESSAGES, what)
+    flags = _flags(message, what)
+    if len(set(flags.values())) > 1:
+        raise ValueError(
+            f"{what} has {' and '.join(map(repr, flags))}, which contradict each other"
+        )
+    if role != "assistant" and any(flags.values()):
+        name = next(iter(flags))
+        raise ValueError(f"{what} has {name!r}, and only what the assistant says is learned")
+    found = {name: value for name, value in message.items() if name not in _ALL_FLAGS}
+    found["content"] = content
+    if role == "assistant" and not all(flags.values()):
+        found[NOT_LEARNED] = True
+    _check_characters(found, what)
     return found
+
+
+_ALL_FLAGS = (*FLAGS, NOT_LEARNED)
+
+
+def _flags(values: Mapping[str, Any], what: str) -> dict[str, bool]:
+    """Those that are set, and whether they say that it is learned."""
+    found = {}
+    for name in _ALL_FLAGS:
+        value = values.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(f"{what} has {name!r} {value!r}, which is neither 0 nor 1")
+        found[name] = bool(value) is not (name == NOT_LEARNED)
+    return found
+
+
+def _check_fields(values: Mapping[str, Any], names: Mapping[str, str], what: str) -> None:
+    for name, fix in names.items():
+        if values.get(name):
+            raise ValueError(f"{what} has {name!r}, which is not read: {fix}")
 
 
 def _check_characters(values: Any, what: str) -> None:

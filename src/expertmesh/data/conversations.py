@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from torch import Tensor
 from expertmesh.config.base import cache_root, expanded, parse_json
 from expertmesh.config.text import TextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
-from expertmesh.data.chat import MARKS, ChatFormat, extras_of, find_format
-from expertmesh.data.conversation_lines import MESSAGES, Conversation, is_answer
+from expertmesh.data.chat import MARKS, ChatFormat, Piece
+from expertmesh.data.conversation_lines import MESSAGES, Conversation, is_answer, is_learned
 from expertmesh.data.corpus import Corpus, Document
 from expertmesh.data.files import LeftOut
 from expertmesh.data.news import Progress, say
-from expertmesh.data.order import shuffled, spread_batches
+from expertmesh.data.order import permutation, shuffled, spread_batches
+from expertmesh.data.packing import packed
+from expertmesh.data.text_format import extras_of, find_format
 from expertmesh.data.tokenizer import (
     given_tokenizer,
     load_tokenizer,
@@ -37,38 +39,55 @@ _NO_ANSWER = "have no turn of the assistant that says something"
 _CUT_AWAY = "have no turn of the assistant in their first tokens"
 _CUT = "are cut"
 _EMPTY = "have an empty turn of the assistant, which is not learned"
+_NOT_LEARNED = "have no turn of the assistant that is to be learned, by their flags"
+_THOUGHTS = "have thoughts, which the chat format does not write"
+_NO_END = "have an answer that ends in a token at which generation does not stop"
+_SAID = (_CUT, _EMPTY, _THOUGHTS, _NO_END)
+"""What is said of conversations that are learned."""
+_FIELDS_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 _log = logging.getLogger("expertmesh.data")
 
 
 Rows = tuple[Tensor, Tensor, dict[str, Tensor]]
 """Inputs and targets, (B, S) int64, 0 where padded; and {"counts": (B, S) bool, whether a target is the assistant's;
-"is_token": (B, S) bool, whether an input is no padding}."""
+"is_token": (B, S) bool, whether an input is no padding; and where rows are packed, "document": (B, S) int64, which
+conversation of its row an input is of, from 1, 0 where padded}."""
 
 
 @dataclass(frozen=True)
 class _Side:
-    """The sequences of one split, memory-mapped."""
+    """The sequences of one split, memory-mapped; a row has one, or the several of `packs`."""
 
     tokens_N: np.ndarray
     learned_N: np.ndarray
     starts: np.ndarray
+    packs: list[list[int]] | None = None
+
+    def packed(self, seq_len: int, seed: int) -> "_Side":
+        """The same with as many sequences in a row as it has room for."""
+        lengths = np.diff(self.starts) - 1  # the last token of each is predicted only
+        order = permutation(len(lengths), seed, 0).tolist()
+        return replace(self, packs=packed(lengths.tolist(), seq_len, order))
 
     def rows(self, which: Sequence[int], seq_len: int) -> Rows:
-        ids = torch.zeros(len(which), seq_len + 1, dtype=torch.int64)
-        counts = torch.zeros(len(which), seq_len + 1, dtype=torch.bool)
-        lengths = torch.zeros(len(which), dtype=torch.int64)
-        for row, i in enumerate(which):
-            start, stop = int(self.starts[i]), int(self.starts[i + 1])
-            lengths[row] = stop - start
-            ids[row, : stop - start] = torch.from_numpy(self.tokens_N[start:stop].astype(np.int64))
-            counts[row, : stop - start] = torch.from_numpy(self.learned_N[start:stop] != 0)
-        is_token = torch.arange(seq_len) < (lengths - 1)[:, None]
-        more = {"counts": counts[:, 1:].contiguous(), "is_token": is_token}
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), more
+        shape = len(which), seq_len
+        ids, targets, document = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+        counts = torch.zeros(shape, dtype=torch.bool)
+        for row, chosen in enumerate(which):
+            first = 0
+            for number, i in enumerate([chosen] if self.packs is None else self.packs[chosen], 1):
+                start, stop = int(self.starts[i]), int(self.starts[i + 1])
+                tokens = torch.from_numpy(self.tokens_N[start:stop].astype(np.int64))
+                at = slice(first, first + stop - start - 1)
+                ids[row, at], targets[row, at], document[row, at] = tokens[:-1], tokens[1:], number
+                counts[row, at] = torch.from_numpy(self.learned_N[start + 1 : stop] != 0)
+                first = at.stop
+        more = {"counts": counts, "is_token": document > 0}
+        return ids, targets, more if self.packs is None else {**more, "document": document}
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self.starts) - 1 if self.packs is None else len(self.packs)
 
 
 class ConversationData:
@@ -103,7 +122,7 @@ class ConversationData:
             raise ConfigError(
                 "data.document_mask",
                 True,
-                "each conversation has a row of its own",
+                f"conversations never look at one another, in packed rows ({named('data.pack')}) neither",
                 "leave it out",
             )
         tokenizer = None if given is None else given_tokenizer(given, vocab_size=vocab_size)
@@ -124,13 +143,17 @@ class ConversationData:
         for note in [*corpus.notes, *map(Line, index["notes"])]:
             _log.warning(note)
         self._training, self._validation = (_open(folder, side) for side in _SIDES)
+        num_sequences = len(self._training)
+        if config.pack:
+            self._training = self._training.packed(config.seq_len, seed)
         self.num_validation = len(self._validation)
         self.files = {"tokenizer.json": folder / "tokenizer.json", **extras_of(given)}
         sizes = token_num_bytes(load_tokenizer(folder / "tokenizer.json"), vocab_size)
         self._num_bytes_V = torch.from_numpy(sizes)
         self.description = (
-            f"{corpus.source}: {len(self._training):,} training and {len(self._validation):,} validation sequences of "
+            f"{corpus.source}: {num_sequences:,} training and {len(self._validation):,} validation sequences of "
             f"conversations, {index['learned']:,} of {index['tokens']:,} training tokens are the assistant's"
+            + (f", in {len(self._training):,} packed rows" if config.pack else "")
         )
 
     def batch(self, first_sample: int, num_samples: int) -> Rows:
@@ -197,12 +220,12 @@ def _fill(
 def _notes(corpus: Corpus, told: LeftOut, seq_len: int) -> list[str]:
     notes = []
     for reason, count in told.counts.items():
-        what = "" if reason in (_CUT, _EMPTY) else "are left out: they"
+        what = "" if reason in _SAID else "are left out: they"
         fix = {
             _CUT: f"after {seq_len + 1} tokens; for all of them raise {named('data.seq_len')} and {named('model.max_seq_len')}",
             _CUT_AWAY: f"; raise {named('data.seq_len')} and {named('model.max_seq_len')}",
         }.get(reason, "")
-        rows = "sequences" if reason in (_CUT, _CUT_AWAY) else "conversations"
+        rows = "sequences" if reason in (_CUT, _CUT_AWAY, _NO_END) else "conversations"
         example = f"(for example {told.examples[reason]})"
         line = f"{corpus.source}: {count:,} {rows} {what} {reason} {fix} {example}"
         notes.append(" ".join(line.split()).replace(" ;", ";"))
@@ -255,8 +278,14 @@ def _rows(
     if not any(map(is_answer, messages)):
         told.add(_NO_ANSWER, document.name)
         return
+    if not any(map(is_learned, messages)):
+        told.add(_NOT_LEARNED, document.name)
+        return
     if any(message["role"] == "assistant" and not is_answer(message) for message in messages):
         told.add(_EMPTY, document.name)
+    unwritten = [name for name in _FIELDS_OF_THOUGHTS if not form.writes(name)]
+    if any(message.get(name) for message in messages for name in unwritten):
+        told.add(_THOUGHTS, document.name)
     try:
         samples = form.samples(conversation)
     except ConfigError as error:
@@ -269,4 +298,16 @@ def _rows(
             continue
         if len(row) > seq_len + 1:
             told.add(_CUT, document.name)
+        if not _last_of_answers(pieces) <= set(form.ends):
+            told.add(_NO_END, document.name)
         yield row[: seq_len + 1], mask[: seq_len + 1]
+
+
+def _last_of_answers(pieces: Sequence[Piece]) -> set[int]:
+    """The tokens with which answers end; what is learned in a row is one answer."""
+    following = [*pieces[1:], Piece([], False)]
+    return {
+        one.ids[-1]
+        for one, after in zip(pieces, following, strict=True)
+        if one.is_learned and not after.is_learned
+    }

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from expertmesh.config.base import expanded
 from expertmesh.config.text import TextConfig
-from expertmesh.data.chat import extras_of
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import Corpus, load_corpus
 from expertmesh.data.labels import told_apart
 from expertmesh.data.order import shuffled
 from expertmesh.data.paths import distinct, find_paths
 from expertmesh.data.shards import prepare_tokens
+from expertmesh.data.text_format import extras_of
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, token_num_bytes
 from expertmesh.data.windows import Windows
+from expertmesh.errors import ConfigError
 
 
 def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | ConversationData":
@@ -35,6 +36,13 @@ def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | 
     corpus = load_corpus(config)
     if corpus.is_talk:
         return ConversationData(corpus, config, vocab_size=vocab_size, seed=seed)
+    if config.pack:
+        raise ConfigError(
+            "data.pack",
+            True,
+            "packs conversations, and text fills its rows in any case",
+            "leave it out",
+        )
     return TextData(config, vocab_size=vocab_size, seed=seed, corpus=corpus)
 
 

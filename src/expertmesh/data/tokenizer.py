@@ -95,15 +95,10 @@ def end_of_text_id(tokenizer: Tokenizer) -> int:
     )
 
 
-def start_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What stands before a text: tokens that the tokenizer itself puts there (`<s>`), else the end of the text before.
-
-    Raises:
-        CheckpointError: see `end_of_text_id`.
-    """
+def own_start(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Tokens that the tokenizer itself puts before a text (`<s>`)."""
     found = tokenizer.encode("a")
-    own = tuple(found.ids[: found.special_tokens_mask.index(0)])
-    return own or (end_of_text_id(tokenizer),)
+    return tuple(found.ids[: found.special_tokens_mask.index(0)])
 
 
 def is_byte_level(tokenizer: Tokenizer) -> bool:

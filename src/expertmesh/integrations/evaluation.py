@@ -14,7 +14,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from expertmesh.data.tokenizer import start_of_text
+from expertmesh.data.text_format import text_format
+from expertmesh.data.tokenizer import own_start
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import evaluating, generate_batch, pad_right
 from expertmesh.infer.sampling import Sampling
@@ -61,7 +62,7 @@ class ExpertMeshLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without context."""
-        return start_of_text(self.tokenizer_file)[-1]
+        return text_format(self.tokenizer_file, model=self.model).first_ids[-1]
 
     @property
     def max_length(self) -> int:
@@ -76,11 +77,12 @@ class ExpertMeshLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """The tokens of a text."""
-        ids: list[int] = self.tokenizer_file.encode(
-            string, add_special_tokens=bool(add_special_tokens)
-        ).ids
-        return ids
+        """The tokens of a text, behind those that the tokenizer puts there itself unless it is told not to."""
+        ids: list[int] = self.tokenizer_file.encode(string, add_special_tokens=False).ids
+        start = self.model.start_ids
+        start = own_start(self.tokenizer_file) if start is None else start
+        puts = add_special_tokens is not False and tuple(ids[: len(start)]) != start
+        return [*start, *ids] if puts else ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **kwargs: Any

@@ -82,10 +82,22 @@ class Part:
     ranks: Ranks
     num_items: int | None = None
 
-    def token_index(self, tokens_per_sample: int, device: torch.device) -> Tensor:
-        """(T,) int64 indices of its tokens in the whole batch, which key the noise of routers."""
+    def token_index(
+        self, tokens_per_sample: int, device: torch.device, *, stride: int | None = None
+    ) -> Tensor:
+        """(T,) int64 indices of its tokens in the whole batch, which key the noise of routers.
+
+        Args:
+            tokens_per_sample: that are there.
+            device: of the result.
+            stride: tokens of a sample before `Task.cut` took the last ones off, which keep their indices; None: all are there.
+        """
         start, stop = self.rows.start, self.rows.stop
-        return torch.arange(start * tokens_per_sample, stop * tokens_per_sample, device=device)
+        stride = tokens_per_sample if stride is None else stride
+        if stride == tokens_per_sample:
+            return torch.arange(start * stride, stop * stride, device=device)
+        firsts_B = torch.arange(start * stride, stop * stride, stride, device=device)
+        return (firsts_B[:, None] + torch.arange(tokens_per_sample, device=device)).flatten()
 
     def positions(self, x_BS: Tensor) -> Tensor:
         """This rank's positions of its samples, where ranks share sequences."""
@@ -190,6 +202,14 @@ class Task(ABC):
             ranks: those that share sequences count their positions of it each; here, the same part of the items.
         """
         return [self.num_items(batch) // ranks.tp_degree]
+
+    def cut(self, batch: Batch) -> Batch:
+        """Samples that are computed together, of all ranks, without the padding at their ends that none of them needs; here, all.
+
+        Args:
+            batch: on the CPU; the same on all ranks.
+        """
+        return batch
 
     def num_measured(self, batch: Batch) -> int | None:
         """Items in some validation samples on the CPU, where `measure` needs their number on the host; here, it does not."""

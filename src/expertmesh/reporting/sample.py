@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.data.news import Progress
-from expertmesh.data.tokenizer import end_of_text_id, start_of_text
+from expertmesh.data.text_format import text_format
 from expertmesh.infer.engine import generate_batch
 from expertmesh.infer.sampling import Sampling
 from expertmesh.infer.text import TextStream
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
-from expertmesh.training.run_dir import Run
+from expertmesh.training.run_dir import TOKENIZER, Run
 from expertmesh.training.trained import Trained
 
 _TOKENS = 120
@@ -85,10 +85,13 @@ def sample_of_run(run: Run, trained: Trained) -> list[dict[str, Any]]:
         return []
     sampling = Sampling(temperature=0.7, top_p=0.95, seed=0)
     tokenizer = run.load_tokenizer()
-    end_id, start = end_of_text_id(tokenizer), list(start_of_text(tokenizer))
+    text = text_format(tokenizer, run.path / TOKENIZER, model=model)
+    start = list(text.first_ids)
     room = min(_TOKENS, model.max_seq_len - len(start))
     with precision.autocast():
-        steps = generate_batch(model, [start], max_tokens=room, sampling=sampling, eos_id=end_id)
+        steps = generate_batch(
+            model, [start], max_tokens=room, sampling=sampling, eos_id=text.end_ids
+        )
         told = Progress("written for the page", total=room, unit="tokens")
         ids = [step[0] for step in told.over(steps) if step[0] is not None]
         if not ids:

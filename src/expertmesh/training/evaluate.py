@@ -71,7 +71,7 @@ def evaluate(
             # A rank without a sample joins the others with one that does not count.
             counts = rows.stop > rows.start
             rows = rows if counts else slice(0, 1)
-            mine = each_tensor(batch, itemgetter(rows))
+            mine = each_tensor(task.cut(batch), itemgetter(rows))
             part = Part(0, rows, ranks, task.num_measured(mine))
             mine = each_tensor(mine, lambda t: t.to(precision.device, non_blocking=True))
             with precision.autocast():

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
-from expertmesh.data.chat import extras_of
+from expertmesh.data.text_format import extras_of
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.family import Data, Task
 from expertmesh.moe.experts import GroupedExperts

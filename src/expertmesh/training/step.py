@@ -141,7 +141,8 @@ def accumulate_gradients(
         stop = min(start + micro_batch_size, size)
         rows = ranks.rows(start, stop)
         ranks.announce_micro_batch(model, is_last=stop == size)
-        mine = each_tensor(batch, itemgetter(rows))
+        together = task.cut(each_tensor(batch, itemgetter(slice(start, stop))))
+        mine = each_tensor(together, itemgetter(slice(rows.start - start, rows.stop - start)))
         num_mine = task.num_items(mine)
         pairs = zip(task.num_routed(mine, ranks), num_routed, strict=True)
         shares = [part / whole for part, whole in pairs]

@@ -1,17 +1,19 @@
 """The model of a run that has been trained, for whoever uses it: generation, reports, Python."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from expertmesh.config.run import RunConfig
+from expertmesh.data.text_format import told_by_files
 from expertmesh.models.family import Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint_tensors import tensor_dtypes
 from expertmesh.training.precision import Precision, resolve_precision
-from expertmesh.training.run_dir import Run
+from expertmesh.training.run_dir import TOKENIZER, Run
 from expertmesh.training.state import load_weights
 
 
@@ -54,7 +56,7 @@ def open_trained(
     if precision is None:
         precision = resolve_precision(run.config.train, record=run.arithmetic)
     precision = _of_stored(run, precision)
-    task: Task = run.family.open_task(run.config)
+    task: Task = run.family.open_task(_told(run))
     world = None if ranks is None else ranks.world
     device, dtype = precision.device, precision.master_dtype
 
@@ -72,6 +74,21 @@ def open_trained(
         model = task.build_spread(prepare, device=device, dtype=dtype)
     load_weights(run.checkpoint, model)
     return Trained(task, model.eval(), precision)
+
+
+def _told(run: Run) -> RunConfig:
+    """The run's configuration; its model knows what the files beside the tokenizer say of texts, old runs' too."""
+    config = run.config
+    model: Any = getattr(config, "model", None)
+    if not (run.family.generates_text and hasattr(model, "start_ids")):
+        return config
+    told = told_by_files(run.path / TOKENIZER, run.load_tokenizer)
+    ends, start = (*model.end_ids, *told.get("end_ids", ())), model.start_ids
+    changes = {
+        "model.end_ids": tuple(dict.fromkeys(ends)),
+        "model.start_ids": told.get("start_ids") if start is None else start,
+    }
+    return config.updated(changes) if told else config
 
 
 def _of_stored(run: Run, precision: Precision) -> Precision:

@@ -212,8 +212,12 @@ def hub_family(values: Values) -> HubFamily:
     return FAMILIES[name]
 
 
-def model_config(values: Values) -> ModelConfig:
+def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) -> ModelConfig:
     """Our configuration of the model that a config.json describes.
+
+    Args:
+        values: of config.json.
+        start_ids: what its tokenizer puts before a prompt, see `hub_start`; None: not known.
 
     Raises:
         ConfigError: an option has a value that our GPT cannot compute, or one is missing.
@@ -256,6 +260,7 @@ def model_config(values: Values) -> ModelConfig:
             "init_std": values.get("initializer_range", 0.02),
             "activation": _ACTIVATIONS[activation],
             "end_ids": end_ids(values),
+            "start_ids": start_ids,
         }
         return ModelConfig.model_validate(common | family.options(values))
     except KeyError as missing:

@@ -8,7 +8,7 @@ import torch
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.family import GPT as GPT_FAMILY
 from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.data.chat import EXTRAS
+from expertmesh.data.text_format import EXTRAS, hub_start
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError, command
 from expertmesh.integrations.hub.configs import hub_family, model_config
@@ -91,7 +91,7 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
     if target.exists():
         raise ConfigError("to", target, "exists already", "choose another folder")
     values = read_config(source)
-    family, model_options = hub_family(values), model_config(values)
+    family, model_options = hub_family(values), model_config(values, start_ids=hub_start(source))
     if not (source / TOKENIZER).is_file():
         raise ConfigError(
             "from",

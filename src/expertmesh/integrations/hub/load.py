@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.config.base import expanded
 from expertmesh.config.run import ParallelConfig
+from expertmesh.data.text_format import hub_start
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import hub_family, model_config
 from expertmesh.integrations.hub.files import HubFiles, check_tensors, read_json
@@ -51,7 +52,7 @@ def load_pretrained(
     """
     folder = expanded(folder)
     values = read_config(folder)
-    config = model_config(values)
+    config = model_config(values, start_ids=hub_start(folder))
     model = GPT(config, device="meta", dtype=dtype or hub_dtype(values, folder))
     if parallel is None:
         model.to_empty(device=device)

@@ -16,8 +16,9 @@ from expertmesh.config.base import parse_json
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.output_file import naming
-from expertmesh.data.chat import EXTRAS, MARKS, OWN_TEMPLATE, find_format
+from expertmesh.data.chat import MARKS, OWN_TEMPLATE, TemplateFormat
 from expertmesh.data.tensors import tensor_bytes
+from expertmesh.data.text_format import EXTRAS, find_format
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.configs import HubFamily, export_family, hub_config
@@ -164,6 +165,7 @@ def _write_rest(
         saved = parse_json((extras / "config.json").read_bytes())
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         values |= {name: saved[name] for name in ids if name in saved}
+        _add_ends(run_dir, folder, saved)
     elif (run_dir / "tokenizer.json").is_file():
         shutil.copyfile(run_dir / "tokenizer.json", folder / "tokenizer.json")
         tokenizer = load_tokenizer(run_dir / "tokenizer.json")
@@ -185,6 +187,18 @@ def _write_rest(
             }
             _write_json(folder / "tokenizer_config.json", written)
     _write_json(folder / "config.json", values)
+
+
+def _add_ends(run_dir: Path, folder: Path, saved: dict[str, Any]) -> None:
+    """Say in generation_config.json at what else answers end that the run learned by its chat template."""
+    path = folder / "generation_config.json"
+    values = parse_json(path.read_bytes()) if path.is_file() else {}
+    known = values.get("eos_token_id", saved.get("eos_token_id"))
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    form = find_format(load_tokenizer(run_dir / "tokenizer.json"), run_dir / "tokenizer.json")
+    more = [i for i in form.ends if i not in ends] if isinstance(form, TemplateFormat) else []
+    if more:
+        _write_json(path, {**values, "eos_token_id": [*ends, *more]})
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

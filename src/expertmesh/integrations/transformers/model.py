@@ -22,13 +22,13 @@ from transformers.utils import ModelOutput
 
 from expertmesh.config.base import saved_run
 from expertmesh.config.model import ModelConfig
-from expertmesh.data.tokenizer import end_of_text_id, start_of_text
+from expertmesh.data.text_format import text_format
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.transformers.cache import SequencesOf
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.token_losses import token_losses
 from expertmesh.training.routing import routing_losses
-from expertmesh.training.run_dir import load_run
+from expertmesh.training.run_dir import TOKENIZER, load_run
 from expertmesh.training.trained import open_trained
 
 _IGNORED = -100
@@ -147,8 +147,9 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
                 f"run {run}: is of family {found.family.name}; transformers' door takes a gpt"
             )
         tokenizer = found.load_tokenizer()
-        ends = list(dict.fromkeys((end_of_text_id(tokenizer), *model.end_ids)))
-        ids: dict[str, Any] = {"bos_token_id": start_of_text(tokenizer)[0], "eos_token_id": ends}
+        text = text_format(tokenizer, found.path / TOKENIZER, model=model)
+        first = text.start_ids[0] if text.start_ids else None
+        ids: dict[str, Any] = {"bos_token_id": first, "eos_token_id": list(text.end_ids)}
         return cls(ExpertMeshConfig(gpt=model.config, **ids), model.to(dtype))
 
     def forward(

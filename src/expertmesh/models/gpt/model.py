@@ -245,6 +245,11 @@ class GPT(LanguageModel):
         """Whether positions are columns of the batch, padding included, in the present mode; see `DenseContext.of`."""
         return not self.arithmetic.in_mode(self.training).batch_invariant
 
+    @property
+    def start_ids(self) -> tuple[int, ...] | None:
+        """Tokens put before a prompt, see the configuration."""
+        return self.config.start_ids
+
     def next_logits(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache
     ) -> Tensor:
@@ -300,10 +305,9 @@ class GPT(LanguageModel):
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, document_BS: Tensor | None
     ) -> DenseContext:
         """What the tokens of whole sequences see."""
-        if document_BS is not None and (token_mask_BS is not None or not self.counts_padding):
+        if document_BS is not None and not self.counts_padding:
             raise ConfigError(
-                "document_BS with a token mask or batch_invariant: documents are told apart in whole windows only; leave one of them"
-                " out"
+                "document_BS with batch_invariant: documents are told apart in whole windows only; leave one of them out"
             )
         return DenseContext.of(
             ids_BS.shape[1],
@@ -355,8 +359,8 @@ class GPT(LanguageModel):
             Logits, (R, V) with logit_rows_R and (T, V) of flat tokens, and the routing statistics of every MoE layer.
 
         Raises:
-            ConfigError: ids of another shape or type, more tokens than config.max_seq_len, or documents beside a cache, padding
-                or batch_invariant.
+            ConfigError: ids of another shape or type, more tokens than config.max_seq_len, or documents beside a cache or
+                batch_invariant.
         """
         is_flat = ids_BS.ndim == 1 and context is not None
         if is_flat:

@@ -14,7 +14,7 @@ from expertmesh.data.news import Progress
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.text import TextData, text_data
 from expertmesh.models.decoder import CausalLM
-from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
+from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task, each_tensor
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.models.token_losses import Lesson, token_losses
@@ -63,6 +63,24 @@ class GPTTask(Task):
         counts_BS = _more(batch[2:]).get("counts")
         return int(batch[1].numel() if counts_BS is None else counts_BS.sum())
 
+    def cut(self, batch: Batch) -> Batch:
+        """Rows of conversations up to the longest, rounded up, so that lengths are few and ranks can split them.
+
+        Experts that choose from groups of tokens keep their groups: nothing is cut where these reach over the end of a row.
+        """
+        more: Mapping[str, Tensor] = next((one for one in batch if isinstance(one, Mapping)), {})
+        is_token_BS = more.get("is_token")
+        if is_token_BS is None:
+            return batch
+        S = is_token_BS.shape[1]
+        size = self.config.model.moe.routing_group_size or 1
+        parts = self.config.parallel.tp_degree * size
+        if S % parts:
+            return batch
+        longest = int(is_token_BS.any(0).sum())
+        S_cut = min(S, -(-rounded_up(longest) // parts) * parts)
+        return each_tensor(batch, lambda x_BS: x_BS[:, :S_cut].contiguous())
+
     def num_routed(self, batch: Batch, ranks: Ranks) -> list[int]:
         """Tokens that are no padding, the prompts of conversations among them."""
         is_token_BS = _more(batch[2:]).get("is_token")
@@ -74,7 +92,9 @@ class GPTTask(Task):
         """Cross-entropy of the next tokens in nats."""
         ids_BS, targets_BS, *rest = batch
         more = _more(rest)
-        token_index = part.token_index(ids_BS.shape[1], ids_BS.device)
+        S, seq_len = ids_BS.shape[1], self.config.data.seq_len
+        stride = seq_len if "is_token" in more else None
+        token_index = part.token_index(S, ids_BS.device, stride=stride)
         output = model(ids_BS, token_index=token_index, **_masks(more))
         losses = token_losses(
             output.logits_BSV,
@@ -148,6 +168,12 @@ def _masks(more: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What the model is told of tokens where it is known: (B, S) numbers of their documents, and which are no padding."""
     names = {"document": "document_BS", "is_token": "token_mask_BS"}
     return {name: more[key] for key, name in names.items() if key in more}
+
+
+def rounded_up(length: int) -> int:
+    """The next of 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, ...: four in each doubling, a fifth more at most."""
+    step = max(4, 1 << max(0, (length - 1).bit_length() - 3))
+    return max(16, -(-length // step) * step)
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:

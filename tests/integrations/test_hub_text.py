@@ -1,0 +1,184 @@
+"""A converted model gets before a prompt what transformers puts there, and learns to end its answers whatever its template."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from tests.support.calls import calls_of
+from tests.support.hub_text import byte_tokenizer, hub_folder
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import expertmesh as em
+from expertmesh.cli.main import main
+from expertmesh.data.chat import TemplateFormat
+from expertmesh.data.text_format import find_format, hub_start, text_format
+from expertmesh.data.tokenizer import load_tokenizer
+from expertmesh.infer import engine
+from expertmesh.integrations.hub import convert, load_pretrained
+from expertmesh.integrations.transformers import ExpertMeshForCausalLM
+from expertmesh.training.loop import train
+from expertmesh.training.run_dir import load_run
+
+GLM = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+PROMPT = "few words"
+
+
+STARTS = [({}, None, []), ({"bos_token": "<|begin|>"}, None, []), ({}, "<|begin|>", [259])]
+
+
+@pytest.mark.parametrize(("options", "start", "expected"), STARTS)
+def test_every_generator_puts_before_a_prompt_what_transformers_does(
+    tmp_path, capsys, options, start, expected
+):
+    source = hub_folder(tmp_path / "hub", tokenizer=byte_tokenizer(start=start), options=options)
+    theirs = AutoTokenizer.from_pretrained(source)
+    ids = theirs(PROMPT)["input_ids"]
+    assert ids[: len(ids) - len(PROMPT)] == expected, "what transformers does"
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 256}
+    text = theirs.decode(model.generate(torch.tensor([ids]), **how)[0, len(ids) :])
+    convert(source, tmp_path / "run")
+    loaded, tokenizer = em.load(tmp_path / "run")
+    with calls_of(engine._steps) as calls:
+        assert em.generate(loaded, tokenizer, PROMPT, max_tokens=8, temperature=0) == text
+        plain = load_pretrained(source).eval()
+        assert em.generate(plain, tokenizer, PROMPT, max_tokens=8, temperature=0) == text
+        words = ["--run", str(tmp_path / "run"), "--greedy", "--max-tokens", "8"]
+        assert main(["generate", *words, PROMPT]) == 0
+        assert main(["generate", *words, PROMPT, PROMPT]) == 0
+    assert capsys.readouterr().out.count(PROMPT) == 3
+    asked = [prompt for one in calls for prompt in one[0]["prompts"]]
+    assert len(asked) >= 5 and all(prompt == ids for prompt in asked)
+    door = ExpertMeshForCausalLM.from_run(tmp_path / "run")
+    assert door.config.bos_token_id == (expected[0] if expected else None)
+
+
+def test_a_run_that_begins_with_a_converted_one_asks_as_it_does(tmp_path, capsys):
+    """Also one that was converted before models knew it, by its files; reports begin with some token in any case."""
+    source = hub_folder(tmp_path / "hub")
+    convert(source, tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["model"].pop("start_ids") == []
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(f"{i} words of text. " * 9)
+    changes = {
+        "data.path": str(tmp_path / "*.txt"),
+        "data.cache_dir": str(tmp_path / "cache"),
+        "data.seq_len": 16,
+        "train.init_from": str(tmp_path / "run"),
+        "train.run_dir": str(tmp_path / "tuned"),
+        "train.steps": 1,
+        "train.tensorboard": False,
+        "train.device": "cpu",
+        "train.dtype": "float32",
+    }
+    train(em.recipe("gpt-moe-test", changes), console=Console(quiet=True))
+    capsys.readouterr()
+    ids = list(PROMPT.encode())
+    for run in ("run", "tuned"):
+        model, tokenizer = em.load(tmp_path / run)
+        assert model.start_ids == ()
+        assert text_format(tokenizer, model=model).prompt_ids("") == [256]
+        with calls_of(engine._steps) as calls:
+            em.generate(model, tokenizer, PROMPT, max_tokens=1)
+            assert main(["report", str(tmp_path / run), "--samples", "1", "--tokens", "2"]) == 0
+        byte_ids = tokenizer.encode(PROMPT).ids
+        assert calls[0][0]["prompts"] == [byte_ids] and len(byte_ids) == len(ids)
+        for one in calls[1:]:  # of samples of the text, and of a page
+            assert one[0]["prompts"][0][0] != 256 or one[0]["prompts"] == [[256]]
+        assert len(calls) > 1
+
+
+def test_a_run_of_our_own_begins_with_the_end_of_text_unless_told(tmp_path, capsys):
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(f"{i} words of text. " * 9)
+    changes = {
+        "data.path": str(tmp_path / "*.txt"),
+        "data.cache_dir": str(tmp_path / "cache"),
+        "data.seq_len": 16,
+        "train.run_dir": str(tmp_path / "own"),
+        "train.steps": 1,
+        "train.tensorboard": False,
+    }
+    train(em.recipe("gpt-moe-test", changes), console=Console(quiet=True))
+    words = ["generate", "--run", str(tmp_path / "own"), "--max-tokens", "1"]
+    with calls_of(engine._steps) as calls:
+        assert main([*words, PROMPT]) == 0
+        assert main([*words, "--no-start", PROMPT]) == 0
+    first, second = (calls[at][0]["prompts"][0] for at in (0, -1))
+    assert first == [0, *second]
+    assert main([*words, "--no-start", "--chat", PROMPT]) == 2
+    assert "--no-start: has no effect with --chat" in capsys.readouterr().err
+
+
+def test_the_start_of_a_folder_without_a_tokenizer_is_nothing(tmp_path):
+    assert hub_start(tmp_path) == ()
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A GLM-4-MoE of three layers that learned short answers by a template without ends."""
+    folder = tmp_path_factory.mktemp("glm")
+    source = hub_folder(
+        folder / "hub", "glm4_moe", options={"chat_template": GLM}, num_hidden_layers=3
+    )
+    convert(source, folder / "run")
+    lines = []
+    for i in range(60):
+        turns = [("user", f"say {'abc'[i % 3]}{i}"), ("assistant", "ok")]
+        turns = turns * 2 if i % 2 else turns
+        lines.append(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}))
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    changes = {
+        "data.path": str(folder / "chats.jsonl"),
+        "data.cache_dir": str(folder / "cache"),
+        "data.seq_len": 64,
+        "train.init_from": str(folder / "run"),
+        "train.run_dir": str(folder / "tuned"),
+        "train.steps": 60,
+        "train.batch_size": 8,
+        "train.eval_every": 60,
+        "train.tensorboard": False,
+        "train.device": "cpu",
+        "train.dtype": "float32",
+        "optim.lr": 1e-2,
+        "optim.warmup_steps": 5,
+        "optim.schedule_steps": 60,
+    }
+    train(em.recipe("gpt-moe-test", changes), console=Console(quiet=True))
+    return folder
+
+
+def test_a_model_whose_template_writes_no_ends_learns_to_stop(tuned, capsys):
+    words = ["generate", "--run", str(tuned / "tuned"), "--chat", "--greedy", "--max-tokens", "20"]
+    assert main([*words, "say a1", "say b9"]) == 0
+    assert capsys.readouterr().out == "--- 1\nsay a1\nok\n--- 2\nsay b9\nok\n"
+    model, tokenizer = em.load(tuned / "tuned")
+    form = find_format(tokenizer, tuned / "tuned" / "tokenizer.json")
+    assert isinstance(form, TemplateFormat)
+    ends = {tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|user|>")}
+    assert set(form.ends) == ends <= set(model.end_ids)
+    ids = form.prompt([{"role": "user", "content": "say c2"}])
+    door = ExpertMeshForCausalLM.from_run(tuned / "tuned")
+    assert ends <= set(door.config.eos_token_id)
+    # every generator stops at the same, of whatever it is asked
+    found = list(engine.generate(model, ids, max_tokens=20, eos_id=text_format(tokenizer).end_ids))
+    assert tokenizer.decode(found) == "ok"
+    out = door.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :]
+    assert tokenizer.decode(out.tolist(), skip_special_tokens=True) == "ok"
+
+
+def test_what_it_learned_to_stop_at_goes_to_the_hub(tuned, tmp_path):
+    convert(tuned / "tuned", tmp_path / "out")
+    tokenizer = load_tokenizer(tuned / "tuned" / "tokenizer.json")
+    ends = [tokenizer.token_to_id(mark) for mark in ("<|endoftext|>", "<|user|>")]
+    assert set(GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id) == set(ends)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = find_format(tokenizer, tuned / "tuned" / "tokenizer.json").prompt(
+        [{"role": "user", "content": "say c2"}]
+    )
+    found = theirs.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, pad_token_id=0)
+    assert tokenizer.decode(found[0, len(ids) :].tolist(), skip_special_tokens=True) == "ok"
+    assert load_run(tuned / "tuned").config.model.start_ids == ()

@@ -1,0 +1,35 @@
+"""Tiny folders of the hub with a byte-level tokenizer, which puts something before a text or nothing."""
+
+import json
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from tests.support.hub_models import tiny_model
+
+MARKS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|begin|>")
+
+
+def byte_tokenizer(*, start=None):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    found = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    found.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
+    if start is not None:
+        pair = (start, found.token_to_id(start))
+        found.post_processor = processors.TemplateProcessing(
+            single=f"{start} $A", special_tokens=[pair]
+        )
+    return found
+
+
+def hub_folder(folder, name="qwen3_moe", *, tokenizer=None, options=None, **changes):
+    """A model of the hub with a tokenizer; its config has no start."""
+    tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
+    end = tokenizer.token_to_id("<|endoftext|>")
+    small = {"num_experts": 4, "top_k": 2, "vocab_size": 264, "eos_token_id": end} | changes
+    tiny_model(name, **small).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values | (options or {})))
+    return folder
