@@ -57,7 +57,7 @@ COMMAND_LINE = {
     "option twice": Mistake(
         training("--train.seed", "1", "--train.seed", "2"), ["--train.seed", "twice", "once"]
     ),
-    "word too many": Mistake(training("again"), ["'again'", "--data.path before each"]),
+    "word too many": Mistake(training("again"), ["'again'", "options look like"]),
     "text for a number": wrong_value("--optim.lr", "fast", "finite number", "for example"),
     "fraction for a count": wrong_value("--train.batch-size", "1.5", "whole number"),
     "NaN for a number": wrong_value("--optim.lr", "nan", "finite number", "for example"),

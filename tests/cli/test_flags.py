@@ -82,9 +82,39 @@ def test_every_option_can_be_given(family):
 )
 def test_spellings(words, name, value):
     for order in ([RECIPE, *words], [*words, RECIPE]):
-        if order[-1] == RECIPE and words[-1] == "--model.moe.num-experts":
-            continue  # a list takes the words that follow it
         assert attrgetter(name)(parse_run_config(order).config) == value
+
+
+LISTS = {
+    "model.moe.num_experts": ["4", "4", "4", "8", "8", "8"],
+    "parallel.ep_degree": ["2", "1", "1", "2"],
+    "train.freeze": ["experts", "router"],
+    "data.path": ["a.txt", "b.txt:2", "c,d.txt"],
+    "data.languages": ["en", "de", "fr"],
+    "data.pairs": ["en-de", "de-en"],
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_have_blanks_commas_or_the_option_before_each(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c,d.txt").touch()  # a comma of a name is no separator
+    recipe = "translate-multi30k" if name in ("data.languages", "data.pairs") else RECIPE
+    values, flag = LISTS[name], flag_name(name)
+    more = ["--model.num-layers", "6"] if name.startswith("model") else []
+    with_commas = (
+        [values] if "c,d.txt" in values else [[",".join(values)], [f"{values[0]},", *values[1:]]]
+    )
+    for words in (
+        [flag, *values],
+        *([flag, *one] for one in with_commas),
+        [word for value in values for word in (flag, value)],
+        [f"{flag}={value}" for value in values],
+        [flag, values[0], "--train.steps", "60", flag, *values[1:]],
+    ):
+        for order in ([recipe, *more, *words], [*more, *words, recipe]):
+            found = attrgetter(name)(parse_run_config(order).config)
+            assert [str(value) for value in found] == values, order
 
 
 def test_dry_run():
@@ -100,8 +130,12 @@ def test_dry_run():
         (["zebra"], "unknown recipe 'zebra'; known: gpt-moe-test, "),
         ([RECIPE, "again"], "unexpected word 'again'; options look like --section.field value"),
         (
-            [RECIPE, "--data.path", "here", "there"],
-            "unexpected word 'there'; write --data.path before each of its values",
+            ["--data.path", "here", "gpt-moe-dmo"],
+            "no recipe given; did you mean gpt-moe-demo? known: ",
+        ),
+        (
+            [RECIPE, "--model.moe.num-experts", "4", "oops"],
+            "--model.moe.num-experts oops: must be a whole number",
         ),
         (
             [RECIPE, "--train.stepz", "3"],

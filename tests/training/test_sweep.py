@@ -140,3 +140,17 @@ def test_mistakes_are_one_line(argv, text, capsys):
     assert main(["sweep", *argv]) == 2
     said = capsys.readouterr().err
     assert text in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--rates 1e-3,2e-3", "--rates 1e-3 2e-3", "--rates 1e-3 --rates=2e-3", "--rates 1e-3, 2e-3"],
+)
+def test_rates_are_a_list(words, capsys):
+    """What is asked for behind them is refused, so that nothing is trained."""
+    for order in (f"sweep {words} gpt-moe-test --dry-run", f"sweep gpt-moe-test {words} --dry-run"):
+        assert main(order.split()) == 2
+        assert "--dry-run: is for one run" in capsys.readouterr().err
+    for wrong in (f"sweep gpt-moe-test {words} high", f"sweep gpt-moe-test {words} --rates high"):
+        assert main(wrong.split()) == 2
+        assert "high" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import json
 from importlib.util import find_spec
 
 from expertmesh.cli.decoding import load_decoder
-from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.flags import OptionParser, check_least, listed
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
@@ -27,6 +27,7 @@ def run(argv: list[str]) -> int:
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
     options = _parser().parse_args(argv)
+    options.tasks = listed(options.tasks, are_paths=True)
     check_least(options, batch_size=1, limit=1, num_fewshot=0)
     output = None
     if options.output is not None:
@@ -71,7 +72,12 @@ def _parser() -> OptionParser:
     )
     parser.add_run()
     parser.add_argument(
-        "--tasks", required=True, nargs="+", metavar="FILE", help="YAML files of tasks"
+        "--tasks",
+        required=True,
+        action="extend",
+        nargs="+",
+        metavar="FILE",
+        help="YAML files of tasks, with blanks or commas between, or the option before each",
     )
     parser.add_argument(
         "--num-fewshot", type=int, metavar="N", help="examples before a question (as the task says)"

@@ -7,10 +7,11 @@ the configuration itself, so that the command line and Python give the same one-
 
 import argparse
 import difflib
+import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from shutil import get_terminal_size
 from typing import Any, NamedTuple, NoReturn
@@ -53,9 +54,9 @@ class ParsedRun(NamedTuple):
 class _Option:
     name: str  # dotted, as in the configuration: "model.moe.top_k"
     is_bool: bool
-    is_tuple: bool
+    is_list: bool
+    may_be_empty: bool
     is_optional: bool
-    is_repeated: bool = False  # may be given several times, a value each
 
 
 class OptionParser(argparse.ArgumentParser):
@@ -212,7 +213,7 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     words_and_saved = [*argv, *([] if saved is None else [saved])]
     named = next((word for word in words_and_saved if word in recipes), None)
     default = (given or GPT).config() if named is None else recipes[named]()
-    words, flags, switches = _split(argv, type(default))
+    words, flags, switches = _split(argv, type(default), recipes)
     words = words or ([] if saved is None else [saved])
     if not words and given is not None and len(recipes) == 1:
         words = list(recipes)
@@ -220,12 +221,12 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
         print_train_help(words[0] if words else None, recipes, type(default))
         raise SystemExit(0)
     if not words:
-        raise ConfigError(f"no recipe given; say one after 'train': {', '.join(recipes)}")
+        ends = [texts[-1] for option, texts in flags.values() if option.is_list and texts]
+        near = [one for text in ends for one in difflib.get_close_matches(text, recipes, n=1)]
+        hint = f"did you mean {near[0]}? known: " if near else "say one after 'train': "
+        raise ConfigError(f"no recipe given; {hint}{', '.join(recipes)}")
     if len(words) > 1:
-        repeated = [flag_name(name) for name, (option, _) in flags.items() if option.is_repeated]
         fix = "options look like --section.field value"
-        if repeated:
-            fix = f"write {repeated[0]} before each of its values"
         raise ConfigError(f"unexpected word {shown(words[1])!r}; {fix}")
     default = _recipe(words[0], recipes)()
     values = {name: _value(option, texts) for name, (option, texts) in flags.items()}
@@ -290,6 +291,7 @@ def _train_help_head(recipe: str | None, recipes: Recipes) -> str:
         "  --dry-run        print the resolved configuration, parameter counts and memory, and stop",
         "  --family NAME    a model family of your own, as module:name (docs/extending.md)",
         "  --config FILE    values from a YAML file, for example a run's config.json; options beside it win",
+        "  lists            [STR [STR ...]]: values with blanks or commas between, or the option before each, as you like",
     ]
     if recipe is None:
         width = max(map(len, recipes), default=0)
@@ -313,7 +315,7 @@ def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:
 
 
 def _split(
-    argv: Sequence[str], config_type: type[RunConfig]
+    argv: Sequence[str], config_type: type[RunConfig], recipes: Collection[str]
 ) -> tuple[list[str], dict[str, tuple[_Option, list[str]]], set[str]]:
     """Bare words, texts by option, and the switches `help` and `dry-run`."""
     options = _options(config_type)
@@ -334,13 +336,13 @@ def _split(
             if equals:
                 texts = [text]
             else:
-                texts = _texts_after(option, argv, place, recipe_seen=bool(words))
+                texts = _texts_after(option, argv[place:], () if words else recipes)
                 place += len(texts)
             if option.is_bool and (negated or not texts):
                 if negated and texts:
                     raise ConfigError(f"{spelled} takes no value; leave {shown(texts[0])!r} out")
                 texts = ["false" if negated else "true"]
-            if option.name in flags and option.is_repeated:
+            if option.name in flags and option.is_list:
                 texts = [*flags[option.name][1], *texts]
             elif option.name in flags:
                 raise ConfigError(f"{flag_name(option.name)} is given twice; give it once")
@@ -358,9 +360,9 @@ def _options(config_type: type[BaseModel], prefix: str = "") -> dict[str, _Optio
             found[prefix + name] = _Option(
                 name=prefix + name,
                 is_bool=kind is bool,
-                is_tuple=typing.get_origin(kind) is tuple,
+                is_list=any(typing.get_origin(k) is tuple for k in (kind, *typing.get_args(kind))),
+                may_be_empty=typing.get_origin(kind) is tuple,
                 is_optional=type(None) in typing.get_args(kind),
-                is_repeated=any(typing.get_origin(k) is tuple for k in typing.get_args(kind)),
             )
     return found
 
@@ -385,24 +387,43 @@ def _find(spelled: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
     raise ConfigError(f"unknown option {spelled}; {hint}")
 
 
-def _texts_after(
-    option: _Option, argv: Sequence[str], place: int, *, recipe_seen: bool
-) -> list[str]:
-    """The words that belong to an option: one; as many as there are for a tuple; true, false or none for a switch."""
+def _texts_after(option: _Option, words: Sequence[str], recipes: Collection[str]) -> list[str]:
+    """The words that belong to an option: one; of a list all; true, false or none of a switch.
+
+    Args:
+        option: that they follow.
+        words: all that follow it.
+        recipes: names that end a list or follow a switch, where there was none yet.
+    """
     following: list[str] = []
-    for word in argv[place:]:
+    for word in words:
         if word.startswith("--") or word in ("-h", "-"):
             break
-        if option.is_bool and not recipe_seen and word.lower() not in ("true", "false"):
+        if option.is_bool and recipes and word.lower() not in ("true", "false"):
             break  # it is the recipe's name
-        if option.is_tuple and not re.fullmatch(r"[-+0-9.,]+|none", word.lower()) and following:
+        if option.is_list and word in recipes:
             break
         following.append(word)
-        if not option.is_tuple:
+        if not option.is_list:
             break
-    if not following and not option.is_bool and not option.is_tuple:
+    if not following and not option.is_bool and not option.may_be_empty:
         raise ConfigError(f"{flag_name(option.name)} needs a value; write it after the option")
     return following
+
+
+def listed(texts: Sequence[str], *, are_paths: bool = False) -> list[str]:
+    """The values of a list, which have blanks or commas between them, or an option before each.
+
+    Args:
+        texts: the words.
+        are_paths: whether a word with commas is one value where there is such a file; it may have a weight.
+    """
+    values: list[str] = []
+    for text in texts:
+        whole = (text, text.rpartition(":")[0]) if are_paths and "," in text else ()
+        is_one = any(os.path.exists(os.path.expanduser(name)) for name in whole)  # noqa: PTH110, PTH111
+        values += [text] if is_one else [value for value in text.split(",") if value]
+    return values
 
 
 def _of_file(option: _Option, value: Any) -> Any:
@@ -412,15 +433,13 @@ def _of_file(option: _Option, value: Any) -> Any:
 
 def _value(option: _Option, texts: list[str]) -> Any:
     """The value as the configuration takes it; numbers stay text, which the configuration converts and checks."""
-    if option.is_tuple:
-        words = [word for text in texts for word in text.split(",") if word]
-        if texts and not words:
-            raise ConfigError(
-                f"{flag_name(option.name)} {shown(texts[0])}: must not be empty; give a value, or none, or leave the option out"
-            )
-        return () if [word.lower() for word in words] == ["none"] else tuple(words)
-    if len(texts) > 1:
-        return tuple(texts)
-    if option.is_optional and texts[0].lower() == "none":
-        return None
-    return texts[0]
+    if not option.is_list:
+        return None if option.is_optional and texts[0].lower() == "none" else texts[0]
+    values = listed(texts, are_paths=not option.may_be_empty or option.name.endswith("path"))
+    if texts and not values:
+        raise ConfigError(
+            f"{flag_name(option.name)} {shown(texts[0])}: must not be empty; give a value, or none, or leave the option out"
+        )
+    if [value.lower() for value in values] == ["none"]:
+        return None if option.is_optional else ()
+    return values[0] if len(values) == 1 and not option.may_be_empty else tuple(values)

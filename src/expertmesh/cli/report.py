@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.flags import OptionParser, check_least, listed
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.cli.samples import measure, prompts_of, sample, shortened
 from expertmesh.config.family import GPT, Family
@@ -93,7 +93,13 @@ def run(argv: list[str]) -> int:
         "folders", nargs="*", metavar="RUN", help="run directory; several are compared"
     )
     parser.add_argument(
-        "--run", "--run-dir", action="extend", nargs="+", default=[], metavar="RUN", help="the same"
+        "--run",
+        "--run-dir",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="RUN",
+        help="the same, as a list",
     )
     parser.add_argument(
         "--page", metavar="FILE", help="the HTML page (report.html in the first run's directory)"
@@ -111,7 +117,7 @@ def run(argv: list[str]) -> int:
     )
     options = parser.parse_args(argv)
     check_least(options, samples=0, tokens=1, temperature=0)
-    options.run = [*options.folders, *options.run]
+    options.run = [*options.folders, *listed(options.run, are_paths=True)]
     if not options.run:
         raise ConfigError(
             f"no run given; write one: {command('report runs/demo')} (see {command('report --help')})"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from expertmesh.cli.begin import parse_and_begin, ready_to_train
-from expertmesh.cli.flags import taken
+from expertmesh.cli.flags import listed
 from expertmesh.cli.layout import fitted
 from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import flag_name
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from expertmesh.training.sweep import SweptRate
 
 _HELP = """\
-usage: expertmesh sweep RECIPE --rates RATE,RATE,... [options of train]
+usage: expertmesh sweep RECIPE --rates RATE RATE ... [options of train]
 
-Trains the recipe once for each learning rate, in folders lr-RATE of --train.run-dir, and says which ends best. Started again it
+Trains the recipe once for each learning rate (with blanks or commas between, or --rates before each), in folders lr-RATE of --train.run-dir, and says which ends best. Started again it
 goes on where it stopped. All other options are those of `expertmesh train RECIPE --help`, but for --optim.lr and --train.resume.
 """
 
@@ -40,8 +40,7 @@ def run(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(fitted(_HELP), end="")
         return 0
-    given, words = taken("rates", argv)
-    rates = _rates(given)
+    rates, words = _rates(argv)
     _check_its_own(words)
     parsed = parse_and_begin(words)
     if launched_rank()[1] > 1:
@@ -87,15 +86,36 @@ def _check_its_own(words: Sequence[str]) -> None:
                 raise ConfigError(f"{option}: {fix}")
 
 
-def _rates(given: str | None) -> list[float]:
-    if given is None:
+def _rates(argv: Sequence[str]) -> tuple[list[float], list[str]]:
+    """The rates, and the other words."""
+    texts: list[str] = []
+    others: list[str] = []
+    place = 0
+    while place < len(argv):
+        name, equals, text = argv[place].partition("=")
+        place += 1
+        if name != "--rates":
+            others.append(argv[place - 1])
+            continue
+        mine = [text] if equals else []
+        while not equals and place < len(argv) and (not mine or _is_rates(argv[place])):
+            mine.append(argv[place])
+            place += 1
+        texts += mine or [""]
+    if not texts:
         raise ConfigError("no rates given; write for example --rates 1e-3,2e-3,4e-3")
-    try:
-        return [float(word) for word in given.split(",")]
-    except ValueError:
+    if not all(map(_is_rates, texts)):
         raise ConfigError(
-            f"--rates {given}: must be numbers with commas between; write for example 1e-3,2e-3"
-        ) from None
+            f"--rates {' '.join(texts)}: must be numbers with blanks or commas between; write for example 1e-3,2e-3"
+        )
+    return [float(rate) for rate in listed(texts)], others
+
+
+def _is_rates(text: str) -> bool:
+    try:
+        return bool([float(rate) for rate in text.split(",") if rate])
+    except ValueError:
+        return False
 
 
 def table(runs: Sequence["SweptRate"], family: Family) -> str:
