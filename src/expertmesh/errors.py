@@ -105,6 +105,12 @@ class _LineError(Exception):
         return f"{type(self).__name__}({str(self)!r})"
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says, on one line, its options and commands not spelled yet, so that another error can say it."""
+    line = error.line.text if isinstance(error, _LineError) else f"{type(error).__name__}: {error}"
+    return " ".join(line.split())
+
+
 class ConfigError(_LineError, ValueError):
     """A value given by the user breaks a rule.
 
@@ -188,5 +194,5 @@ class CollectiveError(_LineError, RuntimeError):
     """
 
 
-class PeerError(RuntimeError):
-    """Another rank failed and has said why; this one stops quietly."""
+class PeerError(_LineError, RuntimeError):
+    """Another rank failed: says which one and why. A rank that stops for this is quiet where that one is heard."""

@@ -9,27 +9,30 @@ import pytest
 from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli import launched
-from expertmesh.cli.main import main
+from expertmesh.cli.main import VERBS, main
+from expertmesh.errors import CollectiveError, ConfigError, PeerError
 
 RANKS_BEGAN = 1_000_000
 
 
 @pytest.fixture
-def as_rank(monkeypatch, threshold, tmp_path):
+def as_rank(monkeypatch, tmp_path):
     """Makes this process one that torchrun started; gives the file in which it looks for the reason of a failure."""
 
-    threshold(launched, "_PATIENCE_S", 0)  # torchrun would end the others meanwhile
-
     def become(rank, local_rank):
+        # as torchrun has it: a folder for each host's attempt, in it one for each rank
+        file = tmp_path / f"host{rank // 2}" / str(local_rank) / "error.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
         for name, value in {
             "TORCHELASTIC_RUN_ID": "none",
             "RANK": rank,
             "LOCAL_RANK": local_rank,
             "WORLD_SIZE": 4,
-            "TORCHELASTIC_ERROR_FILE": tmp_path / f"error-{rank}.json",
+            "LOCAL_WORLD_SIZE": 2,
+            "TORCHELASTIC_ERROR_FILE": file,
         }.items():
             monkeypatch.setenv(name, str(value))
-        return tmp_path / f"error-{rank}.json"
+        return file
 
     return become
 
@@ -61,6 +64,70 @@ def test_a_mistake_is_said_once_per_host(as_rank, capsys, words):
             told = json.loads(file.read_text())["message"]["extraInfo"]
             assert told["py_callstack"] == said.strip()
             assert int(told["timestamp"]) == RANKS_BEGAN, "older than any rank's end"
+
+
+FAILURES = {
+    "a mistake that all make": (None, "error: unknown verb"),
+    "the leader failed": (PeerError("optim.lr=-1: must be (rank 0)"), "error: --optim.lr -1"),
+    "a rank is lost": (CollectiveError("lost another rank"), "error: lost another rank"),
+}
+
+
+def _leaves(failure, monkeypatch, capsys):
+    """What the second rank of a host says when it fails so, and how long it waited before it left, in polls."""
+    polls = []
+    clock = [0.0]
+    monkeypatch.setattr(launched.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        launched.time, "sleep", lambda s: (polls.append(s), clock.__setitem__(0, clock[0] + s))
+    )
+
+    def fail(words):
+        with launched.said_once():
+            raise ConfigError("unknown verb") if failure is None else failure
+
+    monkeypatch.setitem(VERBS, "train", (fail, ""))
+    assert main(["train"]) == 1
+    return capsys.readouterr().err, sum(polls)
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize("has_files", [True, False], ids=["torchrun's files", "no files"])
+def test_who_is_not_heard_is_spoken_for(as_rank, monkeypatch, capsys, kind, has_files):
+    """The rank that should speak was killed, or sleeps: the other one says it, and only then leaves."""
+    file = as_rank(1, 1)
+    if not has_files:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
+    failure, expected = FAILURES[kind]
+    said, waited = _leaves(failure, monkeypatch, capsys)
+    assert said.count("error:") == 1 and said.startswith(expected)
+    patience = launched._LINGER_S if "lost" in kind else launched._PATIENCE_S
+    waits = has_files or "lost" not in kind
+    assert waited >= patience if waits else waited == 0
+    assert file.exists() == has_files
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_nobody_waits_for_who_has_spoken(as_rank, monkeypatch, capsys, kind):
+    as_rank(0, 0)
+    launched.tell_launcher("error: it was this", is_mistake=False)
+    as_rank(1, 1)
+    failure, _ = FAILURES[kind]
+    said, waited = _leaves(failure, monkeypatch, capsys)
+    assert waited == 0
+    assert said.count("error:") == ("lost" in kind), "who has lost another says so all the same"
+
+
+def test_ranks_that_all_follow_from_something_else_do_not_wait_for_one_another(
+    as_rank, monkeypatch, capsys
+):
+    as_rank(0, 0)
+    launched.tell_launcher("error: lost another rank", is_mistake=False, follows=True)
+    as_rank(1, 1)
+    said, waited = _leaves(CollectiveError("lost another rank"), monkeypatch, capsys)
+    assert "lost another rank" in said and waited == 0
+    said, waited = _leaves(PeerError("the disk is full (rank 2)"), monkeypatch, capsys)
+    assert "the disk is full" in said and waited == 0, "nobody else on this host knows"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["report", "--help"], []])

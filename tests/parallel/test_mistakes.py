@@ -66,16 +66,17 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("changes", "message"), MISTAKES, ids=str)
 def test_wrong_degrees_and_sizes(two_ranks, tmp_path, changes, message):
-    (kind, text), (other, _) = two_ranks.run(errors_of_training, tmp_path, changes)
+    (kind, text), (other, told) = two_ranks.run(errors_of_training, tmp_path, changes)
     assert kind is ConfigError and other is PeerError
+    assert told == f"{text} (rank 0)", "who says it where rank 0 cannot"
     assert re.search(message, text), text
     assert "\n" not in text
 
 
 @pytest.mark.parametrize("odd", [{"train.seed": 1}, {"optim.lr": 0.5}, {"model.dim": 128}], ids=str)
 def test_ranks_with_other_configurations(two_ranks, tmp_path, odd):
-    (kind, text), (other, _) = two_ranks.run(errors_of_training, tmp_path, {}, odd)
-    assert (kind, other) == (ConfigError, PeerError)
+    (kind, text), (other, told) = two_ranks.run(errors_of_training, tmp_path, {}, odd)
+    assert (kind, other, told) == (ConfigError, PeerError, text)
     assert text.startswith("the configuration: rank 1 has another than rank 0")
 
 

@@ -89,6 +89,8 @@ def _live(
     args: tuple[Any, ...],
 ) -> int | None:
     rank, num_ranks, life, port = place
+    error_file = output.parent / f"life{life}" / str(rank) / "error.json"
+    error_file.parent.mkdir(parents=True, exist_ok=True)
     os.environ |= {
         "GLOO_SOCKET_IFNAME": "lo",
         "RANK": str(rank),
@@ -100,6 +102,7 @@ def _live(
         "TORCHELASTIC_RUN_ID": "test",
         "TORCHELASTIC_RESTART_COUNT": str(life),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(error_file),
     }
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)

@@ -10,7 +10,7 @@ from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import loading
 from expertmesh.config.base import launched_rank
-from expertmesh.errors import CheckpointError, ConfigError, PeerError
+from expertmesh.errors import CheckpointError, ConfigError, PeerError, text_of
 
 if TYPE_CHECKING:
     from expertmesh.parallel.ranks import Ranks
@@ -91,7 +91,7 @@ def open_decoder(options: Any, *, is_asked: bool = False) -> Iterator[Decoder]:
             with redirect_stdout(nowhere), redirect_stderr(nowhere):
                 yield Decoder(*opened, ranks)
         except (ConfigError, CheckpointError) as error:
-            raise PeerError("the first rank says what is wrong") from error
+            raise PeerError(text_of(error)) from error
 
 
 def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:

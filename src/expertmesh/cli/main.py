@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from expertmesh.cli.launched import leave, tell_launcher
+from expertmesh.cli.launched import another_speaks, leave, linger, tell_launcher
 from expertmesh.cli.layout import fitted
 from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import Flags
@@ -177,8 +177,12 @@ def _verb(name: str) -> Callable[[list[str]], int]:
 def _report_error(error: Exception, verb: str) -> int:
     """Prints one line for an error of a verb and returns the exit code."""
     if isinstance(error, PeerError):
-        return 1  # the rank that failed has said why
-    if isinstance(error, ConfigError | CheckpointError | CollectiveError | TrainingDivergedError):
+        return 1 if another_speaks() else _fail(Flags(verb).spell(error), 1, follows=True)
+    if isinstance(error, CollectiveError):
+        code = _fail(Flags(verb).spell(error), 1, follows=True)
+        linger()
+        return code
+    if isinstance(error, ConfigError | CheckpointError | TrainingDivergedError):
         return _fail(Flags(verb).spell(error), _MISTAKE if isinstance(error, ConfigError) else 1)
     if isinstance(error, OSError) and error.errno is not None:
         try:
@@ -233,9 +237,9 @@ def _os_error_text(error: OSError) -> str:
     return f"{error.strerror}{where}; {fix}"
 
 
-def _fail(message: str, code: int) -> int:
+def _fail(message: str, code: int, *, follows: bool = False) -> int:
     line = "error: " + " ".join(message.split())
     with suppress(OSError):  # nobody reads, but the exit code tells
         print(line, file=sys.stderr, flush=True)
-    tell_launcher(line, is_mistake=code == _MISTAKE)
+    tell_launcher(line, is_mistake=code == _MISTAKE, follows=follows)
     return code

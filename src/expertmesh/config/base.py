@@ -461,6 +461,6 @@ def ranks_on_host() -> int:
 
 
 def launcher_error_file() -> Path | None:
-    """Where torchrun looks for the reason of this process's failure; None without torchrun."""
+    """Where torchrun looks for the reason of this process's failure; None without torchrun, or where it keeps no logs."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return None if path is None else Path(path)
+    return Path(path) if path else None

@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from expertmesh.comm.collectives import start_all_reduce
 from expertmesh.comm.group import wait_for
+from expertmesh.comm.launcher import ended_with_launcher
 from expertmesh.comm.start import abort_groups, start_group
 from expertmesh.comm.world import World
-from expertmesh.errors import CollectiveError, ConfigError, PeerError
+from expertmesh.errors import CollectiveError, ConfigError, PeerError, text_of
 from expertmesh.parallel.clip import clip_grad_norm_
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ class Ranks:
         """Let the leader do something alone; the others wait, and get what it returned (pickled).
 
         Raises:
-            PeerError: on the others, when the leader failed; it raises its own error.
+            PeerError: on the others, with the reason, when the leader failed; it raises its own error.
         """
         if self.world is None:
             return function()
@@ -100,7 +101,7 @@ class Ranks:
                 answer = [(True, function())]
                 pickle.dumps(answer)
             except Exception as failure:
-                error, answer = failure, [(False, None)]
+                error, answer = failure, [(False, text_of(failure))]
         dist.broadcast_object_list(
             answer,
             group_src=0,
@@ -111,14 +112,14 @@ class Ranks:
             raise error
         done, value = answer[0]
         if not done:
-            raise PeerError("rank 0 failed")
+            raise PeerError(f"{value} (rank 0)")
         return value
 
     def each(self, function: Callable[[], T]) -> T:
         """Do something on every rank, and let all know of a failure before any goes on.
 
         Raises:
-            PeerError: when a rank failed, on all but the first that did; that one raises its own error.
+            PeerError: when a rank failed, on all but the first that did, with its reason; that one raises its own error.
         """
         error: BaseException | None = None
         value: Any = None
@@ -128,12 +129,13 @@ class Ranks:
             if self.world is None:
                 raise
             error = failure
-        failed = self.gather(error is not None)
-        if not any(failed):
+        reasons = self.gather(None if error is None else text_of(error))
+        first = next((rank for rank, reason in enumerate(reasons) if reason is not None), None)
+        if first is None:
             return value
-        if error is not None and failed.index(True) == self.position:
+        if error is not None and first == self.position:
             raise error
-        raise PeerError(f"rank {failed.index(True)} failed") from error
+        raise PeerError(f"{reasons[first]} (rank {first})") from error
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks (pickled), in rank order, on every rank."""
@@ -154,11 +156,10 @@ class Ranks:
         odd = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
         if odd is None:
             return
-        if self.is_leader:
-            raise ConfigError(
-                f"{what}: rank {odd} has another than rank 0; start all ranks with the same command and files"
-            )
-        raise PeerError(f"{what} differs")
+        kind = ConfigError if self.is_leader else PeerError
+        raise kind(
+            f"{what}: rank {odd} has another than rank 0; start all ranks with the same command and files"
+        )
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clip gradients by their joint norm over all ranks; returns it."""
@@ -207,7 +208,8 @@ def open_ranks(
         world = World(device_type=device_type, timeout_s=timeout_s)
     agree = device_type == "cpu"  # gloo ends without the others, and they hear of it at once
     try:
-        yield Ranks(world, tp_degree=tp_degree, reduces_once=reduces_once)
+        with ended_with_launcher():
+            yield Ranks(world, tp_degree=tp_degree, reduces_once=reduces_once)
         agree = True
     except RuntimeError as error:
         # FSDP2's collectives and torch's object collectives are not ours to name.

@@ -175,7 +175,10 @@ class CheckpointStore:
             (r, *found) for r, found in enumerate(errors) if found is not None
         )
         if not self.ranks.is_leader:
-            raise PeerError(f"rank {rank} could not write its part of a checkpoint") from error
+            told = ": ".join(str(word) for word in (kind, *words) if word is not None)
+            raise PeerError(
+                f"rank {rank} could not write its part of a checkpoint: {told}"
+            ) from error
         if error is not None:
             raise error
         if kind == "OSError":
@@ -296,10 +299,9 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
         if not ranks.is_leader:
             continue
         _log.warning("checkpoint %s is damaged (%s); using the one before", path, problem)
-    if paths and not ranks.is_leader:
-        raise PeerError("all checkpoints are damaged")
     if paths:
-        raise CheckpointError(
+        kind = CheckpointError if ranks.is_leader else PeerError
+        raise kind(
             f"{folder}: all {len(paths)} checkpoints are damaged; restore one from a copy, or train anew in another "
             f"{named('train.run_dir')}"
         )
