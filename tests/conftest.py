@@ -1,9 +1,15 @@
 """Seeds, threads, hypothesis and the skip rule: more skips than tests/allowed_skips.txt lists is a failure."""
 
+import os
+
+# Before torch is loaded, and for all that tests start. One thread per process unless asked for more: repeatable sums, and no fight
+# between the workers of xdist. Threads that wait sleep, or the others of a busy machine wait for them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import fnmatch
 import gc
 import io
-import os
 import random
 import sys
 from collections import Counter
@@ -95,8 +101,7 @@ def skips_over_the_list(skipped: set[str], rules: list[tuple[int, str]]) -> list
 
 def pytest_configure(config):
     config.stash[SKIPS] = set()
-    # One thread per test process unless asked for more: repeatable sums, and no fight between the workers of xdist.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items):

@@ -55,7 +55,9 @@ def train(
     """Train, or go on training: a run of a recipe, or a module of your own on samples of your own.
 
     Both have progress, precision, clipping, metrics, checkpoints and exact resumption (`train={"resume": "auto"}`), and spread
-    over ranks where torchrun starts the script. SIGTERM and Ctrl-C save and return.
+    over ranks where torchrun starts the script. SIGTERM and Ctrl-C save and return. On a CPU the number of threads is measured, at
+    most `torch.get_num_threads()`, unless OMP_NUM_THREADS or `parallel.num_threads` says it; how threads wait cannot be changed any
+    more: beside other programs start Python with OMP_WAIT_POLICY=PASSIVE, as the command line does for itself.
 
     Args:
         what: a configuration, as `recipe` returns it; or a module, its class, or a function that makes it. A module is
@@ -189,7 +191,8 @@ def generate(
 ) -> str | list[str]:
     """Continue a text, or several.
 
-    It computes in the type of the model's weights; under `torch.autocast` in that one.
+    It computes in the type of the model's weights; under `torch.autocast` in that one. On a CPU it has the threads that torch has: on a busy
+    machine, and for small models, `torch.set_num_threads(1)` is often fastest (`expertmesh generate` measures).
 
     Args:
         model: of `load`.

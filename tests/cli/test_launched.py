@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from tests.support.patience import PATIENCE_S
@@ -73,61 +74,72 @@ FAILURES = {
 }
 
 
-def _leaves(failure, monkeypatch, capsys):
-    """What the second rank of a host says when it fails so, and how long it waited before it left, in polls."""
-    polls = []
-    clock = [0.0]
-    monkeypatch.setattr(launched.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(
-        launched.time, "sleep", lambda s: (polls.append(s), clock.__setitem__(0, clock[0] + s))
-    )
+FOREVER = 1e9
+"""The patience of who must not need any."""
 
-    def fail(words):
-        with launched.said_once():
-            raise ConfigError("unknown verb") if failure is None else failure
 
-    monkeypatch.setitem(VERBS, "train", (fail, ""))
-    assert main(["train"]) == 1
-    return capsys.readouterr().err, sum(polls)
+@pytest.fixture
+def leave(threshold, monkeypatch, capsys):
+    """A function: what a rank says that fails so, with so much patience for the others of its host."""
+
+    def run(kind, patience_s):
+        def fail(words):
+            with launched.said_once():
+                raise FAILURES[kind][0] or ConfigError("unknown verb")
+
+        threshold(launched, "_PATIENCE_S", patience_s)
+        threshold(launched, "_LINGER_S", patience_s)
+        monkeypatch.setitem(VERBS, "train", (fail, ""))
+        assert main(["train"]) == 1
+        return capsys.readouterr().err
+
+    return run
 
 
 @pytest.mark.parametrize("kind", FAILURES)
 @pytest.mark.parametrize("has_files", [True, False], ids=["torchrun's files", "no files"])
-def test_who_is_not_heard_is_spoken_for(as_rank, monkeypatch, capsys, kind, has_files):
-    """The rank that should speak was killed, or sleeps: the other one says it, and only then leaves."""
+def test_who_is_not_heard_is_spoken_for(as_rank, leave, monkeypatch, kind, has_files):
+    """The rank that should speak was killed, or sleeps: the other one says it."""
     file = as_rank(1, 1)
     if not has_files:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "")
-    failure, expected = FAILURES[kind]
-    said, waited = _leaves(failure, monkeypatch, capsys)
-    assert said.count("error:") == 1 and said.startswith(expected)
-    patience = launched._LINGER_S if "lost" in kind else launched._PATIENCE_S
-    waits = has_files or "lost" not in kind
-    assert waited >= patience if waits else waited == 0
+    said = leave(kind, 0)
+    assert said.count("error:") == 1 and said.startswith(FAILURES[kind][1])
     assert file.exists() == has_files
 
 
 @pytest.mark.parametrize("kind", FAILURES)
-def test_nobody_waits_for_who_has_spoken(as_rank, monkeypatch, capsys, kind):
+def test_a_rank_waits_for_who_should_speak(as_rank, leave, kind):
+    """It would be ended by torchrun when this one left."""
+    first = as_rank(0, 0)
+    as_rank(1, 1)
+    spoken = []
+
+    def speak():
+        first.write_text(json.dumps({"message": {"message": "it was this"}}))
+        spoken.append(True)
+
+    timer = threading.Timer(0.1, speak)
+    timer.start()
+    said = leave(kind, FOREVER)
+    assert spoken and said.count("error:") == ("lost" in kind), "who lost another says so at once"
+    timer.join()
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_nobody_waits_for_who_has_spoken(as_rank, leave, kind):
     as_rank(0, 0)
     launched.tell_launcher("error: it was this", is_mistake=False)
     as_rank(1, 1)
-    failure, _ = FAILURES[kind]
-    said, waited = _leaves(failure, monkeypatch, capsys)
-    assert waited == 0
-    assert said.count("error:") == ("lost" in kind), "who has lost another says so all the same"
+    assert leave(kind, FOREVER).count("error:") == ("lost" in kind)
 
 
-def test_ranks_that_all_follow_from_something_else_do_not_wait_for_one_another(
-    as_rank, monkeypatch, capsys
-):
+def test_ranks_that_all_follow_from_something_else_do_not_wait_for_one_another(as_rank, leave):
     as_rank(0, 0)
     launched.tell_launcher("error: lost another rank", is_mistake=False, follows=True)
     as_rank(1, 1)
-    said, waited = _leaves(CollectiveError("lost another rank"), monkeypatch, capsys)
-    assert "lost another rank" in said and waited == 0
-    said, waited = _leaves(PeerError("the disk is full (rank 2)"), monkeypatch, capsys)
-    assert "the disk is full" in said and waited == 0, "nobody else on this host knows"
+    assert "lost another rank" in leave("a rank is lost", FOREVER)
+    assert "must be (rank 0)" in leave("the leader failed", FOREVER), "it may be on another host"
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["report", "--help"], []])

@@ -8,7 +8,7 @@ from tests.support.replicas import world_of
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh import lora
-from expertmesh.cli.bench import plot, run, table
+from expertmesh.cli.bench import links, plot, run, table
 from expertmesh.comm.measure import fit, measure
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
@@ -181,6 +181,16 @@ def test_links_are_measured(four_ranks):
     network = fit(points, NODES)
     assert network.inside.bytes_per_s > 0 and network.across.latency_s > 0
     assert table(points).count("\n") == 3 and plot(points).count("<polyline") == len(ways)
+
+
+def test_links_that_are_assumed_are_marked(four_ranks):
+    """On one machine there is nothing to measure across."""
+    alone = (0, 0, 0, 0)
+    inside, across = links(fit(four_ranks.run(bandwidths, alone)[0], alone)).splitlines()
+    assert inside.startswith("inside") and "assumed" not in inside
+    assert across.startswith("across") and across.endswith(
+        "(assumed: these ranks have no such link to measure)"
+    )
 
 
 def test_one_rank_has_no_links():

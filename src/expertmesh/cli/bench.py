@@ -11,9 +11,11 @@ from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from expertmesh.comm.measure import Point
+    from expertmesh.costs.communication import Network
 
 CONNECT_TIMEOUT_S = 300.0
 _LEAST_MIB, _MOST_MIB = 2.0**-12, 4096
+_ASSUMED = " (assumed: these ranks have no such link to measure)"
 COLORS = (
     "#0b6e99",
     "#c4632c",
@@ -74,9 +76,7 @@ def run(argv: list[str]) -> int:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         topology, network = Topology.of(name, nodes), fit(points, nodes)
         print(table(points))
-        for link, value in asdict(network).items():
-            rate, latency = value["bytes_per_s"] / 1e6, value["latency_s"] * 1e6
-            print(f"{link:8} {rate:10,.1f} MB/s, {latency:8,.1f} us per message")
+        print(links(network))
         path = network_path(topology)
         save_network(path, network, [asdict(point) for point in points])
         print(f"kept in {path}")
@@ -105,6 +105,18 @@ def _parser() -> OptionParser:
         "--ranks-per-node", type=int, metavar="N", help="as --parallel.ranks-per-node"
     )
     return parser
+
+
+def links(network: "Network") -> str:
+    """A line for each class of links; those that these ranks do not have are marked."""
+    from expertmesh.costs.communication import assumed_links
+
+    found = []
+    for name, value in asdict(network).items():
+        rate, latency = value["bytes_per_s"] / 1e6, value["latency_s"] * 1e6
+        mark = _ASSUMED if name in assumed_links(network) else ""
+        found.append(f"{name:8} {rate:10,.1f} MB/s, {latency:8,.1f} us per message{mark}")
+    return "\n".join(found)
 
 
 def table(points: Sequence["Point"]) -> str:

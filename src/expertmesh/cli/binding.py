@@ -1,6 +1,5 @@
 """Which cores a process may use, which NUMA nodes they belong to, and whether its GPU is near them."""
 
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from expertmesh.comm.bind import SYSFS, node_of_gpu, numa_nodes
+from expertmesh.comm.cores import allowed_cores
 
 Mark = Literal["yes", "no", ""]
 
@@ -110,13 +110,6 @@ def threads_verdict(bindings: Sequence[Binding]) -> tuple[Mark, str]:
     if len(bindings) * share > threads and all(binding.gpu is None for binding in bindings):
         return "no", f"{text}; {fix} (torchrun gives each rank one, unless OMP_NUM_THREADS is set)"
     return "yes", text
-
-
-def allowed_cores() -> tuple[int, ...]:
-    """Cores that this process may use, ascending; all of them where the system does not say."""
-    if hasattr(os, "sched_getaffinity"):
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
 
 
 def core_ranges(numbers: Sequence[int]) -> str:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from expertmesh.infer.classify import Classified
 
 _SHOWN = 3
+_ROWS = 64
+"""Patches of an image in most layers, about; the number of threads is measured with so many."""
+
 _EXAMPLES = """\
 examples:
   expertmesh classify runs/pets cat.png dog.jpg
@@ -137,6 +140,7 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
     with loading():
         from expertmesh.data.images import CLASSES_FILE, class_names
         from expertmesh.infer.classify import classify, read_images
+        from expertmesh.training.threads import threads_of_calls
         from expertmesh.training.trained import open_trained
 
         classes = class_names(found.path / CLASSES_FILE)
@@ -144,7 +148,8 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
     classifier = task.classifier(model)
     fit = options.fit or found.config.data.fit
     images = read_images(options.image, size=classifier.size, fit=fit)
-    with precision.autocast():
+    num_rows = _ROWS * min(len(images), options.batch_size)
+    with threads_of_calls(model, precision, num_rows=num_rows), precision.autocast():
         return classify(
             classifier, images, options.image, classes=classes, batch_size=options.batch_size
         )
@@ -154,19 +159,21 @@ def _score(found: Any, options: Any) -> str:
     """Accuracy and loss on all validation images."""
     with loading():
         from expertmesh.training.evaluate import evaluate, watched
+        from expertmesh.training.threads import threads_of_calls
         from expertmesh.training.trained import open_trained
 
         task, model, precision = open_trained(found, precision=precision_of(found, options.device))
         data = task.prepare()
-    result = evaluate(
-        task,
-        model,
-        data,
-        batch_size=options.batch_size,
-        max_samples=None,
-        precision=precision,
-        watch=watched(data),
-    )
+    with threads_of_calls(model, precision, num_rows=_ROWS * options.batch_size):
+        result = evaluate(
+            task,
+            model,
+            data,
+            batch_size=options.batch_size,
+            max_samples=None,
+            precision=precision,
+            watch=watched(data),
+        )
     return f"accuracy {result['accuracy']:.4f}  loss {result['loss']:.4f}  ({data.description})"
 
 

@@ -49,11 +49,12 @@ class Decoder(NamedTuple):
 
 
 @contextmanager
-def open_decoder(options: Any, *, is_asked: bool = False) -> Iterator[Decoder]:
+def open_decoder(options: Any, *, num_rows: int = 1, is_asked: bool = False) -> Iterator[Decoder]:
     """The decoder of a run, on the ranks that torchrun started, or in this process alone.
 
     Args:
         options: of the verb: run, device and es_degree.
+        num_rows: texts that are continued at a time, for which the number of threads is measured.
         is_asked: whether somebody types what to do, and may think for long.
 
     Raises:
@@ -71,6 +72,7 @@ def open_decoder(options: Any, *, is_asked: bool = False) -> Iterator[Decoder]:
         with loading():
             from expertmesh.parallel.ranks import Ranks, open_ranks
             from expertmesh.training.run_dir import load_run
+            from expertmesh.training.threads import threads_of_calls
 
             with said_once():
                 found = load_run(options.run)
@@ -83,6 +85,8 @@ def open_decoder(options: Any, *, is_asked: bool = False) -> Iterator[Decoder]:
                 )
             place = {"ranks": ranks, "es_degree": options.es_degree}
             opened = ranks.each(lambda: _opened(found, precision, **place))
+            _, model, _, precision = opened
+            stack.enter_context(threads_of_calls(model, precision, num_rows=num_rows, ranks=ranks))
         if ranks.is_leader:
             yield Decoder(*opened, ranks)
             return

@@ -7,14 +7,16 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from expertmesh.cli.binding import (
     Binding,
     Mark,
-    allowed_cores,
     core_ranges,
     own_binding,
     threads_verdict,
@@ -22,6 +24,7 @@ from expertmesh.cli.binding import (
 from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.launched import said_once
 from expertmesh.comm.bind import numa_nodes, read_text
+from expertmesh.comm.cores import allowed_cores, cpu_quota, users_threads
 from expertmesh.config.base import is_launched, launched_rank
 
 PACKAGES = {
@@ -47,6 +50,10 @@ PACKAGES = {
 
 WIDTH = 120
 """Columns of the report where it goes to no terminal and COLUMNS is not set."""
+
+_NAMES = 24
+"""Columns of the names, at least."""
+_COLOURS = {"yes": "green", "no": "red", "": ""}
 
 CONNECT_TIMEOUT_S = 60.0
 """For ranks to find one another."""
@@ -97,30 +104,60 @@ def run(argv: list[str]) -> int:
     if launched_rank()[0] > 0:
         return 0
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console(width=shutil.get_terminal_size((WIDTH, 0)).columns)
     for title, look in sections.items():
-        table = Table(
-            title=title,
-            title_justify="left",
-            title_style="bold",
-            box=None,
-            show_header=False,
-            pad_edge=False,
-        )
-        table.add_column(min_width=22, overflow="fold")
-        table.add_column(min_width=3)
-        table.add_column(overflow="fold")
-        colours = {"yes": "green", "no": "red", "": ""}
-        for finding in look():
-            mark = Text(finding.mark, colours[finding.mark])
-            # a text as it is: brackets in a path or a message are no markup
-            table.add_row(Text(f"  {finding.name}"), mark, Text(finding.detail))
-        console.print(table, highlight=False)
+        console.print(Text(title, "bold"))
+        for line in lines(look(), console.width):
+            text = Text(line.text)
+            text.stylize(_COLOURS[line.mark], *line.place)
+            # as it is: brackets in a path are no markup, and a word that is too long is left to the terminal, not cut
+            console.print(text, highlight=False, soft_wrap=True)
         console.print()
     return 0
+
+
+class Line(NamedTuple):
+    """One line of the report, and where in it a mark stands."""
+
+    text: str
+    mark: Mark = ""
+    place: tuple[int, int] = (0, 0)
+
+
+def lines(findings: Sequence[Finding], width: int) -> Iterator[Line]:
+    """Findings in three columns; below one another where a word of the last column would not fit.
+
+    Args:
+        findings: of one section.
+        width: of the terminal.
+    """
+    names = max([_NAMES, *(len(finding.name) + 3 for finding in findings)])
+    details = names + 4
+    longest = max(len(word) for finding in findings for word in [*finding.detail.split(), ""])
+    is_narrow = details + longest > width or details > width // 2
+    for finding in findings:
+        mark = finding.mark
+        if is_narrow:
+            head = f"  {finding.name}" + (f"  {mark}" if mark else "")
+            yield Line(head, mark, (len(head) - len(mark), len(head)))
+            head = below = " " * 4
+        else:
+            head, below = f"  {finding.name:<{names - 2}}{mark:<4}", " " * details
+        parts = textwrap.wrap(
+            finding.detail,
+            width,
+            initial_indent=head,
+            subsequent_indent=below,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        if is_narrow:
+            yield from map(Line, parts)
+            continue
+        yield Line(parts[0] if parts else head.rstrip(), mark, (names, names + len(mark)))
+        yield from map(Line, parts[1:])
 
 
 def versions() -> list[Finding]:
@@ -143,14 +180,18 @@ def processor() -> list[Finding]:
     """Cores, memory, NUMA nodes, and which cores this process may use."""
     import torch
 
-    allowed = allowed_cores()
+    allowed, quota = allowed_cores(), cpu_quota()
     total = os.cpu_count() or 1
     pinned = f"cores {core_ranges(allowed)}" + ("" if len(allowed) < total else ", all of them")
     findings = [
         Finding("model", "", _cpu_name()),
         Finding("cores", "", f"{total}; this process may use {pinned}"),
+        *([] if quota is None else [Finding("quota", "", f"{quota:g} cores' worth of time")]),
         Finding(
-            "threads of torch", "", f"{torch.get_num_threads()} (--parallel.num-threads changes it)"
+            "threads of torch",
+            "",
+            f"{torch.get_num_threads()} ({users_threads() or 'without OMP_NUM_THREADS runs measure how many are fastest'};"
+            " --parallel.num-threads sets it)",
         ),
         Finding("memory", "", _memory()),
     ]
@@ -226,17 +267,22 @@ def devices() -> list[Finding]:
 
 
 def precision() -> list[Finding]:
-    """What `--train.dtype auto` means here: on a CPU, measured with the products of two recipes, on a GPU what it has."""
+    """What `--train.dtype auto` means here: on a CPU, measured with the products of two recipes, and threads; on a GPU what it has."""
     from expertmesh.config.run import TrainConfig
     from expertmesh.costs.products import dominant_products
+    from expertmesh.parallel.ranks import Ranks
     from expertmesh.recipes import RECIPES
     from expertmesh.training.precision import resolve_precision
+    from expertmesh.training.threads import measure_step, settle_threads
 
     findings = []
     for recipe in MEASURED_RECIPES:
         products = dominant_products(RECIPES[recipe]())
         found = resolve_precision(TrainConfig(), products=products)
         findings.append(Finding(f"--train.dtype auto, {recipe}", "", found.description))
+        if found.device.type == "cpu" and not is_launched():
+            threads = settle_threads(Ranks(), partial(measure_step, products, found))
+            findings.append(Finding(f"threads, {recipe}", "", threads.description))
     return findings
 
 
@@ -267,6 +313,7 @@ def communication() -> list[Finding]:
 
 def topologies() -> list[Finding]:
     """What was measured between ranks, and which plans were found, on this machine's disk."""
+    from expertmesh.costs.communication import assumed_links
     from expertmesh.parallel.experts.tuning_cache import known
 
     found = []
@@ -274,6 +321,7 @@ def topologies() -> list[Finding]:
         if network is not None:
             links = ", ".join(
                 f"{name} {link.bytes_per_s / 1e6:,.0f} MB/s and {link.latency_s * 1e6:,.0f} us"
+                + (" (assumed)" if name in assumed_links(network) else "")
                 for name, link in (("inside", network.inside), ("across", network.across))
             )
             found.append(Finding(path.stem, "", f"links: {links} ({path})"))

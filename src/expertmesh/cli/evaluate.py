@@ -9,6 +9,9 @@ from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
 
+_TOKENS = 64
+"""Of a question and its answer, about; the number of threads is measured with so many."""
+
 _EXAMPLES = """\
 examples:
   expertmesh evaluate runs/gpt-moe-demo --tasks tasks/quiz.yaml
@@ -42,8 +45,14 @@ def run(argv: list[str]) -> int:
 
         from expertmesh.data.tokenizer import end_of_text_id
         from expertmesh.integrations.evaluation import evaluate
+        from expertmesh.training.threads import threads_of_calls
 
-    with torch.no_grad(), precision.autocast():
+    num_rows = _TOKENS * options.batch_size
+    with (
+        threads_of_calls(model, precision, num_rows=num_rows),
+        torch.no_grad(),
+        precision.autocast(),
+    ):
         found = evaluate(
             model,
             tokenizer,

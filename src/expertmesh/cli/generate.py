@@ -50,9 +50,12 @@ def run(argv: list[str]) -> int:
     with said_once():
         options = _parse(argv)
     prompts = _prompts(options) if launched_rank()[0] == 0 else []
+    num_rows = min(len(prompts) or 1, options.batch_size)
     with ExitStack() as stack:
         with told_of_data():
-            decoder = stack.enter_context(open_decoder(options, is_asked=options.interactive))
+            decoder = stack.enter_context(
+                open_decoder(options, num_rows=num_rows, is_asked=options.interactive)
+            )
         _generate(options, decoder.ranks.first(lambda: prompts), decoder)
     return 0
 

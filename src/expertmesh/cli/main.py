@@ -23,6 +23,7 @@ from expertmesh.cli.launched import another_speaks, leave, linger, tell_launcher
 from expertmesh.cli.layout import fitted
 from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import Flags
+from expertmesh.cli.waiting import wait_passively
 from expertmesh.config.base import launched_rank
 from expertmesh.errors import (
     CheckpointError,
@@ -81,6 +82,7 @@ verbs:
 
 def program() -> NoReturn:
     """Runs the command line and ends the process."""
+    wait_passively()
     leave(main())
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from expertmesh.training.trained import Trained
 
 _CURVE_ROWS = 12
+_TOKENS = 64
+"""Of a sample, about; the number of threads is measured with so many."""
 
 
 class _Runs:
@@ -147,6 +149,7 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
     from expertmesh.training.metrics import read_metrics
     from expertmesh.training.run_dir import RunDir
     from expertmesh.training.state import read_run_state
+    from expertmesh.training.threads import threads_of_calls
 
     if len(options.run) > 1:
         print(f"\n=== {run}")
@@ -176,7 +179,10 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
         decoder = task.decoder(model)
         room = decoder.max_seq_len // 2
         own = [shortened(p, tokenizer, room) for p in prompts_of(corpus, options.samples)]
-        with trained.precision.autocast():
+        with (
+            threads_of_calls(model, trained.precision, num_rows=max(options.samples, 1)),
+            trained.precision.autocast(),
+        ):
             samples = sample(
                 decoder,
                 found,
@@ -221,6 +227,7 @@ def _print_measures(
     """
     from expertmesh.training.evaluate import evaluate, watched
     from expertmesh.training.metrics import evaluations
+    from expertmesh.training.threads import threads_of_calls
 
     metric, config = found.family.metric, found.config
     rows = []
@@ -231,15 +238,18 @@ def _print_measures(
         rows.append((f"on the trainer's sample, after step {step:,}", then[-1].get(metric.key)))
     after = baseline = None
     if data is not None:
-        result = evaluate(
-            trained.task,
-            trained.model,
-            data,
-            batch_size=config.train.micro_batch_size or config.train.batch_size,
-            max_samples=None,
-            precision=trained.precision,
-            watch=watched(data),
-        )
+        size = config.train.micro_batch_size or config.train.batch_size
+        num_rows = _TOKENS * size
+        with threads_of_calls(trained.model, trained.precision, num_rows=num_rows):
+            result = evaluate(
+                trained.task,
+                trained.model,
+                data,
+                batch_size=size,
+                max_samples=None,
+                precision=trained.precision,
+                watch=watched(data),
+            )
         after, baseline = result[metric.key], trained.task.baseline(data)
         rows.append((f"on all validation data, after step {step:,}", after))
     if baseline is not None:

@@ -49,7 +49,8 @@ def run(argv: list[str]) -> int:
         check_sacrebleu()
         if options.rouge:
             check_rouge()
-    with told_of_data(), open_decoder(options) as decoder:
+    num_rows = options.beams * min(len(texts) or 1, options.batch_size)
+    with told_of_data(), open_decoder(options, num_rows=num_rows) as decoder:
         found = _translated(options, decoder.ranks.first(lambda: texts), decoder)
     if not is_first:
         return 0

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from expertmesh.config.base import is_first_on_host, is_launched
@@ -37,15 +37,29 @@ def ended_with_launcher() -> Iterator[None]:
         thread.join()
 
 
-def _watch(launcher: int, over: threading.Event) -> None:
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end() -> None:
+    os._exit(128 + signal.SIGTERM)
+
+
+def _watch(
+    launcher: int,
+    over: threading.Event,
+    stop: Callable[[], None] = _stop,
+    end: Callable[[], None] = _end,
+) -> None:
+    """Stop when the parent is another than the launcher; end if that is not over in time."""
     while not over.wait(_POLL_S):
         if os.getppid() == launcher:
             continue
         _say(f"torchrun (process {launcher}) is gone: its ranks stop")
-        os.kill(os.getpid(), signal.SIGTERM)
+        stop()
         if not over.wait(_GRACE_S):
             _say(f"a rank did not stop within {_GRACE_S:g} s: it is ended now")
-            os._exit(128 + signal.SIGTERM)
+            end()
         return
 
 

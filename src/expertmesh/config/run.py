@@ -147,7 +147,7 @@ class ParallelConfig(Config):
     """How the machine is used; degrees matter with several ranks, which torchrun starts."""
 
     num_threads: int | None = Field(default=None, gt=0)
-    """CPU threads of this process; none: PyTorch's choice."""
+    """CPU threads of this process; none: OMP_NUM_THREADS if it is set, else the fewest that are fastest within a tenth, measured and kept with the run."""
     dp_replicate_degree: int = Field(default=1, gt=0)
     """Copies of the model; each is spread over the other ranks."""
     dp_shard_degree: int | None = Field(default=None, gt=0)

@@ -43,6 +43,12 @@ USUAL_NETWORK = Network(Link(1e-4, 1e9), Link(3e-4, 1e8))
 """Assumed where nothing was measured (`expertmesh bench comm` measures): only orders of magnitude."""
 
 
+def assumed_links(network: Network) -> tuple[str, ...]:
+    """The names of those links of a network that are assumed, because there were none to measure."""
+    names = ("inside", "across")
+    return tuple(n for n in names if getattr(network, n) == getattr(USUAL_NETWORK, n))
+
+
 @dataclass(frozen=True)
 class RouteShape:
     """The ranks that one route_degree lets tokens travel over.

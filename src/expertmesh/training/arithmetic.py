@@ -62,18 +62,27 @@ class Arithmetic:
         dtype: the type of matrix products.
         library: the library that multiplies FP32 on a CPU.
         seconds: what each way took for the products of a step, by name, where that decided.
+        threads: with which the run computes on a CPU; None: the run began before that was kept.
     """
 
     device: str
     dtype: str
     library: Library
     seconds: Mapping[str, float] = field(default_factory=dict)
+    threads: int | None = None
 
     @property
     def reason(self) -> str:
         """The measurement in words, or nothing."""
         times = sorted(self.seconds.items(), key=lambda item: item[1])
-        return ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in times)
+        return ", ".join(f"{name} {in_words(seconds)}" for name, seconds in times)
+
+
+def in_words(seconds: float) -> str:
+    """A time with three digits: 12.3 ms, 1.25 s, 3,640 s."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
 def fastest(products: Sequence[Product]) -> Arithmetic:
@@ -110,16 +119,16 @@ def measure(products: Sequence[Product]) -> dict[Way, float]:
             way for way in (Way("float32", "onednn"), Way("float32", "blas")) if way not in ways
         ]
         ways.append(Way("bfloat16", ways[0].library))
-    rough = _measured([_cut(p, _ROUGH) for p in products], ways, rounds=2, budget_s=_BUDGET_S)
+    rough = _measured([cut(p, _ROUGH) for p in products], ways, rounds=2, budget_s=_BUDGET_S)
     limit = _HOPELESS * min(rough.values())
     close = [way for way in ways if rough[way] <= limit or way == ways[0]]
     if len(close) == 1:
         return rough
-    fine = _measured([_cut(p, _FINE) for p in products], close, rounds=_ROUNDS, budget_s=_BUDGET_S)
+    fine = _measured([cut(p, _FINE) for p in products], close, rounds=_ROUNDS, budget_s=_BUDGET_S)
     return rough | fine
 
 
-def _cut(product: Product, size: int) -> Product:
+def cut(product: Product, size: int) -> Product:
     """A product of at most so many multiply-adds, its largest sides halved; the count makes up for it, rounded."""
     sides = [product.num_rows, product.in_features, product.out_features]
     while sides[0] * sides[1] * sides[2] > size:
@@ -190,6 +199,7 @@ def read_arithmetic(path: Path) -> Arithmetic | None:
             or found.device not in ("cpu", "cuda")
             or found.dtype not in ("float32", "bfloat16", "float16", "float64")
             or not isinstance(found.seconds, dict)
+            or not (found.threads is None or (isinstance(found.threads, int) and found.threads > 0))
         ):
             raise ValueError(path)
     except FileNotFoundError:

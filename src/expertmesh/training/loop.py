@@ -1,11 +1,10 @@
 """The training loop of any model: data, steps, evaluations, checkpoints, and a clean stop."""
 
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from expertmesh.errors import ConfigError, TrainingDivergedError, named
 from expertmesh.models.family import Batch, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
+from expertmesh.training.arithmetic import write_arithmetic
 from expertmesh.training.begin import begun
 from expertmesh.training.branch import branch_point
 from expertmesh.training.checkpoint import (
@@ -37,6 +37,7 @@ from expertmesh.training.optim import (
     learning_rate,
     set_learning_rate,
 )
+from expertmesh.training.pace import Pace
 from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.roles import summary
@@ -53,10 +54,14 @@ from expertmesh.training.state import (
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
 from expertmesh.training.teacher import open_teacher, teacher_bytes
+from expertmesh.training.threads import (
+    Threads,
+    check_threads,
+    computing_with,
+    measure_step,
+    settle_threads,
+)
 from expertmesh.training.trackers import Files, OwnTracker, Tracker, open_tensorboard
-
-# More of them only wait for one another; a test may want a few more than there are.
-_MOST_THREADS_PER_CORE = 16
 
 
 class _LeftOutError(Exception):
@@ -159,7 +164,6 @@ def train(
 
         leaves_from = ranks.first(open_run)
         stack.enter_context(bind_ranks(config.parallel.bind, has_gpu=device.type == "cuda"))
-        stack.enter_context(_threads(config.parallel.num_threads))
         # a run on the CPU leaves the GPUs of its machine alone, unless the caller has used them
         uses_gpus = device.type == "cuda" or torch.cuda.is_initialized()
         gpus = range(torch.cuda.device_count() if uses_gpus else 0)
@@ -169,13 +173,13 @@ def train(
         ranks.first(lambda: prepared.append(task.prepare()))  # fills the cache
         data = ranks.each(lambda: prepared[0] if prepared else task.prepare())
         ranks.agree(data.key, what="the data")
-        products = family.products_of(config, num_parts=ranks.num_row_parts)
-        settle = partial(settle_precision, products=products, record=run_dir.arithmetic)
-        precision = ranks.first(lambda: settle(config.train))
+        precision, threads = _settle(family, config, run_dir, ranks)
+        if threads is not None:
+            stack.enter_context(computing_with(threads))
         stack.enter_context(precision.products())
         torch.manual_seed(config.train.seed)  # whatever the data have drawn
         trainer = ranks.each(
-            partial(_Trainer, family, task, recipe, run_dir, data, precision, ranks)
+            partial(_Trainer, family, task, recipe, run_dir, data, precision, threads, ranks)
         )
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
@@ -183,6 +187,31 @@ def train(
         ranks.first(lambda: run_dir.write_description(config, recipe=recipe, files=data.files))
         trainer.run(stop, console, stack, trackers)
         return trainer.result(resumed_from, stop)
+
+
+def _settle(
+    family: Family, config: RunConfig, run_dir: RunDir, ranks: Ranks
+) -> tuple[Precision, Threads | None]:
+    """What a run computes in, and with how many threads, both kept with the run; None on a GPU: as torch has them, or as is given."""
+    products = family.products_of(config, num_parts=ranks.num_row_parts)
+    record, given = run_dir.arithmetic, config.parallel.num_threads
+    goes_on = ranks.first(lambda: bool(list_checkpoints(run_dir.checkpoints)))
+    precision = ranks.first(
+        lambda: settle_precision(config.train, products=products, record=record)
+    )
+    if precision.device.type != "cpu" and given is None:
+        return precision, None
+    began_with = precision.arithmetic.threads
+    threads = settle_threads(
+        ranks,
+        lambda counts: measure_step(products, precision, counts),
+        given=given,
+        # a run of before threads were kept had torch's number
+        began_with=torch.get_num_threads() if goes_on and began_with is None else began_with,
+    )
+    kept = replace(precision.arithmetic, threads=threads.count)
+    ranks.first(lambda: write_arithmetic(record, kept))
+    return precision, threads
 
 
 class _Trainer:
@@ -196,12 +225,14 @@ class _Trainer:
         run_dir: RunDir,
         data: Data,
         precision: Precision,
+        threads: Threads | None,
         ranks: Ranks,
     ) -> None:
         config: RunConfig = task.config
         self.family, self.task, self.ranks = family, task, ranks
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
-        self.data, self.precision = data, precision
+        self.data, self.precision, self.threads = data, precision, threads
+        self.pace = Pace(has_gpu=precision.device.type != "cpu", num_ranks=ranks.size)
         task.bytes_beside = teacher_bytes(
             config, family, num_ranks=ranks.size, compute_dtype=precision.compute_dtype
         )
@@ -336,6 +367,7 @@ class _Trainer:
         """One optimiser step and what is due after it: evaluation, metrics, checkpoint."""
         config, progress = self.config.train, self.state.progress
         began = time.perf_counter()
+        self.pace.begin()
         lr = learning_rate(
             progress.step, total_steps=self.config.total_schedule_steps, config=self.config.optim
         )
@@ -357,6 +389,8 @@ class _Trainer:
             items=progress.items,
         )
         report.step(line)
+        if (slow := self.pace.end(seconds)) is not None:
+            report.message(f"step {progress.step} {slow}")
         evaluation = None
         if progress.step % config.eval_every == 0 or progress.step == config.steps:
             evaluation = self._evaluate(stop, report)
@@ -464,11 +498,11 @@ class _Trainer:
         )
 
     def _ranks(self) -> str:
-        if self.ranks.size == 1:
-            return ""
-        threads = torch.get_num_threads()
-        where = bound_to()
-        return f", {self.ranks.size} ranks of {threads} thread{'s' if threads > 1 else ''}{where}"
+        if self.ranks.size > 1:
+            count = torch.get_num_threads()
+            why = "" if self.threads is None else f" ({self.threads.why})"
+            return f", {self.ranks.size} ranks of {count} thread{'s' if count > 1 else ''}{why}{bound_to()}"
+        return "" if self.threads is None else f", {self.threads.description}"
 
     def result(self, resumed_from: int, stop: StopRequest) -> TrainResult:
         """How it ended."""
@@ -522,6 +556,7 @@ def check_ranks(task: Task, ranks: Ranks) -> None:
         )
     if ranks.size == 1:
         _check_alone(parallel)
+    check_threads(parallel.num_threads)
     task.check(ranks.size)
     size = train_config.micro_batch_size or train_config.batch_size
     if size % (parts := ranks.num_row_parts):
@@ -555,19 +590,3 @@ def _check_alone(parallel: ParallelConfig) -> None:
         "start more with torchrun --nproc-per-node N -m expertmesh train ..., or, to go on with one, "
         f"give {alone}",
     )
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """PyTorch's CPU threads for the time of a run."""
-    before, cores = torch.get_num_threads(), os.cpu_count() or 1
-    if count is not None and count > max(_MOST_THREADS_PER_CORE * cores, before):
-        raise ConfigError(
-            "parallel.num_threads", count, f"this machine has {cores} cores", "use at most as many"
-        )
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -91,7 +91,7 @@ def resolve_precision(
     if found is None or found.device != device.type:
         found = _arithmetic(config.dtype, device, products)
     elif config.dtype != "auto":
-        found = Arithmetic(device.type, config.dtype, found.library)
+        found = replace(found, dtype=config.dtype, seconds={})
     dtype = _DTYPES[found.dtype]
     return Precision(device, dtype, accumulate_dtype(dtype), found)
 

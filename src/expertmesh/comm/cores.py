@@ -1,0 +1,117 @@
+"""How many threads of this process can run at once: its cores, the quota of its container, the other ranks of its host."""
+
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from expertmesh.comm.bind import read_text
+from expertmesh.config.base import is_launched, ranks_on_host
+
+_ROOT = Path("/")
+_CGROUPS = "sys/fs/cgroup"
+_NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Room(NamedTuple):
+    """What one process knows of its place.
+
+    Attributes:
+        host: name of the machine.
+        cores: numbers of the cores that the process may run on.
+        quota: cores' worth of time that its control groups allow it and its neighbours together; None: all.
+    """
+
+    host: str
+    cores: tuple[int, ...]
+    quota: float | None
+
+
+def own_room() -> Room:
+    """That of this process."""
+    return Room(platform.node(), allowed_cores(), cpu_quota())
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """Cores that this process may use, ascending; all of them where the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def cpu_quota(root: Path = _ROOT) -> float | None:
+    """Cores' worth of time that the control groups of this process allow, by the narrowest of them; None: there is no limit.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    found: list[float | None] = []
+    bases: tuple[str, ...]
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:  # version 2
+            bases, read = ("", "unified"), _quota_of_v2
+        elif "cpu" in controllers.split(","):
+            bases, read = (controllers, "cpu", "cpu,cpuacct"), _quota_of_v1
+        else:
+            continue
+        # a container may see its own group as the root, under the name that it has outside
+        parts = [part for part in path.split("/") if part]
+        for base in bases:
+            for depth in range(len(parts) + 1):
+                found.append(read((root / _CGROUPS / base).joinpath(*parts[:depth])))
+    return min((quota for quota in found if quota is not None), default=None)
+
+
+def _quota_of_v2(group: Path) -> float | None:
+    """Of a file "MICROSECONDS PERIOD", or "max PERIOD"."""
+    return _ratio(*[*read_text(group / "cpu.max").split(), "", ""][:2])
+
+
+def _quota_of_v1(group: Path) -> float | None:
+    return _ratio(read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us"))
+
+
+def _ratio(quota: str, period: str) -> float | None:
+    if not (quota.isdigit() and period.isdigit() and int(quota) and int(period)):
+        return None  # max, -1, or no such file
+    return int(quota) / int(period)
+
+
+def share_of(own: Room, all_rooms: Sequence[Room]) -> int:
+    """Threads that a process can run at once when all processes of its host do, at least 1.
+
+    Args:
+        own: its room.
+        all_rooms: of all processes that compute together, its own among them.
+    """
+    here = [room for room in all_rooms if room.host == own.host]
+    share = sum(1 / sum(core in room.cores for room in here) for core in own.cores)
+    if own.quota is not None:
+        share = min(share, own.quota / len(here))
+    return max(1, int(share + 1e-6))
+
+
+def users_threads(launcher: int | None = None) -> str | None:
+    """The variable by which the user has set the number of threads, as NAME=VALUE; None: nobody has, or torchrun has.
+
+    Torchrun sets OMP_NUM_THREADS=1 for several ranks where the user has not set it; what it began with tells.
+
+    Args:
+        launcher: number of torchrun's process; None: the parent of this one.
+    """
+    name = next((name for name in _NAMES if os.environ.get(name)), None)
+    if name is None:
+        return None
+    if is_launched() and ranks_on_host() > 1 and os.environ.get(_NAMES[0]) == "1":
+        try:
+            began_with = Path(f"/proc/{launcher or os.getppid()}/environ").read_bytes()
+        except OSError:
+            return f"{name}={os.environ[name]}"
+        if not any(
+            began_with.startswith(f"{n}=".encode()) or f"\0{n}=".encode() in began_with
+            for n in _NAMES
+        ):
+            return None
+    return f"{name}={os.environ[name]}"

@@ -1,0 +1,284 @@
+"""How many CPU threads compute: measured with the model's own products, as the type is (`training.arithmetic`).
+
+More threads are not always faster. Small products end sooner than threads find one another, and beside other programs each
+operation waits for the thread that comes last.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from expertmesh.comm.cores import Room, own_room, share_of, users_threads
+from expertmesh.costs.products import Product
+from expertmesh.errors import ConfigError
+from expertmesh.ops.cpu import products as cpu_products
+from expertmesh.parallel.ranks import Ranks
+from expertmesh.training.arithmetic import USUAL_PRODUCTS, cut, in_words
+from expertmesh.training.precision import Precision
+
+MARGIN = 1.1
+"""Fewer threads are taken where they need at most so many times the shortest time."""
+
+_MOST_PER_CORE = (
+    16  # more of them only wait for one another; a test may want a few more than there are
+)
+_SIZE = 1 << 26  # multiply-adds of one product
+_PIECE_S = 2e-3
+_ROUNDS, _FEWEST_ROUNDS = 7, 3
+_BUDGET_S = 0.3
+_MOST_BYTES = 1 << 28
+
+Piece = tuple[Callable[[], object], float]
+"""Some work, and how often a step does it."""
+
+
+@dataclass(frozen=True)
+class Threads:
+    """How many threads a process computes with.
+
+    Attributes:
+        count: of them.
+        why: in a few words.
+        seconds: what a step's products took with each number, where that decided.
+    """
+
+    count: int
+    why: str
+    seconds: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def description(self) -> str:
+        """Number and reason."""
+        return f"{self.count} thread{'s' if self.count > 1 else ''} ({self.why})"
+
+
+def check_threads(given: int | None) -> None:
+    """Refuse a parallel.num_threads far above the number of cores.
+
+    Raises:
+        ConfigError: it is.
+    """
+    cores = len(own_room().cores)
+    if given is not None and given > max(_MOST_PER_CORE * cores, torch.get_num_threads()):
+        raise ConfigError(
+            "parallel.num_threads",
+            given,
+            f"this process may use {_cores(range(cores))}",
+            "use at most as many",
+        )
+
+
+def settle_threads(
+    ranks: Ranks,
+    measure: Callable[[Sequence[int]], Mapping[int, float]],
+    *,
+    given: int | None = None,
+    began_with: int | None = None,
+    room: Room | None = None,
+) -> Threads:
+    """The number of threads of this process; every rank must call, and rank 0 measures for all.
+
+    Args:
+        ranks: that compute at the same time.
+        measure: seconds of a step's products with each of some numbers of threads.
+        given: parallel.num_threads.
+        began_with: the number with which the run began, which is followed: sums depend on it. That of rank 0 counts.
+        room: of this process; None: as the system says.
+    """
+    room = own_room() if room is None else room
+    share = share_of(room, ranks.gather(room))
+    usual = torch.get_num_threads()
+    if given is not None:
+        return Threads(given, "parallel.num_threads")
+
+    def decide() -> Threads:
+        if (named := users_threads()) is not None:
+            return Threads(usual, named)
+        if began_with is not None:
+            return Threads(began_with, "as the run began")
+        # what a caller of Python has set is the most; a rank's 1 is torchrun's
+        most = share if ranks.size > 1 and usual == 1 else min(usual, share)
+        if most == 1:
+            alone = len(room.cores) == 1 or usual == 1
+            return Threads(
+                1, "all that it may use" if alone else f"its share of {_cores(room.cores)}"
+            )
+        return choose(measure(numbers_up_to(most)))
+
+    found = ranks.first(decide)
+    if users_threads() is not None:
+        return Threads(usual, found.why)
+    return found if found.count <= share else Threads(share, found.why, found.seconds)
+
+
+def _cores(cores: Sequence[int]) -> str:
+    return f"{len(cores)} core{'s' if len(cores) > 1 else ''}"
+
+
+def numbers_up_to(most: int) -> list[int]:
+    """1 and `most`, and powers of two between."""
+    return [*(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
+
+
+def choose(seconds: Mapping[int, float]) -> Threads:
+    """The fewest threads that take hardly longer than the best number.
+
+    Args:
+        seconds: by number of threads.
+    """
+    shortest = min(seconds.values())
+    count = min(n for n, found in seconds.items() if found <= MARGIN * shortest)
+    times = ", ".join(f"{n}: {in_words(found)}" for n, found in sorted(seconds.items()))
+    return Threads(count, f"measured, {times}", dict(seconds))
+
+
+@contextmanager
+def computing_with(threads: Threads) -> Iterator[None]:
+    """PyTorch's CPU threads for a time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads.count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def threads_of_calls(
+    model: nn.Module, precision: Precision, *, num_rows: int, ranks: Ranks | None = None
+) -> Iterator[Threads | None]:
+    """The number of threads with which a trained model is fastest here, for a time; on a GPU nothing changes.
+
+    Args:
+        model: of this process.
+        precision: what it computes in.
+        num_rows: tokens of a call.
+        ranks: that compute at the same time; every rank must call. None: this process alone.
+    """
+    if precision.device.type != "cpu":
+        yield None
+        return
+    measure = partial(measure_forward, model, precision, num_rows=num_rows)
+    threads = settle_threads(Ranks() if ranks is None else ranks, measure)
+    with computing_with(threads):
+        yield threads
+
+
+def measure_step(
+    products: Sequence[Product], precision: Precision, counts: Sequence[int]
+) -> dict[int, float]:
+    """Seconds of the products of a training step with each number of threads; large ones stand for themselves as smaller ones.
+
+    Args:
+        products: those that dominate a step; none: usual ones.
+        precision: what they are computed in.
+        counts: numbers of threads.
+    """
+    with torch.no_grad(), precision.products():
+        pieces = [
+            (
+                partial(_forward_and_backward, *_factors(product, precision.compute_dtype)),
+                product.count,
+            )
+            for product in (cut(p, _SIZE) for p in products or USUAL_PRODUCTS)
+        ]
+        return race(pieces, counts)
+
+
+def _factors(product: Product, dtype: torch.dtype) -> list[Tensor]:
+    sides = (product.num_rows, product.in_features, product.out_features)
+    return [torch.ones(sides[i], sides[j], dtype=dtype) for i, j in ((0, 1), (2, 1), (0, 2))]
+
+
+def _forward_and_backward(x_MK: Tensor, w_NK: Tensor, grad_MN: Tensor) -> None:
+    F.silu(cpu_products.product(x_MK, w_NK.T))
+    cpu_products.product(grad_MN, w_NK)
+    cpu_products.product(grad_MN.T, x_MK)
+
+
+def measure_forward(
+    model: nn.Module, precision: Precision, counts: Sequence[int], *, num_rows: int
+) -> dict[int, float]:
+    """Seconds of the products of a forward pass with each number of threads, by the model's own weights.
+
+    Args:
+        model: on the CPU. Of the experts of a layer the first one is multiplied.
+        precision: what it computes in.
+        counts: numbers of threads.
+        num_rows: tokens of a call.
+    """
+    weights = list(_matrices(model.parameters()))
+    if not weights:
+        return race([(lambda: None, 1)], counts[:1])
+    with torch.no_grad(), precision.autocast():
+        rows = [torch.ones(num_rows, w.shape[1], dtype=w.dtype) for w in weights]
+
+        def forward() -> None:
+            for x_MK, w_NK in zip(rows, weights, strict=True):
+                F.silu(F.linear(x_MK, w_NK))
+
+        return race([(forward, 1)], counts)
+
+
+def _matrices(parameters: Iterable[Tensor]) -> list[Tensor]:
+    found = []
+    for p in parameters:
+        local = getattr(p, "_local_tensor", p).detach()
+        if local.ndim > 2 and len(local):
+            local = local[0].flatten(0, -2)
+        if local.ndim == 2 and local.numel() and local.is_floating_point():
+            found.append(local)
+    num_bytes = sum(w.numel() * w.element_size() for w in found)
+    return found[:: max(1, num_bytes // _MOST_BYTES)]
+
+
+def race(
+    pieces: Sequence[Piece],
+    counts: Sequence[int],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[int, float]:
+    """The medians of several rounds, by turns, after one that does not count (code is generated, pages are touched).
+
+    Wall time, since waiting is what is measured: other programs are a part of it, and slow all numbers alike but for that.
+    """
+    took: dict[int, list[float]] = {n: [] for n in counts}
+    before = torch.get_num_threads()
+    try:
+        repeats = _repeats(pieces, counts[0], clock)
+        end = clock() + _BUDGET_S
+        for number in range(_ROUNDS + 1):
+            for n in counts if number % 2 else reversed(counts):
+                torch.set_num_threads(n)
+                pieces[0][0]()  # threads are made at the first operation
+                seconds = 0.0
+                for (work, weight), times in zip(pieces, repeats, strict=True):
+                    began = clock()
+                    for _ in range(times):
+                        work()
+                    seconds += (clock() - began) * weight / times
+                if number:
+                    took[n].append(seconds)
+            if number >= _FEWEST_ROUNDS and clock() > end:
+                break
+    finally:
+        torch.set_num_threads(before)
+    return {n: median(seconds) for n, seconds in took.items()}
+
+
+def _repeats(pieces: Sequence[Piece], count: int, clock: Callable[[], float]) -> list[int]:
+    """How often each piece is done to take long enough to be measured."""
+    torch.set_num_threads(count)
+    found = []
+    for work, _ in pieces:
+        work()
+        began = clock()
+        work()
+        found.append(max(1, min(100, round(_PIECE_S / (clock() - began + 1e-9)))))
+    return found

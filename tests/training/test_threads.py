@@ -1,0 +1,269 @@
+"""How many threads compute: measured, kept with the run, said; fewer within a tenth; what the user has set wins."""
+
+import io
+import itertools
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from rich.console import Console
+
+from expertmesh.cli.main import main
+from expertmesh.cli.waiting import wait_passively
+from expertmesh.comm.cores import Room
+from expertmesh.config.run import TrainConfig
+from expertmesh.costs.products import Product
+from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.model import GPT
+from expertmesh.parallel.ranks import Ranks
+from expertmesh.training import threads
+from expertmesh.training.loop import train
+from expertmesh.training.pace import Counts, Pace
+from expertmesh.training.precision import resolve_precision
+from expertmesh.training.run_dir import RunDir
+from expertmesh.training.threads import (
+    Threads,
+    check_threads,
+    choose,
+    computing_with,
+    measure_forward,
+    measure_step,
+    numbers_up_to,
+    race,
+    settle_threads,
+)
+
+FP32 = resolve_precision(TrainConfig(dtype="float32", device="cpu"))
+FASTER = {1: 1.0, 2: 0.8, 4: 0.5}
+
+
+FOUR_CORES = Room("here", (0, 1, 2, 3), None)
+
+
+@pytest.fixture
+def four_threads(monkeypatch):
+    """A process whose torch has four threads, and nobody has said so."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def settled(seconds=FASTER, room=FOUR_CORES, **options):
+    asked = []
+
+    def measure(counts):
+        asked.append(list(counts))
+        return {n: seconds[n] for n in counts}
+
+    return settle_threads(Ranks(), measure, room=room, **options), asked
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({1: 1.0, 2: 0.5}, 2),
+        ({1: 1.0, 2: 0.95}, 1),
+        ({1: 1.0, 2: 38.0}, 1),
+        ({1: 1.0, 2: 0.54, 4: 0.5}, 2),
+        ({1: 1.0, 2: 0.56, 4: 0.5}, 4),
+    ],
+)
+def test_fewer_threads_within_a_tenth(seconds, expected):
+    found = choose(seconds)
+    assert found.count == expected and found.seconds == seconds
+    assert all(f"{n}: " in found.description for n in seconds)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8])]
+)
+def test_numbers_that_are_measured(most, expected):
+    assert numbers_up_to(most) == expected
+
+
+def test_what_decides(four_threads, monkeypatch):
+    assert settled() == (Threads(4, choose(FASTER).why, FASTER), [[1, 2, 4]])
+    assert settled(given=3) == (Threads(3, "parallel.num_threads"), [])
+    assert settled(began_with=2) == (Threads(2, "as the run began"), [])
+    assert settled(began_with=64)[0].count == 4, "no more than there are"
+    with computing_with(Threads(2, "")):
+        assert settled()[1] == [[1, 2]], "a caller of Python has set two"
+    limited = Room("here", (0, 1, 2, 3), 2.0)
+    assert settled(room=limited)[1] == [[1, 2]], "the container has two cores' worth of time"
+    alone = Room("here", (2,), None)
+    assert settled(room=alone) == (Threads(1, "all that it may use"), [])
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert settled() == (Threads(4, "OMP_NUM_THREADS=4"), [])
+    assert settled(began_with=2) == (Threads(4, "OMP_NUM_THREADS=4"), [])
+    assert settled(given=2) == (Threads(2, "parallel.num_threads"), [])
+
+
+def test_far_too_many_are_refused():
+    check_threads(1)
+    with pytest.raises(ConfigError, match=r"parallel.num_threads=1000000: .* cores?; use at most"):
+        check_threads(1_000_000)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_model_is_measured_with_every_number_and_nothing_stays_changed(dtype, tiny):
+    precision = resolve_precision(TrainConfig(dtype=dtype, device="cpu"))
+    before = torch.get_num_threads()
+    for products in ([Product(64, 96, 80, count=3), Product(512, 4096, 4096)], []):
+        found = measure_step(products, precision, [1, 2, 3])
+        assert list(found) == [1, 2, 3] and all(s > 0 for s in found.values())
+    model = GPT(tiny().model, dtype=torch.float32, seed=0).eval()
+    found = measure_forward(model, precision, [1, 2], num_rows=2)
+    assert list(found) == [1, 2] and all(s > 0 for s in found.values())
+    assert list(measure_forward(torch.nn.ReLU(), precision, [1, 2], num_rows=1)) == [1]
+    assert torch.get_num_threads() == before
+
+
+def test_noise_in_some_rounds_decides_nothing():
+    """Two threads take half of the time but for each third call, in which another program pushes them aside."""
+    clock, calls = [0.0], [0]
+
+    def work():
+        n = torch.get_num_threads()
+        calls[0] += n == 2
+        clock[0] += 1e-3 / n * (50 if n == 2 and calls[0] % 7 == 0 else 1)
+
+    before = torch.get_num_threads()
+    found = race([(work, 1.0)], [1, 2], lambda: clock[0])
+    assert torch.get_num_threads() == before
+    assert choose(found).count == 2
+
+
+def first_line(config):
+    said = io.StringIO()
+    train(config, console=Console(file=said, width=400))
+    return said.getvalue().splitlines()[0]
+
+
+def test_a_run_says_how_many_and_goes_on_with_them(four_threads, tiny, before_steps):
+    used = []
+    before_steps(lambda model, step: used.append(torch.get_num_threads()))
+    schedule = {"optim.schedule_steps": 8, "train.resume": "auto"}
+    line = first_line(tiny(**{"train.steps": 4}, **schedule))
+    record = RunDir(tiny().train.run_dir).arithmetic
+    values = json.loads(record.read_text())
+    count = values["threads"]
+    assert re.search(
+        rf", {count} threads? \((measured, 1: [\d.]+ m?s, 2: |all that it may use)", line
+    )
+    assert used == [count] * 4
+    record.write_text(json.dumps(values | {"threads": 1}))
+    line = first_line(tiny(**{"train.steps": 6}, **schedule))
+    assert ", 1 thread (as the run began)" in line and used[4:] == [1, 1]
+    del values["threads"]  # a run of before that was kept had torch's number
+    record.write_text(json.dumps(values))
+    with computing_with(Threads(1, "")):
+        assert ", 1 thread (as the run began)" in first_line(tiny(**schedule))
+    assert json.loads(record.read_text())["threads"] == 1
+    assert torch.get_num_threads() == 4
+
+
+QUIET = Counts(0.0, 0, 0)
+CAUSES = [
+    (Counts(0.1, 5000, 0), 0.0, {}, "5,000 pages were read back from the disk"),
+    (Counts(0.1, 0, 0), 99.0, {}, "other programs use the processor (load 99.0 on"),
+    (Counts(2.0, 0, 500), 0.0, {}, "other programs use the processor"),
+    (Counts(0.1, 0, 0), 0.0, {}, "this process waited: for a disk, or for a limit"),
+    (Counts(0.1, 0, 0), 99.0, {"has_gpu": True}, "this process waited: for the GPU"),
+    (Counts(0.1, 0, 0), 0.0, {"num_ranks": 2}, "another rank was late"),
+    (Counts(1.9, 0, 0), 0.0, {}, "computed all the while"),
+]
+
+
+@pytest.mark.parametrize(("spent", "load", "place", "cause"), CAUSES, ids=[c[-1] for c in CAUSES])
+def test_a_slow_step_is_said_once_with_its_cause(spent, load, place, cause):
+    now = [QUIET]
+    watch = Pace(counts=lambda: now[0], load=lambda: load, **place)
+    for seconds in (9.0, *[0.2] * 20, 0.9):  # the first step prepares much
+        watch.begin()
+        assert watch.end(seconds) is None
+    watch.begin()
+    now[0] = spent
+    said = watch.end(2.0)
+    assert said.startswith("took 2 s, 10 times the median of 0.2 s: ") and cause in said
+    watch.begin()
+    assert watch.end(50.0) is None, "once"
+
+
+def test_pauses_that_nobody_notices_are_not_said():
+    watch = Pace()
+    for seconds in (0.001,) * 20:
+        watch.begin()
+        watch.end(seconds)
+    assert watch.end(0.05) is None
+
+
+def test_the_run_says_it(tiny, before_steps):
+    began, said = [time.perf_counter()], io.StringIO()
+
+    def wait(model, step):
+        if step == 15:  # longer than any step before, however long these took here
+            longest = max(b - a for a, b in itertools.pairwise(began))
+            time.sleep(6 * longest + 0.2)
+        began.append(time.perf_counter())
+
+    before_steps(wait)
+    train(tiny(**{"train.steps": 17}), console=Console(file=said, width=400))
+    (line,) = [line for line in said.getvalue().splitlines() if "times the median" in line]
+    assert re.match(
+        r"step \d+ took [\d.]+ s, \d+ times the median of [\d.e-]+ s: .+ \(said once\)", line
+    )
+
+
+@pytest.mark.parametrize("set_by_user", ["", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
+@pytest.mark.parametrize("loaded", [{"sys"}, {"sys", "torch"}], ids=["before torch", "after torch"])
+def test_threads_sleep_while_they_wait_unless_the_user_says_otherwise(set_by_user, loaded):
+    environment = {set_by_user: "ACTIVE"} if set_by_user else {}
+    expected = environment.copy()
+    does = not set_by_user and "torch" not in loaded
+    assert wait_passively(environment, loaded) == does
+    assert environment == (expected | {"OMP_WAIT_POLICY": "PASSIVE"} if does else expected)
+
+
+def test_the_command_line_sets_it_before_torch_is_loaded():
+    """In a process of its own: here torch is loaded."""
+    code = (
+        "import os, sys; [os.environ.pop(n, None) for n in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT', 'KMP_BLOCKTIME')]\n"
+        "import expertmesh.cli.main as m\n"
+        "m.main = lambda: print('torch' in sys.modules, os.environ.get('OMP_WAIT_POLICY')) or 0\n"
+        "m.program()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False PASSIVE\n"
+
+
+def test_verbs_compute_with_the_number_that_is_chosen(
+    four_threads, tiny, run_quietly, threshold, capsys
+):
+    config = tiny()
+    run_quietly(config)
+    threshold(threads, "MARGIN", 1e9)  # the fewest are never too slow
+    used = set()
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(
+        lambda module, _: used.add(torch.get_num_threads()) if isinstance(module, GPT) else None
+    )
+    run = config.train.run_dir
+    try:
+        for words in (
+            ["generate", "--run", run, "--max-tokens", "2", "alpha"],
+            ["generate", "--run", run, "--max-tokens", "2", "alpha", "beta"],
+            ["report", run, "--samples", "1", "--tokens", "2"],
+        ):
+            used.clear()
+            assert main(words) == 0
+            assert 1 in used and (words[0] == "report" or used == {1})  # its page looks at one text
+    finally:
+        hook.remove()
+    capsys.readouterr()
+    assert torch.get_num_threads() == 4
