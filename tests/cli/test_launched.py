@@ -11,7 +11,7 @@ from tests.support.patience import PATIENCE_S
 
 from expertmesh.cli import launched
 from expertmesh.cli.main import VERBS, main
-from expertmesh.errors import CollectiveError, ConfigError, PeerError
+from expertmesh.errors import CollectiveError, ConfigError, PeerError, text_of
 
 RANKS_BEGAN = 1_000_000
 
@@ -69,7 +69,10 @@ def test_a_mistake_is_said_once_per_host(as_rank, capsys, words):
 
 FAILURES = {
     "a mistake that all make": (None, "error: unknown verb"),
-    "the leader failed": (PeerError("optim.lr=-1: must be (rank 0)"), "error: --optim.lr -1"),
+    "the leader failed": (
+        PeerError(f"{text_of(ConfigError('optim.lr', -1, 'must be'))} (rank 0)"),
+        "error: --optim.lr -1: must be (rank 0)",
+    ),
     "a rank is lost": (CollectiveError("lost another rank"), "error: lost another rank"),
 }
 
