@@ -1,6 +1,7 @@
 """The Tutel door against its documented semantics, in a loop of plain PyTorch."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import MOELayer, moe_layer
+from expertmesh.testing.numerics import assert_close_fp64
 
 D, E = 5, 4
 FFN = {
@@ -157,6 +159,11 @@ def test_importance_and_load():
     y = layer(torch.randn(16, D, dtype=torch.float64))
     y.l_aux.backward()
     assert layer._layer.router.proj.weight.grad.any()
+    ours = copy.deepcopy(layer._layer)  # variances over E; Tutel's are over E - 1
+    ours.loss_options = dataclasses.replace(ours.loss_options, aux_loss_weight=1.0)
+    x = torch.randn(16, D, dtype=torch.float64)
+    expected = ours.eval()(x)[1].aux_loss * E / (E - 1)
+    assert_close_fp64(layer.eval()(x).l_aux.detach(), expected.detach(), what="l_aux")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from expertmesh.cli.flags import OptionParser
 
 _EXAMPLES = """\
 examples:
+  hf download Qwen/Qwen3-30B-A3B --local-dir models/Qwen3-30B-A3B
   expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3
   expertmesh generate runs/qwen3 "Once upon a time"
   expertmesh convert --from runs/gpt-moe-demo --to models/demo   # for transformers and vLLM

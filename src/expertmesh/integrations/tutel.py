@@ -131,7 +131,8 @@ class MOELayer(nn.Module):
             min_capacity=1,
             drop_policy="priority" if batch_prioritized_routing else "first",
             balance_loss="gshard" if is_gshard_loss else "importance_load",
-            aux_loss_weight=1.0,
+            # its variances are over E - 1, ours over E
+            aux_loss_weight=1.0 if is_gshard_loss else _unbiased(self.num_global_experts),
             seed=None if not seeds else seeds[0],
             **cosine,
             **expert,
@@ -260,6 +261,10 @@ class MOELayer(nn.Module):
 
 
 moe_layer = MOELayer
+
+
+def _unbiased(num_experts: int) -> float:
+    return num_experts / max(num_experts - 1, 1)
 
 
 def _gate(gate_type: Mapping[str, Any] | list[Mapping[str, Any]] | str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Komatsuzaki et al., arXiv 2212.05055 (copies of the block as experts), He et al.
 that are slices of it, chosen in virtual groups), and Nakamura et al., arXiv 2502.19261 (a part of each copy drawn anew).
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,6 +35,7 @@ _OWN = (
     "device",
     "dtype",
 )
+_log = logging.getLogger("expertmesh.models")
 _collected: ContextVar["CollectedStats | None"] = ContextVar("collected", default=None)
 
 
@@ -121,7 +123,9 @@ def upcycle(
     is cut into g experts along its hidden size; the router begins with equal rows for the g parts of a copy (a virtual
     group), so that tokens take whole copies at first.
 
-    A GPT of expertmesh stays one: its configuration then has the experts, and it is saved and trained as any other.
+    A GPT of expertmesh stays one: its configuration then has the experts, and it is saved and trained as any other. A model of
+    transformers keeps its class, whose files do not say that there are experts: `integrations.transformers.as_moe_model` makes a
+    Mixtral or Qwen3-MoE of it; or upcycle again the same way and `load_state_dict`.
 
     Args:
         model: the dense model; its blocks are on any device, but not on the meta device.
@@ -230,7 +234,31 @@ def moeify(
         block.train(module.training)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, block)
+    if hasattr(type(model), "save_pretrained"):
+        model.save_pretrained = _Saving(model)  # type: ignore[assignment]
     return names
+
+
+class _Saving:
+    """`save_pretrained` of an upcycled model of transformers: that of its class, after a word of what nobody reads in it.
+
+    Args:
+        model: the model, which has this for a method until it is called.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        del model.save_pretrained  # said once
+        _log.warning(
+            "%s: config.json describes the dense model, so that from_pretrained draws the replaced blocks anew: save "
+            "expertmesh.integrations.transformers.as_moe_model(model) instead, or read these weights by load_state_dict into a "
+            "model that em.upcycle made the same way",
+            type(model).__name__,
+        )
+        return model.save_pretrained(*args, **kwargs)
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.output_file import complete
 from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import CheckpointError, ConfigError, command
@@ -128,7 +129,7 @@ def find_checkpoint(source: Path) -> Path:
     """
     if not source.is_dir():
         raise ConfigError(
-            f"{source}: is no folder; give a run directory, or a checkpoint inside one"
+            f"{source}: is no folder; give a run directory, or a checkpoint inside one{how_to_fetch(source, as_run=True)}"
         )
     if not (source / "manifest.json").is_file() and not (source / ".metadata").is_file():
         return load_run(source).checkpoint

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.family import FAMILIES, GPT, Family
+from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.output_file import complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.data.tokenizer import load_tokenizer
@@ -153,6 +154,7 @@ class RunDir:
         if not self.path.is_dir():
             raise ConfigError(
                 f"run {self.path}: does not exist; train one with: {command('train')}"
+                f"{how_to_fetch(self.path, as_run=True)}"
             )
         try:
             values = parse_json(self.config.read_bytes())

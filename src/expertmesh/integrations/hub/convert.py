@@ -8,10 +8,11 @@ import torch
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.family import GPT as GPT_FAMILY
 from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.data.text_format import EXTRAS, hub_start
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError, command
-from expertmesh.integrations.hub.configs import hub_family, model_config
+from expertmesh.integrations.hub.configs import hub_family, model_config, say_left_out
 from expertmesh.integrations.hub.load import hub_dtype, read_config, tensor_maker
 from expertmesh.integrations.hub.save import save_pretrained
 from expertmesh.models.gpt.model import GPT
@@ -47,7 +48,7 @@ def convert(
         source: a folder as transformers saves one, or a run directory or checkpoint of ours.
         target: a folder that does not exist yet: a run directory of ours in the first case, a folder under hub names in the
             second.
-        dtype: of the weights; None: as they are.
+        dtype: of the weights; None: as they are, but FP64 goes out as FP32, which is said.
 
     Returns:
         What was made.
@@ -61,7 +62,8 @@ def convert(
     """
     source, target = expanded(source), expanded(target)
     if not source.is_dir():
-        raise ConfigError("from", source, "is no folder", "give a hub model's or a run's")
+        fetch = how_to_fetch(source, as_run=False)
+        raise ConfigError("from", source, "is no folder", f"give a hub model's or a run's{fetch}")
     if target.suffix == ".safetensors":
         raise ConfigError(
             "to",
@@ -102,7 +104,8 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
     load_tokenizer(source / TOKENIZER, vocab_size=model_options.vocab_size)
     # without memory: each tensor is read when it is written
     model = GPT(model_options, device="meta", dtype=dtype or hub_dtype(values, source))
-    make = tensor_maker(model, source)
+    make = tensor_maker(model, source, is_chosen=dtype is not None)
+    say_left_out(values)
     seq_len = min(model.config.max_seq_len, 1024)
     config = GPTRunConfig.model_validate(
         {"model": model.config, "data": {"seq_len": seq_len}, "train": {"run_dir": str(target)}}

@@ -1,6 +1,7 @@
 """Safetensors files, read through memory maps: one of them, or shards with an index. Nothing is trusted that was not compared."""
 
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,14 @@ from expertmesh.training.export import DTYPE_NAMES
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of weights that are read."""
+_BUFFER = re.compile(
+    r"(^|\.)(rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)|position_ids|(self_attn|attn|attention)\.(masked_bias|bias))$"
+)
+"""Names of what older programs saved beside the weights and the model computes itself: angles, positions, masks."""
+_ROWS = 4096
+"""Rows of two matrices that are compared at a time."""
 
 
 class Entry(NamedTuple):
@@ -62,9 +71,49 @@ class HubFiles:
             self.entries |= _header(folder / name)
 
     def leave_out(self, beginnings: tuple[str, ...]) -> None:
-        """Forget the tensors whose names begin so."""
-        kept = {n: entry for n, entry in self.entries.items() if not n.startswith(beginnings)}
-        self.entries = kept
+        """Forget the tensors whose names begin so, and the buffers of older programs."""
+        self.entries = {
+            name: entry
+            for name, entry in self.entries.items()
+            if not name.startswith(beginnings) and not _BUFFER.search(name)
+        }
+
+    def tie(self, name: str, again: str) -> None:
+        """Of a matrix that a model uses twice: take it under its one name, whichever of the two the files have.
+
+        Args:
+            name: under which the model has it.
+            again: under which some programs write it, too, or alone.
+
+        Raises:
+            CheckpointError: both are there and differ.
+        """
+        other = self.entries.get(again)
+        if other is None:
+            return
+        if name in self.entries and not self._are_equal(name, again):
+            raise CheckpointError(
+                f"{self.folder}: {again} differs from {name}, and config.json ties them; set tie_word_embeddings to false there if "
+                "the model has both, or restore the files from the hub"
+            )
+        self.entries.setdefault(name, other)
+        del self.entries[again]
+
+    def _are_equal(self, name: str, again: str) -> bool:
+        pair = self.entries[name], self.entries[again]
+        if pair[0].shape != pair[1].shape or any(e.dtype not in READABLE for e in pair):
+            return False
+        one, two = self.tensor(name), self.tensor(again)
+        blocks = zip(one.split(_ROWS), two.split(_ROWS), strict=True)
+        return all(torch.equal(a.double(), b.double()) for a, b in blocks)
+
+    def usual_dtype(self) -> torch.dtype:
+        """The type of most numbers."""
+        sizes = dict.fromkeys(READABLE, 0)
+        for entry in self.entries.values():
+            if isinstance(entry.dtype, torch.dtype) and entry.dtype in sizes:
+                sizes[entry.dtype] += math.prod(entry.shape)
+        return max(READABLE, key=lambda dtype: sizes[dtype])
 
     def tensor(self, name: str) -> Tensor:
         """A tensor whose memory is the file; not to be written to."""
@@ -109,19 +158,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_tensors(
-    files: HubFiles, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, *, wide: str
-) -> None:
+def check_tensors(files: HubFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Compare names, shapes and types of all tensors with what the model needs.
 
     Args:
         files: the folder.
         shapes: what the model needs, by the hub's names.
-        dtype: of all tensors.
-        wide: end of the names that may have FP32 in any case.
 
     Raises:
-        CheckpointError: a tensor is missing, extra, transposed or of another shape or type; names it.
+        CheckpointError: a tensor is missing, extra, transposed, of another shape, or of a type that holds no plain numbers; names it.
     """
     where, found = files.folder, files.entries
     if missing := sorted(set(shapes) - set(found)):
@@ -140,9 +185,10 @@ def check_tensors(
             raise CheckpointError(
                 f"{where}: {name} has shape {entry.shape} and must have {shape}{turned}; restore the files from the hub"
             )
-        if entry.dtype != dtype and not (name.endswith(wide) and entry.dtype == torch.float32):
+        if entry.dtype not in READABLE:
             raise CheckpointError(
-                f"{where}: {name} has dtype {entry.dtype} and config.json says {dtype}; use weights of one type, not quantised"
+                f"{where}: {name} has dtype {entry.dtype}, and expertmesh reads float32, bfloat16, float16 and float64; use weights "
+                "that are not quantised"
             )
 
 

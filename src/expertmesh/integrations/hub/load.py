@@ -1,5 +1,6 @@
 """A GPT of ours with the weights of a hub checkpoint."""
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expertmesh.config.base import expanded
+from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.run import ParallelConfig
 from expertmesh.data.text_format import hub_start
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.hub.configs import hub_family, model_config
-from expertmesh.integrations.hub.files import HubFiles, check_tensors, read_json
+from expertmesh.integrations.hub.configs import hub_family, model_config, say_left_out
+from expertmesh.integrations.hub.files import READABLE, HubFiles, check_tensors, read_json
 from expertmesh.integrations.hub.layout import Piece, pieces
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.construct import give_memory
 
-_WIDE = "e_score_correction_bias"
+_log = logging.getLogger("expertmesh.integrations")
 
 
 def load_pretrained(
@@ -37,7 +39,8 @@ def load_pretrained(
     Args:
         folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE or GLM-4-MoE.
         device: of the parameters.
-        dtype: of the parameters (the router keeps FP32); None: that of the files.
+        dtype: of the parameters (the router keeps FP32); None: that of config.json, or of most weights if it says none. Tensors of
+            a wider type are rounded to it, as in transformers, and that is said.
         parallel: how to spread the model over the ranks that torchrun started, before it has memory; None: whole, here.
 
     Returns:
@@ -53,6 +56,7 @@ def load_pretrained(
     folder = expanded(folder)
     values = read_config(folder)
     config = model_config(values, start_ids=hub_start(folder))
+    say_left_out(values)
     model = GPT(config, device="meta", dtype=dtype or hub_dtype(values, folder))
     if parallel is None:
         model.to_empty(device=device)
@@ -62,31 +66,38 @@ def load_pretrained(
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.zero_()
-    fill(model, folder)
+    fill(model, folder, is_chosen=dtype is not None)
     return model
 
 
-def fill(model: nn.Module, folder: Path) -> None:
+def fill(model: nn.Module, folder: Path, *, is_chosen: bool = False) -> None:
     """Write the weights of a hub checkpoint into a model, whole or spread over ranks: each rank reads what it holds.
 
     Args:
         model: a GPT of the folder's `model_config`, with memory.
         folder: see `load_pretrained`.
+        is_chosen: whether the user chose the parameters' type; what is rounded to it is not said then.
 
     Raises:
         ConfigError: see `load_pretrained`.
         CheckpointError: see `load_pretrained`; nothing is written then.
     """
     found, files = checked_pieces(folder)
-    copy_pieces(found, files, model.state_dict())
+    state = model.state_dict()
+    if not is_chosen:
+        _say_rounded(found, files, state)
+    copy_pieces(found, files, state)
 
 
-def tensor_maker(model: nn.Module, folder: Path) -> Callable[[str], Tensor]:
+def tensor_maker(
+    model: nn.Module, folder: Path, *, is_chosen: bool = False
+) -> Callable[[str], Tensor]:
     """Give a function that reads one tensor of a model on the meta device from a hub checkpoint, by its name in the state dict.
 
     Args:
         model: a GPT of the folder's `model_config`.
         folder: see `load_pretrained`.
+        is_chosen: see `fill`.
 
     Raises:
         ConfigError: see `load_pretrained`.
@@ -94,6 +105,8 @@ def tensor_maker(model: nn.Module, folder: Path) -> Callable[[str], Tensor]:
     """
     found, files = checked_pieces(folder)
     described = model.state_dict()
+    if not is_chosen:
+        _say_rounded(found, files, described)
     by_ours: dict[str, list[Piece]] = {name: [] for name in described}
     for piece in found:
         by_ours[piece.ours].append(piece)
@@ -123,13 +136,36 @@ def checked_pieces(folder: Path) -> tuple[list[Piece], HubFiles]:
     found = list(pieces(config, family.model_type))
     shapes = {piece.theirs: piece.theirs_shape for piece in found}
     files.leave_out(_ahead(values))
-    check_tensors(files, shapes, hub_dtype(values, folder), wide=_WIDE)
+    if config.tie_embeddings:
+        files.tie("model.embed_tokens.weight", "lm_head.weight")
+    check_tensors(files, shapes)
     return found, files
+
+
+def _say_rounded(found: list[Piece], files: HubFiles, tensors: dict[str, Tensor]) -> None:
+    """Say which tensors lose digits in the type that they get."""
+    types = {piece.theirs: tensors[piece.ours].dtype for piece in found}
+    rounded = []
+    for name, ours in types.items():
+        theirs = files.entries[name].dtype
+        assert isinstance(theirs, torch.dtype)
+        if torch.promote_types(ours, theirs) != ours:
+            rounded.append((name, theirs, ours))
+    if rounded:
+        name, theirs, ours = rounded[0]
+        more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
+        _log.warning(
+            "%s: %s%s rounded from %s to the %s of config.json, as in transformers; keep them by dtype=%s",
+            *(files.folder, name, f"{more} are" if more else " is"),
+            *(str(dtype).removeprefix("torch.") for dtype in (theirs, ours, theirs)),
+        )
 
 
 def _ahead(values: dict[str, Any]) -> tuple[str, ...]:
     """Beginnings of the names of layers behind the model's last, which predict further tokens; transformers leaves them out, too."""
-    last, more = values["num_hidden_layers"], values.get("num_nextn_predict_layers") or 0
+    # transformers 5 has two names for it, and one such layer where a config.json says nothing
+    named = [values[n] for n in ("num_nextn_predict_layers", "num_mtp_layers") if n in values]
+    last, more = values["num_hidden_layers"], (named[0] or 0) if named else 1
     return tuple(f"model.layers.{last + i}." for i in range(more))
 
 
@@ -166,12 +202,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder}: is no folder; give one with config.json and safetensors files"
+            f"{folder}: is no folder; give one with config.json and safetensors files{how_to_fetch(folder, as_run=False)}"
         )
     values = read_json(folder / "config.json")
-    if values.get("quantization_config"):
+    if found := [n for n in ("quantization_config", "compression_config") if values.get(n)]:
         raise ConfigError(
-            f"{folder}: quantization_config is set; expertmesh reads float32, bfloat16 and float16, so dequantise it first"
+            f"{folder}: {found[0]} is set; expertmesh reads float32, bfloat16 and float16, so dequantise it first"
         )
     if (folder / "generation_config.json").is_file():
         ends = read_json(folder / "generation_config.json").get("eos_token_id")
@@ -180,15 +216,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def hub_dtype(values: dict[str, Any], folder: Path) -> torch.dtype:
-    """The type of a checkpoint's weights, as config.json says.
+    """The type of a checkpoint's weights, as config.json says; if it says none, that of most of them.
 
     Raises:
-        ConfigError: it says none, or another than float32, bfloat16 and float16.
+        ConfigError: it says another than float32, bfloat16, float16 and float64.
     """
-    name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    name = values.get("dtype") or values.get("torch_dtype")
+    if name is None:
+        return HubFiles(folder).usual_dtype()
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if dtype not in READABLE:
         raise ConfigError(
-            f"{folder}: dtype={name} in config.json; expertmesh reads float32, bfloat16 and float16; convert the weights"
+            f"{folder}: dtype={name} in config.json; expertmesh reads float32, bfloat16, float16 and float64; convert the weights"
         )
     return dtype

@@ -1,6 +1,7 @@
 """A checkpoint of ours as a folder under the hub's names, written tensor by tensor."""
 
 import json
+import logging
 import os
 import shutil
 import struct
@@ -21,7 +22,8 @@ from expertmesh.data.tensors import tensor_bytes
 from expertmesh.data.text_format import EXTRAS, find_format
 from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.hub.configs import HubFamily, export_family, hub_config
+from expertmesh.integrations.hub.configs import HubFamily
+from expertmesh.integrations.hub.exports import export_family, hub_config, say_left_out
 from expertmesh.integrations.hub.files import INDEX, SINGLE
 from expertmesh.integrations.hub.layout import Piece, pieces
 from expertmesh.training.checkpoint_tensors import tensor_dtypes, whole_tensors
@@ -30,6 +32,7 @@ from expertmesh.training.export import file_header
 SHARD_BYTES = 5 * 10**9
 """Most bytes of a file, unless one tensor is larger."""
 _MODEL = "model."
+_log = logging.getLogger("expertmesh.integrations")
 
 
 class _Target(NamedTuple):
@@ -58,7 +61,7 @@ def save_pretrained(
         run_dir: has tokenizer.json, and the files beside the weights if the model came from the hub.
         config: of the run.
         folder: where to; it must not exist. Folders above it are made.
-        dtype: of the weights; None: that of the experts in the checkpoint.
+        dtype: of the weights; None: that of the experts in the checkpoint, and FP32 for FP64, which no other program computes in.
         shard_bytes: most bytes of a file.
 
     Returns:
@@ -80,13 +83,21 @@ def save_pretrained(
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+    say_left_out(config.model, family)
     return family
 
 
 def _dtype_of(checkpoint: Path) -> torch.dtype:
     """Of the experts; the router is FP32 in any case."""
     found = tensor_dtypes(checkpoint)
-    return next(dtype for name, dtype in found.items() if name.endswith("experts.w_in"))
+    dtype = next(dtype for name, dtype in found.items() if name.endswith("experts.w_in"))
+    if dtype != torch.float64:
+        return dtype
+    _log.warning(
+        "%s has float64 weights, in which transformers and vLLM do not compute: written as float32",
+        checkpoint,
+    )
+    return torch.float32
 
 
 def _write_weights(

@@ -7,6 +7,7 @@ from expertmesh.integrations.transformers.model import (
 )
 from expertmesh.integrations.transformers.register import NAME, apply, register
 from expertmesh.integrations.transformers.trainer import BalanceExperts
+from expertmesh.integrations.transformers.upcycled import as_moe_model
 
 __all__ = [
     "NAME",
@@ -15,5 +16,6 @@ __all__ = [
     "ExpertMeshForCausalLM",
     "ExpertMeshOutput",
     "apply",
+    "as_moe_model",
     "register",
 ]

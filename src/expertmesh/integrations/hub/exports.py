@@ -1,0 +1,244 @@
+"""A model of ours as the hub describes one: under which architecture it goes out, and its config.json."""
+
+import logging
+from typing import Any, NamedTuple
+
+from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.errors import ConfigError, named
+from expertmesh.integrations.hub.configs import ACTIVATIONS, FAMILIES, HubFamily
+
+_log = logging.getLogger("expertmesh.integrations")
+
+
+def _normalizes(moe: MoEConfig) -> bool:
+    """Whether a token's weights sum to one, of the routers that go out.
+
+    A softmax over the chosen logits is the one over all of them, divided by its sum over the chosen.
+    """
+    if moe.score_function == "softmax_after_topk":
+        return True
+    ours = moe.normalize_weights
+    return moe.top_k > 1 if ours == "auto" else ours != "none"
+
+
+def loss_coefficient(config: ModelConfig) -> float:
+    """transformers' `router_aux_loss_coef` of the weight of our balance loss; see `configs.model_config`."""
+    moe = config.moe
+    if moe.balance_loss == "none":
+        return 0.0
+    coef = moe.aux_loss_weight * config.num_moe_layers / moe.top_k
+    return float(f"{coef:.12g}")  # 0.001 there and back is 0.001
+
+
+def _mixtral(c: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_local_experts": c.moe.num_experts[0],
+        "intermediate_size": c.moe.hidden_dim,
+        "sliding_window": None,
+        "router_aux_loss_coef": loss_coefficient(c),
+    }
+
+
+def _qwen3(c: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_experts": c.moe.num_experts[0],
+        "moe_intermediate_size": c.moe.hidden_dim,
+        "intermediate_size": c.ffn_hidden_dim,
+        "decoder_sparse_step": c.moe_every,
+        "mlp_only_layers": [],
+        "norm_topk_prob": _normalizes(c.moe),
+        "attention_bias": False,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "router_aux_loss_coef": loss_coefficient(c),
+    }
+
+
+def _glm4(c: ModelConfig) -> dict[str, Any]:
+    moe = c.moe
+    return {
+        "n_routed_experts": moe.num_experts[0],
+        "moe_intermediate_size": moe.hidden_dim,
+        "intermediate_size": c.ffn_hidden_dim,
+        "n_shared_experts": moe.num_shared_experts,
+        "first_k_dense_replace": c.first_dense_layers,
+        "n_group": moe.num_expert_groups,
+        "topk_group": moe.num_limited_groups,
+        "num_nextn_predict_layers": 0,
+        "routed_scaling_factor": moe.weight_scale,
+        "norm_topk_prob": _normalizes(moe),
+        "attention_bias": c.qkv_bias,
+        "use_qk_norm": c.qk_norm,
+        "partial_rotary_factor": c.rope_fraction,
+    }
+
+
+_EXPORTS = {"mixtral": _mixtral, "qwen3_moe": _qwen3, "glm4_moe": _glm4}
+
+
+def export_family(config: ModelConfig) -> HubFamily:
+    """The architecture under whose names a model of ours goes out.
+
+    Raises:
+        ConfigError: no architecture of the hub computes what an option of ours asks for; names it.
+    """
+    for rule in _rules(config):
+        if not rule.holds:
+            raise ConfigError(
+                f"model.{rule.name}",
+                rule.value,
+                "Mixtral, Qwen3-MoE and GLM-4-MoE have nothing like it together with the model's other options",
+                f"{rule.way}keep the model in expertmesh, or train one without it",
+            )
+    moe = config.moe
+    if moe.score_function == "sigmoid" or config.first_dense_layers or config.qkv_bias:
+        return FAMILIES["glm4_moe"]
+    return FAMILIES["qwen3_moe" if config.qk_norm else "mixtral"]
+
+
+def hub_config(config: ModelConfig, family: HubFamily, *, dtype: str) -> dict[str, Any]:
+    """The config.json of a model of ours.
+
+    Args:
+        config: the model.
+        family: from `export_family`.
+        dtype: of the written weights, as torch names it.
+    """
+    turning = {"partial_rotary_factor": config.rope_fraction}
+    rope = {"rope_theta": config.rope_base, "rope_type": "default"}
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": {ours: theirs for theirs, ours in ACTIVATIONS.items()}[config.activation],
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_theta": config.rope_base,
+        "rope_parameters": rope | (turning if family.model_type == "glm4_moe" else {}),
+        "initializer_range": config.init_std,
+        "num_experts_per_tok": config.moe.top_k,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        **_EXPORTS[family.model_type](config),
+    }
+
+
+def left_out(config: ModelConfig, family: HubFamily) -> list[str]:
+    """Our options that a config.json of the family has no place for, as `name=value`; they count in training only."""
+    moe = config.moe
+    names = [
+        *("z_loss_weight", "input_jitter", "input_dropout", "expert_output_masking"),
+        *("router_noise", "capacity_factor", "routing_group_size", "balance_loss_scope"),
+    ]
+    fields = MoEConfig.model_fields
+    found = [name for name in names if getattr(moe, name) != fields[name].default]
+    if moe.balance_loss not in ("switch", "none"):
+        found.append("balance_loss")
+    if family.model_type == "glm4_moe" and moe.aux_loss_weight and moe.balance_loss != "none":
+        found.append("aux_loss_weight")
+    return [f"moe.{name}={getattr(moe, name)}" for name in found]
+
+
+def say_left_out(config: ModelConfig, family: HubFamily) -> None:
+    """Say what `left_out` found, in one line."""
+    if found := left_out(config, family):
+        _log.warning(
+            "%s has no place for model.%s: counts in training only, and is left out",
+            family.architecture,
+            ", model.".join(found),
+        )
+
+
+class _Rule(NamedTuple):
+    """What a model that goes out must fulfil.
+
+    Attributes:
+        name: of the option that the user would change, below `model.`.
+        value: which it has.
+        holds: whether it does.
+        way: out, in words, where there is one.
+    """
+
+    name: str
+    value: Any
+    holds: bool
+    way: str = ""
+
+
+_AS_QWEN = f"one with {named('model.qk_norm', True)} goes out as Qwen3-MoE, which has it; "
+_GLM = (
+    f"{named('model.moe.score_function', 'sigmoid')}, and {named('model.moe.bias_update_rate')} and "
+    f"{named('model.moe.num_shared_experts')} above 0"
+)
+_AS_GLM = f"one with {_GLM} goes out as GLM-4-MoE, which has it; "
+_WHOLE_GLM = f"GLM-4-MoE has together {_GLM}; "
+
+
+def _rules(config: ModelConfig) -> list[_Rule]:
+    """All of them, those first whose options decide on the architecture."""
+    moe = config.moe
+    glm = moe.score_function == "sigmoid" and moe.bias_update_rate > 0
+    divided = _normalizes(moe) or glm or config.qk_norm
+    one = moe.top_k == 1 and moe.normalize_weights == "auto"
+    shared = moe.num_shared_experts * moe.hidden_dim
+    softmax = moe.score_function != "sigmoid"
+    found = [
+        _Rule("moe.num_experts", moe.num_experts, len(set(moe.num_experts)) == 1),
+        _Rule("activation", config.activation, config.activation in ACTIVATIONS.values()),
+        _Rule("qk_norm_scope", config.qk_norm_scope, config.qk_norm_scope == "head"),
+        _Rule("qkv_bias", config.qkv_bias, glm or not config.qkv_bias, _AS_GLM),
+        _Rule("rope_fraction", config.rope_fraction, glm or config.rope_fraction == 1, _AS_GLM),
+        _Rule(
+            *("first_dense_layers", config.first_dense_layers),
+            glm or not config.first_dense_layers,
+            _AS_GLM,
+        ),
+        _Rule(
+            *("moe_every", config.moe_every),
+            config.moe_every == 1 or (config.qk_norm and not glm),
+            "" if glm else _AS_QWEN,
+        ),
+        _Rule("moe.router", moe.router, moe.router == "topk"),
+        _Rule("moe.score_function", moe.score_function, softmax or glm, _WHOLE_GLM),
+        _Rule(
+            *("moe.bias_update_rate", moe.bias_update_rate),
+            glm or not moe.bias_update_rate,
+            _WHOLE_GLM,
+        ),
+        _Rule(
+            "moe.top_k" if one else "moe.normalize_weights",
+            1 if one else moe.normalize_weights,
+            divided,
+            ("its one weight is divided by nothing here, and is 1 in Mixtral; " if one else "")
+            + _AS_QWEN,
+        ),
+        _Rule("moe.weight_scale", moe.weight_scale, glm or moe.weight_scale == 1, _AS_GLM),
+        _Rule(
+            *("moe.num_expert_groups", moe.num_expert_groups),
+            glm or moe.num_expert_groups == 1,
+            _AS_GLM,
+        ),
+        _Rule(
+            *("moe.num_shared_experts", moe.num_shared_experts),
+            glm == bool(moe.num_shared_experts),
+            _WHOLE_GLM if glm else _AS_GLM,
+        ),
+        _Rule(
+            *("moe.shared_hidden_dim", moe.shared_hidden_dim),
+            moe.shared_hidden_dim in (None, shared),
+        ),
+        _Rule("moe.shared_gate", moe.shared_gate, not moe.shared_gate),
+        _Rule("moe.logit_temperature", moe.logit_temperature, moe.logit_temperature == 1),
+        _Rule("moe.residual", moe.residual, not moe.residual),
+        _Rule("moe.bias", moe.bias, not moe.bias),
+    ]
+    capacities = ("eval_capacity_factor", "max_capacity_factor")
+    return found + [_Rule(f"moe.{n}", getattr(moe, n), getattr(moe, n) is None) for n in capacities]
