@@ -83,7 +83,9 @@ verbs:
 def program() -> NoReturn:
     """Runs the command line and ends the process."""
     wait_passively()
-    leave(main())
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the code is settled, and nothing is left to stop
+    leave(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,6 @@ from expertmesh.errors import Line
 _FIRST_S = 2.0
 _CLEAR = "\r\x1b[2K"
 _THE_END = b"\0"
-_PYTHONS_OWN = signal.default_int_handler
 
 
 class _News(logging.Handler):
@@ -104,7 +103,9 @@ def _interrupts_heard() -> Iterator[None]:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    thread = threading.Thread(target=_answer, args=(read_end,), daemon=True)
+    thread = threading.Thread(
+        target=_answer, args=(read_end, signal.getsignal(signal.SIGINT)), daemon=True
+    )
     thread.start()
     try:
         yield
@@ -116,12 +117,12 @@ def _interrupts_heard() -> Iterator[None]:
         os.close(read_end)
 
 
-def _answer(read_end: int) -> None:
+def _answer(read_end: int, usual: object) -> None:
     """Answers each number of a signal that comes through a pipe, where nobody else does."""
     heard = 0
     while (number := os.read(read_end, 1)) != _THE_END:
         # The training loop has a handler of its own.
-        if number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) != _PYTHONS_OWN:
+        if number[0] != signal.SIGINT or signal.getsignal(signal.SIGINT) != usual:
             continue
         heard += 1
         if heard > 1:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete
 from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import CheckpointError, ConfigError, command
@@ -73,6 +74,7 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
         CheckpointError: the checkpoint is damaged, or there is none.
     """
     _check_output(output, overwrite=overwrite)
+    check_only_files(source, what=str(source))
     checkpoint = find_checkpoint(source)
     state = read_run_state(checkpoint, "step", "config")
     shapes, dtypes = tensor_shapes(checkpoint), tensor_dtypes(checkpoint)

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.family import FAMILIES, GPT, Family
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.data.tokenizer import load_tokenizer
@@ -156,6 +157,7 @@ class RunDir:
                 f"run {self.path}: does not exist; train one with: {command('train')}"
                 f"{how_to_fetch(self.path, as_run=True)}"
             )
+        check_only_files(self.path, what=f"run {self.path}")
         try:
             values = parse_json(self.config.read_bytes())
             recipe = values.pop("recipe", "unknown")

@@ -9,6 +9,7 @@ from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.family import GPT as GPT_FAMILY
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.input_folder import check_only_files
 from expertmesh.data.text_format import EXTRAS, hub_start
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError, command
@@ -64,6 +65,7 @@ def convert(
     if not source.is_dir():
         fetch = how_to_fetch(source, as_run=False)
         raise ConfigError("from", source, "is no folder", f"give a hub model's or a run's{fetch}")
+    check_only_files(source, what=str(source))
     if target.suffix == ".safetensors":
         raise ConfigError(
             "to",

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from expertmesh.config.base import expanded
 from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.run import ParallelConfig
 from expertmesh.data.text_format import hub_start
 from expertmesh.errors import ConfigError
@@ -204,6 +205,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{folder}: is no folder; give one with config.json and safetensors files{how_to_fetch(folder, as_run=False)}"
         )
+    check_only_files(folder, what=str(folder), depth=1)
     values = read_json(folder / "config.json")
     if found := [n for n in ("quantization_config", "compression_config") if values.get(n)]:
         raise ConfigError(

@@ -1,0 +1,47 @@
+"""Folders that come from elsewhere: all that is read in them must be files."""
+
+import os
+import stat
+from pathlib import Path
+
+from expertmesh.errors import ConfigError
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_DEPTH = 3  # run, checkpoints, step
+
+
+def check_only_files(folder: Path, *, what: str, depth: int = _DEPTH) -> None:
+    """Refuse a folder with pipes, sockets and devices, of which a read may never end. Links are followed.
+
+    Args:
+        folder: what is not there, or no folder, is let through, for those who read it.
+        what: what messages call it, for example "run runs/x".
+        depth: levels of folders to look into.
+
+    Raises:
+        ConfigError: there is one; names it.
+    """
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_file():
+            continue
+        if entry.is_dir():
+            if depth > 1:
+                check_only_files(Path(entry.path), what=what, depth=depth - 1)
+            continue
+        try:
+            kind = _KINDS.get(stat.S_IFMT(entry.stat().st_mode))
+        except OSError:  # a link to nothing
+            continue
+        if kind is not None:
+            raise ConfigError(
+                f"{what}: {entry.path} is {kind}, not a file; put the file in its place, or take it out of the folder"
+            )
