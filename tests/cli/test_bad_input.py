@@ -149,7 +149,8 @@ DATA = {
         text("image.png", b"\x89PNG\0\xff" * 999), ["image.png", "binary", "give text"]
     ),
     "text of another encoding": Mistake(
-        text("latin.txt", "é\n".encode("latin-1") * 999), ["latin.txt", "UTF-8", "give text"]
+        text("latin.txt", "é\n".encode("latin-1") * 999),
+        ["latin.txt", "not UTF-8", "--data.encoding latin-1"],
     ),
     "empty file": Mistake(text("empty.txt", b""), ["empty.txt", "no text", "give"]),
     "one short line": Mistake(
@@ -161,7 +162,9 @@ DATA = {
         may_add=("cache/",),
     ),
     "empty folder": Mistake(empty_folder, ["empty", "no files", "give text"]),
-    "folder of binaries": Mistake(folder_of_binaries, ["binaries", "not UTF-8", "give text"]),
+    "folder of binaries": Mistake(
+        folder_of_binaries, ["binaries", "2 files are binary", "give text"]
+    ),
     "datasets not installed": Mistake(
         without_datasets, ["--data.dataset wiki", "datasets", "install"]
     ),

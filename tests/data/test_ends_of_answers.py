@@ -187,7 +187,7 @@ def test_an_answer_is_learned_as_its_flag_says(tokenizer, flag, is_learned, temp
         (None, {"weight": 0}, "says of the whole line that it is not learned"),
         (None, {"weight": 2}, "the line has 'weight' 2"),
         (None, {"functions": [{"name": "f"}]}, "the line has 'functions', which is not read: write them as 'tools'"),
-        (None, {"system": "Be brief."}, "the line has 'system', which is not read: write it as the first"),
+        (None, {"system": ["Be brief."]}, "the line has 'system', which is not read: write it as the first"),
         (None, {"chat_template_kwargs": {"a": 1}}, "'chat_template_kwargs', which is not read"),
         (None, {"rejected": "x"}, "preferences are not learned"),
         (None, {"images": ["x"]}, "only text is learned"),

@@ -134,7 +134,7 @@ def test_errors_of_the_device_name_the_option_of_this_verb(
     ("setup", "prompt", "said"),
     [
         ("", b"'\xff'", "is not UTF-8 text; convert it"),
-        ("printf '\\377' |", b"'-'", "is not UTF-8 text; convert it"),
+        ("printf '\\377' |", b"'-'", "is not UTF-8 text, but perhaps latin-1; convert it"),
         ("", b"'-' <&-", "is empty; give some text"),
         ("", b"'def' >&-", "standard output is closed"),
     ],
@@ -198,7 +198,7 @@ def test_a_typed_line_in_another_encoding_is_said_and_the_next_is_answered(
     words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "2", "--interactive"]
     assert main(words) == 0
     said = capsys.readouterr()
-    assert said.err.count("error: ") == 1 and "is not UTF-8 text; convert it" in said.err
+    assert said.err.count("error: ") == 1 and "latin-1; convert it" in said.err
     assert said.out.endswith("\n") and len(said.out) > 1
 
 

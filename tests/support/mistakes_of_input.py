@@ -116,17 +116,18 @@ DATA = {
         text("image.gz", gzip.compress(bytes(range(256)) * 9)), ["image.gz", "binary", "give text"]
     ),
     "lines that are no JSON": Mistake(
-        text("a.jsonl", b"{'text': 'x'}\n" * 99), ["a.jsonl", "not a JSON object", "give text"]
+        text("a.jsonl", b"{'text': 'x'}\n" * 99), ["a.jsonl", "no JSON object", "write one"]
     ),
     "a line nested without end": Mistake(
-        text("a.jsonl", (b"[" * 50_000 + b"\n") * 9), ["a.jsonl", "not a JSON object", "give text"]
+        text("a.jsonl", (b"[" * 50_000 + b"\n") * 9), ["a.jsonl", "no JSON object", "write one"]
     ),
     "lines without a text": Mistake(
-        text("a.jsonl", b'{"body": "x"}\n' * 99), ["a.jsonl", "no text in the field", "give text"]
+        text("a.jsonl", b'{"body": "x"}\n' * 99),
+        ["a.jsonl", "first object has body", "--data.column NAME"],
     ),
     "an empty file of lines": Mistake(text("a.jsonl", b"\n"), ["a.jsonl", "no text", "give text"]),
-    "parallel text in two bytes a letter": Mistake(
-        text("wide.txt", TEXT.encode("utf-16")), ["wide.txt", "UTF-8", "give text"]
+    "text in two bytes a letter, without a mark": Mistake(
+        text("wide.txt", TEXT.encode("utf-16-le")), ["wide.txt", "--data.encoding utf-16-le"]
     ),
     "a name that is not UTF-8": Mistake(
         lambda p: p.train("--data.path", os.fsdecode(b"caf\xe9.txt")),
@@ -357,7 +358,7 @@ CONFIG_FILE = {
         config_file("family: 'os:system'"), ["names no module to import", "--family os:system"]
     ),
     "a file of options in no encoding": Mistake(
-        config_file(b"\xff\xfe\0"), ["run.yaml", "cannot be read", "give a text file"]
+        config_file(b"\xff\xfe\0"), ["run.yaml", "no UTF-16-LE text", "give text"]
     ),
     "a list of options": Mistake(config_file("- train"), ["not sections", "write for example"]),
     "an option of no section": Mistake(

@@ -112,11 +112,11 @@ def test_they_are_found_in_a_folder_beside_plain_text(write, tmp_path):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ('{"body": "x"}', "no text in the field 'text'"),
-        ('{"text": 3}', "no text in the field 'text'"),
-        ('["text"]', "not a JSON object"),
-        ('{"text": "x', "not a JSON object"),
-        ('{"text": "\\ud800"}', "not UTF-8 text"),
+        ('{"body": "x"}', "lines have no text in 'text'"),
+        ('{"text": 3}', "lines have no text in 'text'"),
+        ('["text"]', "lines are not a JSON object"),
+        ('{"text": "x', "lines are not a JSON object"),
+        ('{"text": "\\ud800"}', "have half a character"),
     ],
 )
 def test_a_line_without_a_text_is_left_out_and_said(line, why, tmp_path):
@@ -124,7 +124,7 @@ def test_a_line_without_a_text_is_left_out_and_said(line, why, tmp_path):
     corpus = load_corpus(TextConfig(path=str(tmp_path / "a.jsonl")))
     assert corpus.num_skipped == 1
     (note,) = map(str, corpus.notes)
-    assert why in note and "a.jsonl#000000060" in note
+    assert why in note and "a.jsonl:61)" in note
 
 
 def test_patterns_and_weights(tmp_path):
@@ -294,7 +294,7 @@ def test_a_dataset_by_name(library, tmp_path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("other", "data.dataset=other: needs a 'text' column, has body, title; choose another"),
+        ("other", "data.dataset=other: its table has body, title, and none of what is read"),
         ("unknown", "data.dataset=unknown: cannot be loaded .*; check the name"),
         ("empty", "data.dataset=empty: has no text"),
     ],

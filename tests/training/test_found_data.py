@@ -137,7 +137,7 @@ def not_packed_by_zstandard(folder):
 
 def packed_binary(folder):
     (folder / "some.bin.gz").write_bytes(gzip.compress(b"\0\xff"))
-    return 12, ["not UTF-8 text", "some.bin.gz"]
+    return 12, ["files are binary", "some.bin.gz"]
 
 
 def unreadable(folder):
@@ -184,7 +184,7 @@ def several_kinds(folder):
     os.mkfifo(folder / "pipe")
     for name in ("a.bin", "b.bin"):
         (folder / name).write_bytes(b"\0")
-    return 12, ["3 files are left out", "2 are not UTF-8 text", "1 are no regular files"]
+    return 12, ["left out: 1 names are no regular files (for example pipe); 2 files are binary"]
 
 
 @pytest.mark.parametrize(
@@ -299,4 +299,4 @@ def test_what_is_to_be_known_of_the_corpus_is_said_once(tmp_path, caplog):
     config = TextConfig(path=str(tmp_path), cache_dir=str(tmp_path / ".cache"), seq_len=8)
     with caplog.at_level(logging.WARNING, "expertmesh.data"):
         prepare_tokens(config, vocab_size=300)
-    assert sum("1 files are left out" in r.getMessage() for r in caplog.records) == 1
+    assert sum("left out: 1 files are binary" in r.getMessage() for r in caplog.records) == 1

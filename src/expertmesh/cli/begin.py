@@ -44,14 +44,18 @@ def parse_and_begin(argv: Sequence[str]) -> ParsedRun:
 
 
 @contextmanager
-def ready_to_train(config: RunConfig) -> Iterator[None]:
+def ready_to_train(config: RunConfig, *, verbose: bool = False) -> Iterator[None]:
     """Load what training needs and tell of the data; on a CPU freed memory stays with the process.
+
+    Args:
+        config: of the run.
+        verbose: name every text that is left out.
 
     Raises:
         ConfigError: there is no such device.
         PeerError: on the other processes of a host, in its place.
     """
-    with told_of_data():
+    with told_of_data(verbose=verbose):
         with loading():
             import expertmesh.training.loop  # noqa: F401
             from expertmesh.training.precision import resolve_device

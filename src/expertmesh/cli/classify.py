@@ -7,6 +7,7 @@ from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.output_file import output_file
 from expertmesh.config.swin import Fit
+from expertmesh.data.news import notes_known
 from expertmesh.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -163,7 +164,8 @@ def _score(found: Any, options: Any) -> str:
         from expertmesh.training.trained import open_trained
 
         task, model, precision = open_trained(found, precision=precision_of(found, options.device))
-        data = task.prepare()
+        with notes_known():
+            data = task.prepare()
     with threads_of_calls(model, precision, num_rows=_ROWS * options.batch_size):
         result = evaluate(
             task,

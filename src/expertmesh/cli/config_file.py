@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from expertmesh.config.base import expanded, nearest_name, shown
+from expertmesh.data.encoding import NotTextError, decoded, remedy
 from expertmesh.errors import ConfigError, command
 
 
@@ -23,10 +24,12 @@ def read_config_file(path: str) -> tuple[dict[str, Any], str | None]:
 
     file = expanded(path)
     try:
-        found = _read_yaml(file.read_text(encoding="utf-8"))
+        found = _read_yaml(decoded(file.read_bytes()))
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: does not exist; check the path") from None
-    except (OSError, UnicodeError) as error:
+    except NotTextError as error:
+        raise ConfigError(f"--config {path}: {error}{remedy(error, '')}") from None
+    except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error}); give a text file") from None
     except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())[:160]

@@ -30,6 +30,9 @@ _WIDE = 60
 """Columns in which a whole usage line fits."""
 
 
+_SWITCHES = {"-h": "help", "--help": "help", "--dry-run": "dry-run", "--verbose": "verbose"}
+
+
 class ParsedRun(NamedTuple):
     """What `expertmesh train` was asked to do.
 
@@ -40,6 +43,7 @@ class ParsedRun(NamedTuple):
         family: of the model.
         from_file: dotted names of the options that the file of `--config` gives.
         from_words: the same of those on the command line.
+        verbose: whether every text that is left out is named.
     """
 
     recipe: str
@@ -48,6 +52,7 @@ class ParsedRun(NamedTuple):
     family: Family
     from_file: frozenset[str] = frozenset()
     from_words: frozenset[str] = frozenset()
+    verbose: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     share of the steps, unless `--optim.warmup-steps` is given too.
 
     Args:
-        argv: RECIPE, `--section.field value` in any order, `--dry-run`, `--family module:name`, `--config FILE`. The recipe may be left out where
+        argv: RECIPE, `--section.field value` in any order, `--dry-run`, `--verbose`, `--family module:name`, `--config FILE`. The recipe may be left out where
             a family of the user's own has one only.
         recipes: Functions by name; None: those of the family, or of all families of this package.
 
@@ -240,7 +245,8 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     config = default.updated(with_fitting_warmup(default, values))
     config = config.model_copy(update={"family": family.name})
     dry_run, given_names = "dry-run" in switches, (frozenset(in_file), frozenset(flags))
-    return ParsedRun(words[0], config, dry_run, family, *given_names)
+    verbose = "verbose" in switches
+    return ParsedRun(words[0], config, dry_run, family, *given_names, verbose=verbose)
 
 
 def taken(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -289,6 +295,7 @@ def _train_help_head(recipe: str | None, recipes: Recipes) -> str:
         "  expertmesh train gpt-moe-demo --model.moe.num-experts 16 --model.moe.top-k 4 --dry-run",
         "",
         "  --dry-run        print the resolved configuration, parameter counts and memory, and stop",
+        "  --verbose        name every text that is left out, and not only how many and why",
         "  --family NAME    a model family of your own, as module:name (docs/extending.md)",
         "  --config FILE    values from a YAML file, for example a run's config.json; options beside it win",
         "  lists            [STR [STR ...]]: values with blanks or commas between, or the option before each, as you like",
@@ -317,7 +324,7 @@ def _recipe(name: str, recipes: Recipes) -> Callable[[], RunConfig]:
 def _split(
     argv: Sequence[str], config_type: type[RunConfig], recipes: Collection[str]
 ) -> tuple[list[str], dict[str, tuple[_Option, list[str]]], set[str]]:
-    """Bare words, texts by option, and the switches `help` and `dry-run`."""
+    """Bare words, texts by option, and the switches, by what they ask for."""
     options = _options(config_type)
     words: list[str] = []
     flags: dict[str, tuple[_Option, list[str]]] = {}
@@ -326,8 +333,8 @@ def _split(
     while place < len(argv):
         word = argv[place]
         place += 1
-        if word in ("-h", "--help", "--dry-run"):
-            switches.add("dry-run" if word == "--dry-run" else "help")
+        if word in _SWITCHES:
+            switches.add(_SWITCHES[word])
         elif not word.startswith("-") or word == "-":
             words.append(word)
         else:
@@ -382,7 +389,7 @@ def _find(spelled: str, options: Mapping[str, _Option]) -> tuple[_Option, bool]:
         raise ConfigError(
             f"{spelled} is a section; name a field of it, for example {flag_name(inside[0])}"
         )
-    near = nearest_name(name, ["dry_run", "help", "family", "config", *options])
+    near = nearest_name(name, ["dry_run", "verbose", "help", "family", "config", *options])
     hint = f"did you mean {flag_name(near)}?" if near else f"see {command('train --help')}"
     raise ConfigError(f"unknown option {spelled}; {hint}")
 

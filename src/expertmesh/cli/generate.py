@@ -11,6 +11,7 @@ from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import told_of_data
 from expertmesh.cli.program import Flags
 from expertmesh.config.base import expanded, launched_rank
+from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError, command
 
@@ -26,7 +27,6 @@ examples:
 """
 
 _TEMPERATURE = 0.8
-_NO_UTF_8 = "standard input: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
 _NO_TALK = (
     "has no chat template and no tokens for roles; unless it learned conversations with a tokenizer of its own choice, it does "
     "not know how to answer"
@@ -240,7 +240,7 @@ def _prompts(options: Any) -> list[str]:
     try:
         if options.prompt_file is not None:
             path = expanded(options.prompt_file)
-            prompts = list(filter(None, lines_of(path.read_text(encoding="utf-8-sig"))))
+            prompts = list(filter(None, lines_of(decoded(path.read_bytes()))))
             if not prompts:
                 raise ConfigError(f"--prompt-file {path}: has no line; write a prompt on each")
         else:
@@ -252,6 +252,8 @@ def _prompts(options: Any) -> list[str]:
         raise ConfigError(
             f"--prompt-file {options.prompt_file}: cannot be read ({error.strerror}); name a file with a prompt on each line"
         ) from None
+    except NotTextError as error:
+        raise ConfigError(f"--prompt-file {path}: {error}{remedy(error, '')}") from None
     except UnicodeError:
         raise ConfigError(
             "prompt: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
@@ -262,17 +264,21 @@ def _prompts(options: Any) -> list[str]:
 
 
 def read_standard_input() -> str:
-    """All of standard input, in UTF-8 wherever the terminal is, without the mark that editors on Windows begin a text with.
+    """All of standard input, in UTF-8 wherever the terminal is, or in what its mark says.
 
     Raises:
-        ConfigError: it is no UTF-8 text.
+        ConfigError: it is no text.
     """
+    raw = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if raw is None else _text_of(raw.read())
+
+
+def _text_of(data: bytes) -> str:
+    """Bytes of standard input as text."""
     try:
-        raw = getattr(sys.stdin, "buffer", None)
-        text: str = sys.stdin.read() if raw is None else raw.read().decode("utf-8-sig")
-        return text
-    except UnicodeError:
-        raise ConfigError(_NO_UTF_8) from None
+        return decoded(data)
+    except NotTextError as error:
+        raise ConfigError(f"standard input: {error}{remedy(error, '')}") from None
 
 
 def _asked() -> Iterator[str]:
@@ -285,12 +291,17 @@ def _asked() -> Iterator[str]:
         if not line:
             return
         try:
-            text = line.decode("utf-8") if isinstance(line, bytes) else line
-        except UnicodeError:
-            print(f"error: {_NO_UTF_8}", file=sys.stderr)
+            if isinstance(line, bytes):
+                is_marked = encoding_of(line)[0] != "utf-8"  # a file, whose lines end otherwise
+                text = _text_of(line + sys.stdin.buffer.read() if is_marked else line)
+            else:
+                text = line
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
             continue
-        if text.strip():
-            yield text.rstrip("\r\n")
+        for one in lines_of(text):
+            if one.strip():
+                yield one
 
 
 def _write(text: str) -> None:

@@ -21,7 +21,7 @@ class _News(logging.Handler):
     """Writes to standard error. Elsewhere than on a terminal, the pauses between lines of progress double."""
 
     def __init__(self) -> None:
-        super().__init__(logging.INFO)
+        super().__init__()
         self._began = time.monotonic()
         self._next = self._began + _FIRST_S
         self._is_open = False
@@ -31,7 +31,8 @@ class _News(logging.Handler):
 
         is_progress, text = getattr(record, "is_progress", False), record.getMessage()
         if text and not is_progress:
-            text = f"{record.levelname.lower()}: {Flags().spell(record.msg) if isinstance(record.msg, Line) else text}"
+            kind = f"{record.levelname.lower()}: " if record.levelno > logging.DEBUG else ""
+            text = kind + (Flags().spell(record.msg) if isinstance(record.msg, Line) else text)
         if not text:
             self.clear()
             return
@@ -60,12 +61,16 @@ class _News(logging.Handler):
 
 
 @contextmanager
-def told_of_data() -> Iterator[None]:
-    """Show what the package says of the data that it prepares. Under torchrun only the first rank speaks."""
+def told_of_data(*, verbose: bool = False) -> Iterator[None]:
+    """Show what the package says of the data that it prepares. Under torchrun only the first rank speaks.
+
+    Args:
+        verbose: each text that is left out, too.
+    """
     log = logging.getLogger("expertmesh.data")
     handler = _News() if launched_rank()[0] == 0 else logging.NullHandler()
     before = log.level, log.propagate
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG if verbose else logging.INFO)
     log.propagate = False
     log.addHandler(handler)
     try:

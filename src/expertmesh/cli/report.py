@@ -7,6 +7,7 @@ from expertmesh.cli.flags import OptionParser, check_least, listed
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.cli.samples import measure, prompts_of, sample, shortened
 from expertmesh.config.family import GPT, Family
+from expertmesh.data.news import notes_known
 from expertmesh.errors import CheckpointError, ConfigError, command
 
 if TYPE_CHECKING:
@@ -206,7 +207,8 @@ def _find_data(found: "Run", task: "Task", key: str) -> "tuple[Data | None, str 
     if not key:
         return None, "the run came from elsewhere, without the data that it was trained on"
     try:
-        data = task.prepare()
+        with notes_known():
+            data = task.prepare()
         check_same_data(key, data, where=found.checkpoint)
     except ConfigError as error:
         return None, str(error)

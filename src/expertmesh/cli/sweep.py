@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
             f"note: --optim.lr {parsed.config.optim.lr!r} of --config is left aside: --rates gives the rates",
             file=sys.stderr,
         )
-    with ready_to_train(parsed.config):
+    with ready_to_train(parsed.config, verbose=parsed.verbose):
         from expertmesh.training.stop import NOBODY_READS
         from expertmesh.training.sweep import best_rate, sweep
 

@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
             family = parsed.family
             print(describe(parsed.config, family, recipe=parsed.recipe, num_ranks=num_ranks))
         return 0
-    with ready_to_train(parsed.config):
+    with ready_to_train(parsed.config, verbose=parsed.verbose):
         from expertmesh.training.loop import train
         from expertmesh.training.stop import NOBODY_READS
 

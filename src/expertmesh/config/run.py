@@ -25,6 +25,19 @@ def check_not_empty(name: str, value: str | None) -> None:
         raise FieldError(name, value, "must not be empty", "give a name, or leave the option out")
 
 
+def check_encoding(name: str, value: str | None) -> None:
+    """Refuses a name of an encoding of text that Python does not know."""
+    try:
+        "a".encode(value or "utf-8")
+    except (LookupError, UnicodeError, ValueError):
+        raise FieldError(
+            name,
+            value,
+            "must be an encoding of text that Python knows",
+            "use for example latin-1, cp1252, shift_jis or utf-16-le",
+        ) from None
+
+
 class OptimConfig(Config):
     """The optimiser and its learning-rate schedule."""
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.moe_rules import Activation
-from expertmesh.config.run import RunConfig, check_not_empty
+from expertmesh.config.run import RunConfig, check_encoding, check_not_empty
 from expertmesh.errors import ConfigError, named
 
 _BYTES_AND_MARKS = 258
@@ -156,6 +156,8 @@ class ParallelTextConfig(Config):
 
     path: tuple[str, ...] = ()
     """Folders with a file per split and language, SPLIT.LANG, .gz or .zst, line i the same in all of them (blank: not translated)."""
+    encoding: str | None = None
+    """Encoding of the files, as Python calls it (latin-1, cp1252, utf-16-le); none: UTF-8. A mark at the beginning of a file counts more."""
     languages: tuple[str, ...] = ()
     """Languages to use; none: all that the folders have."""
     pairs: tuple[str, ...] = ()
@@ -187,6 +189,7 @@ class ParallelTextConfig(Config):
     def _check(self) -> Self:
         for name in ("train_split", "validation_split", "encode_with", "cache_dir"):
             check_not_empty(name, getattr(self, name))
+        check_encoding("encoding", self.encoding)
         self.require_once("path", "languages", "pairs", "without_pairs")
         for code in self.languages:
             if LANGUAGE.fullmatch(code) is None:

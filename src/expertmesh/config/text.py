@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, expanded
-from expertmesh.config.run import check_not_empty
+from expertmesh.config.run import check_encoding, check_not_empty
 from expertmesh.errors import named
 
 
@@ -14,11 +14,15 @@ class TextConfig(Config):
     """Where the text comes from and how it becomes token sequences."""
 
     path: str | tuple[str, ...] | None = None
-    """Text file (.txt, .jsonl with a "text" field, .parquet, .gz, .zst, ...), folder or pattern; repeated for several, PATH:2 to use one twice per epoch; none: the source of Python's standard library."""
+    """File of text or conversations (.txt, .jsonl, .json, .csv, .tsv, .parquet, each also .gz or .zst), folder or pattern; repeated for several, PATH:2 to use one twice per epoch; none: the source of Python's standard library."""
+    encoding: str | None = None
+    """Encoding of the text, as Python calls it (latin-1, cp1252, shift_jis, utf-16-le); none: UTF-8. A mark at the beginning of a file counts more."""
+    column: str | None = None
+    """Field or column with the text, or the list of messages; none: text, or a conversation in one of the shapes that are known."""
     tokenizer: str | None = None
     """The tokenizer.json with which Megatron's .bin and .idx files were made; they become text again."""
     dataset: str | None = None
-    """Name of a Hugging Face dataset (needs the 'train' extra); its 'text' column is used."""
+    """Name of a Hugging Face dataset (needs the 'train' extra), read as a table is: see column."""
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
     """Share of the documents kept for validation; a document is on one side only."""
     max_bytes: int | None = Field(default=None, gt=0)
@@ -38,10 +42,16 @@ class TextConfig(Config):
     def _check(self) -> Self:
         for name in ("dataset", "cache_dir", "tokenizer", "encode_with"):
             check_not_empty(name, getattr(self, name))
+        check_not_empty("column", self.column)
+        check_encoding("encoding", self.encoding)
         paths = (self.path,) if isinstance(self.path, str) else self.path or ()
         for path in paths:
             check_not_empty("path", path)
         self.require(self.path != (), "path", "must name a text", "leave it out, or name one")
+        if self.path is None:
+            self.refuse_idle("encoding", "has no effect without path", "leave it out")
+            if self.dataset is None:
+                self.refuse_idle("column", "has no effect without path or dataset", "leave it out")
         self.require(
             self.tokenizer is None or any(map(_may_hold_tokens, paths)),
             "tokenizer",

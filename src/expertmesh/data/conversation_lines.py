@@ -1,18 +1,16 @@
-"""Lines of JSON that hold conversations: what one is, and what is refused with its file and line.
+"""Conversations: what one is, and what is refused.
 
-A line is an object whose `messages` is a list of {"role": ..., "content": ...}. The content is a string, or a list of
+One is an object whose `messages` is a list of {"role": ..., "content": ...}. The content is a string, or a list of
 {"type": "text", "text": ...}, which are joined. A flag of an answer (`weight` 0 or 1, `train` false or true, ...) says whether it
-is learned. Further fields of a message, and the line's `tools`, are kept for the chat template. What other programs read in a
-line, and nothing here does, is refused.
+is learned. Further fields of a message, and the object's `tools`, are kept for the chat template. What other programs read in an
+object, and nothing here does, is refused. Other shapes become this one in `expertmesh.data.records`.
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.config.base import parse_json
-from expertmesh.errors import ConfigError
 
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGES = "messages"
@@ -21,7 +19,7 @@ FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_
 """Names under which a message says whether it is learned: OpenAI's and Mistral's, axolotl's, ms-swift's, verl's."""
 NOT_LEARNED = "masked"
 """The same the other way round, torchtune's; and what a message has here whose flag says so."""
-_ELSEWHERE = {
+ELSEWHERE = {
     "functions": "write them as 'tools'",
     "system": "write it as the first message, of role system",
     "system_prompt": "write it as the first message, of role system",
@@ -50,49 +48,6 @@ Conversation = dict[str, Any]
 """`messages`, each with a role and a string as content, and `tools` where there are any."""
 
 
-@dataclass(frozen=True)
-class ConversationLine:
-    """Reads one conversation, as JSON with sorted keys, so that equal ones are equal texts.
-
-    Attributes:
-        line: its number in the file, from 1.
-        where: of the file, for messages.
-        read: returns the bytes of the line.
-    """
-
-    line: int
-    where: str
-    read: Callable[[], bytes] = field(compare=False)
-
-    def __call__(self) -> str | None:
-        """The conversation.
-
-        Raises:
-            ConfigError: the line is none; names file and line.
-        """
-        try:
-            return json.dumps(checked(self.read()), sort_keys=True, ensure_ascii=False)
-        except RecursionError:
-            raise ConfigError(
-                f"{self.where}, line {self.line}: is nested too deep; correct the line, or take it out"
-            ) from None
-        except ValueError as error:
-            raise ConfigError(
-                f"{self.where}, line {self.line}: {error}; correct the line, or take it out"
-            ) from None
-
-
-def holds_conversation(line: bytes) -> bool | None:
-    """Whether a line of a file is a conversation (it has `messages`), or a text; None: it is no object."""
-    try:
-        values = parse_json(line)
-    except ValueError:
-        return None
-    if not isinstance(values, dict):
-        return None
-    return MESSAGES in values and not isinstance(values.get("text"), str)
-
-
 def is_answer(message: Mapping[str, Any]) -> bool:
     """Whether it is the assistant's and says something, or calls for a tool."""
     return message["role"] == "assistant" and bool(
@@ -105,20 +60,22 @@ def is_learned(message: Mapping[str, Any]) -> bool:
     return is_answer(message) and not message.get(NOT_LEARNED)
 
 
-def checked(line: bytes) -> Conversation:
-    """A line as a conversation.
+def checked(given: bytes | Mapping[str, Any]) -> Conversation:
+    """An object, or the JSON of one, as a conversation.
 
     Raises:
         ValueError: it is none; says why.
     """
-    try:
-        values = parse_json(line)
-    except ValueError:
-        raise ValueError("is not JSON") from None
-    messages = values.get(MESSAGES) if isinstance(values, dict) else None
+    values: Any = given
+    if isinstance(given, bytes):
+        try:
+            values = parse_json(given)
+        except ValueError:
+            raise ValueError("is not JSON") from None
+    messages = values.get(MESSAGES) if isinstance(values, Mapping) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"has no list {MESSAGES!r} with messages in it")
-    _check_fields(values, _ELSEWHERE, "the line")
+    _check_fields(values, ELSEWHERE, "the line")
     if not all(_flags(values, "the line").values()):
         raise ValueError("says of the whole line that it is not learned")
     found: Conversation = {MESSAGES: [_message(m, n) for n, m in enumerate(messages, 1)]}

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from expertmesh.data.chat import MARKS, ChatFormat, Piece
 from expertmesh.data.conversation_lines import MESSAGES, Conversation, is_answer, is_learned
 from expertmesh.data.corpus import Corpus, Document
 from expertmesh.data.files import LeftOut
-from expertmesh.data.news import Progress, say
+from expertmesh.data.news import Progress, note, say
 from expertmesh.data.order import permutation, shuffled, spread_batches
 from expertmesh.data.packing import packed
 from expertmesh.data.text_format import extras_of, find_format
@@ -45,8 +44,6 @@ _NO_END = "have an answer that ends in a token at which generation does not stop
 _SAID = (_CUT, _EMPTY, _THOUGHTS, _NO_END)
 """What is said of conversations that are learned."""
 _FIELDS_OF_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-
-_log = logging.getLogger("expertmesh.data")
 
 
 Rows = tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -140,8 +137,8 @@ class ConversationData:
             ),
         )
         index = parse_json((folder / INDEX).read_bytes())
-        for note in [*corpus.notes, *map(Line, index["notes"])]:
-            _log.warning(note)
+        for text in [*corpus.notes, *map(Line, index["notes"])]:
+            note(text)
         self._training, self._validation = (_open(folder, side) for side in _SIDES)
         num_sequences = len(self._training)
         if config.pack:

@@ -7,6 +7,7 @@ for their bytes.
 import gzip
 import importlib.util
 import io
+import logging
 import os
 import zlib
 from collections import Counter
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from expertmesh.data.encoding import BINARY, decoded
 from expertmesh.data.news import Progress
 from expertmesh.errors import ConfigError, named
 
@@ -81,22 +83,28 @@ UNPACKERS: dict[str, Callable[[Path], BinaryIO]] = {
 """Opens a file of each ending as the bytes that are packed in it."""
 
 
+_log = logging.getLogger("expertmesh.data")
+
+
 @dataclass
 class LeftOut:
-    """Files that are not used, by the reason.
+    """Files, lines, ... that are not used, by the reason, which is in the plural. Each is told of at level DEBUG.
 
     Attributes:
         counts: how many for each reason.
         examples: the first name for each reason.
+        what: happens to them.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
+    what: str = "left out"
 
     def add(self, reason: str, name: str) -> None:
         """One more."""
         self.counts[reason] += 1
         self.examples.setdefault(reason, name)
+        _log.debug("%s, as %s: %s", self.what, reason, printable(name))
 
     def add_all(self, others: "LeftOut") -> None:
         """Those of another place, too."""
@@ -109,16 +117,15 @@ class LeftOut:
         return self.counts.total()
 
     def __str__(self) -> str:
-        """All reasons in one line."""
+        """All reasons in one line, last the one that hardly anybody asks after."""
         return "; ".join(
             f"{count} {reason} (for example {printable(self.examples[reason])})"
-            for reason, count in self.counts.items()
+            for reason, count in sorted(self.counts.items(), key=lambda one: one[0] == BINARY)
         )
 
 
-NOT_TEXT = "are not UTF-8 text"
-NOT_READABLE = "cannot be read"
-NOT_A_FILE = "are no regular files"
+NOT_READABLE = "files cannot be read"
+NOT_A_FILE = "names are no regular files"
 
 
 @dataclass(frozen=True)
@@ -129,23 +136,33 @@ class TextFile:
         path: where it is.
         start: first byte of the part that is meant, after unpacking.
         stop: end of the part; None: of the file.
+        encoding: of the text where no mark says it; None: UTF-8.
     """
 
     path: Path
     start: int = 0
     stop: int | None = None
+    encoding: str | None = None
 
-    def __call__(self) -> str | None:
-        """The text, or None if this is not UTF-8 text.
+    def __call__(self) -> str:
+        """The text.
 
         Raises:
+            NotTextError: it is none.
             OSError: it cannot be read, or what is packed in it is damaged.
+        """
+        return decoded(self.data(), self.encoding)
+
+    def data(self) -> bytes:
+        """The bytes.
+
+        Raises:
+            OSError: they cannot be read, or what is packed in the file is damaged.
         """
         with opened(self.path) as file:
             if self.start:
                 file.seek(self.start)
-            length = -1 if self.stop is None else self.stop - self.start
-            return decode_text(file.read(length))
+            return file.read(-1 if self.stop is None else self.stop - self.start)
 
     def num_bytes(self) -> int:
         """Bytes of the whole file, unpacked."""
@@ -173,16 +190,6 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 def is_packed(path: Path) -> bool:
     """Whether the bytes of a file are not those of its text."""
     return path.suffix.lower() in UNPACKERS
-
-
-def decode_text(data: bytes) -> str | None:
-    """UTF-8 text, or None for anything else; a NUL byte is not text."""
-    if b"\0" in data:
-        return None
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def find_files(root: Path, *, follow_links: bool = True) -> tuple[list[Path], LeftOut]:

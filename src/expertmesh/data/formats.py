@@ -1,51 +1,70 @@
-"""Files with many texts in them: JSON lines, Parquet, Megatron's token files. Each becomes the documents that it holds.
+"""Files with many documents in them: JSON, tables, Parquet, Megatron's token files. Each becomes the documents that it holds.
 
-The seam: `rows_of` gives the readers of a file's texts, or None for a file that is one text. A new format is a function in
-`FORMATS`. The readers of a file of conversations are `ConversationLine`s. Packed files (`.gz`, `.zst`) are unpacked by `expertmesh.data.files` before.
+The seam: `rows_of` gives the documents of a file, or None for a file that is one text. A new format is a function in `FORMATS`.
+Packed files (`.gz`, `.zst`) are unpacked by `expertmesh.data.files` before.
 """
 
+import csv
 import importlib.util
 import io
 import struct
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from expertmesh.config.base import expanded, parse_json
-from expertmesh.data.conversation_lines import ConversationLine, holds_conversation
-from expertmesh.data.files import is_packed, opened, printable
-from expertmesh.data.news import Progress
+from expertmesh.config.base import expanded
+from expertmesh.data.encoding import decoded
+from expertmesh.data.files import UNPACKERS, TextFile, is_packed, opened, printable
+from expertmesh.data.json_records import json_rows
+from expertmesh.data.records import NoRecordsError, Row, found_shape, known_fields
 from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError, named
 
-Reader = Callable[[], str | None]
 
-COLUMN = "text"
-"""The field, or column, that holds a document."""
+class Reading(NamedTuple):
+    """How files are read; see the options of `expertmesh.config.text.TextConfig`.
+
+    Attributes:
+        tokenizer: of token files.
+        encoding: of texts where no mark says it; None: UTF-8.
+        column: field or column with the text, or the messages.
+    """
+
+    tokenizer: str | None = None
+    encoding: str | None = None
+    column: str | None = None
+
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def rows_of(path: Path, *, tokenizer: str | None) -> list[Reader] | None:
-    """The texts in a file, each read when it is asked for; None: the file is one text.
+def rows_of(path: Path, reading: Reading) -> list[Row] | None:
+    """The documents in a file, each read when it is asked for; None: the file is one text.
 
     Args:
         path: of the file.
-        tokenizer: tokenizer.json of token files.
+        reading: how.
 
     Raises:
         ConfigError: a package or a file that the format needs is missing, or the file is not what its name says.
+        NoRecordsError: it has none of the records that its name promises.
+        NotTextError: it is no text.
         OSError: it cannot be read.
     """
-    name = path.name.lower()
-    ending = next((e for e in FORMATS if name.endswith((e, f"{e}.gz", f"{e}.zst"))), None)
+    ending = ending_of(path.name)
     if ending is None or (ending == ".bin" and not path.with_suffix(".idx").exists()):
         return None  # one text, or any other file of bytes
-    return FORMATS[ending](path, tokenizer)
+    return FORMATS[ending](path, reading)
+
+
+def ending_of(name: str) -> str | None:
+    """The ending of a name by which its file holds many documents, packed or not."""
+    name = name.lower()
+    return next((e for e in FORMATS if name.endswith((e, *(e + p for p in UNPACKERS)))), None)
 
 
 def is_companion(path: Path) -> bool:
@@ -53,51 +72,51 @@ def is_companion(path: Path) -> bool:
     return path.suffix == ".idx" and path.with_suffix(".bin").exists()
 
 
-def _line(path: Path, start: int, length: int) -> bytes:
-    """One line of a file that is not packed."""
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(length)
+def _json(path: Path, reading: Reading) -> list[Row]:
+    is_lines = ending_of(path.name) != ".json"
+    return json_rows(path, encoding=reading.encoding, column=reading.column, is_lines=is_lines)
 
 
-def _field(read: Callable[[], bytes]) -> str:
-    """The text in a line of JSON."""
-    try:
-        text = parse_json(read()).get(COLUMN)
-    except (ValueError, AttributeError):
-        raise OSError(None, "not a JSON object") from None
-    if not isinstance(text, str):
-        raise OSError(None, f"no text in the field {COLUMN!r}")
-    return text
-
-
-def _json_lines(path: Path, _: str | None) -> list[Reader]:
-    """Texts, or conversations where the first object of the file is one."""
-    readers: list[Reader] = []
-    start, packed = 0, is_packed(path)
-    talks: bool | None = None
+def _table(path: Path, reading: Reading) -> list[Row]:
+    """The rows of a .csv or .tsv, whose first one names the columns, in memory."""
+    text = decoded(TextFile(path).data(), reading.encoding)
     where = named("data.path", printable(str(path)))
-    with opened(path) as file:
-        for number, line in enumerate(Progress("looked through").over(file, len), 1):
-            if line.strip():
-                # a packed file cannot be entered in the middle
-                read = partial(bytes, line) if packed else partial(_line, path, start, len(line))
-                if talks is None:
-                    talks = holds_conversation(line)
-                readers.append(
-                    ConversationLine(number, where, read) if talks else partial(_field, read)
-                )
-            start += len(line)
-    return readers
+    head = text.lstrip().partition("\n")[0]
+    separator = "\t" if ending_of(path.name) == ".tsv" else max(",;\t", key=head.count)
+    before = csv.field_size_limit(max(len(text), 1))
+    try:
+        lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+        found, line = [], 1
+        for cells in lines:
+            if cells:
+                found.append((line, cells))
+            line = lines.line_num + 1
+    except csv.Error as error:
+        raise NoRecordsError(
+            f"is no table (line {line}: {error})", "; quote what has quotes in it"
+        ) from None
+    finally:
+        csv.field_size_limit(before)
+    if not found:
+        return []
+    (_, names), *rows = found
+    names = [name.strip() for name in names]
+    records = (_named(names, cells) for _, cells in rows)
+    shape = found_shape(records, names, reading.column, what="its first line")
+    for line, cells in rows:
+        if len(cells) != len(names):
+            raise ConfigError(
+                f"{where}, line {line}: has {len(cells)} values for {len(names)} columns; quote what has {separator!r} in it"
+            )
+    return [Row(partial(_named, names, cells), shape, "line", line, where) for line, cells in rows]
 
 
-def given(value: Any) -> str | None:
-    """A value if it is a text."""
-    return value if isinstance(value, str) else None
+def _named(names: list[str], cells: list[str]) -> dict[str, str]:
+    return dict(zip(names, cells, strict=False))
 
 
-def _parquet(path: Path, _: str | None) -> list[Reader]:
-    """The column of a Parquet file, in memory."""
+def _parquet(path: Path, reading: Reading) -> list[Row]:
+    """The rows of a Parquet file, in memory."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(
             "data.path", path, "needs the package 'pyarrow'", "install it with: pip install pyarrow"
@@ -108,8 +127,7 @@ def _parquet(path: Path, _: str | None) -> list[Reader]:
         with opened(path) as file:
             table = parquet.ParquetFile(io.BytesIO(file.read()) if is_packed(path) else path)
         names = table.schema_arrow.names
-        if COLUMN in names:
-            return [partial(given, value) for value in table.read([COLUMN])[COLUMN].to_pylist()]
+        batches = table.read([n for n in names if n in known_fields(reading.column)]).to_batches()
     except ArrowException as error:
         raise ConfigError(
             "data.path",
@@ -117,12 +135,29 @@ def _parquet(path: Path, _: str | None) -> list[Reader]:
             f"is no Parquet file ({' '.join(str(error).split())[:120]})",
             "check it",
         ) from None
-    raise ConfigError(
-        "data.path",
-        path,
-        f"needs a column {COLUMN!r}, has {', '.join(names)}",
-        "rename the one with the text",
-    )
+    readers = [partial(_cells, batch, i) for batch in batches for i in range(batch.num_rows)]
+    if not readers:
+        return []
+    records = (read() for read in readers)
+    shape = found_shape(records, names, reading.column, what="its table")
+    where = named("data.path", printable(str(path)))
+    return [
+        Row(read, shape, "row", number, where, reading.encoding)
+        for number, read in enumerate(readers, 1)
+    ]
+
+
+def _cells(batch: Any, index: int) -> dict[str, Any]:
+    """A row of a table, without what is null in it: a table cannot leave a field of a message out."""
+    names = batch.schema.names
+    return {name: without_none(batch.column(name)[index].as_py()) for name in names}
+
+
+def without_none(value: Any) -> Any:
+    """A value of a table without what is null in its objects."""
+    if isinstance(value, dict):
+        return {key: without_none(one) for key, one in value.items() if one is not None}
+    return [without_none(one) for one in value] if isinstance(value, list) else value
 
 
 def _decoded(path: Path, tokenizer: str, dtype: str, start: int, count: int) -> str:
@@ -137,12 +172,13 @@ def _tokenizer(path: str) -> Any:
     return load_tokenizer(expanded(path))
 
 
-def _megatron(path: Path, tokenizer: str | None) -> list[Reader]:
+def _megatron(path: Path, reading: Reading) -> list[Row]:
     """The documents of Megatron's NAME.bin with its NAME.idx, back as text.
 
     The index: magic, version (8 bytes), type (1), sequences (8), document borders (8), then the length of each sequence (int32),
     its first byte (int64), and the number of the first sequence of each document (int64).
     """
+    tokenizer = reading.tokenizer
     if tokenizer is None:
         raise ConfigError(
             "data.path",
@@ -171,19 +207,26 @@ def _megatron(path: Path, tokenizer: str | None) -> list[Reader]:
         raise ConfigError(
             "data.path", path, f"{index.name} is of a longer file, or damaged", "copy both again"
         )
-    readers: list[Reader] = []
+    rows: list[Row] = []
+    where = named("data.path", printable(str(path)))
     for first, last in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True):
         if last > first:
             num_tokens = int(sizes[first:last].sum())  # its sequences lie one after the other
             start = int(starts[first])
-            readers.append(partial(_decoded, path, tokenizer, _TYPES[code], start, num_tokens))
-    return readers
+            read = partial(_decoded, path, tokenizer, _TYPES[code], start, num_tokens)
+            rows.append(Row(read, None, "document", len(rows) + 1, where))
+    return rows
 
 
-FORMATS: dict[str, Callable[[Path, str | None], list[Reader]]] = {
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
+FORMATS: dict[str, Callable[[Path, Reading], list[Row]]] = {
+    ".jsonl": _json,
+    ".ndjson": _json,
+    ".json": _json,
+    ".csv": _table,
+    ".tsv": _table,
     ".parquet": _parquet,
     ".bin": _megatron,
 }
-"""How the texts of files are read, by the ending of their names."""
+"""How the documents of files are read, by the ending of their names."""
+MAY_BE_TEXT = frozenset({".json", ".csv", ".tsv"})
+"""Endings of files that stand beside programs and texts, too, and are texts where they hold no records that are read."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from expertmesh.config.base import expanded
+from expertmesh.data.encoding import NotTextError, decoded, remedy
 from expertmesh.errors import ConfigError
 
 _NAMED = 5
@@ -163,11 +164,9 @@ def _idx_folder(
     names = None
     if (path / _CLASSES).is_file():
         try:
-            names = (path / _CLASSES).read_text(encoding="utf-8").split("\n")
-        except UnicodeDecodeError:
-            raise ConfigError(
-                f"{path / _CLASSES}: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
-            ) from None
+            names = decoded((path / _CLASSES).read_bytes()).split("\n")
+        except NotTextError as error:
+            raise ConfigError(f"{path / _CLASSES}: {error}{remedy(error, '')}") from None
         names = [name.strip() for name in names if name.strip()]
     sides = []
     for wanted in (_TRAIN, _VALIDATION):

@@ -6,18 +6,42 @@ Records of progress have the attribute `is_progress`, so that a terminal can sho
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
+
+from expertmesh.errors import Line, command
 
 EVERY_S = 1.0
 TEXT = "MB of text"
 
+NAMES_ALL = f"{command('train --verbose')} names all"
+"""End of a note on what is left out."""
+
 _log = logging.getLogger("expertmesh.data")
 _T = TypeVar("_T")
+_known = ContextVar("notes_known", default=False)
 
 
 def say(text: str) -> None:
     """What is being done now; "": what a terminal shows of it may go."""
     _log.info("%s", text, extra={"is_progress": True})
+
+
+def note(text: str | Line) -> None:
+    """Warns of something about the data of a run that a user should know, unless the run has said it before."""
+    if not _known.get():
+        _log.warning(text if isinstance(text, Line) else Line(text))
+
+
+@contextmanager
+def notes_known() -> Iterator[None]:
+    """Leaves out what the run has said of its data when it began: for what is done with a run later."""
+    token = _known.set(True)
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 class Progress:

@@ -3,7 +3,6 @@
 import hashlib
 import heapq
 import json
-import logging
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +17,18 @@ from tokenizers import Tokenizer
 from expertmesh.config.base import cache_root, expanded, nearest_name, parse_json, user_cache_dir
 from expertmesh.config.seq2seq import LANGUAGE, ParallelTextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
+from expertmesh.data.encoding import (
+    MOST_OF_A_MARK,
+    NotTextError,
+    decoded,
+    encoding_of,
+    remedy,
+)
 from expertmesh.data.files import LeftOut, is_packed, lines_of, opened
+from expertmesh.data.news import NAMES_ALL, note
 from expertmesh.data.order import permutation
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
-from expertmesh.errors import CheckpointError, ConfigError, Line, command, named
+from expertmesh.errors import CheckpointError, ConfigError, command, named
 
 FORMAT_VERSION = 1
 MASK_ID = 1
@@ -34,8 +41,7 @@ _OTHER_ENDINGS = frozenset(
 """Endings that have a language's form and hardly ever are one; data.languages names those that are (bak, Bashkir)."""
 _BLANKS = re.compile(rb"\n(?:[ \t\f\v]|\xc2\xa0|\xe3\x80\x80)+(?=\r?\n)")
 """Lines of blanks alone: usual ones, and those that do not break or are as wide as a sign (U+00A0, U+3000)."""
-_NO_LANGUAGE = "have endings that are no languages as en, zh_Hans"
-_log = logging.getLogger("expertmesh.data")
+_NO_LANGUAGE = "files have endings that are no languages as en, zh_Hans"
 
 
 @dataclass(frozen=True)
@@ -152,9 +158,8 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
     left_out = LeftOut()
     files = [_files(folder, config.train_split, config.languages, left_out) for folder in folders]
     if left_out.total:
-        given_paths = " ".join(config.path)
-        path = named("data.path", given_paths)
-        _log.warning(Line(f"{path}: {left_out.total} files are left out: {left_out}"))
+        path = named("data.path", " ".join(config.path))
+        note(f"{path}: left out: {left_out}; {NAMES_ALL}")
     languages = config.languages or tuple(sorted({code for found in files for code in found}))
     for code in languages:
         if not any(code in found for found in files):
@@ -209,11 +214,14 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
         for found in splits[name]:
             digest.update(f"|{name} {sorted(found)}".encode())
             for code in sorted(found):
-                digest.update(hashlib.sha256(_bytes(found[code])).digest())
+                digest.update(hashlib.sha256(_bytes(found[code], config.encoding)).digest())
     key = digest.hexdigest()[:24]
     base = cache_root(config.cache_dir)
     folder = base / f"parallel-{key}"
-    fill_once(folder, partial(_build, splits, marks, given, vocab_size=vocab_size))
+    fill_once(
+        folder,
+        partial(_build, splits, marks, given, encoding=config.encoding, vocab_size=vocab_size),
+    )
     training, validation = (_open(folder, name) for name in _SPLIT_NAMES)
     return ParallelTokens(key, marks, languages, training, validation, folder / "tokenizer.json")
 
@@ -244,24 +252,16 @@ def _given(name: str, vocab_size: int) -> Path:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, packed or not, without their ends.
+    """The lines of a text file, packed or not, without their ends, in UTF-8 or what its mark says.
 
     Raises:
-        ConfigError: it is not UTF-8 text, or damaged.
+        ConfigError: it is no text, or damaged.
     """
-    try:
-        text = _bytes(path).decode(
-            "utf-8-sig"
-        )  # without the mark that editors on Windows begin a file with
-    except UnicodeDecodeError:
-        raise ConfigError(
-            f"{path}: is not UTF-8 text; convert it, for example with iconv -t UTF-8"
-        ) from None
-    return lines_of(text)
+    return lines_of(decoded(_bytes(path, None, option="")))
 
 
-def _bytes(path: Path) -> bytes:
-    """Of a text file, unpacked; a line of blanks alone is an empty one, which is not translated."""
+def _bytes(path: Path, encoding: str | None, option: str = "data.encoding") -> bytes:
+    """Of a text file, unpacked, in UTF-8; a line of blanks alone is an empty one, which is not translated."""
     try:
         with opened(path) as file:
             data = file.read()
@@ -271,6 +271,12 @@ def _bytes(path: Path) -> bytes:
         raise ConfigError(
             f"{path}: is damaged, or was not packed as its name says; restore it from a copy"
         ) from None
+    try:
+        text = decoded(data, encoding)
+    except NotTextError as error:
+        raise ConfigError(f"{path}: {error}{remedy(error, option)}") from None
+    if encoding_of(data[:MOST_OF_A_MARK], encoding)[0] != "utf-8":
+        data = text.encode()
     return _BLANKS.sub(b"\n", b"\n" + data)[1:]
 
 
@@ -300,8 +306,8 @@ def _files(
     return found
 
 
-def _texts(files: dict[str, Path]) -> dict[str, list[str]]:
-    texts = {code: read_lines(path) for code, path in files.items()}
+def _texts(files: dict[str, Path], encoding: str | None) -> dict[str, list[str]]:
+    texts = {code: lines_of(decoded(_bytes(path, encoding))) for code, path in files.items()}
     first = next(iter(texts))
     for code, lines in texts.items():
         if len(lines) != len(texts[first]):
@@ -334,9 +340,10 @@ def _build(
     given: Path | None,
     folder: Path,
     *,
+    encoding: str | None,
     vocab_size: int,
 ) -> None:
-    texts = {name: [_texts(files) for files in splits[name]] for name in _SPLIT_NAMES}
+    texts = {name: [_texts(files, encoding) for files in splits[name]] for name in _SPLIT_NAMES}
     if given is None:
         marks = [_MASK, *map(tag, languages)]
         learned = train_tokenizer(in_turn(texts["training"]), vocab_size=vocab_size, marks=marks)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from expertmesh.config.base import cache_root, expanded, parse_json
 from expertmesh.config.text import TextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
-from expertmesh.data.news import Progress, say
+from expertmesh.data.news import Progress, note, say
 from expertmesh.data.tokenizer import (
     end_of_text_id,
     given_tokenizer,
@@ -28,8 +27,6 @@ from expertmesh.errors import ConfigError, named
 
 FORMAT_VERSION = 1
 _BATCH_DOCUMENTS = 32
-
-_log = logging.getLogger("expertmesh.data")
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,8 @@ def prepare_tokens(
                 f"the {name} split has only {len(shard.tokens_N)} tokens",
                 f"give more text or lower {named('data.seq_len')}",
             )
-    for note in corpus.notes:
-        _log.warning(note)
+    for text in corpus.notes:
+        note(text)
     return TokenData(key, training, validation, folder / "tokenizer.json", corpus)
 
 

@@ -1,7 +1,6 @@
 """Samples of translation and denoising, drawn over languages and tasks by a temperature, from a global sample number."""
 
 import hashlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.config.seq2seq import ParallelTextConfig
+from expertmesh.data.news import note
 from expertmesh.data.noise import ENDS_OF_SENTENCES, Draws, add_noise
 from expertmesh.data.order import permutation, spread
 from expertmesh.data.parallel_text import (
@@ -23,9 +23,7 @@ from expertmesh.data.parallel_text import (
     tag_id,
 )
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
-from expertmesh.errors import ConfigError, Line, named
-
-_log = logging.getLogger("expertmesh.data")
+from expertmesh.errors import ConfigError, named
 
 CHUNK = 4096
 """Samples that are drawn together; within them, neighbours are made equally long."""
@@ -232,18 +230,16 @@ class TranslationData:
         if any(too_long):
             path = named("data.path", " ".join(config.path))
             lengths = f"{named('model.max_source_len', max_source_len)} or {named('model.max_seq_len', max_target_len)}"
-            _log.warning(
-                Line(
-                    f"{path}: {too_long[0]:,} training and {too_long[1]:,} validation examples are left out: longer than "
-                    f"{lengths}; raise them"
-                )
+            note(
+                f"{path}: {too_long[0]:,} training and {too_long[1]:,} validation examples are left out: longer than "
+                f"{lengths}; raise them"
             )
         self.directions = tuple(task.name for task in self._validation)
         self.num_validation = sum(len(task.where) for task in self._validation)
         self._sentence_ends = _sentence_ends(tokens, vocab_size)
         # what a given tokenizer says is in the tokens' key, wherever it lies
         nameless = config.model_copy(update={"encode_with": None})
-        options = nameless.model_dump_json(exclude={"cache_dir", "path"})
+        options = nameless.model_dump_json(exclude={"cache_dir", "path", "encoding"})
         self.key = hashlib.sha256(
             f"{tokens.key}|{options}|{max_source_len}|{max_target_len}".encode()
         ).hexdigest()

@@ -14,6 +14,7 @@ from rich.console import Console
 from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import ParallelConfig, RunConfig
+from expertmesh.data.news import notes_known
 from expertmesh.errors import ConfigError, TrainingDivergedError, named
 from expertmesh.models.family import Batch, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
@@ -169,6 +170,8 @@ def train(
         gpus = range(torch.cuda.device_count() if uses_gpus else 0)
         stack.enter_context(torch.random.fork_rng(gpus))
         torch.manual_seed(config.train.seed)
+        if list_checkpoints(run_dir.checkpoints):
+            stack.enter_context(notes_known())  # said when the run began
         prepared: list[Data] = []
         ranks.first(lambda: prepared.append(task.prepare()))  # fills the cache
         data = ranks.each(lambda: prepared[0] if prepared else task.prepare())

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
+from expertmesh.data.news import notes_known
 from expertmesh.data.text_format import extras_of
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.family import Data, Task
@@ -141,7 +142,8 @@ def prune(
     if keep >= most:
         raise ConfigError("keep", keep, f"must be below the {most} that there are", "lower it")
     train = run.config.train
-    data = trained.task.prepare()
+    with notes_known():
+        data = trained.task.prepare()
     check_same_data(data_key, data, where=run.checkpoint)
     counts = count_choices(
         trained.task,

@@ -1,0 +1,117 @@
+"""How bytes become text: one rule, for texts to learn from, parallel text, prompts, standard input and configurations.
+
+Bytes are UTF-8, unless they begin with a mark (BOM) of UTF-16 or UTF-32, or another encoding is named. A mark counts more than the
+name, since hardly any text begins with its characters, and is no part of the text. What has a NUL is no text.
+"""
+
+import codecs
+import re
+
+from expertmesh.errors import named
+
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32-le"),  # before that of UTF-16, which it begins with
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+MOST_OF_A_MARK = max(len(mark) for mark, _ in _MARKS)
+"""Bytes at the beginning that `encoding_of` looks at."""
+BINARY = "files are binary"
+"""The reason of `NotTextError` for what is in no encoding of a text."""
+_AS_WRITTEN = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
+"""Encodings that a mark would tell apart, where there is none; that of Windows and of nearly all files."""
+_LOOKED_AT = 1 << 16
+_CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+"""Bytes that hardly any text in an encoding of bytes has."""
+
+
+class NotTextError(ValueError):
+    """Bytes are no text, or values hold none; the message says so of one thing: "is a binary file".
+
+    Args:
+        said: the message.
+        reason: the same of several, which are counted by it: "files are binary".
+        encoding: the one by which they would be text, if that can be seen.
+    """
+
+    def __init__(self, said: str, reason: str, encoding: str | None = None) -> None:
+        super().__init__(said)
+        self.reason, self.encoding = reason, encoding
+
+
+def encoding_of(start: bytes, encoding: str | None = None) -> tuple[str, int]:
+    """The encoding of bytes, and how many of them are its mark.
+
+    Args:
+        start: the first bytes, `MOST_OF_A_MARK` or more, if there are so many.
+        encoding: of bytes without a mark; None: UTF-8.
+    """
+    for mark, name in _MARKS:
+        if start.startswith(mark):
+            return name, len(mark)
+    name = codecs.lookup(encoding or "utf-8").name
+    return _AS_WRITTEN.get(name, name), 0
+
+
+def decoded(data: bytes, encoding: str | None = None) -> str:
+    """The text that bytes are, without its mark.
+
+    Args:
+        data: all bytes of the text.
+        encoding: of bytes without a mark; None: UTF-8.
+
+    Raises:
+        NotTextError: they are none.
+    """
+    name, skipped = encoding_of(data, encoding)
+    try:
+        text = data[skipped:].decode(name)
+    except UnicodeError:
+        raise _not_text(data, name) from None
+    if "\0" in text:
+        raise _not_text(data, name)
+    return text
+
+
+def remedy(error: NotTextError, option: str = "data.encoding") -> str:
+    """What to do about a file that is no text, as the end of a message.
+
+    Args:
+        error: that it caused.
+        option: names an encoding; "": there is none.
+    """
+    if error.encoding is None:
+        return "; give text"
+    convert = f"convert it to UTF-8, for example with iconv -f {error.encoding} -t UTF-8"
+    return (
+        f"; name its encoding, {named(option, error.encoding)}, or {convert}"
+        if option
+        else f"; {convert}"
+    )
+
+
+def _not_text(data: bytes, name: str) -> NotTextError:
+    """What bytes are, as far as that can be seen, that are no text in an encoding."""
+    shown = name.upper() if name.startswith("utf-") else name
+    looks = _looks_like(data[:_LOOKED_AT])
+    if looks is None or looks == name:
+        return NotTextError(f"is a binary file, and no {shown} text", BINARY)
+    return NotTextError(
+        f"is not {shown} text, but perhaps {looks}",
+        f"files are not {shown} text, but perhaps {looks}",
+        looks,
+    )
+
+
+def _looks_like(data: bytes) -> str | None:
+    """An encoding by which bytes without a mark would be text."""
+    for place, name in ((0, "utf-16-be"), (1, "utf-16-le")):
+        letters = data[1 - place :: 2]
+        is_latin = data[place::2].count(0) > max(len(letters) // 2, 1)
+        if is_latin and not _CONTROLS.search(letters):
+            return name
+    if _CONTROLS.search(data):
+        return None
+    return "cp1252" if re.search(rb"[\x80-\x9f]", data) else "latin-1"

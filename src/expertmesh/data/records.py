@@ -1,0 +1,313 @@
+"""Records: objects of JSON and rows of tables that hold a text or a conversation each, in the shapes that people have.
+
+The seam: a new shape is a row of `SHAPES`. What a file holds is decided by its first record that has a shape.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from expertmesh.config.base import parse_json
+from expertmesh.data.conversation_lines import ELSEWHERE, MESSAGES, Conversation, checked
+from expertmesh.data.encoding import NotTextError, decoded, remedy
+from expertmesh.errors import ConfigError, named
+
+TEXT = "text"
+"""The field, or column, that holds a document, unless another one is named."""
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+}
+"""Names of ShareGPT's `from` that are none of our roles."""
+_PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
+_MOST_FIELDS = 12
+
+
+class NoRecordsError(ValueError):
+    """A file has none of the records that its name promises; says what it has, and what is read.
+
+    Args:
+        seen: what it has.
+        rule: the rest of the message.
+    """
+
+    def __init__(self, seen: str, rule: str) -> None:
+        super().__init__(seen + rule)
+        self.seen = seen
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How records hold a text or a conversation.
+
+    Attributes:
+        needed: fields that each has.
+        more: fields that are used where they are there.
+        conversation: makes an object with `messages` of a record; None: the one field that is needed holds a text.
+    """
+
+    needed: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    conversation: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+
+
+def shape_of(values: Any, column: str | None = None) -> Shape | None:
+    """The shape of a record; None: it has none that is read.
+
+    Args:
+        values: the record, or anything else that JSON holds.
+        column: the field with the text, or the messages; None: any shape will do, one with a `text` first.
+    """
+    if not isinstance(values, Mapping):
+        return None
+    name = column or TEXT
+    value = values.get(name)
+    if isinstance(value, str | bytes):
+        return Shape((name,))
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return _talk(name)
+    if column is not None:
+        return None
+    return next((shape for shape in SHAPES if _fits(values, shape)), None)
+
+
+def found_shape(
+    records: Iterable[Any], names: Iterable[str], column: str | None, *, what: str
+) -> Shape:
+    """The shape of a file's records: that of the first one that has any.
+
+    Args:
+        records: in their order; those that cannot be read are None.
+        names: of the columns, in a table; of objects those of the first one are told.
+        column: see `shape_of`.
+        what: has the fields: "its first object".
+
+    Raises:
+        NoRecordsError: none has a shape.
+    """
+    names = list(names)
+    for values in records:
+        if (shape := shape_of(values, column)) is not None:
+            return shape
+        if not names and isinstance(values, Mapping):
+            names = list(values)
+    if not names:
+        raise NoRecordsError("holds no JSON object", "; write one for each text or conversation")
+    shown = ", ".join(map(ascii_name, names[:_MOST_FIELDS]))
+    shown += ", ..." if len(names) > _MOST_FIELDS else ""
+    if column is not None:
+        raise NoRecordsError(
+            f"{what} has {shown}",
+            f", and no text or list of messages in {column!r}; name another: {named('data.column', 'NAME')}",
+        )
+    known = "; ".join(" with ".join(shape.needed) for shape in (Shape((TEXT,)), *SHAPES))
+    raise NoRecordsError(
+        f"{what} has {shown}",
+        f", and none of what is read ({known}); rename fields, or name the one with the text: {named('data.column', 'NAME')}",
+    )
+
+
+def known_fields(column: str | None = None) -> frozenset[str]:
+    """Fields of all shapes, which alone a table is read for."""
+    fields = {name for shape in SHAPES for name in (*shape.needed, *shape.more)}
+    return frozenset(fields | {column or TEXT, *_PREFERENCES} | ELSEWHERE.keys())
+
+
+def ascii_name(name: object) -> str:
+    """A field's name for a message, cut where it is long."""
+    text = str(name)
+    shown = text if text.isprintable() else ascii(text)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One document of a file that holds many.
+
+    Attributes:
+        values: returns the record; raises a ValueError where it is none. Without a shape, the text.
+        shape: of the record; None: it is a text.
+        unit: what the file has many of: line, entry, row, document.
+        number: of this one, from 1.
+        where: the file is, for messages.
+        encoding: of texts that a table holds as bytes.
+    """
+
+    values: Callable[[], Any] = field(compare=False)
+    shape: Shape | None
+    unit: str
+    number: int
+    where: str
+    encoding: str | None = None
+
+    @property
+    def is_talk(self) -> bool:
+        """Whether it is a conversation."""
+        return self.shape is not None and self.shape.conversation is not None
+
+    def at(self, name: str) -> str:
+        """Where it is in a file of that name, for people."""
+        if self.unit == "line":
+            return f"{name}:{self.number}"
+        return f"{name}, {self.unit} {self.number}"
+
+    def __call__(self) -> str:
+        """The text, or the conversation as JSON with sorted keys, so that equal ones are equal texts.
+
+        Raises:
+            ConfigError: it is no conversation, and others of the file are; names file and number.
+            NotTextError: it has no text.
+            OSError: it cannot be read.
+        """
+        if self.shape is None:
+            return str(self.values())
+        if self.shape.conversation is None:
+            return self._text(self.shape)
+        try:
+            talk = _conversation(self.values(), self.shape)
+            return json.dumps(talk, sort_keys=True, ensure_ascii=False)
+        except (RecursionError, ValueError) as error:
+            why = "is nested too deep" if isinstance(error, RecursionError) else str(error)
+            if isinstance(error, NotTextError) and error.encoding is not None:
+                raise ConfigError(
+                    f"{self.where}, {self.unit} {self.number}: {why}{remedy(error)}"
+                ) from None
+            raise ConfigError(
+                f"{self.where}, {self.unit} {self.number}: {why}; correct the {self.unit}, or take it out"
+            ) from None
+
+    def _text(self, shape: Shape) -> str:
+        units, (name,) = (
+            f"{self.unit[:-1]}ies" if self.unit == "entry" else f"{self.unit}s",
+            shape.needed,
+        )
+        try:
+            values = self.values()
+            value = values.get(name) if isinstance(values, Mapping) else None
+            if isinstance(value, bytes):
+                value = decoded(value, self.encoding)
+        except NotTextError as error:
+            raise NotTextError(str(error), error.reason.replace("files", units, 1)) from None
+        except ValueError:
+            values = value = None
+        if not isinstance(values, Mapping):
+            raise NotTextError("is not a JSON object", f"{units} are not a JSON object")
+        if not isinstance(value, str):
+            raise NotTextError(f"has no text in {name!r}", f"{units} have no text in {name!r}")
+        return value
+
+
+def _conversation(values: Any, shape: Shape) -> Conversation:
+    """A record as a conversation; raises a ValueError where it is none."""
+    if not isinstance(values, Mapping):
+        raise ValueError("is no object")
+    if missing := [name for name in shape.needed if values.get(name) is None]:
+        fields = ", ".join(map(ascii_name, list(values)[:_MOST_FIELDS])) or "nothing"
+        raise ValueError(f"has no {missing[0]!r}, as others of the file do, but {fields}")
+    assert shape.conversation is not None
+    used = (*shape.needed, *shape.more)
+    found = {name: value for name, value in values.items() if name not in used}
+    found |= shape.conversation(values)
+    system, tools = values.get("system"), values.get("tools")
+    first = found[MESSAGES][0] if found[MESSAGES] else None
+    has_one = isinstance(first, Mapping) and first.get("role") == "system"
+    if isinstance(system, str) and system and not has_one:
+        found[MESSAGES] = [_said("system", system), *found[MESSAGES]]
+    elif system:
+        found["system"] = system  # which is refused
+    if tools:
+        found["tools"] = _listed(tools, "tools") if isinstance(tools, str) else tools
+    return checked(found)
+
+
+def _fits(values: Mapping[str, Any], shape: Shape) -> bool:
+    """Whether a record has what a shape needs: lists, texts, or lists written as JSON in the cell of a table."""
+    lists = shape.needed in ((MESSAGES,), ("conversations",))
+    for name in shape.needed:
+        value = values.get(name)
+        is_json = isinstance(value, str) and value.lstrip().startswith("[")
+        if not isinstance(value, list) and not (is_json if lists else isinstance(value, str)):
+            return False
+    return True
+
+
+def _talk(name: str) -> Shape:
+    """Records with a list of messages in a field."""
+
+    def conversation(values: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {MESSAGES: [_turn(one) for one in _listed(values[name], name)]}
+
+    # Who names the answers that are right knows of the others.
+    preferences = () if name in (MESSAGES, "conversations") else _PREFERENCES
+    return Shape((name,), ("system", "tools", *preferences), conversation)
+
+
+def _instruction(values: Mapping[str, Any], *, beside: str, answer: str) -> Mapping[str, Any]:
+    """Alpaca's and Dolly's: an instruction, what it is about, and the answer; turns before it in `history`."""
+    asked, about = values["instruction"], values.get(beside)
+    if about and isinstance(about, str) and isinstance(asked, str):
+        asked = f"{asked}\n{about}"
+    turns = []
+    for pair in _listed(values.get("history") or [], "history"):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError("has a 'history' that is no list of pairs")
+        turns += [_said("user", pair[0]), _said("assistant", pair[1])]
+    return {MESSAGES: [*turns, _said("user", asked), _said("assistant", values[answer])]}
+
+
+def _completion(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A prompt and its completion, each a text or a list of messages."""
+    found: list[Any] = []
+    for name, role in (("prompt", "user"), ("completion", "assistant")):
+        value = values[name]
+        found += map(_turn, value) if isinstance(value, list) else [_said(role, value)]
+    return {MESSAGES: found}
+
+
+def _said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _turn(message: Any) -> Any:
+    """A message, also one of ShareGPT's, with `from` and `value`."""
+    if not isinstance(message, Mapping) or "role" in message or "from" not in message:
+        return message
+    found = {key: value for key, value in message.items() if key not in ("from", "value")}
+    role = message["from"]
+    role = _ROLES.get(role, role) if isinstance(role, str) else role
+    return {**_said(role, message.get("value")), **found}
+
+
+def _listed(value: Any, name: str) -> Any:
+    """A list, also one that a table holds as JSON."""
+    if isinstance(value, str | bytes):
+        try:
+            value = parse_json(value)
+        except ValueError:
+            raise ValueError(f"has no list {name!r}, nor JSON of one") from None
+    if not isinstance(value, list):
+        raise ValueError(f"has no list {name!r}")
+    return value
+
+
+_ALPACA, _DOLLY = ("instruction", "output"), ("instruction", "response")
+SHAPES = (
+    _talk(MESSAGES),
+    _talk("conversations"),
+    Shape(
+        _ALPACA,
+        ("input", "history", "system"),
+        partial(_instruction, beside="input", answer="output"),
+    ),
+    Shape(
+        _DOLLY, ("context", "system"), partial(_instruction, beside="context", answer="response")
+    ),
+    Shape(("prompt", "completion"), ("system", "tools"), _completion),
+)
+"""Shapes of conversations, the first that fits."""
