@@ -57,6 +57,42 @@ class KVCache:
         """Sequences."""
         return self._k.shape[1]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(layers, sequences, kv_heads, max_len, head_size)."""
+        return tuple(self._k.shape)
+
+    @property
+    def device(self) -> torch.device:
+        """Of keys and values."""
+        return self._k.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self._k.dtype
+
+    def check_new(self, ids_BS: Tensor) -> None:
+        """Whether new tokens are of as many sequences, are where the cache is, and have room.
+
+        Raises:
+            ConfigError: they are not, or have none.
+        """
+        B, S = ids_BS.shape
+        if self.batch_size != B:
+            raise ConfigError(
+                f"cache holds {self.batch_size} sequences and ids_BS has {B}; they must be as many; make another one with "
+                f"new_cache(batch_size={B}, ...)"
+            )
+        if self.device != ids_BS.device:
+            raise ConfigError(
+                f"cache is on {self.device} and ids_BS on {ids_BS.device}; make one where the model is, with its new_cache()"
+            )
+        if self.length + S > self.max_len:
+            raise ConfigError(
+                f"{self.length + S} tokens: the cache holds {self.max_len}; make a longer cache or ask for fewer tokens"
+            )
+
     def select(self, rows_B: Tensor) -> None:
         """Go on with other rows: row i becomes a copy of what row rows_B[i] was.
 
@@ -88,14 +124,11 @@ class KVCache:
             What the new tokens may look at.
 
         Raises:
-            ConfigError: the cache has no room for S more tokens.
+            ConfigError: see `check_new`; the cache is then as it was.
         """
         B, S = ids_BS.shape
+        self.check_new(ids_BS)
         self._start, end = self.length, self.length + S
-        if end > self.max_len:
-            raise ConfigError(
-                f"{end} tokens: the cache holds {self.max_len}; make a longer cache or ask for fewer tokens"
-            )
         self.length = end
         device = ids_BS.device
         if token_mask_BS is not None and self._is_token_BS is None:

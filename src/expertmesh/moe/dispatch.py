@@ -138,18 +138,25 @@ _AT_HOME = {
 """Values that ask nothing of one process."""
 
 
+def check_at_home(way: Way) -> None:
+    """Raise ConfigError unless a way of the tokens asks nothing of a layer on one process."""
+    for name in (field.name for field in fields(way)):
+        value = getattr(way, name)
+        # no `in`, which compares tensors with what is there
+        if not any(
+            value is one or (type(value) is type(one) and value == one) for one in _AT_HOME[name]
+        ):
+            raise ConfigError(
+                f"{name}={value!r}: this layer is on one process; leave it out, or spread the layer with expertmesh.parallel"
+            )
+
+
 class LocalDispatcher:
     """All experts are here: nothing moves. Never synchronises."""
 
     def start(self, tokens: Tokens, way: Way = AS_USUAL) -> Journey:
         """Keep the tokens."""
-        for name in (field.name for field in fields(way)):
-            if getattr(way, name) in _AT_HOME[name]:
-                continue
-            raise ConfigError(
-                f"{name}={getattr(way, name)}: this layer is on one process; leave it out, or spread the layer with "
-                "expertmesh.parallel"
-            )
+        check_at_home(way)
         return LocalJourney(tokens)
 
     def sum_over_processes(self, value: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.ops.row_arithmetic import RowArithmetic
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def python_number(value: Any) -> Any:
@@ -179,15 +180,14 @@ def flat_argument(name: str, value: Tensor, x: Tensor, *, boolean: bool) -> Tens
         raise ConfigError(
             f"{name} is a {type(value).__name__}; it must be a tensor of shape {tuple(x.shape[:-1])}; convert it with torch.tensor"
         )
+    _check_dense(name, value)
     num_tokens = x.numel() // x.shape[-1]
     # not `in`, which torch.compile takes for false where one of two equal sizes is a symbol
     if value.shape != x.shape[:-1] and value.shape != (num_tokens,):
         raise ConfigError(
             f"{name} has shape {tuple(value.shape)}; it must have one entry per token, {tuple(x.shape[:-1])}; reshape it"
         )
-    is_boolean = value.dtype == torch.bool
-    is_integer = not (is_boolean or value.is_floating_point() or value.is_complex())
-    if not (is_boolean if boolean else is_integer):
+    if value.dtype not in ((torch.bool,) if boolean else _INTEGERS):
         raise ConfigError(
             f"{name} has dtype {value.dtype}; it must be {'bool' if boolean else 'an integer type'}; convert it"
         )
@@ -196,6 +196,12 @@ def flat_argument(name: str, value: Tensor, x: Tensor, *, boolean: bool) -> Tens
             f"{name} is on {value.device} and x on {x.device}; move it with .to(x.device)"
         )
     return value.reshape(num_tokens)
+
+
+def _check_dense(name: str, value: Tensor) -> None:
+    if value.is_nested or value.layout != torch.strided:
+        kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise ConfigError(f"{name} is a {kind} tensor; it must be a dense one; convert it")
 
 
 def check_ids(ids: Tensor, num_experts: int, *, what: str, fix: str) -> None:
@@ -229,15 +235,17 @@ def check_routing(
             raise ConfigError(
                 f"routing.{name} is a {type(value).__name__}; it must be a tensor; convert it with torch.tensor"
             )
+        if value is not None:
+            _check_dense(f"routing.{name}", value)
         if value is not None and value.device != device:
             raise ConfigError(
                 f"routing.{name} is on {value.device} and x on {device}; move it with .to(x.device)"
             )
-    if ids.dim() != 2 or ids.shape[0] != num_tokens:
+    if ids.dim() != 2 or ids.shape[0] != num_tokens or ids.shape[1] < 1:
         raise ConfigError(
-            f"routing.expert_ids_TK has shape {tuple(ids.shape)}; it must be ({num_tokens}, K); replay the same tokens"
+            f"routing.expert_ids_TK has shape {tuple(ids.shape)}; it must be ({num_tokens}, K), K at least 1; replay the same tokens"
         )
-    if ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.dtype not in _INTEGERS:
         raise ConfigError(
             f"routing.expert_ids_TK has dtype {ids.dtype}; it must be an integer type; convert it"
         )
@@ -248,6 +256,10 @@ def check_routing(
     if weights is not None and weights.shape != ids.shape:
         raise ConfigError(
             f"routing.weights_TK has shape {tuple(weights.shape)}; it must be that of the ids, {tuple(ids.shape)}; fix one"
+        )
+    if weights is not None and weights.dtype not in _FLOATS:
+        raise ConfigError(
+            f"routing.weights_TK has dtype {weights.dtype}; it must be floating-point; convert it"
         )
     check_ids(
         ids,

@@ -25,13 +25,13 @@ from expertmesh.config.model import ModelConfig
 from expertmesh.data.text_format import text_format
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.transformers.cache import SequencesOf
+from expertmesh.integrations.transformers.inputs import IGNORED, check_call
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.token_losses import token_losses
 from expertmesh.training.routing import routing_losses
 from expertmesh.training.run_dir import TOKENIZER, load_run
 from expertmesh.training.trained import open_trained
 
-_IGNORED = -100
 _log = logging.getLogger("expertmesh.integrations")
 
 
@@ -154,7 +154,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
@@ -167,14 +167,16 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> ExpertMeshOutput:
         """One pass. Synchronises with the device where a mask is given, to see whether it masks anything.
 
+        Arguments are checked before anything is computed or kept: shapes, types and devices everywhere, values on CPUs only.
+
         Args:
             input_ids: (B, S) int64.
-            attention_mask: (B, tokens in the cache + S), 0 for padding; None: there is none.
+            attention_mask: (B, tokens in the cache + S) zeros and ones, 0 for padding; None: there is none.
             past_key_values: a growing cache with the tokens before these; gets those of these.
-            labels: (B, S) int64, input_ids as a rule; the model shifts them. -100: not predicted.
+            labels: (B, S) integers, input_ids as a rule; the model shifts them. -100: not predicted.
             use_cache: make a cache if there is none.
             logits_to_keep: only the last so many positions get logits; 0: all.
-            num_items_in_batch: predicted tokens of the whole batch, of which this call sees a part; None: this is all of it.
+            num_items_in_batch: predicted tokens of the whole batch, of which this call sees a part; None: this is all of it. With labels.
             return_dict: not False; transformers passes it.
             capacity_factor: of all MoE layers, for this call only; inf: dropless; None: theirs.
             **unused: what peft and others pass to every model, None or False.
@@ -183,19 +185,23 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             Loss (mean over the predicted tokens; in training plus the routers' share), logits, cache.
 
         Raises:
-            ConfigError: too many tokens, a cache of a fixed size, labels beside logits_to_keep, a mask of another length, an
-                argument that this model has not, or a tied embedding that a device_map has left without a device.
+            ConfigError: an argument of another shape, type, device or range, too many tokens, a cache of a fixed size, of another model or
+                of other sequences, labels beside logits_to_keep, an argument that this model has not, or a tied embedding that a
+                device_map has left without a device.
         """
-        if return_dict is False:
-            raise ConfigError("return_dict=False: this model returns no tuples; leave it out")
-        if asked := [
-            name for name, value in unused.items() if value is not None and value is not False
-        ]:
-            raise ConfigError(f"{asked[0]}: is no argument of a GPT of expertmesh; leave it out")
-        if labels is not None and logits_to_keep:
-            raise ConfigError(
-                f"logits_to_keep={logits_to_keep}: labels need the logits of all positions; leave one of the two out"
-            )
+        check_call(
+            self.gpt.config,
+            input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            num_items_in_batch=num_items_in_batch,
+            return_dict=return_dict,
+            unused=unused,
+        )
+        assert input_ids is not None
         if self.gpt.output is None and self.gpt.embedding.weight.is_meta and not input_ids.is_meta:
             raise ConfigError(
                 "device_map: gpt.embedding rests on the CPU or on disk, and is the output projection, too (tie_embeddings); give it a "
@@ -208,8 +214,7 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = DynamicCache(config=self.config)
         context = None
         if past_key_values is not None:
-            most = self.config.max_position_embeddings
-            context = SequencesOf(past_key_values, mask_BK, max_seq_len=most).begin(
+            context = SequencesOf(past_key_values, mask_BK).begin(
                 input_ids.shape[1],
                 device=input_ids.device,
                 counts_padding=self.gpt.counts_padding,
@@ -240,8 +245,8 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         num_items: Tensor | int | None,
     ) -> Tensor:
         """Of the tokens that follow, and in training of the routers by this part's share of the batch."""
-        targets_BS = nn.functional.pad(labels_BS[:, 1:], (0, 1), value=_IGNORED)
-        is_target_T = (targets_BS != _IGNORED).flatten()
+        targets_BS = nn.functional.pad(labels_BS[:, 1:].long(), (0, 1), value=IGNORED)
+        is_target_T = (targets_BS != IGNORED).flatten()
         losses_T = token_losses(logits_BSV, targets_BS.clamp(min=0))
         total = torch.where(is_target_T, losses_T, 0).sum()
         count = is_target_T.sum()

@@ -11,16 +11,28 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.model import ModelConfig
-from expertmesh.config.way import AllToAll
+from expertmesh.config.way import AllToAll, Way
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.attention import Attention, AttentionContext, DenseContext, rope_tables
 from expertmesh.models.cache import KVCache
 from expertmesh.models.decoder import LanguageModel
+from expertmesh.models.inputs import (
+    check_cache,
+    check_context,
+    check_count,
+    check_home,
+    check_ids,
+    check_mask,
+    check_range,
+    check_whole,
+)
 from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_transformer
 from expertmesh.moe.dense_parts import Linear
+from expertmesh.moe.dispatch import LocalDispatcher, check_at_home
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.types import RoutingStats
+from expertmesh.moe.validation import check_call_factor, check_top_k, python_number
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.row_arithmetic import row_arithmetic
 
@@ -253,7 +265,14 @@ class GPT(LanguageModel):
     def next_logits(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: KVCache
     ) -> Tensor:
-        """(B, V) logits of the token after the last column, whatever the capacity; see `expertmesh.models.decoder.CausalLM`."""
+        """(B, V) logits of the token after the last column, whatever the capacity; see `expertmesh.models.decoder.CausalLM`.
+
+        Raises:
+            ConfigError: an argument of another shape, type, device or range, or a cache that is not this model's, or of other sequences,
+                or full; it is then as it was.
+        """
+        self._check_inputs(ids_BS, token_mask_BS, None, None, max_len=self.config.max_seq_len)
+        check_cache(cache, config=self.config, weight=self.embedding.weight)
         output: GPTOutput = self(
             ids_BS,
             token_mask_BS=token_mask_BS,
@@ -317,6 +336,56 @@ class GPT(LanguageModel):
             counts_padding=self.counts_padding,
         )
 
+    def _check_inputs(
+        self,
+        ids_BS: Tensor,
+        token_mask_BS: Tensor | None,
+        document_BS: Tensor | None,
+        token_index: Tensor | None,
+        *,
+        num_logits: int | None = None,
+        logit_rows_R: Tensor | None = None,
+        max_len: int | None,
+    ) -> None:
+        """Refuse what does not fit the model or the tokens of a call; see `forward`."""
+        check_ids(ids_BS, vocab_size=self.config.vocab_size, max_len=max_len)
+        check_home("ids_BS", ids_BS, self.embedding, self.embedding.weight)
+        B, S = ids_BS.shape
+        if token_mask_BS is not None:
+            check_mask("token_mask_BS", token_mask_BS, ids_BS)
+        if document_BS is not None:
+            of = "the number of each token's document"
+            check_whole("document_BS", document_BS, ids_BS, ((B, S),), of=of)
+        if token_index is not None:
+            check_whole("token_index", token_index, ids_BS, ((B * S,), (B, S)), of="one per token")
+        if num_logits is not None:
+            check_count("num_logits", num_logits, least=1, fix="leave it out for all positions")
+        if logit_rows_R is not None:
+            if num_logits is not None:
+                raise ConfigError(
+                    f"num_logits={num_logits}: logit_rows_R says which tokens get logits; leave one of the two out"
+                )
+            rows: Any = logit_rows_R
+            shape = (rows.numel(),) if isinstance(rows, Tensor) else (0,)
+            check_whole("logit_rows_R", rows, ids_BS, (shape,), of="one per token with logits")
+            check_range("logit_rows_R", rows, below=B * S, fix="give rows of ids_BS.flatten()")
+
+    def _choices(self, top_k: Any, capacity_factor: Any, way: Way) -> dict[str, Any]:
+        """What the MoE layers are told of this call; what they would refuse is, before the first of them has run."""
+        check_call_factor(capacity_factor, arithmetic=self.arithmetic.in_mode(self.training))
+        counts = [n for n in self.config.experts_per_layer() if n]
+        if counts and top_k is not None:
+            check_top_k(top_k, min(counts))
+        if not counts and (top_k is not None or capacity_factor not in (None, math.inf)):
+            name, value = (
+                ("top_k", top_k) if top_k is not None else ("capacity_factor", capacity_factor)
+            )
+            raise ConfigError(f"{name}={value}: has no effect in a dense model; leave it out")
+        layers: Any = (block.moe for block in self.layers)
+        if all(layer is None or isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
+            check_at_home(way)
+        return {"top_k": top_k, "capacity_factor": capacity_factor, **vars(way)}
+
     def forward(
         self,
         ids_BS: Tensor,
@@ -336,7 +405,7 @@ class GPT(LanguageModel):
     ) -> GPTOutput:
         """Logits of the next token at every position; of this rank's positions where ranks share sequences.
 
-        Does not synchronise with the device.
+        Does not synchronise with the device: that ids are below the vocabulary's size is checked on CPUs only, and not inside torch.compile.
 
         Args:
             ids_BS: (B, S) int64 token ids. S must not pass config.max_seq_len. With a context also (T,), flat tokens of any
@@ -346,7 +415,7 @@ class GPT(LanguageModel):
                 Positions go on from one document to the next, which changes nothing: rotary ones count relative to each other.
             token_index: (B * S,) int64 global token indices that key the router's noise; None: 0, 1, 2, ...
             context: what the tokens see, earlier keys included (`KVCache.begin` makes one); None: their own sequences alone.
-            num_logits: only the last so many positions get logits; None: all.
+            num_logits: only the last so many positions get logits, at least 1; None: all.
             logit_rows_R: (R,) int64 which of the T = B * S tokens get logits; None: all, or num_logits.
             top_k: experts per token of all MoE layers, for this call only; None: theirs. So are all that follow.
             capacity_factor: inf: dropless.
@@ -359,13 +428,26 @@ class GPT(LanguageModel):
             Logits, (R, V) with logit_rows_R and (T, V) of flat tokens, and the routing statistics of every MoE layer.
 
         Raises:
-            ConfigError: ids of another shape or type, more tokens than config.max_seq_len, or documents beside a cache or
-                batch_invariant.
+            ConfigError: an argument of another shape, type, device or range, more tokens than config.max_seq_len, or documents beside a
+                cache or batch_invariant.
         """
-        is_flat = ids_BS.ndim == 1 and context is not None
+        way = Way(route_degree, overlap_degree, all_to_all, shadow_experts)
+        is_flat = context is not None and isinstance(ids_BS, Tensor) and ids_BS.ndim == 1
         if is_flat:
             ids_BS = ids_BS[None]
-        _check_ids(ids_BS, None if is_flat else self.config.max_seq_len)
+            token_mask_BS = None if token_mask_BS is None else token_mask_BS[None]
+        self._check_inputs(
+            ids_BS,
+            token_mask_BS,
+            document_BS,
+            token_index,
+            num_logits=num_logits,
+            logit_rows_R=logit_rows_R,
+            max_len=None if is_flat else self.config.max_seq_len,
+        )
+        choices = self._choices(python_number(top_k), python_number(capacity_factor), way)
+        if context is not None:
+            check_context(context, ids_BS, config=self.config, weight=self.embedding.weight)
         if self.shared is not None and (context is not None or num_logits is not None):
             raise ConfigError(
                 f"decoding on ranks that share sequences; use {named('tp_degree', '1')}"
@@ -384,15 +466,8 @@ class GPT(LanguageModel):
             "context": context,
             "ids_T": ids_BS.flatten(),
             "token_mask_T": None if token_mask_BS is None else token_mask_BS.flatten(),
-            "token_index": token_index,
-            "choices": {
-                "top_k": top_k,
-                "capacity_factor": capacity_factor,
-                "route_degree": route_degree,
-                "overlap_degree": overlap_degree,
-                "all_to_all": all_to_all,
-                "shadow_experts": shadow_experts,
-            },
+            "token_index": None if token_index is None else token_index.flatten(),
+            "choices": choices,
         }
         x_BSD, table_VD = self._embed(ids_BS, call)
         recompute = self.activation_checkpointing and self.training and not is_decoding
@@ -422,16 +497,3 @@ class GPT(LanguageModel):
             logits: Tensor = self.output(x)
             return logits
         return arithmetic.linear(x, self.shared.gather(self.output.weight))
-
-
-def _check_ids(ids_BS: Tensor, max_seq_len: int | None) -> None:
-    """Raise ConfigError unless these are integers (sequences, tokens), of sequences that are not too long."""
-    if ids_BS.ndim != 2 or ids_BS.is_floating_point():
-        raise ConfigError(
-            f"ids_BS has shape {tuple(ids_BS.shape)} and dtype {ids_BS.dtype}; it must be (sequences, tokens) of integer ids; one"
-            " sequence is ids[None]"
-        )
-    if max_seq_len is not None and ids_BS.shape[1] > max_seq_len:
-        raise ConfigError(
-            f"a sequence of {ids_BS.shape[1]} tokens: must be at most max_seq_len={max_seq_len}; shorten it"
-        )

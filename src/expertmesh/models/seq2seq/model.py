@@ -13,6 +13,15 @@ from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.attention import Attention, DenseContext, rope_tables
 from expertmesh.models.decoder import LanguageModel
+from expertmesh.models.inputs import (
+    can_look_at,
+    check_cache,
+    check_home,
+    check_ids,
+    check_mask,
+    check_range,
+    check_whole,
+)
 from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_transformer
 from expertmesh.models.seq2seq.cache import Seq2SeqCache
 from expertmesh.models.seq2seq.positions import UntiedPositions
@@ -291,7 +300,18 @@ class Seq2Seq(LanguageModel):
         return self.config.max_source_len
 
     def encode(self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache) -> None:
-        """Read the sources, whatever the capacity; see `expertmesh.models.decoder.EncoderDecoder`."""
+        """Read the sources, whatever the capacity; see `expertmesh.models.decoder.EncoderDecoder`.
+
+        Raises:
+            ConfigError: an argument of another shape, type, device or range, or a cache that has tokens already, or other rows.
+        """
+        self._check_side("ids_BS", ids_BS, "token_mask_BS", token_mask_BS, is_source=True)
+        check_cache(cache, config=self.config, weight=self.embedding.weight)
+        cache.check_new(ids_BS[:, :0])
+        if cache.length:
+            raise ConfigError(
+                f"cache holds {cache.length} tokens already; a source is read first, make another with new_cache()"
+            )
         source_BSD, _ = self._encode(
             ids_BS, token_mask_BS, None, capacity_factor=self.config.moe.dropless_factor
         )
@@ -304,7 +324,18 @@ class Seq2Seq(LanguageModel):
     def next_logits(
         self, ids_BS: Tensor, *, token_mask_BS: Tensor | None, cache: Seq2SeqCache
     ) -> Tensor:
-        """(B, V) logits of the token after the last column, whatever the capacity; see `expertmesh.models.decoder.CausalLM`."""
+        """(B, V) logits of the token after the last column, whatever the capacity; see `expertmesh.models.decoder.CausalLM`.
+
+        Raises:
+            ConfigError: an argument of another shape, type, device or range, or no source was read; the cache is then as it was.
+        """
+        check_ids(ids_BS, vocab_size=self.config.vocab_size, max_len=None)
+        check_home("ids_BS", ids_BS, self.embedding, self.embedding.weight)
+        if token_mask_BS is not None:
+            check_mask("token_mask_BS", token_mask_BS, ids_BS)
+        check_cache(cache, config=self.config, weight=self.embedding.weight)
+        if not hasattr(cache, "memory"):
+            raise ConfigError("cache has no source; call encode() with it first")
         context = cache.begin(ids_BS, token_mask_BS=token_mask_BS)
         tokens = self._tokens(
             ids_BS, context, token_mask_BS, None, self.target_places, num_keys=cache.length
@@ -348,16 +379,12 @@ class Seq2Seq(LanguageModel):
             Logits and the routing statistics of every MoE layer.
 
         Raises:
-            ConfigError: a side is longer than the model's.
+            ConfigError: an argument of another shape, type, device or range, a side longer than the model's, or padding on the left.
+                Values, such as ids and the side of padding, are checked on CPUs only, and not inside torch.compile.
         """
-        limits = self.config.max_source_len, self.config.max_seq_len
-        for ids, limit, what in zip(
-            (source_BS, target_BS), limits, ("source", "target"), strict=True
-        ):
-            if ids.shape[1] > limit:
-                raise ConfigError(
-                    f"a {what} of {ids.shape[1]} tokens: must be at most {limit}; shorten it"
-                )
+        self._check_side("source_BS", source_BS, "source_mask_BS", source_mask_BS, is_source=True)
+        self._check_side("target_BS", target_BS, "target_mask_BS", target_mask_BS, is_source=False)
+        self._check_indices(source_BS, target_BS, source_index_T, target_index_T, target_places_N)
         source_BSD, all_stats = self._encode(source_BS, source_mask_BS, source_index_T)
         # Padding is on the right, so the causal order hides it from all that counts.
         context = DenseContext.of(target_BS.shape[1], device=target_BS.device)
@@ -375,6 +402,61 @@ class Seq2Seq(LanguageModel):
         elif target_mask_BS is not None:
             x = x_BSD[target_mask_BS]
         return Seq2SeqOutput(self._logits(x), tuple(all_stats))
+
+    def _check_side(
+        self, name: str, ids_BS: Tensor, mask_name: str, mask_BS: Tensor | None, *, is_source: bool
+    ) -> None:
+        """Refuse tokens and a mask that are none of a source, or of a target; see `forward`."""
+        what, most = (
+            ("source", self.config.max_source_len)
+            if is_source
+            else ("target", self.config.max_seq_len)
+        )
+        check_ids(ids_BS, vocab_size=self.config.vocab_size, max_len=most, name=name, what=what)
+        check_home(name, ids_BS, self.embedding, self.embedding.weight)
+        if mask_BS is None:
+            return
+        check_mask(mask_name, mask_BS, ids_BS)
+        if not can_look_at(mask_BS):
+            return
+        if is_source and not bool(mask_BS.any(1).all()):
+            raise ConfigError(
+                f"{mask_name} has a row without a token; every source must have one; leave the row out"
+            )
+        if not is_source and bool((mask_BS[:, 1:] & ~mask_BS[:, :-1]).any()):
+            raise ConfigError(
+                f"{mask_name} has padding before a token; targets are padded on the right; move it there"
+            )
+
+    def _check_indices(
+        self,
+        source_BS: Tensor,
+        target_BS: Tensor,
+        source_index_T: Tensor | None,
+        target_index_T: Tensor | None,
+        target_places_N: Tensor | None,
+    ) -> None:
+        """Refuse what does not fit the tokens of both sides; see `forward`."""
+        if len(source_BS) != len(target_BS):
+            raise ConfigError(
+                f"source_BS has {len(source_BS)} rows and target_BS {len(target_BS)}; give one target per source"
+            )
+        if target_BS.device != source_BS.device:
+            raise ConfigError(
+                f"target_BS is on {target_BS.device} and source_BS on {source_BS.device}; move one of them with .to()"
+            )
+        for name, index_T, ids in (
+            ("source_index_T", source_index_T, source_BS),
+            ("target_index_T", target_index_T, target_BS),
+        ):
+            if index_T is not None:
+                check_whole(name, index_T, ids, ((ids.numel(),),), of="one per token")
+        if target_places_N is not None:
+            places: Any = target_places_N
+            shape = (places.numel(),) if isinstance(places, Tensor) else (0,)
+            check_whole("target_places_N", places, target_BS, (shape,), of="one per logit")
+            fix = "give places in target_BS.flatten()"
+            check_range("target_places_N", places, below=target_BS.numel(), fix=fix)
 
     def _encode(
         self,

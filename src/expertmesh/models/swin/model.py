@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from expertmesh.config.swin import SwinConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.classifier import ImageScores
+from expertmesh.models.inputs import check_home, check_tensor, check_whole
 from expertmesh.models.layers import FeedForward, draw_weights
 from expertmesh.models.swin.drop_path import DropPath, scaled
 from expertmesh.models.swin.windows import (
@@ -375,13 +376,23 @@ class Swin(nn.Module):
             image_index_B: (B,) int64 global image indices that key noise and stochastic depth; None: 0, 1, 2, ...
 
         Raises:
-            ConfigError: the images have another shape.
+            ConfigError: images or their indices have another shape, type or device.
         """
-        if tuple(images_BCHW.shape[1:]) != self.size:
+        what = f"a floating-point tensor of shape (images, {', '.join(map(str, self.size))})"
+        check_tensor("images_BCHW", images_BCHW, what=what)
+        if images_BCHW.ndim != 4 or tuple(images_BCHW.shape[1:]) != self.size:
             raise ConfigError(
                 f"images of shape {tuple(images_BCHW.shape[1:])}: must be {self.size}, channels, height and width; resize "
-                f"them, or change {named('model.image_size')} and {named('model.num_channels')}"
+                f"them (one image is image[None]), or change {named('model.image_size')} and {named('model.num_channels')}"
             )
+        if not images_BCHW.is_floating_point():
+            raise ConfigError(
+                f"images_BCHW has dtype {images_BCHW.dtype}; it must be floating-point, normalised as in training; convert it"
+            )
+        check_home("images_BCHW", images_BCHW, self.patches, self.patches.weight)
+        if image_index_B is not None:
+            shape = (len(images_BCHW),)
+            check_whole("image_index_B", image_index_B, images_BCHW, (shape,), of="one per image")
         size, side = self.config.patch_size, self.config.map_sides[0]
         x = images_BCHW.to(self.patches.weight.dtype).unflatten(3, (side, size))
         x = x.unflatten(2, (side, size)).permute(0, 2, 4, 1, 3, 5)
