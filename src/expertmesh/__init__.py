@@ -19,6 +19,7 @@ recipe        a complete configuration by its name; RunConfig: one of your own
 train         train a configuration, or a module of your own
 load          a trained model and its tokenizer
 generate      continue a text
+add_tokens    more tokens for a trained model and its tokenizer
 report        a page about one run or several
 parallelize   spread a module of your own over ranks
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from expertmesh.models.gpt.model import GPT as GPT
     from expertmesh.models.upcycle import moeify as moeify
     from expertmesh.models.upcycle import upcycle as upcycle
+    from expertmesh.models.vocabulary import add_tokens as add_tokens
     from expertmesh.moe.layer import MoELayer as MoELayer
     from expertmesh.moe.types import Routing as Routing
     from expertmesh.moe.types import RoutingStats as RoutingStats
@@ -63,6 +65,7 @@ _HOME = {
     "RoutingStats": "moe.types",
     "RunConfig": "config.run",
     "TrainingDivergedError": "errors",
+    "add_tokens": "models.vocabulary",
     "generate": "api",
     "load": "api",
     "moeify": "models.upcycle",
@@ -83,6 +86,7 @@ __all__ = [
     "RoutingStats",
     "RunConfig",
     "TrainingDivergedError",
+    "add_tokens",
     "functional",
     "generate",
     "load",

@@ -24,7 +24,7 @@ from expertmesh.moe.adapters import TARGETS, Adapter, ExpertAdapters
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.validation import check_module
+from expertmesh.moe.validation import check_draw, check_dtype, check_module
 
 __all__ = ["adapters", "add", "merge", "remove"]
 
@@ -60,13 +60,14 @@ def add(
 
     Raises:
         ConfigError: there is no layer with grouped experts, or it has adapters already, is spread or batch-invariant; rank,
-            alpha or targets break a rule.
+            alpha, targets, dtype or seed break a rule. Nothing is changed then.
     """
     found = dict(_experts(model))
     _check(found, rank=rank, alpha=alpha, targets=targets)
-    if freeze:
-        model.requires_grad_(False)
+    check_dtype(dtype)
+    check_draw(seed, std=None, out_std=None)
     seed = draw_seed() if seed is None else seed
+    all_made: list[tuple[GroupedExperts, ExpertAdapters]] = []
     for path, experts in found.items():
         made: dict[str, Adapter] = {}
         for name in targets:
@@ -87,7 +88,11 @@ def add(
                     made[name].a, std=std, seed=seed, name=f"{path}.{name}.a", per_expert=True
                 )
                 nn.init.zeros_(made[name].b)
-        experts.adapters = ExpertAdapters(made)
+        all_made.append((experts, ExpertAdapters(made)))
+    if freeze:
+        model.requires_grad_(False)
+    for experts, its_adapters in all_made:
+        experts.adapters = its_adapters
     return len(found)
 
 
@@ -119,12 +124,13 @@ def merge(model: nn.Module) -> int:
     Raises:
         ConfigError: none has, or the model is spread over ranks.
     """
-    for name, adapter in adapters(model).items():
-        weight = model.get_parameter(name)
+    found = {name: (model.get_parameter(name), one) for name, one in adapters(model).items()}
+    for name, (weight, _) in found.items():
         if type(weight.data) is not torch.Tensor:
             raise ConfigError(
                 f"{name}: is spread over ranks; save the adapters, and merge them into the whole model"
             )
+    for weight, adapter in found.values():
         adapter.add_to(weight)
     return remove(model)
 
@@ -170,7 +176,12 @@ def _check(
         raise ConfigError(
             f"alpha={alpha!r}: must be finite and above 0; use twice the rank, for example"
         )
-    if isinstance(targets, str) or sorted(targets) not in (["w_in"], ["w_out"], ["w_in", "w_out"]):
+    is_list = isinstance(targets, Sequence) and all(isinstance(one, str) for one in targets)
+    if (
+        isinstance(targets, str)
+        or not is_list
+        or sorted(targets) not in (["w_in"], ["w_out"], ["w_in", "w_out"])
+    ):
         raise ConfigError(
             f"targets={targets!r}: must be a list of {' or '.join(TARGETS)}, or both; name one or both"
         )

@@ -107,13 +107,16 @@ def load_adapters(model: GPT, folder: str | Path) -> int:
         raise CheckpointError(
             f"{folder / WEIGHTS}: is missing or unreadable; restore it, or save the adapters again"
         ) from None
+    learned = [(p, p.requires_grad) for p in model.parameters()]
     count = lora.add(
         model, rank=values["r"], alpha=values["lora_alpha"], targets=targets, shared=shared, seed=0
     )
     try:
         _fill(lora.adapters(model), tensors, targets, folder)
-    except CheckpointError:
+    except BaseException:  # half of the adapters are none
         lora.remove(model)
+        for parameter, requires_grad in learned:
+            parameter.requires_grad_(requires_grad)
         raise
     return count
 

@@ -226,6 +226,12 @@ def moeify(
     _check_options(options)
     copies = ExpertCopies(num_experts, top_k, granularity, noise_std, redraw, seed)
     found = [(name, _named(model, name)) for name in names]
+    for index, name in enumerate(names):
+        for other in names[:index] + names[index + 1 :]:
+            if f"{name}.".startswith(f"{other}."):
+                raise ConfigError(
+                    f"names: {name!r} is {other!r} or inside it; name each block once, the whole of it"
+                )
     made = [
         _upcycled(module, mlp, copies, layer_index=index, options=options)
         for index, (_, (module, mlp)) in enumerate(found)

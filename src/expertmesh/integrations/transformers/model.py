@@ -27,7 +27,9 @@ from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.transformers.cache import SequencesOf
 from expertmesh.integrations.transformers.inputs import IGNORED, check_call
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.inputs import check_count
 from expertmesh.models.token_losses import token_losses
+from expertmesh.models.vocabulary import resize_vocabulary
 from expertmesh.training.routing import routing_losses
 from expertmesh.training.run_dir import TOKENIZER, load_run
 from expertmesh.training.trained import open_trained
@@ -320,8 +322,53 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
             ConfigError: always.
         """
         raise ConfigError(
-            f"vocab_size={self.config.vocab_size}: the vocabulary of a GPT of expertmesh is fixed; make a model with another one"
+            f"vocab_size={self.config.vocab_size}: the embedding of a GPT of expertmesh is no module to replace; use "
+            "resize_token_embeddings(), or copy into its weight"
         )
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """As `set_input_embeddings`."""
+        self.set_input_embeddings(new_embeddings)
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """Give the model another number of tokens, tied or not; nothing is changed where this is refused.
+
+        Args:
+            new_num_tokens: rows are added at the end, or taken from there; None: as many as there are.
+            pad_to_multiple_of: the number is raised to a multiple of this.
+            mean_resizing: new rows are the mean of the old ones; else they are N(0, init_std^2).
+
+        Returns:
+            The embedding.
+
+        Raises:
+            ConfigError: a number breaks a rule, an id with a meaning (`eos_token_id`, ...) would have no row, or the model is spread or wrapped.
+        """
+        for name, value in (
+            ("new_num_tokens", new_num_tokens),
+            ("pad_to_multiple_of", pad_to_multiple_of),
+        ):
+            if value is not None:
+                check_count(name, value, least=1, fix="leave it out to change nothing")
+        size = self.gpt.vocab_size if new_num_tokens is None else new_num_tokens
+        size += -size % (pad_to_multiple_of or 1)
+        for config in (self.config, self.generation_config):
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                value = getattr(config, name, None)
+                ids = value if isinstance(value, list) else [value]
+                if any(isinstance(one, int) and one >= size for one in ids):
+                    raise ConfigError(
+                        f"new_num_tokens={size}: leaves no row for {name}={value}; keep more, or change {name} first"
+                    )
+        resize_vocabulary(self.gpt, size, from_mean=mean_resizing)
+        self.config.gpt = self.gpt.config.model_dump(mode="json")
+        self.config.vocab_size = size
+        return self.gpt.embedding
 
     def get_output_embeddings(self) -> nn.Module:
         """The projection to the vocabulary; of a tied model the embedding."""
