@@ -126,7 +126,8 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("layouts")
 
 
-ONE_PROCESS = {"capacity": {}, "dropless": DROPLESS, "muon": MUON}
+GLOBAL = {"model.moe.balance_loss_scope": "global", "train.micro_batch_size": 4}
+ONE_PROCESS = {"capacity": {}, "dropless": DROPLESS, "muon": MUON, "global": GLOBAL}
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +165,14 @@ def test_dropless_pyramid_in_micro_batches(four_ranks, folder, one_process, layo
     name = f"dropless-{'-'.join(layout)}"
     lines = four_ranks.run(run_training, folder, name, DROPLESS | layout)[0]
     assert_same(lines, one_process("dropless"))
+
+
+def test_balance_over_the_batch_in_micro_batches(two_ranks, folder, one_process):
+    lines = two_ranks.run(run_training, folder, "two-global", GLOBAL)[0]
+    assert_same(lines, one_process("global"))
+    one = {**GLOBAL, "model.moe.balance_loss_scope": "group"}
+    others = run_training(folder, "one-group", one)
+    assert [line["aux_loss"] for line in others] != [line["aux_loss"] for line in lines]
 
 
 class StoppedInAnEvaluation(GPTTask):

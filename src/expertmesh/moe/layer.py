@@ -103,7 +103,8 @@ class MoELayer(nn.Module):
         recompute_h: grouped experts do not save their pre-activations (T * K * G * F elements) but compute them again in
             the backward, a third of their forward's FLOPs more; the same results to the bit.
         balance_loss: "switch" (over all choices), "gshard" (the same over the first ones), "importance_load" or "none".
-        balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call.
+        balance_loss_scope: "group": per routing group, then averaged; "global": over all tokens of the call, and
+            of the micro-batches before it where `expertmesh.moe.batch_balance.BatchBalance` remembers them, as the trainer's does.
         aux_loss_weight: weight of the balance loss in `RoutingStats.aux_loss`.
         z_loss_weight: weight of the router z-loss in `RoutingStats.z_loss`.
         dispatcher: sends rows to other processes; None: all experts are here. `expertmesh.parallel` sets it.
@@ -267,6 +268,9 @@ class MoELayer(nn.Module):
         self.register_buffer("noise_key", key, persistent=False)
         self.register_buffer("noise_samples", torch.zeros_like(key), persistent=False)
         self.noise_is_keyed = False
+        self.earlier_sums_RE: Tensor | None = (
+            None  # of the batch, see `BatchBalance`; no buffer, which casts would round
+        )
 
     @classmethod
     def from_config(
@@ -414,13 +418,14 @@ class MoELayer(nn.Module):
             )
             way = Way(route_degree, overlap_degree, all_to_all, shadow_experts)
             journey = self.dispatcher.start(tokens, way)
-        aux_loss, z_loss, counts_E = weighted_losses(
+        aux_loss, z_loss, counts_E, sums_RE = weighted_losses(
             routed,
             call.token_mask_T,
             self.num_experts,
             self.loss_options,
             sum_over_processes=self.dispatcher.sum_over_processes,
             groups=call.groups,
+            earlier_RE=self.earlier_sums_RE if self.training else None,
         )
         if self.training and not torch.is_grad_enabled() and self.loss_options.has_losses:
             warn_of_lost_losses()
@@ -440,6 +445,7 @@ class MoELayer(nn.Module):
             topk_expert_ids_TK=routed.topk_expert_ids_TK,
             topk_weights_TK=routed.topk_weights_TK.detach(),
             kept_expert_ids_TK=assigned.expert_ids_TK,
+            balance_sums_RE=sums_RE,
         )
         # no view: what wraps the layer (FSDP2) could not see x += y on one
         return torch.ops.aten._unsafe_view(y_TD.to(x.dtype).contiguous(), x.shape), stats

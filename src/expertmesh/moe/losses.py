@@ -25,12 +25,16 @@ SumOverProcesses = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The options of `MoELayer` for its losses; `group_size` None: over all tokens of the call, on all processes."""
+    """The options of `MoELayer` for its losses; `group_size` None: over all tokens of the call, on all processes.
+
+    With `is_global` the tokens of earlier calls count, too, where somebody remembers them; see `global_balance_loss`.
+    """
 
     kind: str
     group_size: int | None
     aux_loss_weight: float
     z_loss_weight: float
+    is_global: bool = False
 
     @staticmethod
     def of(options: LayerOptions) -> "LossOptions":
@@ -41,6 +45,7 @@ class LossOptions:
             group_size=None if is_global else options.routing_group_size,
             aux_loss_weight=options.aux_loss_weight,
             z_loss_weight=options.z_loss_weight,
+            is_global=is_global,
         )
 
     @property
@@ -57,13 +62,15 @@ def weighted_losses(
     *,
     sum_over_processes: SumOverProcesses,
     groups: SharedGroups | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted balance loss, weighted z-loss, and (E,) choices per expert before dropping.
+    earlier_RE: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Weighted balance loss, weighted z-loss, (E,) choices per expert before dropping, and (R, E) sums of a global balance loss.
 
     Without routing groups the balance loss counts the tokens of all processes. With them it is that of this
     process's groups, and the z-loss is that of its tokens: their means over processes, weighted by valid tokens, are
     the losses of the whole batch. The choices are counted over all processes. Does not synchronise by itself. Where
     processes share the tokens of a whole call, the groups are those of that call, and each of them has the same loss.
+    `earlier_RE` are the sums of the calls before, of the same batch.
     """
     size, z_mask_T = options.group_size, token_mask_T
     spans = groups is not None and size is not None
@@ -84,8 +91,23 @@ def weighted_losses(
         balanced_UE = sum_over_processes(count_all_choices(counted_TK, num_experts))[None]
     # two tensors, so that what is added to one in place is not in the other
     aux_loss, z_loss = (routed.topk_weights_TK.new_zeros(()) for _ in range(2))
+    sums_RE: Tensor | None = None
     with without_autocast(aux_loss.device):
-        if options.aux_loss_weight and scores_TE is not None and options.kind != "none":
+        is_none = not options.aux_loss_weight or options.kind == "none"
+        if is_none or scores_TE is None:
+            pass
+        elif options.is_global:
+            balance, sums_RE = global_balance_loss(
+                scores_TE,
+                balanced_UE[0],
+                of_scores=options.kind == "importance_load",
+                load_TE=routed.load_TE,
+                token_mask_T=token_mask_T,
+                sum_over_processes=sum_over_processes,
+                earlier_RE=earlier_RE,
+            )
+            aux_loss = options.aux_loss_weight * balance
+        else:
             loss: Callable[..., Tensor] = switch_loss
             if options.kind == "importance_load":
                 loss = partial(importance_load_loss, load_TE=routed.load_TE)
@@ -98,7 +120,7 @@ def weighted_losses(
             )
         if options.z_loss_weight and routed.logits_TE is not None:
             z_loss = options.z_loss_weight * router_z_loss(routed.logits_TE, token_mask_T=z_mask_T)
-    return aux_loss, z_loss, counts_E
+    return aux_loss, z_loss, counts_E, sums_RE
 
 
 def _sums(
@@ -231,6 +253,72 @@ def importance_load_loss(
     else:
         load_UE = _sums(load_TE, token_mask_T, group_size, sum_over_processes)
     return _mean_groups((_cv_squared(importance_UE) + _cv_squared(load_UE)) / 2, valid_U)
+
+
+def global_balance_loss(
+    scores_TE: Tensor,
+    num_choices_E: Tensor,
+    *,
+    of_scores: bool = False,
+    load_TE: Tensor | None = None,
+    token_mask_T: Tensor | None = None,
+    sum_over_processes: SumOverProcesses | None = None,
+    earlier_RE: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Balance loss of one micro-batch over the choices of its whole batch, as far as these are known.
+
+    Of micro-batch m of a batch, with F_n (E,) the choices in micro-batch n on all processes and P_m (E,) the mean scores in m,
+
+        L_m = E * sum_e f_e P_m,e,  f = sum_{n <= m} F_n / sum_{n <= m} sum_e F_n,e.
+
+    That is Megatron-Core's `global_aux_loss`, and the buffered form of Qiu et al. 2025 (arXiv 2501.11873, 3). The batch's loss is the
+    mean of L_m, weighted by valid tokens. Gradients flow through P_m alone: those of a token's scores are E f_e / tokens, exact for
+    the whole batch in the last micro-batch, and in earlier ones with f of what came before, so that a batch in one micro-batch has
+    the loss of `switch_loss` to the bit, and several have not quite the same. The importance and load loss takes the sums S_n of
+    scores (and loads) over n <= m, scaled to the size of m, with the gradient of S_m.
+
+    Args:
+        scores_TE: (T, E) clean scores, differentiable.
+        num_choices_E: (E,) integers, choices per expert in this call, summed over processes.
+        of_scores: the importance and load loss in the place of Switch's.
+        load_TE: see `importance_load_loss`.
+        token_mask_T: (T,) bool, True for real tokens; None: all are.
+        sum_over_processes: makes sums over the tokens of all processes; None: there is one.
+        earlier_RE: the second result of earlier micro-batches, added up; None: this is the first.
+
+    Returns:
+        Scalar, not weighted; and (R, E) FP64, detached: choices, and for importance and load sums of scores and loads, of this call.
+        Does not synchronise.
+    """
+    counts_E = num_choices_E
+    if earlier_RE is not None:
+        counts_E = counts_E + earlier_RE[0].to(counts_E.dtype)
+    own_RE = num_choices_E.double()[None]
+    if not of_scores:
+        loss = switch_loss(
+            scores_TE,
+            counts_E[None],
+            token_mask_T=token_mask_T,
+            sum_over_processes=sum_over_processes,
+        )
+        return loss, own_RE
+    sums_E = [_sums(scores_TE, token_mask_T, None, sum_over_processes)[0]]
+    if load_TE is not None:
+        sums_E.append(_sums(load_TE, token_mask_T, None, sum_over_processes)[0])
+    own_RE = torch.stack((own_RE[0], *(each.detach().double() for each in sums_E)))
+    if earlier_RE is not None:
+        sums_E = [_on_top(a, b) for a, b in zip(sums_E, earlier_RE[1:], strict=True)]
+    if load_TE is None:
+        sums_E.append(counts_E.to(scores_TE.dtype))
+    return _cv_squared(torch.stack(sums_E)).sum() / 2, own_RE
+
+
+def _on_top(sums_E: Tensor, earlier_E: Tensor) -> Tensor:
+    """The sums so far, scaled to the size of this micro-batch's, with the gradient of these."""
+    own = sums_E.detach()
+    all_E = own + earlier_E.to(own.dtype)
+    tiny = torch.finfo(own.dtype).tiny
+    return sums_E + (all_E * (own.sum() / all_E.sum().clamp_min(tiny)) - own)
 
 
 def router_z_loss(logits_TE: Tensor, *, token_mask_T: Tensor | None = None) -> Tensor:

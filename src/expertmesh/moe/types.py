@@ -63,6 +63,8 @@ class RoutingStats:
         topk_expert_ids_TK: (T, K) int64 expert ids before dropping, detached; E at masked tokens.
         topk_weights_TK: (T, K) routing weights before dropping, detached; 0 at masked tokens.
         kept_expert_ids_TK: (T, K) int64 expert ids after dropping, detached; E at dropped rows, too.
+        balance_sums_RE: (R, E) FP64 sums of this call over all processes that a balance loss over the batch goes on from,
+            detached; None: its scope is not global, or it has no weight.
 
     Example:
         >>> import torch
@@ -80,6 +82,7 @@ class RoutingStats:
     topk_expert_ids_TK: Tensor
     topk_weights_TK: Tensor
     kept_expert_ids_TK: Tensor
+    balance_sums_RE: Tensor | None = None
 
 
 for _cls in (Routing, RouterOutput, RoutingStats):

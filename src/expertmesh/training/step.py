@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.models.family import Batch, Part, Task, each_tensor, num_samples
+from expertmesh.moe.batch_balance import BatchBalance
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.expert_use import ExpertUse, is_recorded, use_of_experts
@@ -137,23 +138,25 @@ def accumulate_gradients(
     num_routed = task.num_routed(batch, Ranks())
     counter = LoadCounter()
     sums = torch.zeros(3, device=precision.device, dtype=precision.master_dtype)
-    for start in range(0, size, micro_batch_size):
-        stop = min(start + micro_batch_size, size)
-        rows = ranks.rows(start, stop)
-        ranks.announce_micro_batch(model, is_last=stop == size)
-        together = task.cut(each_tensor(batch, itemgetter(slice(start, stop))))
-        mine = each_tensor(together, itemgetter(slice(rows.start - start, rows.stop - start)))
-        num_mine = task.num_items(mine)
-        pairs = zip(task.num_routed(mine, ranks), num_routed, strict=True)
-        shares = [part / whole for part, whole in pairs]
-        mine = each_tensor(mine, lambda t: t.to(precision.device, non_blocking=True))
-        with precision.autocast():
-            found = task.loss(model, mine, Part(step, rows, ranks, num_mine))
-        loss = found.total / num_items
-        aux_loss, z_loss = routing_losses(found.stats, loss, shares)
-        scaler.scale(loss + aux_loss + z_loss).backward()
-        counter.add(found.stats, _watched(task, mine, ranks) if watch else None)
-        sums += torch.stack((loss, aux_loss.to(loss), z_loss.to(loss))).detach()
+    with BatchBalance(model) as balance:
+        for start in range(0, size, micro_batch_size):
+            stop = min(start + micro_batch_size, size)
+            rows = ranks.rows(start, stop)
+            ranks.announce_micro_batch(model, is_last=stop == size)
+            together = task.cut(each_tensor(batch, itemgetter(slice(start, stop))))
+            mine = each_tensor(together, itemgetter(slice(rows.start - start, rows.stop - start)))
+            num_mine = task.num_items(mine)
+            pairs = zip(task.num_routed(mine, ranks), num_routed, strict=True)
+            shares = [part / whole for part, whole in pairs]
+            mine = each_tensor(mine, lambda t: t.to(precision.device, non_blocking=True))
+            with precision.autocast():
+                found = task.loss(model, mine, Part(step, rows, ranks, num_mine))
+            loss = found.total / num_items
+            aux_loss, z_loss = routing_losses(found.stats, loss, shares)
+            scaler.scale(loss + aux_loss + z_loss).backward()
+            balance.add(found.stats)
+            counter.add(found.stats, _watched(task, mine, ranks) if watch else None)
+            sums += torch.stack((loss, aux_loss.to(loss), z_loss.to(loss))).detach()
     return ranks.sum_(sums, what="the losses"), counter
 
 
