@@ -28,8 +28,7 @@ def make(kind, **options):
         dtype=torch.float64,
         z_loss_weight=0.0,
         aux_loss_weight=0.3,
-        balance_loss_scope="global",
-        **KINDS[kind] | options,
+        **{"balance_loss_scope": "global"} | KINDS[kind] | options,
     )
 
 

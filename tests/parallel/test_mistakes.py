@@ -19,7 +19,8 @@ from expertmesh.errors import ConfigError, PeerError
 from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.recipes import RECIPES
-from expertmesh.training.loop import check_ranks, train
+from expertmesh.training.fits_ranks import check_ranks
+from expertmesh.training.loop import train
 
 TINY = {
     "train.steps": 1,

@@ -48,6 +48,7 @@ _HELP = {
     "generate": 'continue a text:              expertmesh generate runs/demo "def main"',
     "translate": 'translate a text:             expertmesh translate runs/translate-multi30k --to de "a dog"',
     "classify": "classify images:              expertmesh classify runs/swin-mnist a.png",
+    "runs": "list runs, remove old parts:  expertmesh runs runs/ --keep 1",
     "report": "summarise a run:              expertmesh report runs/demo",
     "export": "weights, our names, one file: expertmesh export runs/demo --output demo.safetensors",
     "convert": "from and to the hub's format: expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",

@@ -240,7 +240,7 @@ def _print_measures(
         rows.append((f"on the trainer's sample, after step {step:,}", then[-1].get(metric.key)))
     after = baseline = None
     if data is not None:
-        size = config.train.micro_batch_size or config.train.batch_size
+        size = config.train.samples_per_pass
         num_rows = _TOKENS * size
         with threads_of_calls(trained.model, trained.precision, num_rows=num_rows):
             result = evaluate(

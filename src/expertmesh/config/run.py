@@ -14,6 +14,7 @@ Frozen = Literal["experts", "router"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd"]
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Resume = Literal["auto", "never", "required"]
 Bind = Literal["auto", "off"]
 ExpertOrder = Literal["slices_inner", "experts_inner"]
@@ -91,6 +92,8 @@ class TrainConfig(Config):
     """Sequences (or other samples) per optimiser step."""
     micro_batch_size: int | None = Field(default=None, gt=0)
     """Samples per forward pass (gradient accumulation); none: batch_size."""
+    gradient_accumulation_steps: int | None = Field(default=None, gt=0)
+    """Forward passes per optimiser step, in the place of micro_batch_size: batch_size over it; none: as micro_batch_size says."""
     seed: int = Field(default=0, ge=0)
     """Seed of initialisation, data order and router noise."""
     run_dir: str = "runs/default"
@@ -121,14 +124,35 @@ class TrainConfig(Config):
     """Recompute each layer's activations in the backward pass."""
     max_bad_steps: int = Field(default=10, gt=0)
     """Non-finite steps in a row after which the run stops."""
+    log_every: int | None = Field(default=None, gt=0)
+    """Steps between lines of progress, elsewhere than on a terminal; none: 40 lines in a run. Files have every step."""
+    max_time: float | None = Field(default=None, gt=0)
+    """Seconds after which the run has saved and stopped, to go on with train.resume; none: no limit."""
+    patience: int | None = Field(default=None, gt=0)
+    """Evaluations in a row without a lower validation loss after which the run is done; none: all steps."""
     tensorboard: bool = True
     """Write TensorBoard events where the package is installed."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Services that get the numbers of every step, too: tensorboard, wandb, mlflow."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name in ("run_dir", "init_from", "branch_from"):
             check_not_empty(name, getattr(self, name))
-        self.require_once("freeze")
+        self.require_once("freeze", "trackers")
+        count = self.gradient_accumulation_steps or 1
+        self.require(
+            self.batch_size % count == 0,
+            "gradient_accumulation_steps",
+            f"must divide batch_size, {self.batch_size}",
+            "choose a divisor",
+        )
+        self.require(
+            self.gradient_accumulation_steps is None or self.micro_batch_size is None,
+            "gradient_accumulation_steps",
+            f"conflicts with micro_batch_size={self.micro_batch_size}, which says the same thing otherwise",
+            "give one of them, and none to the other",
+        )
         self.require(
             self.init_from is None or self.branch_from is None,
             "branch_from",
@@ -154,6 +178,11 @@ class TrainConfig(Config):
             "choose a divisor",
         )
         return self
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples of a forward pass, on all ranks."""
+        return self.micro_batch_size or self.batch_size // (self.gradient_accumulation_steps or 1)
 
 
 class ParallelConfig(Config):

@@ -40,7 +40,7 @@ def dominant_products(config: GPTRunConfig, *, num_parts: int = 1) -> tuple[Prod
         Products of at least a hundredth of the largest's work, the largest first.
     """
     model = config.model
-    rows = config.train.micro_batch_size or config.train.batch_size
+    rows = config.train.samples_per_pass
     num_tokens = max(1, rows * config.data.seq_len // num_parts)
     found: Counter[Product] = Counter()
     for parameter in parameter_shapes(model):

@@ -49,7 +49,7 @@ def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
         ),
         alone=estimate_memory(
             config.model,
-            micro_batch_size=train.micro_batch_size or train.batch_size,
+            micro_batch_size=train.samples_per_pass,
             seq_len=seq_len,
             dtype=dtype,
             activation_checkpointing=train.activation_checkpointing,

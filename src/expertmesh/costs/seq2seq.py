@@ -132,7 +132,7 @@ def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> Ru
         else:
             dense[parameter.layer] = dense.get(parameter.layer, 0) + parameter.num_elements
         active += round(parameter.num_elements * share)
-    samples = train.micro_batch_size or train.batch_size
+    samples = train.samples_per_pass
     flops = forward_flops(model, source_len=S, target_len=T, batch_size=samples)
     alone, each = memory_by_size(
         total,

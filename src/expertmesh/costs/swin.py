@@ -133,7 +133,7 @@ def swin_costs(config: SwinRunConfig, *, num_ranks: int, dtype: str) -> RunCosts
     outside = outside_parameters(model)
     total = outside + sum(b.dense + b.num_experts * b.expert for b in blocks)
     active = outside + sum(b.dense + min(model.moe.top_k, b.num_experts) * b.expert for b in blocks)
-    images = train.micro_batch_size or train.batch_size
+    images = train.samples_per_pass
     alone, each = memory_by_size(
         total,
         outside=outside,

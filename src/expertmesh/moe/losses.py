@@ -307,18 +307,22 @@ def global_balance_loss(
         sums_E.append(_sums(load_TE, token_mask_T, None, sum_over_processes)[0])
     own_RE = torch.stack((own_RE[0], *(each.detach().double() for each in sums_E)))
     if earlier_RE is not None:
-        sums_E = [_on_top(a, b) for a, b in zip(sums_E, earlier_RE[1:], strict=True)]
+        # scores sum to one per token, so these are shares of tokens
+        tiny = torch.finfo(scores_TE.dtype).tiny
+        share = own_RE[1].sum() / (own_RE[1] + earlier_RE[1]).sum().clamp_min(tiny)
+        sums_E = [
+            _on_top(own_E, earlier_E, share.to(own_E.dtype))
+            for own_E, earlier_E in zip(sums_E, earlier_RE[1:], strict=True)
+        ]
     if load_TE is None:
         sums_E.append(counts_E.to(scores_TE.dtype))
     return _cv_squared(torch.stack(sums_E)).sum() / 2, own_RE
 
 
-def _on_top(sums_E: Tensor, earlier_E: Tensor) -> Tensor:
+def _on_top(sums_E: Tensor, earlier_E: Tensor, share: Tensor) -> Tensor:
     """The sums so far, scaled to the size of this micro-batch's, with the gradient of these."""
     own = sums_E.detach()
-    all_E = own + earlier_E.to(own.dtype)
-    tiny = torch.finfo(own.dtype).tiny
-    return sums_E + (all_E * (own.sum() / all_E.sum().clamp_min(tiny)) - own)
+    return sums_E + ((own + earlier_E.to(own.dtype)) * share - own)
 
 
 def router_z_loss(logits_TE: Tensor, *, token_mask_T: Tensor | None = None) -> Tensor:

@@ -206,7 +206,7 @@ class CheckpointStore:
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-            self._prune(step_of(final))
+            self.prune(step_of(final))
         else:
             record = partial / f"{_RECORD}{self.ranks.position}"
             unfinished = record.with_suffix(".partial")
@@ -243,7 +243,7 @@ class CheckpointStore:
             time.sleep(_POLL_S)
         return cast("tuple[list[Any], dict[str, Any]]", read_plain(path))
 
-    def _prune(self, newest: int) -> None:
+    def prune(self, newest: int) -> None:
         """Delete what is not to be kept. Those after the newest are damaged, or the run had gone on from them: they count for nothing."""
         paths = [path for path in self.paths() if step_of(path) <= newest]
         keep = set(paths[-self.keep_last :])

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.family import Family, find_family
-from expertmesh.config.run import ParallelConfig, RunConfig
+from expertmesh.config.run import RunConfig
 from expertmesh.data.news import notes_known
-from expertmesh.errors import ConfigError, TrainingDivergedError, named
+from expertmesh.errors import TrainingDivergedError, named
 from expertmesh.models.family import Batch, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
@@ -28,9 +28,12 @@ from expertmesh.training.checkpoint import (
     newest_good,
     step_of,
 )
+from expertmesh.training.ends import EarlyEnd, Ends
 from expertmesh.training.evaluate import Evaluation, evaluate
+from expertmesh.training.fits_ranks import check_ranks
 from expertmesh.training.lost_rows import told_losses
 from expertmesh.training.metrics import MetricsFile, StepMetrics, evaluations, read_metrics
+from expertmesh.training.named_trackers import check_installed, open_trackers
 from expertmesh.training.optim import (
     build_optimizer,
     decay_start,
@@ -57,12 +60,11 @@ from expertmesh.training.stop import StopRequest
 from expertmesh.training.teacher import open_teacher, teacher_bytes
 from expertmesh.training.threads import (
     Threads,
-    check_threads,
     computing_with,
     measure_step,
     settle_threads,
 )
-from expertmesh.training.trackers import Files, OwnTracker, Tracker, open_tensorboard
+from expertmesh.training.trackers import Files, OwnTracker, Tracker
 
 
 class _LeftOutError(Exception):
@@ -86,6 +88,7 @@ class TrainResult:
         checkpoint: newest checkpoint, or None.
         is_leader: whether this rank speaks for all of them.
         evaluated_at: the step of `evaluation`; a run that is stopped ends later. None if there was none yet.
+        ended_early: the option that ended the call before its last step: "max_time", which goes on, or "patience", which is done.
     """
 
     run_dir: Path
@@ -100,6 +103,7 @@ class TrainResult:
     checkpoint: Path | None
     is_leader: bool = True
     evaluated_at: int | None = None
+    ended_early: EarlyEnd | None = None
 
 
 def train(
@@ -134,6 +138,7 @@ def train(
     family = find_family(config.family) if family is None else family
     config = begun(config.model_copy(update={"family": family.name}), family)
     task: Task = family.open_task(config)
+    ends = Ends(config.train)
     device = resolve_device(config.train.device)
     run_dir = RunDir(config.train.run_dir)
     with ExitStack() as stack:
@@ -153,6 +158,7 @@ def train(
         ranks.first(lambda: check_room(family, config, device, num_ranks=ranks.size))
 
         def open_run() -> Path | None:
+            check_installed(config.train.trackers)
             stack.enter_context(run_dir.locked())
             run_dir.check_resume(config.train.resume)
             if run_dir.config.exists():
@@ -182,7 +188,7 @@ def train(
         stack.enter_context(precision.products())
         torch.manual_seed(config.train.seed)  # whatever the data have drawn
         trainer = ranks.each(
-            partial(_Trainer, family, task, recipe, run_dir, data, precision, threads, ranks)
+            partial(_Trainer, family, task, recipe, run_dir, data, precision, threads, ranks, ends)
         )
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
@@ -230,7 +236,10 @@ class _Trainer:
         precision: Precision,
         threads: Threads | None,
         ranks: Ranks,
+        ends: Ends,
     ) -> None:
+        self.ends = ends
+        self.ended_early: EarlyEnd | None = None
         config: RunConfig = task.config
         self.family, self.task, self.ranks = family, task, ranks
         self.config, self.recipe, self.run_dir = config, recipe, run_dir
@@ -254,6 +263,8 @@ class _Trainer:
             ranks=ranks,
         )
         self.saved_step: int | None = None
+        self.evaluated: Evaluation | None = None
+        self.evaluated_step = -1
 
     def resume(self, trunk: Path | None) -> int:
         """Load the newest good checkpoint, if there is one, or that where a trunk is left; returns the steps done."""
@@ -296,8 +307,14 @@ class _Trainer:
             lost = self._told_losses(first)
             files = [MetricsFile(p, last_step=first) for p in self.run_dir.records]
             own: list[OwnTracker] = [Files(*files)]
-            if config.train.tensorboard and first < config.train.steps:
-                own += open_tensorboard(self.run_dir.tensorboard, last_step=first)
+            if first < config.train.steps:
+                own += open_trackers(
+                    config.train.trackers,
+                    self.run_dir.path,
+                    config.model_dump(mode="json"),
+                    tensorboard=config.train.tensorboard,
+                    last_step=first,
+                )
             for tracker in own:
                 stack.callback(tracker.close)
             trackers = [*own, *given]
@@ -311,6 +328,7 @@ class _Trainer:
                 family=self.family,
                 total_steps=config.train.steps,
                 first_step=first,
+                every=config.train.log_every,
                 on_lost=lambda: stop.ask(signal.SIGPIPE),
             )
         )
@@ -319,20 +337,40 @@ class _Trainer:
         report.message(summary(self.state.model, muon=config.optim.name == "muon"))
         if lost:
             report.message(lost)
+        self.ends.heard(self.ranks.first(lambda: self._losses_until(first)))
         extra: dict[str, float] = {}
         if first == 0 and (before := self._evaluate(stop, report)) is not None:
             extra = {f"initial_eval_{name}": value for name, value in before.items()}
-        while progress.step < config.train.steps and not self.ranks.any(stop.signal is not None):
+        while progress.step < config.train.steps and not self._must_end(stop):
             self._one_step(trackers, report, extra, stop)
             extra = {}
         if progress.step >= config.train.steps and stop.signal == signal.SIGPIPE:
             stop.signal = None  # nothing was left to stop
-        if progress.step < config.train.steps and stop.signal is None:
-            stop.signal = signal.SIGTERM  # another rank was asked
+        if progress.step < config.train.steps:
+            self._name_end(stop)
         if self.saved_step != progress.step and progress.bad_steps_in_row == 0:
-            self._save(None)
+            self._save(self.evaluated if self.evaluated_step == progress.step else None)
         self.store.wait()
         self._say_end(stop, report, first)
+
+    def _must_end(self, stop: StopRequest) -> bool:
+        """Whether a rank was asked to stop, or has no time left, or evaluations got no better; every rank must call."""
+        if self.ends.has_no_patience():
+            return True
+        return self.ranks.any(stop.signal is not None or self.ends.is_late())
+
+    def _name_end(self, stop: StopRequest) -> None:
+        """Why the run has not done all of its steps; every rank must call."""
+        if self.ranks.any(stop.signal is not None):
+            stop.signal = stop.signal or signal.SIGTERM  # another rank was asked
+        else:
+            self.ended_early = "patience" if self.ends.has_no_patience() else "max_time"
+
+    def _losses_until(self, step: int) -> list[float]:
+        """Validation losses of the steps that are done, in order."""
+        lines = [line for line in read_metrics(self.run_dir.metrics) if line["step"] <= step]
+        first = evaluations(lines, "initial_eval_")[:1]
+        return [one["loss"] for one in (*first, *evaluations(lines)) if "loss" in one]
 
     def _say_end(self, stop: StopRequest, report: ProgressReport, first: int) -> None:
         """Say what stopped the run, and what of it is lost because its last steps were not finite.
@@ -340,7 +378,7 @@ class _Trainer:
         Raises:
             TrainingDivergedError: none of these steps changed a weight, or no state of the run was worth saving.
         """
-        progress, paths = self.state.progress, self._checkpoints()
+        config, progress, paths = self.config.train, self.state.progress, self._checkpoints()
         bad = progress.bad_steps_in_row
         kept = f"the newest checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
         if stop.signal is None and bad and (bad >= progress.step - first or not paths):
@@ -356,6 +394,16 @@ class _Trainer:
             report.last_word(
                 f"stopped by {stop.signal.name} after step {progress.step}, {saved};"
                 " continue with --train.resume auto"
+            )
+        elif self.ended_early == "max_time":
+            report.last_word(
+                f"stopped after step {progress.step}: {config.max_time:g} s of train.max_time are used up, {saved}; continue with"
+                " --train.resume auto"
+            )
+        elif self.ended_early == "patience":
+            report.last_word(
+                f"done after step {progress.step}: {config.patience} evaluations in a row had no validation loss below"
+                f" {self.ends.best:.4f}, {saved}"
             )
         elif bad:
             report.last_word(saved)
@@ -377,6 +425,7 @@ class _Trainer:
         result, num_items = self._update(lr)
         seconds = time.perf_counter() - began
         progress.seconds += seconds
+        self.ends.stepped(seconds)
         line = StepMetrics(
             step=progress.step,
             loss=result.loss,
@@ -448,7 +497,7 @@ class _Trainer:
 
         def until_asked(batches: Iterator[Batch]) -> Iterator[Batch]:
             for batch in batches:
-                if self.ranks.any(stop.signal is not None):
+                if self.ranks.any(stop.signal is not None or self.ends.is_late()):
                     raise _LeftOutError
                 yield batch
 
@@ -457,7 +506,7 @@ class _Trainer:
                 self.task,
                 self.state.model,
                 self.data,
-                batch_size=config.micro_batch_size or config.batch_size,
+                batch_size=config.samples_per_pass,
                 max_samples=config.eval_batches * config.batch_size,
                 precision=self.precision,
                 ranks=self.ranks,
@@ -467,6 +516,8 @@ class _Trainer:
             report.message(f"step {step}: the evaluation is left out")
             return None
         report.evaluation(step, found)
+        self.ends.heard([found["loss"]])
+        self.evaluated, self.evaluated_step = found, step
         return found
 
     def _told_losses(self, first: int) -> str:
@@ -476,7 +527,7 @@ class _Trainer:
         return told_losses(*self.run_dir.records, first=begin, last=first)
 
     def _save(self, evaluation: Evaluation | None) -> None:
-        progress = self.state.progress
+        progress, began = self.state.progress, time.monotonic()
         self.store.save(
             progress.step,
             self.state.tensors(),
@@ -484,6 +535,9 @@ class _Trainer:
             eval_loss=None if evaluation is None else evaluation["loss"],
         )
         self.saved_step = progress.step
+        if self.ends.waits_for_save:
+            self.store.wait()
+            self.ends.saved(time.monotonic() - began)
 
     def _checkpoints(self) -> list[Path]:
         """The run's, oldest first; damaged ones that are left of further steps are none."""
@@ -525,71 +579,6 @@ class _Trainer:
             stopped_by=stop.signal,
             checkpoint=paths[-1] if paths else None,
             is_leader=self.ranks.is_leader,
+            ended_early=self.ended_early,
             evaluated_at=max((n["step"] for n in lines if "eval_loss" in n), default=None),
         )
-
-
-_OF_SEVERAL = (
-    "dp_replicate_degree",
-    "dp_shard_degree",
-    "tp_degree",
-    "ep_degree",
-    "es_degree",
-    "route_degree",
-    "overlap_degree",
-    "shadow_experts",
-    "adaptive",
-    "all_to_all",
-    "expert_order",
-)
-"""Options that have no effect on one rank."""
-
-
-def check_ranks(task: Task, ranks: Ranks) -> None:
-    """Whether a run fits its ranks.
-
-    Raises:
-        ConfigError: batches do not divide over them, one GPU for several, or there is one and the options are for several.
-    """
-    parallel, train_config = task.config.parallel, task.config.train
-    if ranks.size > 1 and train_config.device.startswith("cuda:"):
-        raise ConfigError(
-            f"{named('train.device', train_config.device)} on {ranks.size} ranks: each takes the GPU of its number on its "
-            f"host; use {named('train.device', 'cuda')}"
-        )
-    if ranks.size == 1:
-        _check_alone(parallel)
-    check_threads(parallel.num_threads)
-    task.check(ranks.size)
-    size = train_config.micro_batch_size or train_config.batch_size
-    if size % (parts := ranks.num_row_parts):
-        name = "micro_batch_size" if train_config.micro_batch_size else "batch_size"
-        among = f"the {ranks.size} ranks"
-        if parallel.tp_degree > 1:
-            among = f"{parts} groups of {parallel.tp_degree} ranks"
-        near = max(size // parts, 1) * parts
-        raise ConfigError(
-            f"train.{name}", size, f"must divide evenly over {among}", f"nearest below: {near}"
-        )
-
-
-def _check_alone(parallel: ParallelConfig) -> None:
-    """Refuse options that only several ranks can follow, on one; names both ways out, also for a file that gives them all."""
-    wanted = {}
-    for name in _OF_SEVERAL:
-        value, usual = getattr(parallel, name), type(parallel).model_fields[name].default
-        degree = max(value, default=None) if isinstance(value, tuple) else value
-        idle = (None, usual, 1) if name.endswith("_degree") else (usual,)
-        if degree not in idle:
-            wanted[name] = (degree, usual if usual not in (None, ()) else "none")
-    if not wanted:
-        return
-    name, (degree, _) = next(iter(wanted.items()))
-    alone = ", ".join(named(f"parallel.{n}", usual) for n, (_, usual) in wanted.items())
-    raise ConfigError(
-        f"parallel.{name}",
-        degree,
-        "there is one rank",
-        "start more with torchrun --nproc-per-node N -m expertmesh train ..., or, to go on with one, "
-        f"give {alone}",
-    )

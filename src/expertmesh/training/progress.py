@@ -52,6 +52,7 @@ class ProgressReport:
         family: what is trained; names the items and the metric.
         total_steps: the number of steps of the run.
         first_step: steps done before.
+        every: steps between plain lines; None: about forty lines.
         on_lost: called when what is written reaches nobody: a dead pipe, a closed terminal. A full disk below standard output
             is no reason to stop.
     """
@@ -63,6 +64,7 @@ class ProgressReport:
         family: Family,
         total_steps: int,
         first_step: int,
+        every: int | None = None,
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self._family = family
@@ -70,7 +72,7 @@ class ProgressReport:
         self._on_lost = on_lost
         self._is_lost = False
         self._total, self._first = total_steps, first_step
-        self._every = max(1, (total_steps - first_step) // _PLAIN_LINES)
+        self._every = every or max(1, (total_steps - first_step) // _PLAIN_LINES)
         self._evaluation: Evaluation | None = None
         self._last: StepMetrics | None = None
         self._done = 0

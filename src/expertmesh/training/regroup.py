@@ -149,7 +149,7 @@ def prune(
         trained.task,
         trained.model,
         data,
-        batch_size=train.micro_batch_size or train.batch_size,
+        batch_size=train.samples_per_pass,
         max_samples=max_samples,
         precision=trained.precision,
     )

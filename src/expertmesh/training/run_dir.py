@@ -106,6 +106,17 @@ class RunDir:
                 return file
             file.close()  # its holder has just removed it
 
+    def is_held(self) -> bool:
+        """Whether a process holds the directory now."""
+        try:
+            with self.lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # there is no lock, or there are none here
+            return False
+        return False
+
     def has_run(self) -> bool:
         """Whether there is anything of a run that must not be overwritten."""
         return any(p.exists() for p in (self.config, self.metrics, self.checkpoints))

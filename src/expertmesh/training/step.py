@@ -79,7 +79,7 @@ def training_step(
         model,
         batch,
         step=step,
-        micro_batch_size=config.train.micro_batch_size or num_samples(batch),
+        micro_batch_size=min(config.train.samples_per_pass, num_samples(batch)),
         scaler=scaler,
         precision=precision,
         ranks=ranks,

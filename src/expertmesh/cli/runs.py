@@ -1,0 +1,110 @@
+"""`expertmesh runs DIR`: the runs below a folder, and less of their checkpoints."""
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from expertmesh.cli.flags import OptionParser
+from expertmesh.config.base import expanded
+from expertmesh.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from expertmesh.training.runs import ListedRun
+
+_EXAMPLES = """\
+examples:
+  expertmesh runs runs/
+  expertmesh runs runs/ --keep 1
+
+--keep removes checkpoints: the newest N of each run stay, with the best one and those of its train.keep_every.
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Prints the list and returns 0, or 1 where checkpoints of some run could not be removed.
+
+    Args:
+        argv: words after `runs`.
+
+    Raises:
+        ConfigError: the folder is none, or has no run.
+    """
+    from expertmesh.training.runs import find_runs, look_at, remove_old
+
+    options = _parser().parse_args(argv)
+    folder = expanded(options.folder)
+    paths = find_runs(folder)
+    if not paths:
+        raise ConfigError(f"{folder}: no run is below it; give the folder that runs are in")
+    left = []
+    freed = 0
+    for path in paths if options.keep is not None else ():
+        try:
+            freed += remove_old(path, keep=options.keep)
+        except (ConfigError, CheckpointError) as error:
+            left.append(f"left as it is: {error}")
+    print(table([look_at(path) for path in paths]))
+    for line in left:
+        print(line)
+    if options.keep is not None:
+        print(f"removed {_size(freed)} of checkpoints")
+    return 1 if left else 0
+
+
+def table(runs: Sequence["ListedRun"]) -> str:
+    """The runs, a line each."""
+    rows = [("run", "recipe", "steps", "loss", "validation", "checkpoints", "size", "")]
+    for one in runs:
+        steps = "?" if one.steps is None else f"{one.steps:,}"
+        rows.append(
+            (
+                str(one.path),
+                one.recipe,
+                f"{one.step:,} of {steps}",
+                _number(one.loss),
+                _number(one.evaluation),
+                str(one.num_checkpoints),
+                _size(one.num_bytes),
+                "running" if one.is_running else "",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < 2 or i == len(row) - 1 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e6:,.1f} MB"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1, so that every run can go on")
+    return value
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser(
+        prog="expertmesh runs",
+        description="Lists the runs below a folder with their steps, losses and sizes, and removes old checkpoints if asked to.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder that runs are in")
+    parser.add_argument(
+        "--keep",
+        type=_positive,
+        metavar="N",
+        help="remove all checkpoints of each run but the newest N, the best, and those of train.keep_every",
+    )
+    return parser

@@ -1,0 +1,72 @@
+"""Whether a run fits the ranks that there are."""
+
+from expertmesh.config.run import ParallelConfig
+from expertmesh.errors import ConfigError, named
+from expertmesh.models.family import Task
+from expertmesh.parallel.ranks import Ranks
+from expertmesh.training.threads import check_threads
+
+_OF_SEVERAL = (
+    "dp_replicate_degree",
+    "dp_shard_degree",
+    "tp_degree",
+    "ep_degree",
+    "es_degree",
+    "route_degree",
+    "overlap_degree",
+    "shadow_experts",
+    "adaptive",
+    "all_to_all",
+    "expert_order",
+)
+"""Options that have no effect on one rank."""
+
+
+def check_ranks(task: Task, ranks: Ranks) -> None:
+    """Whether a run fits its ranks.
+
+    Raises:
+        ConfigError: batches do not divide over them, one GPU for several, or there is one and the options are for several.
+    """
+    parallel, train_config = task.config.parallel, task.config.train
+    if ranks.size > 1 and train_config.device.startswith("cuda:"):
+        raise ConfigError(
+            f"{named('train.device', train_config.device)} on {ranks.size} ranks: each takes the GPU of its number on its "
+            f"host; use {named('train.device', 'cuda')}"
+        )
+    if ranks.size == 1:
+        _check_alone(parallel)
+    check_threads(parallel.num_threads)
+    task.check(ranks.size)
+    size = train_config.samples_per_pass
+    if size % (parts := ranks.num_row_parts):
+        name = "batch_size" if size == train_config.batch_size else "micro_batch_size"
+        among = f"the {ranks.size} ranks"
+        if parallel.tp_degree > 1:
+            among = f"{parts} groups of {parallel.tp_degree} ranks"
+        near = max(size // parts, 1) * parts
+        raise ConfigError(
+            f"train.{name}", size, f"must divide evenly over {among}", f"nearest below: {near}"
+        )
+
+
+def _check_alone(parallel: ParallelConfig) -> None:
+    """Refuse options that only several ranks can follow, on one; names both ways out, also for a file that gives them all."""
+    wanted = {}
+    for name in _OF_SEVERAL:
+        value, usual = getattr(parallel, name), type(parallel).model_fields[name].default
+        degree = max(value, default=None) if isinstance(value, tuple) else value
+        idle = (None, usual, 1) if name.endswith("_degree") else (usual,)
+        if degree not in idle:
+            wanted[name] = (degree, usual if usual not in (None, ()) else "none")
+    if not wanted:
+        return
+    name, (degree, _) = next(iter(wanted.items()))
+    alone = ", ".join(named(f"parallel.{n}", usual) for n, (_, usual) in wanted.items())
+    raise ConfigError(
+        f"parallel.{name}",
+        degree,
+        "there is one rank",
+        "start more with torchrun --nproc-per-node N -m expertmesh train ..., or, to go on with one, "
+        f"give {alone}",
+    )

@@ -1,0 +1,149 @@
+"""Trackers by name: the numbers of a run go to services whose clients are installed here."""
+
+import importlib
+import importlib.util
+import json
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from expertmesh.config.output_file import write_whole
+from expertmesh.config.run import TrackerName
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.training.expert_use import ExpertUse
+from expertmesh.training.state import dotted
+from expertmesh.training.trackers import OwnTracker, open_tensorboard
+
+_IDS = "trackers.json"
+"""File of a run directory with the run's name at each service, so that a run that goes on stays one there."""
+_LONGEST_PARAMETER = 500
+"""Characters of a value that MLflow takes."""
+
+
+class WandB:
+    """Weights & Biases: a run of the project and in the mode that WANDB_PROJECT and WANDB_MODE say, if they do.
+
+    Args:
+        folder: the run directory; wandb keeps its files there.
+        values: the configuration.
+        module: its client.
+    """
+
+    def __init__(self, folder: Path, values: Mapping[str, Any], *, module: Any) -> None:
+        kept = _kept_id(folder, "wandb") or uuid.uuid4().hex
+        self._run = module.init(
+            name=folder.name,
+            id=kept,
+            resume="allow",
+            dir=str(folder),
+            config=dict(values),
+        )
+        _keep_id(folder, "wandb", kept)
+
+    def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
+        """Log a step."""
+        self._run.log({k: v for k, v in values.items() if k != "step"}, step=int(values["step"]))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow: a run where MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say.
+
+    Args:
+        folder: the run directory.
+        values: the configuration.
+        module: its client.
+    """
+
+    def __init__(self, folder: Path, values: Mapping[str, Any], *, module: Any) -> None:
+        self._module = module
+        kept = _kept_id(folder, "mlflow")
+        if kept is not None:
+            module.start_run(run_id=kept, nested=True)
+            return
+        opened = module.start_run(run_name=folder.name, nested=True)
+        texts = {name: str(value) for name, value in dotted(values).items()}
+        module.log_params({name: text[:_LONGEST_PARAMETER] for name, text in texts.items()})
+        _keep_id(folder, "mlflow", opened.info.run_id)
+
+    def write(self, values: Mapping[str, float], experts: ExpertUse | None) -> None:
+        """Log what is finite of a step."""
+        finite = {k: float(v) for k, v in values.items() if k != "step" and math.isfinite(v)}
+        self._module.log_metrics(finite, step=int(values["step"]))
+
+    def close(self) -> None:
+        """End the run."""
+        self._module.end_run()
+
+
+_CLIENTS: dict[str, Callable[..., OwnTracker]] = {"wandb": WandB, "mlflow": MLflow}
+
+
+def check_installed(names: Sequence[TrackerName]) -> None:
+    """Whether the clients are there.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                "train.trackers", name, "is not installed", f"pip install {name}, or leave it out"
+            )
+
+
+def open_trackers(
+    names: Sequence[TrackerName],
+    folder: Path,
+    values: Mapping[str, Any],
+    *,
+    tensorboard: bool,
+    last_step: int,
+) -> list[OwnTracker]:
+    """Those of a run, opened.
+
+    Args:
+        names: asked for by name.
+        folder: the run directory.
+        values: the configuration.
+        tensorboard: TensorBoard, too, where it is installed.
+        last_step: steps that are done.
+
+    Raises:
+        ConfigError: a client is not installed.
+    """
+    check_installed(names)
+    found: list[OwnTracker] = []
+    if tensorboard or "tensorboard" in names:
+        found += open_tensorboard(folder / "tensorboard", last_step=last_step)
+    for name in names:
+        if name in _CLIENTS:
+            found.append(_CLIENTS[name](folder, values, module=importlib.import_module(name)))
+    return found
+
+
+def _ids(folder: Path) -> dict[str, Any]:
+    path = folder / _IDS
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: is damaged; delete it, and services begin a new run")
+    return found
+
+
+def _kept_id(folder: Path, name: str) -> str | None:
+    found = _ids(folder).get(name)
+    return found if isinstance(found, str) else None
+
+
+def _keep_id(folder: Path, name: str, value: str) -> None:
+    write_whole(folder / _IDS, json.dumps(_ids(folder) | {name: value}))
