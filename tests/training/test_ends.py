@@ -94,8 +94,8 @@ def test_a_run_whose_evaluations_get_no_better_is_done(tiny):
     assert result.checkpoint.name == "step_00000004"
     again, said = said_by(config.updated({"train.resume": "auto"}))
     assert (again.step, again.ended_early) == (4, "patience") and len(rows_of(config)) == 4
-    more, _ = said_by(config.updated({"train.resume": "auto", "train.patience": 4}))
-    assert (more.step, more.ended_early) == (8, "patience")
+    more, _ = said_by(config.updated({"train.resume": "auto", "train.patience": 3}))
+    assert (more.step, more.ended_early) == (6, "patience")
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, 8), (1, 8), (3, 4), (100, 2)])
