@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -324,6 +325,10 @@ GENERATION = {
     ),
     "truncated config.json": Mistake(
         run_with("config.json", lambda _: b'{"model": {'), ["config.json", "unreadable", "restore"]
+    ),
+    "config.json of a model that no memory holds": Mistake(
+        run_with("config.json", lambda text: re.sub(rb'"dim": \d+', b'"dim": 1000000000', text)),
+        ["--model.dim 1000000000", "too large for memory", "GiB", "restore it from a copy"],
     ),
     "binary config.json": Mistake(
         run_with("config.json", lambda _: b"\xff\0\x01"), ["config.json", "unreadable", "restore"]

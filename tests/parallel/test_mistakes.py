@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from expertmesh import MoELayer
+from expertmesh.cli.flags import parse_run_config
+from expertmesh.cli.program import Flags, flag_name
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, PeerError
@@ -109,6 +111,20 @@ def test_options_for_several_ranks_on_one_process(tmp_path, name, value):
         ConfigError, match=f"parallel.{name}={value}: there is one rank; start more with torchrun"
     ):
         train(config, recipe="test")
+
+
+def test_a_file_of_several_ranks_on_one_process_names_both_ways_out(tmp_path):
+    given = {"dp_shard_degree": 2, "ep_degree": (2,), "es_degree": 2, "overlap_degree": 2}
+    changes = {f"parallel.{name}": value for name, value in given.items()}
+    config = RECIPES["gpt-moe-test"]().updated({**changes, "train.run_dir": str(tmp_path / "run")})
+    with pytest.raises(ConfigError) as caught:
+        train(config, recipe="test")
+    said = Flags("train").spell(caught.value)
+    assert "start more with torchrun --nproc-per-node N -m expertmesh train" in said
+    fix = said.partition("to go on with one, give ")[2].replace(",", "").split()
+    alone = parse_run_config(["gpt-moe-test", *fix]).config
+    assert alone.parallel == RECIPES["gpt-moe-test"]().parallel
+    assert fix[::2] == [flag_name(name) for name in changes]
 
 
 def test_one_gpu_for_all_ranks():

@@ -13,6 +13,7 @@ from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.checkpoint_tensors import tensor_dtypes
 from expertmesh.training.precision import Precision, resolve_precision
+from expertmesh.training.room import check_weights
 from expertmesh.training.run_dir import TOKENIZER, Run
 from expertmesh.training.state import load_weights
 
@@ -59,6 +60,8 @@ def open_trained(
     task: Task = run.family.open_task(_told(run))
     world = None if ranks is None else ranks.world
     device, dtype = precision.device, precision.master_dtype
+    num_ranks = 1 if world is None else world.size
+    check_weights(run.family, run.config, device, num_ranks=num_ranks)
 
     def prepare(model: nn.Module) -> None:
         for module in model.modules():
