@@ -5,6 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.patience import PATIENCE_S
 
 from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.world import World, check_backend, device_type_of, nodes_of
@@ -15,12 +16,12 @@ from expertmesh.parallel.ranks import Ranks, end_groups, open_ranks
 
 def sum_of_a_pair():
     """Of ranks 0 and 2 in the world of 0, 2 and 3, after groups in which some ranks were alone."""
-    everyone = World(timeout_s=20)
+    everyone = World(timeout_s=PATIENCE_S)
     everyone.group([[0, 1], [2], [3]], name="uneven")
     three = dist.new_group([0, 2, 3])
     if dist.get_rank() == 1:
         return None
-    world = World(three, timeout_s=20)
+    world = World(three, timeout_s=PATIENCE_S)
     pair = world.group([[0, 1], [2]], name="a pair")
     return all_reduce(torch.tensor(dist.get_rank() + 1.0), pair, where="test").item()
 
@@ -43,7 +44,7 @@ def test_a_world_of_one_rank_asks_nobody_else(four_ranks):
 
 def failed_on_gpus():
     """What a pair sums up after an error has ended a run on GPUs."""
-    with suppress(ValueError), open_ranks(device_type="cuda", timeout_s=20) as ranks:
+    with suppress(ValueError), open_ranks(device_type="cuda", timeout_s=PATIENCE_S) as ranks:
         pair = ranks.world.group([[0, 1], [2, 3]], name="a pair")
         raise ValueError
     total = all_reduce(torch.ones(1), pair, where="test").item()

@@ -14,7 +14,8 @@ from expertmesh.training.checkpoint import list_checkpoints, newest_good
 from expertmesh.training.metrics import read_metrics
 
 NUM_RANKS = 4
-TIMEOUT_S = 5.0
+TIMEOUT_S = 20.0
+"""Longer than a busy machine lets a rank of a tiny model wait."""
 STEPS = 10_000
 TRAVEL = [
     *("--parallel.overlap-degree", "2", "--parallel.all-to-all", "hierarchical"),
