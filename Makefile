@@ -35,13 +35,15 @@ demo: $(STAMP)
 	@$(BIN)/expertmesh train gpt-moe-demo --train.run-dir $(RUN_DIR) --train.resume auto
 	@$(BIN)/expertmesh report $(RUN_DIR) --check
 
-# DATA: a folder with train.LANG, val.LANG, ...; Multi30k where it is beside the project, else what `expertmesh data lohelp` made.
+# DATA: a folder with train.LANG, val.LANG, ...; Multi30k where it is beside the project, else what benchmarks/claims/lohelp.py makes of
+# LibreOffice's help, where Debian's packages of it are installed.
 DATA ?= $(firstword $(wildcard data/multi30k ../shared/data/multi30k) lohelp)
 FROM ?= en
 TO ?= de
 TRANSLATE_DIR ?= runs/translate
 TRANSLATE_ARGS ?=
 translate: $(STAMP)
+	@$(if $(filter lohelp,$(DATA)),$(BIN)/python -m benchmarks.claims.lohelp --if-missing)
 	@$(BIN)/expertmesh train translate-multi30k --data.path $(DATA) --data.languages $(FROM),$(TO) --data.pairs $(FROM)-$(TO) \
 	  --train.run-dir $(TRANSLATE_DIR) --train.resume auto $(TRANSLATE_ARGS)
 	@$(BIN)/expertmesh translate $(TRANSLATE_DIR) --to $(TO) "Two dogs play in the snow." "A man rides a bicycle."

@@ -363,7 +363,6 @@ def test_options_are_spelled_where_they_are_printed(told, verb, python, typed):
         ["classify"],
         ["convert"],
         ["evaluate"],
-        ["data"],
         ["bench"],
         ["doctor"],
         ["experts"],

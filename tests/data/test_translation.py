@@ -336,7 +336,7 @@ def spoil(folder, name, text):
         (None, {"pairs": ("pt-br-en",)}, "pairs=pt-br-en: must be two different languages with a dash"),
         (None, {"languages": ("german",)}, "languages=german: must be codes"),
         (None, {"path": ()}, "data.path=none: translation needs parallel text"),
-        (None, {"path": ("nowhere",)}, "data.path=nowhere: there is no such folder .*expertmesh data lohelp"),
+        (None, {"path": ("nowhere",)}, "data.path=nowhere: there is no such folder .*train.en and train.de"),
         (None, {"mean_span": 2.0}, "mean_span=2.0: has no effect without denoising"),
         (None, {"mean_span": 900, "denoising": 0.5}, "mean_span=900"),
     ],

@@ -395,11 +395,6 @@ OTHER_VERBS = {
         plain("bench", "comm", "--largest-mib", "0"),
         ["--largest-mib 0.0", "from 0.000244141", "for example"],
     ),
-    "data of no name": Mistake(plain("data", "wiki"), ["wiki", "lohelp", "--help"]),
-    "data from no folder": Mistake(
-        lambda p: ["data", "lohelp", "--packages", p.path("none"), "--output", p.path("out")],
-        ["none", "apt-get download"],
-    ),
     "a conversion from nothing": Mistake(
         lambda p: ["convert", "--from", p.path("none"), "--to", p.path("out")], ["none", ";"]
     ),

@@ -197,9 +197,9 @@ TRANSLATED = {
     "an endless penalty": Mistake(
         translating("--to", "de", "--length-penalty", "inf", "x"), ["inf", "finite number"]
     ),
-    "a folder to compare with": Mistake(
-        translating("--to", "de", "x", "--reference", "@a", "--compare", "@cache", lines=LINES),
-        ["--compare", "is not a file", "check the path"],
+    "a folder as reference": Mistake(
+        translating("--to", "de", "x", "--reference", "@cache", lines=LINES),
+        ["--reference", "is not a file", "check the path"],
     ),
 }
 
@@ -445,15 +445,6 @@ NEWEST_VERBS = {
     "nodes of fewer ranks than none": Mistake(
         plain("bench", "comm", "--ranks-per-node", "-2"), ["--ranks-per-node -2", "at least 1"]
     ),
-    "packages of nobody's": Mistake(
-        plain("data", "lohelp", "--packages", "~nosuchuser/x"), ["no such user", "whole path"]
-    ),
-    "help that is not UTF-8": Mistake(
-        lambda p: lohelp(p, "de/text/a.html", b"caf\xe9"), ["a.html", "UTF-8", "install it again"]
-    ),
-    "a package that is none": Mistake(
-        lambda p: lohelp(p, "libreoffice-help-de.deb", b"!<arch>\n"), ["no readable", "again"]
-    ),
 }
 
 
@@ -461,13 +452,6 @@ def experts(place: Place, action: str, run: str, *words: str, to: str) -> list[s
     """A call of `experts`; the second run of `join` is a word without a dash."""
     named = [w if w.startswith("-") or w.isdecimal() else place.path(w) for w in words]
     return ["experts", action, place.path(run), *named, "--to", place.path(to)]
-
-
-def lohelp(place: Place, name: str, content: bytes) -> list[str]:
-    file = Path(place.path("help")) / name
-    file.parent.mkdir(parents=True)
-    file.write_bytes(content)
-    return ["data", "lohelp", "--packages", place.path("help"), "--output", place.path("new")]
 
 
 MODELS = {

@@ -526,10 +526,6 @@ TRANSLATE = {
     "no file to translate": Mistake(
         translating("--to", "de", "--input", "@none"), ["--input", "none", "check the path"]
     ),
-    "a comparison without a reference": Mistake(
-        translating("--to", "de", "--compare", "@x", "a dog"),
-        ["--compare", "--reference", "add it"],
-    ),
     "a reference of other lines": Mistake(
         translating("--to", "de", "--reference", "@a", "a dog", lines={"a": b"x\ny\n"}),
         ["--reference", "2 lines for 1 texts", "give the file"],

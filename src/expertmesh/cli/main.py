@@ -54,7 +54,6 @@ _HELP = {
     "convert": "from and to the hub's format: expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
     "experts": "fewer experts, or united:     expertmesh experts prune runs/demo --keep 4 --to runs/pruned",
     "evaluate": "lm-evaluation-harness:        expertmesh evaluate runs/demo --tasks quiz.yaml",
-    "data": "make parallel text:           expertmesh data lohelp --packages debs/",
     "doctor": "what this machine can do:     expertmesh doctor",
     "bench": "measure links between ranks:  torchrun ... -m expertmesh bench comm",
 }

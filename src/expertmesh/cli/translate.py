@@ -1,7 +1,7 @@
 """`expertmesh translate RUN --to de "..."`: translates with the newest checkpoint of a run."""
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from expertmesh.cli.decoding import Decoder, add_place, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
@@ -13,14 +13,10 @@ from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
 
-if TYPE_CHECKING:
-    from expertmesh.infer.translation_scores import Score
-
 _EXAMPLES = """\
 examples:
   expertmesh translate runs/translate-multi30k --to de "Two dogs play in the snow."
   expertmesh translate runs/translate-multi30k --to de --input test.en --output out.de --reference test.de
-  expertmesh translate runs/other --to de --input test.en --reference test.de --compare out.de
 """
 
 
@@ -38,17 +34,15 @@ def run(argv: list[str]) -> int:
         options = _parser().parse_args(argv)
         check_least(options, beams=1, batch_size=1, length_penalty=0)
     is_first = launched_rank()[0] == 0
-    texts, references, others = _texts(options) if is_first else ([], None, None)
-    read = (options.input, options.reference, options.compare)
+    texts, references = _texts(options) if is_first else ([], None)
+    read = (options.input, options.reference)
     output = None
     if options.output is not None and is_first:
         output = output_file("output", options.output, read=read)
     if references is not None:
-        from expertmesh.infer.translation_scores import check_rouge, check_sacrebleu
+        from expertmesh.infer.translation_scores import check_sacrebleu, score
 
         check_sacrebleu()
-        if options.rouge:
-            check_rouge()
     num_rows = options.beams * min(len(texts) or 1, options.batch_size)
     with told_of_data(), open_decoder(options, num_rows=num_rows) as decoder:
         found = _translated(options, decoder.ranks.first(lambda: texts), decoder)
@@ -67,8 +61,8 @@ def run(argv: list[str]) -> int:
                 file=sys.stderr,
             )
         found, references = ([lines[i] for i in scored] for lines in (found, references))
-        others = others and [others[i] for i in scored]
-        _print_scores(found, references, others, options.to, with_rouge=options.rouge)
+        for name, value, signature in score(found, references, language=options.to):
+            print(f"{name} {value:.2f}  {signature}")
     return 0
 
 
@@ -111,12 +105,6 @@ def _parser() -> OptionParser:
     parser.add_argument(
         "--reference", metavar="FILE", help="right translations: prints BLEU and chrF"
     )
-    parser.add_argument(
-        "--compare", metavar="FILE", help="another system's: prints whether the difference is real"
-    )
-    parser.add_argument(
-        "--rouge", action="store_true", help="print ROUGE, too, for headings and summaries"
-    )
     parser.add_argument("--beams", type=int, default=5, metavar="N", help="of the beam search (5)")
     parser.add_argument(
         "--length-penalty",
@@ -137,14 +125,10 @@ def _parser() -> OptionParser:
     return parser
 
 
-def _texts(options: Any) -> tuple[list[str], list[str] | None, list[str] | None]:
-    """What to translate, its references and another system's translations, all equally many lines."""
+def _texts(options: Any) -> tuple[list[str], list[str] | None]:
+    """What to translate, and its references: as many lines."""
     if bool(options.text) == (options.input is not None):
         raise ConfigError("no text, or text and --input; give one of the two, for example 'a dog'")
-    if options.compare is not None and options.reference is None:
-        raise ConfigError(f"--compare {options.compare}: needs --reference; add it")
-    if options.rouge and options.reference is None:
-        raise ConfigError("--rouge: needs --reference; add it")
     texts: list[str] = options.text
     if texts == ["-"] or options.input == "-":
         texts = lines_of(read_standard_input())
@@ -157,19 +141,18 @@ def _texts(options: Any) -> tuple[list[str], list[str] | None, list[str] | None]
             raise ConfigError(
                 f"text {ascii(text)}: is not UTF-8; convert it, for example with iconv -t UTF-8"
             ) from None
-    others = []
-    for flag, name in (("--reference", options.reference), ("--compare", options.compare)):
-        lines = None if name is None else _lines(name, flag)
-        if lines is not None and len(lines) != len(texts):
-            raise ConfigError(
-                f"{flag} {name}: has {len(lines):,} lines for {len(texts):,} texts; give the file that belongs to them"
-            )
-        others.append(lines)
-    if others[0] is not None and not _scored(texts, others[0]):
+    if options.reference is None:
+        return texts, None
+    references = _lines(options.reference, "--reference")
+    if len(references) != len(texts):
+        raise ConfigError(
+            f"--reference {options.reference}: has {len(references):,} lines for {len(texts):,} texts; give the file that belongs to them"
+        )
+    if not _scored(texts, references):
         raise ConfigError(
             f"--reference {options.reference}: has no line for a text that is not blank, so there is nothing to score; give one"
         )
-    return texts, others[0], others[1]
+    return texts, references
 
 
 def _scored(texts: list[str], references: list[str]) -> list[int]:
@@ -185,37 +168,3 @@ def _lines(name: str, flag: str) -> list[str]:
     if not path.is_file():
         raise ConfigError(f"{flag} {name}: is not a file; check the path")
     return read_lines(path)
-
-
-def _print_scores(
-    found: list[str],
-    references: list[str],
-    others: list[str] | None,
-    language: str,
-    *,
-    with_rouge: bool,
-) -> None:
-    from expertmesh.infer.translation_scores import Score, compare, rouge, score
-
-    pairs: list[tuple[Score, Score | None]]
-    if others is None:
-        pairs = [(one, None) for one in score(found, references, language=language)]
-    else:
-        theirs, ours = compare(found, others, references, language=language)
-        pairs = list(zip(ours, theirs, strict=True))
-    if with_rouge:
-        pairs += rouge(found, references, language=language, others=others)
-    for our, their in pairs:
-        if their is None:
-            print(_shown(our))
-        else:
-            print(f"the other's {_shown(their)}\nthis run's  {_shown(our)}")
-
-
-def _shown(result: "Score") -> str:
-    text = f"{result.name} {result.value:.2f}"
-    if result.interval is not None:
-        text += f" +- {result.interval:.2f}"
-    if result.p_value is not None:
-        text += f" (p = {result.p_value:.4f})"
-    return f"{text}  {result.signature}"

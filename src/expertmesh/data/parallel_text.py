@@ -28,7 +28,7 @@ from expertmesh.data.files import LeftOut, is_packed, lines_of, opened
 from expertmesh.data.news import NAMES_ALL, note
 from expertmesh.data.order import permutation
 from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
-from expertmesh.errors import CheckpointError, ConfigError, command, named
+from expertmesh.errors import CheckpointError, ConfigError, named
 
 FORMAT_VERSION = 1
 MASK_ID = 1
@@ -132,7 +132,7 @@ def find_folder(name: str) -> Path:
         "data.path",
         name,
         f"there is no such folder ({', '.join(map(str, places))})",
-        f"give one with files like train.en and train.de, or make one with: {command('data lohelp')}",
+        "give one with files like train.en and train.de",
     )
 
 
@@ -152,7 +152,7 @@ def prepare_parallel(config: ParallelTextConfig, *, vocab_size: int) -> Parallel
             "data.path",
             "none",
             "translation needs parallel text",
-            f"give a folder with files like train.en and train.de, or make one with: {command('data lohelp')}",
+            "give a folder with files like train.en and train.de",
         )
     folders = [find_folder(name) for name in config.path]
     left_out = LeftOut()

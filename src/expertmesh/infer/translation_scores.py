@@ -1,13 +1,9 @@
-"""How good translations are: BLEU and chrF as sacreBLEU computes them (Post 2018), with its signatures; ROUGE of headings."""
+"""How good translations are: BLEU and chrF as sacreBLEU computes them (Post 2018), with its signatures."""
 
 import importlib.util
-import logging
 import re
-import unicodedata
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from expertmesh.errors import ConfigError
 
@@ -15,11 +11,9 @@ _SHORTER = {
     **dict.fromkeys(("zho", "chi", "cmn", "yue"), "zh"),
     "jpn": "ja", "kor": "ko", "tha": "th", "lao": "lo", "khm": "km", "mya": "my", "bur": "my",
 }  # fmt: skip
-"""Codes of three letters of the languages below: zho_Hans is zh."""
+"""Codes of three letters of languages without blanks between words: zho_Hans is zh."""
 TOKENIZERS = {"zh": "zh", "ja": "char", "ko": "char"}
 """sacreBLEU's tokenizer for Chinese, Japanese and Korean; all other languages have 13a."""
-BY_CHARACTER = (*TOKENIZERS, "th", "lo", "km", "my")
-"""Languages that ROUGE compares by character: those above, and Thai, Lao, Khmer and Burmese, which have no blanks between words."""
 
 
 class Score(NamedTuple):
@@ -29,15 +23,11 @@ class Score(NamedTuple):
         name: as sacreBLEU prints it.
         value: from 0 to 100.
         signature: all that it depends on.
-        interval: half of its 95% interval by bootstrap; None: not asked for.
-        p_value: of the difference to another system's; None: there is none.
     """
 
     name: str
     value: float
     signature: str
-    interval: float | None = None
-    p_value: float | None = None
 
 
 def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str) -> list[Score]:
@@ -52,166 +42,10 @@ def score(hypotheses: Sequence[str], references: Sequence[str], *, language: str
         ConfigError: sacreBLEU is not installed, or there are no translations or not as many references.
     """
     found = []
-    for metric in _metrics(hypotheses, references, language):
+    for metric in metrics_of(hypotheses, references, language):
         result = metric.corpus_score(list(hypotheses), [list(references)])
         found.append(Score(result.name, result.score, metric.get_signature().format(short=True)))
     return found
-
-
-def compare(
-    hypotheses: Sequence[str],
-    others: Sequence[str],
-    references: Sequence[str],
-    *,
-    language: str,
-    num_samples: int = 1000,
-) -> tuple[list[Score], list[Score]]:
-    """The same for two systems, with intervals and the p-value of the difference by paired bootstrap (Koehn 2004).
-
-    Args:
-        hypotheses: of one system.
-        others: of the system that it is compared with.
-        references: see `score`.
-        language: see `score`.
-        num_samples: of the bootstrap.
-
-    Returns:
-        Scores of the other system, then of this one, which have the p-values.
-
-    Raises:
-        ConfigError: see `score`.
-    """
-    metrics = _metrics(hypotheses, references, language)
-    _metrics(others, references, language)
-    from sacrebleu.significance import PairedTest
-
-    logging.getLogger("sacrebleu").setLevel(logging.WARNING)
-    test = PairedTest(
-        [("other", list(others)), ("this", list(hypotheses))],
-        {type(metric).__name__: metric for metric in metrics},
-        [list(references)],
-        test_type="bs",
-        n_samples=num_samples,
-    )
-    signatures, results = test()
-    sides: tuple[list[Score], list[Score]] = [], []
-    for name, values in results.items():
-        if name == "System":
-            continue
-        results_of: Any = values
-        for side, result in zip(sides, results_of, strict=True):
-            signature = signatures[name].format(short=True)
-            side.append(Score(name, result.score, signature, result.ci, result.p_value))
-    for place, (theirs, ours) in enumerate(zip(*sides, strict=True)):
-        if theirs.value == ours.value:  # which sacreBLEU calls as significant as it can be
-            sides[1][place] = ours._replace(p_value=1.0)
-    return sides
-
-
-ROUGE = ("rouge1", "rouge2", "rougeL")
-
-
-class _Words:
-    """Words in lower case, of any script; single characters with their marks where a language has no blanks between words."""
-
-    def __init__(self, *, by_character: bool) -> None:
-        self._by_character = by_character
-
-    def tokenize(self, text: str) -> list[str]:
-        """What ROUGE compares, in Unicode's composed form (NFC), so that one way to write a letter equals another."""
-        found: list[str] = []
-        inside = False
-        for letter in unicodedata.normalize("NFC", text.lower()):
-            kind = unicodedata.category(letter)
-            is_letter = letter.isalnum() or letter == "_"
-            if is_letter and (self._by_character or not inside):
-                found.append(letter)
-                inside = True
-            elif inside and (is_letter or kind.startswith("M")):
-                found[-1] += letter
-            elif kind != "Cf" or letter == _BLANK_WITHOUT_WIDTH:
-                inside = False  # joiners and other marks of format neither show nor end a word
-        return found
-
-
-_BLANK_WITHOUT_WIDTH = "\u200b"
-
-
-def rouge(
-    hypotheses: Sequence[str],
-    references: Sequence[str],
-    *,
-    language: str,
-    others: Sequence[str] | None = None,
-    num_samples: int = 1000,
-) -> list[tuple[Score, Score | None]]:
-    """ROUGE-1, -2 and -L: means over the lines of the F-measure (Lin 2004), by Google's package rouge-score, without stemming.
-
-    Args:
-        hypotheses: one line each.
-        references: as many lines of the language.
-        language: its code; those of `BY_CHARACTER` are compared by characters. What follows "_" or "-" is of no account.
-        others: of another system, to compare with.
-        num_samples: of the paired bootstrap (Koehn 2004), with which intervals and p-values come where there are others.
-
-    Returns:
-        For each measure this system's, with the p-value of the difference, and the other's.
-
-    Raises:
-        ConfigError: rouge-score is not installed, or there are no lines or not equally many.
-    """
-    check_rouge()
-    for lines in (hypotheses, others):
-        if lines is not None:
-            _check_lines(lines, references, "lines")
-    from importlib.metadata import version
-
-    from rouge_score.rouge_scorer import RougeScorer
-
-    by_character = _plain(language) in BY_CHARACTER
-    scorer = RougeScorer(list(ROUGE), tokenizer=_Words(by_character=by_character))
-    words = "char" if by_character else "word"
-    signature = f"stem:no|case:lc|tok:{words}|v:{version('rouge-score')}"
-
-    def measured(lines: Sequence[str]) -> np.ndarray:
-        scores = [scorer.score(right, ours) for right, ours in zip(references, lines, strict=True)]
-        return np.array([[100 * one[name].fmeasure for name in ROUGE] for one in scores])
-
-    ours = measured(hypotheses)
-    theirs = None if others is None else measured(others)
-    found: list[tuple[Score, Score | None]] = []
-    for column, name in enumerate(ROUGE):
-        mine = ours[:, column]
-        if theirs is None:
-            found.append((Score(name, float(mine.mean()), signature), None))
-            continue
-        other = theirs[:, column]
-        drawn = np.random.default_rng(0).integers(len(mine), size=(num_samples, len(mine)))
-        gains, gain = (mine - other)[drawn].mean(1), float((mine - other).mean())
-        p_value = float((np.abs(gains - gain) >= abs(gain)).sum() + 1) / (num_samples + 1)
-        sides = [
-            (float(values.mean()), 1.96 * float(values[drawn].mean(1).std()))
-            for values in (mine, other)
-        ]
-        found.append(
-            (
-                Score(name, sides[0][0], signature, sides[0][1], p_value),
-                Score(name, sides[1][0], signature, sides[1][1]),
-            )
-        )
-    return found
-
-
-def check_rouge() -> None:
-    """Whether there can be ROUGE.
-
-    Raises:
-        ConfigError: rouge-score is not installed.
-    """
-    if importlib.util.find_spec("rouge_score") is None:
-        raise ConfigError(
-            "ROUGE needs the package rouge-score; install it with: pip install rouge-score"
-        )
 
 
 def check_sacrebleu() -> None:
@@ -226,21 +60,27 @@ def check_sacrebleu() -> None:
         )
 
 
-def _metrics(hypotheses: Sequence[str], references: Sequence[str], language: str) -> list[Any]:
+def metrics_of(hypotheses: Sequence[str], references: Sequence[str], language: str) -> list[Any]:
+    """sacreBLEU's BLEU and chrF for a language, for lines that have been checked; see `score`."""
     check_sacrebleu()
-    _check_lines(hypotheses, references, "translations")
+    check_lines(hypotheses, references, "translations")
     from sacrebleu.metrics import BLEU, CHRF
 
-    return [BLEU(tokenize=TOKENIZERS.get(_plain(language), "13a")), CHRF()]
+    return [BLEU(tokenize=TOKENIZERS.get(plain_language(language), "13a")), CHRF()]
 
 
-def _plain(language: str) -> str:
-    """The code without region or use, of two letters where it is one of the above: "zh" of "zh_CN" and of "zho_Hans"."""
+def plain_language(language: str) -> str:
+    """The code without region or use, of two letters where it has no blanks between words: "zh" of "zh_CN" and of "zho_Hans"."""
     code = re.split("[_-]", language)[0].lower()
     return _SHORTER.get(code, code)
 
 
-def _check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> None:
+def check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> None:
+    """Whether there are lines, and as many references.
+
+    Raises:
+        ConfigError: there are none, or not equally many.
+    """
     if len(lines) != len(references):
         raise ConfigError(
             f"{len(lines):,} {what} and {len(references):,} references: must be equally many; give one line for each"

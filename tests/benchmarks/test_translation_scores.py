@@ -1,9 +1,10 @@
 """ROUGE of headings: what can be counted by hand, in any script, and whether a difference is real."""
 
 import pytest
+from benchmarks.claims.translation_scores import compare, main, rouge
 
 from expertmesh.errors import ConfigError
-from expertmesh.infer.translation_scores import rouge, score
+from expertmesh.infer.translation_scores import score
 
 
 def values(found):
@@ -66,3 +67,31 @@ def test_a_difference_has_its_p_value():
 def test_unequal_lines_are_refused():
     with pytest.raises(ConfigError, match="2 lines and 1 references"):
         rouge(["a", "b"], ["a"], language="en")
+
+
+def test_files_are_scored_and_compared(tmp_path, capsys):
+    references = [f"the heading of page {i}" for i in range(40)]
+    lines = {
+        "right": [*references, ""],
+        "best": [*references, "never scored"],
+        "worse": [line if i % 4 > 1 else "nothing of it" for i, line in enumerate(references)]
+        + [""],
+    }
+    for name, texts in lines.items():
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in texts))
+    words = [str(tmp_path / "best"), "--reference", str(tmp_path / "right"), "--language", "en"]
+    assert main([*words, "--rouge"]) == 0
+    out, error = capsys.readouterr()
+    assert [line.split()[:2] for line in out.splitlines()] == [
+        [f"rouge{n}", "100.00"] for n in "12L"
+    ]
+    assert error == "note: 1 lines have no reference and are not scored\n"
+    assert main([*words, "--compare", str(tmp_path / "worse")]) == 0
+    out = capsys.readouterr().out
+    assert out.count("BLEU") == 2 and "+-" in out and "p = " in out and "p = 1.0000" not in out
+    assert main([*words, "--compare", str(tmp_path / "best")]) == 0
+    assert capsys.readouterr().out.count("p = 1.0000") == 2, "a system is no better than itself"
+    assert main([*words, "--compare", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    with pytest.raises(ConfigError, match="^0 "):
+        compare([], [], [], language="en")

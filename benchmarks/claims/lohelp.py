@@ -1,13 +1,19 @@
 """Parallel text in up to sixteen languages from LibreOffice's help, as Debian packs it (`libreoffice-help-LANG`, MPL-2.0).
 
+    apt-get download libreoffice-help-en-us libreoffice-help-de libreoffice-help-fr
+    python -m benchmarks.claims.lohelp --packages .               # where recipes look for the name lohelp
+    python -m benchmarks.claims.lohelp --packages . --headings    # pages' headings, and what is below them as languages LANG_body
+
 In every language a page has the same name and its paragraphs have the same ids, so (page, id) aligns them.
 """
 
+import argparse
 import gzip
 import hashlib
 import io
 import lzma
 import re
+import sys
 import tarfile
 import zlib
 from collections import defaultdict
@@ -16,8 +22,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 
+from expertmesh.config.base import expanded, user_cache_dir
 from expertmesh.data.files import unpacked_zst
-from expertmesh.errors import ConfigError, command
+from expertmesh.errors import ConfigError
 
 INSTALLED = Path("/usr/share/libreoffice/help")
 CODES = {"en-US": "en", "pt-BR": "pt", "zh-CN": "zh"}
@@ -214,7 +221,7 @@ def _checked_languages(pages: Mapping[str, object], source: Path) -> tuple[str, 
     if "en" not in languages or len(languages) < 2:
         raise ConfigError(
             f"{source}: has LibreOffice's help in {', '.join(languages) or 'no language'}; it takes English and another one: "
-            f"apt-get download libreoffice-help-en-us libreoffice-help-de, then: {command('data lohelp --packages .')}"
+            "apt-get download libreoffice-help-en-us libreoffice-help-de, then: python -m benchmarks.claims.lohelp --packages ."
         )
     return languages
 
@@ -325,3 +332,40 @@ def _pages(archive: tarfile.TarFile) -> Iterator[tuple[str, str, str]]:
         file = archive.extractfile(member) if match and member.isfile() else None
         if match is not None and file is not None:
             yield match[1], match[2], file.read().decode()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.claims.lohelp",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--packages",
+        default=str(INSTALLED),
+        metavar="DIR",
+        help=f"folder with libreoffice-help-*.deb, or with the help itself ({INSTALLED})",
+    )
+    parser.add_argument("--output", metavar="DIR", help="where the files go (the cache folder)")
+    parser.add_argument("--headings", action="store_true", help="headings instead of lines")
+    parser.add_argument(
+        "--if-missing", action="store_true", help="do nothing where the files are there already"
+    )
+    options = parser.parse_args(argv)
+    try:
+        usual = user_cache_dir() / ("lohelp-headings" if options.headings else "lohelp")
+        output = usual if options.output is None else expanded(options.output)
+        if options.if_missing and any(output.glob("train.*")):
+            return 0
+        make = extract_headings if options.headings else extract
+        found = make(expanded(options.packages), output)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    counts = ", ".join(f"{count:,} {split}" for split, count in found.num_lines.items())
+    print(f"{found.folder}: {counts} lines in {' '.join(found.languages)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

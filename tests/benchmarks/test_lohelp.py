@@ -6,10 +6,9 @@ import tarfile
 
 import pytest
 import zstandard
+from benchmarks.claims.lohelp import _heading_and_body, extract, main, segments
 
-from expertmesh.cli.main import main
 from expertmesh.config.seq2seq import LANGUAGE
-from expertmesh.data.lohelp import _heading_and_body, extract, segments
 from expertmesh.data.parallel_text import read_lines
 
 PAGE = """<html><head><title>no</title></head><body><p>no id here</p>
@@ -67,7 +66,7 @@ def test_paragraphs_by_their_ids():
 
 def test_packages_become_parallel_files(packages, tmp_path, capsys):
     output = tmp_path / "out"
-    assert main(["data", "lohelp", "--packages", str(packages), "--output", str(output)]) == 0
+    assert main(["--packages", str(packages), "--output", str(output)]) == 0
     assert "lines in de en pt" in capsys.readouterr().out
     lines = {
         (split, code): read_lines(output / f"{split}.{code}.gz")
@@ -95,7 +94,7 @@ def test_packages_become_parallel_files(packages, tmp_path, capsys):
 
 def test_headings_and_what_is_below_them(packages, tmp_path, capsys):
     output = tmp_path / "headings"
-    words = ["data", "lohelp", "--headings", "--packages", str(packages), "--output", str(output)]
+    words = ["--headings", "--packages", str(packages), "--output", str(output)]
     assert main(words) == 0
     assert "lines in de en pt" in capsys.readouterr().out
     splits = {split: read_lines(output / f"{split}.en.gz") for split in ("train", "val", "test")}
@@ -140,7 +139,7 @@ def test_what_is_not_there_is_one_line(packages, tmp_path, capsys):
         package.unlink(missing_ok=True)
         if content is not None:
             package.write_bytes(content)
-        words = ["data", "lohelp", "--packages", str(folder), "--output", str(tmp_path / "o")]
+        words = ["--packages", str(folder), "--output", str(tmp_path / "o")]
         assert main(words) == 2
         error = capsys.readouterr().err
         assert text in error and error.count("\n") == 1
@@ -163,12 +162,12 @@ def test_each_language_has_files_that_can_be_read(tmp_path):
 
 
 def test_files_of_ones_own_are_not_replaced(packages, tmp_path, capsys):
-    words = ["data", "lohelp", "--packages", str(packages), "--output", str(tmp_path)]
+    words = ["--packages", str(packages), "--output", str(tmp_path)]
     mine = tmp_path / "val.de.gz"
     for content in (b"mine", gzip.compress(b"mine")):
         mine.write_bytes(content)
         assert main(words) == 2
-        assert f"--output {mine}: is there with other lines" in capsys.readouterr().err
+        assert f"output={mine}: is there with other lines" in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == [mine] and mine.read_bytes() == content
     assert main([*words[:-1], str(mine)]) == 2
     assert "is a file or below a file" in capsys.readouterr().err
