@@ -243,6 +243,7 @@ MIXTRAL: dict[str, Any] = {
     "intermediate_size": 16,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "num_local_experts": 2,
     "num_experts_per_tok": 1,
     "rms_norm_eps": 1e-5,

@@ -185,12 +185,12 @@ def test_report_of_python_source_begins_and_is_judged_like_python(tmp_path):
     assert "words that the training text has" in samples.measure(found, corpus)
 
 
-def test_a_sample_that_ends_is_not_cut():
+def test_a_sample_that_ends_is_not_cut(tmp_path):
     """Also where it is the last one to end."""
     tokenizer = train_tokenizer(["some words"], vocab_size=300)
     model = GPT(ModelConfig(vocab_size=300, dim=16, num_layers=1), seed=0)
     nn.init.zeros_(model.embedding.weight)  # the first token is the most likely: the end of text
-    found = SimpleNamespace(load_tokenizer=lambda: tokenizer)
+    found = SimpleNamespace(load_tokenizer=lambda: tokenizer, path=tmp_path)
     options = {"prompts": ["x"], "num_tokens": 3, "temperature": 0.0, "seed": 0}
     assert samples.sample(model, found, **options) == [samples.Sample("x", "", False)]
 
