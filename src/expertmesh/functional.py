@@ -11,9 +11,9 @@ from expertmesh.moe.assignment import count_choices
 from expertmesh.moe.checkpointing import routing_checkpoint_contexts, routing_checkpoint_policy
 from expertmesh.moe.losses import importance_load_loss, router_z_loss, switch_loss
 from expertmesh.moe.warm_up import warm_up
-from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.ops.experts.grouped_linear import grouped_linear
 from expertmesh.ops.experts.moe_mlp import moe_mlp
+from expertmesh.ops.experts.weights import WeightGradients
 from expertmesh.ops.permute import combine, permute, unpermute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.ops.topk import choose_experts

@@ -12,9 +12,9 @@ from expertmesh.errors import ConfigError
 from expertmesh.kernels import tables, tiles
 from expertmesh.kernels.tiles import Tile
 from expertmesh.ops.activation import _INNER
-from expertmesh.ops.expert_types import Experts, Needs
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
 from expertmesh.ops.experts.moe_mlp import moe_mlp
+from expertmesh.ops.experts.weights import ExpertSlice, Needs
 from expertmesh.testing.numerics import assert_differs
 
 SMALL = Tile(16, 16, 16, 4, 1, group_m=3)
@@ -122,7 +122,9 @@ def test_saved_bytes_are_x_and_h(recompute_h):
 
 
 def parts(case, needs=None):
-    experts = Experts(case.w_in_EGFD, case.w_out_EDF, case.b_in_EGF, case.b_out_ED, case.activation)
+    experts = ExpertSlice(
+        case.w_in_EGFD, case.w_out_EDF, case.b_in_EGF, case.b_out_ED, case.activation
+    )
     maps = case.metadata
     needs = needs or Needs(True, True, True, True, True, True)
     _, h = moe_mlp_triton.forward(case.x_TD, experts, case.weights_TK, maps, save_h=True)
@@ -140,7 +142,9 @@ def test_weight_gradients_later_and_into_fp32_buffers(dtype):
     with poisoned_empty():
         apart = moe_mlp_triton.weight_grads(*arguments)
     names = {"w_in": "w_in_EGFD", "w_out": "w_out_EDF", "b_in": "b_in_EGF", "b_out": "b_out_ED"}
-    into = Experts(*(torch.randn(getattr(apart, f).shape) for f in names.values()), case.activation)
+    into = ExpertSlice(
+        *(torch.randn(getattr(apart, f).shape) for f in names.values()), case.activation
+    )
     before = {name: getattr(into, field).clone() for name, field in names.items()}
     moe_mlp_triton.weight_grads(*arguments, into=into)
     for name, field in names.items():
@@ -172,7 +176,21 @@ def test_opcheck(interleaved, save_h):
     case = ExpertsCase.draw((6, 8, 16, 3, 2), bias=True, interleaved=interleaved)
     x, w_in, w_out, weights, b_in, b_out = case.leaves()
     maps = list(vars(case.metadata).values())
-    args = (x, weights, [w_in], [w_out], [b_in], [b_out], maps, "swiglu", "triton", [], save_h)
+    args = (
+        x,
+        weights,
+        [w_in],
+        [w_out],
+        [b_in],
+        [b_out],
+        [],
+        maps,
+        "swiglu",
+        "dense",
+        "triton",
+        [],
+        save_h,
+    )
     torch.library.opcheck(torch.ops.expertmesh.moe_mlp.default, args)
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from expertmesh.ops.cpu import backward, compiled_products, few_rows, forward, products
+from expertmesh.ops.cpu import compiled_products, products
 from expertmesh.ops.cpu.compiled_products import loop_for
+from expertmesh.ops.experts import few_rows, torch_backward, torch_forward
 
 
 @pytest.fixture
@@ -17,7 +18,7 @@ def cpp_compiler():
 @pytest.fixture
 def products_in_the_type_of_the_input(monkeypatch):
     """As on processors that multiply BF16; on others products of BF16 rows are FP32's."""
-    for module in (forward, backward):
+    for module in (torch_forward, torch_backward):
         monkeypatch.setattr(module, "gemm_dtype", lambda device, dtype: dtype)
 
 

@@ -8,7 +8,7 @@ from tests.support import spread_case
 from tests.support.replicas import whole, world_of
 from tests.support.spread_case import SpreadCase, build
 
-from expertmesh.ops.expert_types import WeightGradients
+from expertmesh.ops.experts.weights import WeightGradients
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
 

@@ -18,8 +18,8 @@ from expertmesh.kernels import (
     tiles,
 )
 from expertmesh.ops.activation import num_branches
-from expertmesh.ops.expert_types import Experts, Needs
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
+from expertmesh.ops.experts.weights import ExpertSlice, Needs
 from expertmesh.ops.route_metadata import RouteMetadata
 from tests.support.launches import Launch, as_on, recorded_launches
 
@@ -114,7 +114,7 @@ def step_launches(
 
     w_in = empty(E, F, G, D).transpose(1, 2) if interleaved else empty(E, G, F, D)
     b_in, b_out = (empty(E, G, F), empty(E, D)) if bias else (None, None)
-    experts = Experts(w_in, empty(E, D, F), b_in, b_out, activation)
+    experts = ExpertSlice(w_in, empty(E, D, F), b_in, b_out, activation)
     maps = RouteMetadata(index(E + 1), index(T * K), index(T * K), index(T * K))
     x, weights = empty(T, D), empty(T, K, dtype=torch.float32)
     needs = Needs(True, True, True, True, bias, bias)
@@ -128,11 +128,11 @@ def step_launches(
     return launches
 
 
-def _fp32(experts: Experts) -> Experts:
+def _fp32(experts: ExpertSlice) -> ExpertSlice:
     def wide(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else torch.empty_like(tensor, dtype=torch.float32)
 
-    return Experts(
+    return ExpertSlice(
         torch.empty_like(experts.w_in_EGFD, dtype=torch.float32),
         torch.empty_like(experts.w_out_EDF, dtype=torch.float32),
         wide(experts.b_in_EGF),

@@ -22,7 +22,6 @@ import torch.utils.flop_counter
 import expertmesh.ops.experts.adapted_linear
 import expertmesh.ops.experts.grouped_linear
 import expertmesh.ops.experts.operator
-import expertmesh.ops.invariant.experts
 import expertmesh.ops.router_linear  # noqa: F401
 
 Shape = tuple[int, ...]
@@ -42,9 +41,9 @@ def _num_rows(maps: Sequence[Shape]) -> int:
     return maps[1][0]
 
 
-@_count(_OPERATORS.moe_mlp, _OPERATORS.invariant_moe_mlp)
+@_count(_OPERATORS.moe_mlp)
 def _moe_mlp(_x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_: Any) -> int:
-    _b_in, _b_out, maps, *_ignored = rest
+    _b_in, _b_out, _scales, maps, *_ignored = rest
     return _num_rows(maps) * _of_row(*w_in, *w_out)
 
 
@@ -52,7 +51,7 @@ def _moe_mlp(_x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_:
 def _moe_mlp_backward(
     _x: Shape, _weights: Shape, w_in: Any, w_out: Any, *rest: Any, **_: Any
 ) -> int:
-    _b_in, _b_out, maps, _activation, _backend, _grad, hidden, needs, *_main = rest
+    _b_in, _b_out, _scales, maps, *_words, _grad, hidden, needs = rest[:10]
     need_x, _need_weights, *need_parameters = needs
     again = [w for w, h in zip(w_in, hidden, strict=True) if h[0] == 0]
     wanted = [w for w, needed in zip((*w_in, *w_out), need_parameters, strict=False) if needed]

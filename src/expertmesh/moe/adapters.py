@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.errors import ConfigError
-from expertmesh.ops.activation import activate
-from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.ops.experts.adapted_linear import adapted_linear
-from expertmesh.ops.experts.grouped_linear import grouped_linear
-from expertmesh.ops.experts.weighted_activation import weighted_activation
-from expertmesh.ops.permute import combine, permute
-from expertmesh.ops.route_metadata import RouteMetadata
+from expertmesh.ops.experts.call import LowRank
 
 TARGETS = ("w_in", "w_out")
 """The parameters of experts that can have an adapter."""
@@ -64,18 +57,9 @@ class Adapter(nn.Module):
             return self.a, self.b
         return self.local(self.a), self.local(self.b)
 
-    def forward(
-        self, x_RK: Tensor, w_ENK: Tensor, offsets_E: Tensor, b_EN: Tensor | None, backend: str
-    ) -> Tensor:
-        """(R, K) rows in the order of their experts -> (R, N), their products with the adapted matrices."""
-        a, b = (factor.to(x_RK.dtype) for factor in self.factors())
-        if not self.shared:
-            return adapted_linear(
-                x_RK, w_ENK, offsets_E, a, b, self.scaling, bias_EN=b_EN, backend=backend
-            )
-        y_RN = grouped_linear(x_RK, w_ENK, offsets_E, b_EN=b_EN, backend=backend)
-        low_Rr = nn.functional.linear(x_RK, a[0])
-        return y_RN + nn.functional.linear(low_Rr, b[0] * self.scaling)
+    def forward(self) -> LowRank:
+        """What the experts' operators add to the matrices."""
+        return LowRank(*self.factors(), self.scaling, self.shared)
 
     @torch.no_grad()
     def add_to(self, w: Tensor) -> None:
@@ -99,52 +83,7 @@ class ExpertAdapters(nn.Module):
         self.w_in: Adapter | None = adapters.get("w_in")
         self.w_out: Adapter | None = adapters.get("w_out")
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        metadata: RouteMetadata,
-        *,
-        w_in_EGFD: Tensor,
-        w_out_EDF: Tensor,
-        b_in_EGF: Tensor | None,
-        b_out_ED: Tensor | None,
-        activation: str,
-        backend: str,
-    ) -> Tensor:
-        """What `moe_mlp` computes, with the adapters.
-
-        Returns:
-            (T, D) in the type of x, or autocast's.
-        """
-        for adapter in self.children():
-            assert isinstance(adapter, Adapter)
-            here = adapter.factors()[0].shape[0]
-            if not adapter.shared and here != w_in_EGFD.shape[0]:
-                raise ConfigError(
-                    f"adapters of {here} experts and weights of {w_in_EGFD.shape[0]}: weights are gathered, and adapters are not; "
-                    "leave route_degree out, so that tokens travel to all ranks"
-                )
-        cast = autocast_dtype(x_TD.device)
-        if cast is not None and x_TD.dtype != torch.float64:
-            x_TD = x_TD.to(cast)
-        offsets_E, (G, F) = metadata.offsets_E, w_in_EGFD.shape[1:3]
-        x_RD = permute(x_TD, metadata, backend=backend)
-
-        def times(adapter: Adapter | None, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-            if adapter is None:
-                return grouped_linear(x, w, offsets_E, b_EN=bias, backend=backend)
-            y: Tensor = adapter(x, w, offsets_E, bias, backend)
-            return y
-
-        bias = None if b_in_EGF is None else b_in_EGF.flatten(1)
-        h_RN = times(self.w_in, x_RD, w_in_EGFD.flatten(1, 2), bias)
-        s_R = weights_TK.reshape(-1).index_select(0, metadata.slot_of_row_N)
-        if b_out_ED is None:
-            a_RF = weighted_activation(h_RN, s_R, activation=activation)
-            y_RD = times(self.w_out, a_RF, w_out_EDF, None)
-        else:
-            a_RF = activate(h_RN.unflatten(1, (G, F)), activation)
-            y_RD = times(self.w_out, a_RF, w_out_EDF, b_out_ED)
-            y_RD = (y_RD * s_R[:, None]).to(y_RD.dtype)
-        return combine(y_RD, metadata, weights_TK.shape[1], backend=backend)
+    def forward(self) -> tuple[LowRank | None, LowRank | None]:
+        """What the experts' operators add to w_in and to w_out; None: nothing."""
+        on_in = None if self.w_in is None else self.w_in()
+        return on_in, None if self.w_out is None else self.w_out()

@@ -12,41 +12,30 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.adapters import ExpertAdapters
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.expert_types import WeightGradients, Weights
+from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.late import LateWeightGradients
+from expertmesh.ops.experts.moe_mlp import compute
+from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
 from expertmesh.ops.permute import combine, permute
-from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
+from expertmesh.ops.route_metadata import route_metadata
 from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
 
 @dataclass(frozen=True)
 class ExpertParameters:
-    """Parameters of e experts that stand in for those of a `GroupedExperts`, in one call.
+    """Weights that stand in for those of a `GroupedExperts` in one call, and what their owner wants of their gradients.
 
     Attributes:
-        w_in_EGFD: (e, G, F', D), where F' may be a slice of the hidden size; or a tuple of such slices.
-        w_out_EDF: (e, D, F'), or a tuple.
-        b_in_EGF: (e, G, F'), or a tuple, or None.
-        b_out_ED: (e, D) or None.
+        weights: of the experts that the ids of the call count.
         context: entered around the experts' operator; their owner may decide there what autograd keeps.
         main_grads: see `moe_mlp`; their owner hands the gradients on.
         late: see `moe_mlp`; their owner asks for the gradients.
     """
 
-    w_in_EGFD: Weights
-    w_out_EDF: Weights
-    b_in_EGF: Weights | None = None
-    b_out_ED: Tensor | None = None
+    weights: ExpertWeights
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     main_grads: WeightGradients | None = None
     late: LateWeightGradients | None = None
-
-    @property
-    def num_experts(self) -> int:
-        """e."""
-        return (self.w_in_EGFD if isinstance(self.w_in_EGFD, Tensor) else self.w_in_EGFD[0]).shape[
-            0
-        ]
 
 
 class DenseMLP(nn.Module):
@@ -195,55 +184,37 @@ class GroupedExperts(nn.Module):
         Returns:
             (T, D) in x's dtype or autocast's. Does not synchronise on a GPU.
         """
-        arithmetic = self.arithmetic.in_mode(self.training)
-        if parameters is None:
-            parameters = ExpertParameters(
-                self.w_in, self.w_out, self.b_in, self.b_out, main_grads=self.main_grads
-            )
-        w_in, w_out = parameters.w_in_EGFD, parameters.w_out_EDF
-        if (
-            isinstance(w_in, Tensor)
-            and isinstance(w_out, Tensor)
-            and parameters.b_in_EGF is None
-            and self.adapters is None
-        ):
-            y_TD = arithmetic.moe_mlp_of_few(
-                x_TD,
-                w_in,
-                w_out,
-                expert_ids_TK,
-                weights_TK,
-                activation=self.activation,
-                backend=self.backend,
-            )
-            if y_TD is not None:
-                return y_TD
-        metadata = route_metadata(
-            expert_ids_TK, parameters.num_experts, max_rows=max_rows, backend=self.backend
-        )
+        is_invariant = self.arithmetic.in_mode(self.training).batch_invariant
+        own = parameters or ExpertParameters(self.weights(), main_grads=self.main_grads)
         if self.main_grads is not None and torch.is_grad_enabled():
-            self._check_main_grads(arithmetic)
-        if self.adapters is not None:
-            return self._adapted(self.adapters, x_TD, weights_TK, metadata, parameters)
-        with parameters.context():
-            return arithmetic.moe_mlp(
-                x_TD,
-                parameters.w_in_EGFD,
-                parameters.w_out_EDF,
-                weights_TK,
-                metadata,
-                activation=self.activation,
-                b_in_EGF=parameters.b_in_EGF,
-                b_out_ED=parameters.b_out_ED,
+            self._check_main_grads(is_invariant)
+        call = ExpertsCall(
+            x_TD,
+            weights_TK,
+            own.weights,
+            self.backend,
+            expert_ids_TK,
+            batch_invariant=is_invariant,
+            adapters=None if self.adapters is None else self.adapters(),
+        )
+        with own.context():
+            return compute(
+                call,
+                max_rows=max_rows,
                 recompute_h=self.recompute_h,
-                main_grads=parameters.main_grads,
-                late=parameters.late,
-                backend=self.backend,
+                main_grads=own.main_grads,
+                late=own.late,
             )
 
-    def _check_main_grads(self, arithmetic: RowArithmetic) -> None:
+    def weights(self) -> ExpertWeights:
+        """The parameters as the operators take them."""
+        return ExpertWeights.of(
+            self.w_in, self.w_out, self.activation, b_in=self.b_in, b_out=self.b_out
+        )
+
+    def _check_main_grads(self, is_invariant: bool) -> None:
         """Refuse what would not add to them."""
-        if arithmetic.batch_invariant:
+        if is_invariant:
             raise ConfigError(
                 "batch_invariant=True with main gradients in evaluation: its backward does not add to them; "
                 "compute under torch.no_grad(), or call layer.train()"
@@ -253,30 +224,6 @@ class GroupedExperts(nn.Module):
                 "main gradients with adapters (expertmesh.lora): their backward does not add to them; "
                 "freeze the experts, or call accumulate_main_grads(False)"
             )
-
-    def _adapted(
-        self,
-        adapters: ExpertAdapters,
-        x_TD: Tensor,
-        weights_TK: Tensor,
-        metadata: RouteMetadata,
-        parameters: ExpertParameters,
-    ) -> Tensor:
-        """The experts with low-rank adapters, between whose products there is more."""
-        w_in_EGFD, w_out_EDF = parameters.w_in_EGFD, parameters.w_out_EDF
-        assert isinstance(w_in_EGFD, Tensor) and isinstance(w_out_EDF, Tensor)
-        assert not isinstance(parameters.b_in_EGF, tuple)
-        return adapters(
-            x_TD,
-            weights_TK,
-            metadata,
-            w_in_EGFD=w_in_EGFD,
-            w_out_EDF=w_out_EDF,
-            b_in_EGF=parameters.b_in_EGF,
-            b_out_ED=parameters.b_out_ED,
-            activation=self.activation,
-            backend=self.backend,
-        )
 
 
 def _checked(y: Any, index: int, x_nD: Tensor) -> Tensor:

@@ -147,6 +147,7 @@ class _Deposit(torch.autograd.Function):
         return None, None
 
 
-def deposit(weight: Tensor | None, buffer: Tensor | None) -> Tensor | None:
+def deposit(weight: Tensor, buffer: Tensor) -> Tensor:
     """Give the weight as it is, but with its gradient added to the buffer instead of to `.grad`."""
-    return weight if weight is None or buffer is None else _Deposit.apply(weight, buffer)
+    deposited: Tensor = _Deposit.apply(weight, buffer)
+    return deposited

@@ -15,10 +15,11 @@ from torch import Tensor
 from expertmesh.ops.activation import activate
 from expertmesh.ops.attention import dense as dense_attention
 from expertmesh.ops.attention import invariant as invariant_attention
-from expertmesh.ops.cpu import few_rows, norms, products
+from expertmesh.ops.cpu import norms, products
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
-from expertmesh.ops.experts.moe_mlp import moe_mlp
-from expertmesh.ops.invariant import experts as invariant_experts
+from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.moe_mlp import compute
+from expertmesh.ops.experts.weights import ExpertWeights
 from expertmesh.ops.invariant import operators as invariant
 from expertmesh.ops.router_linear import router_linear
 
@@ -27,7 +28,7 @@ from expertmesh.ops.router_linear import router_linear
 class RowArithmetic:
     """The operations that sum along a row, or whose bits may depend on the place of a row.
 
-    `backend` counts with batch_invariant only, but for the router and the experts.
+    `backend` counts with batch_invariant only, but for the router.
 
     Attributes:
         batch_invariant: whether a row's result is the same to the bit in every batch.
@@ -41,9 +42,7 @@ class RowArithmetic:
         rms_norm: (x, weight, *, eps) -> RMSNorm over the last axis in FP32 (FP64 for FP64), in x's type.
         norm_and_rope: see `expertmesh.ops.cpu.norms.norm_and_rope`; gives None where it does not serve.
         attention: (q_BHSd, k_BHLd, v_BHLd, visible); see `expertmesh.ops.attention.dense.attention`.
-        mlp: the block that every token passes; see `expertmesh.ops.invariant.experts.invariant_mlp`.
-        moe_mlp: see `expertmesh.ops.experts.moe_mlp`.
-        moe_mlp_of_few: the same for a few rows from their ids; None where it does not serve.
+        mlp: the feed-forward block that every token passes, (T, D) -> (T, D).
     """
 
     batch_invariant: bool
@@ -58,8 +57,6 @@ class RowArithmetic:
     norm_and_rope: Callable[..., Tensor | None]
     attention: Callable[..., Tensor]
     mlp: Callable[..., Tensor]
-    moe_mlp: Callable[..., Tensor]
-    moe_mlp_of_few: Callable[..., Tensor | None]
 
     def in_mode(self, training: bool) -> "RowArithmetic":
         """The arithmetic of a module in training (True) or in evaluation (False)."""
@@ -114,22 +111,28 @@ def _mlp(
     return F.linear(activate(h_TGF, activation), w_out_DF, b_out_D)
 
 
-def _moe_mlp_of_few(
+def _invariant_mlp(
     x_TD: Tensor,
-    w_in_EGFD: Tensor,
-    w_out_EDF: Tensor,
-    ids_TK: Tensor,
-    weights_TK: Tensor,
+    w_in_GFD: Tensor,
+    w_out_DF: Tensor,
     *,
     activation: str,
-    backend: str,
-) -> Tensor | None:
-    weights = (w_in_EGFD, w_out_EDF)
-    if ids_TK.shape != weights_TK.shape or not few_rows.serves(
-        x_TD, ids_TK.numel(), *weights, weights_TK, backend=backend
-    ):
-        return None
-    return few_rows.moe_mlp_of_few(x_TD, *weights, ids_TK, weights_TK, activation=activation)
+    b_in_GF: Tensor | None = None,
+    b_out_D: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """As `_mlp`: the experts of a layer that has one, which all tokens pass with weight 1."""
+    experts = ExpertWeights.of(
+        w_in_GFD[None],
+        w_out_DF[None],
+        activation,
+        b_in=None if b_in_GF is None else b_in_GF[None],
+        b_out=None if b_out_D is None else b_out_D[None],
+    )
+    T, device = x_TD.shape[0], x_TD.device
+    ids_TK = torch.zeros(T, 1, dtype=torch.int64, device=device)
+    ones_TK = torch.ones(T, 1, dtype=accumulate_dtype(x_TD.dtype), device=device)
+    return compute(ExpertsCall(x_TD, ones_TK, experts, backend, ids_TK, batch_invariant=True))
 
 
 def _invariant_router_linear(x_TD: Tensor, w_ED: Tensor, *, backend: str = "auto") -> Tensor:
@@ -155,8 +158,6 @@ ORDINARY = RowArithmetic(
     norm_and_rope=_norm_and_rope,
     attention=dense_attention.attention,
     mlp=_mlp,
-    moe_mlp=moe_mlp,
-    moe_mlp_of_few=_moe_mlp_of_few,
 )
 """The fastest order of sums, which may follow the batch."""
 
@@ -172,8 +173,6 @@ BATCH_INVARIANT = RowArithmetic(
     rms_norm=invariant.rms_norm,
     norm_and_rope=_nothing,
     attention=invariant_attention.attention,
-    mlp=invariant_experts.invariant_mlp,
-    moe_mlp=invariant_experts.invariant_moe_mlp,
-    moe_mlp_of_few=_nothing,
+    mlp=_invariant_mlp,
 )
 """An order of sums that the width of a row alone decides: see `docs/numerics.md`, section 6."""

@@ -11,8 +11,9 @@ from tests.support.patience import PATIENCE_S
 from torch.utils.flop_counter import FlopCounterMode
 
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.ops.cpu import compiled, compiled_passes, compiled_products, few_rows
+from expertmesh.ops.cpu import compiled, compiled_passes, compiled_products
 from expertmesh.ops.cpu.compiled import Loop, example_values, make_loop
+from expertmesh.ops.experts import few_rows
 
 
 def scaled(x_MN, out_MN):

@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from expertmesh.errors import ConfigError
 from expertmesh.functional import grouped_linear
 from expertmesh.kernels import moe_forward, moe_wgrad, route_metadata
-from expertmesh.ops.experts import triton_linear
+from expertmesh.ops import triton_linear
 from expertmesh.testing import numerics
 
 R, SIZES = 23, (5, 0, 1, 11)

@@ -243,7 +243,16 @@ def test_opcheck_of_the_operator_that_adds(backend):
     case = ExpertsCase.draw((6, 8, 16, 3, 2), bias=True)
     maps = list(vars(case.metadata).values())
     weights = [case.w_in_EGFD, case.w_out_EDF, case.b_in_EGF, case.b_out_ED]
-    call = (case.x_TD, case.weights_TK, *([w] for w in weights), maps, "swiglu", backend)
+    call = (
+        case.x_TD,
+        case.weights_TK,
+        *([w] for w in weights),
+        [],
+        maps,
+        "swiglu",
+        "dense",
+        backend,
+    )
     hidden, main = [case.x_TD.new_empty(0, 32)], [torch.zeros_like(w) for w in weights]
     args = (*call, case.grad_TD, hidden, [True] * 6, main)
     torch.library.opcheck(torch.ops.expertmesh.moe_mlp_backward_into.default, args)

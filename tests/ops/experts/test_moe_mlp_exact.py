@@ -11,7 +11,7 @@ from tests.support.poison import poisoned_empty
 from expertmesh.config.model import Activation
 from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.ops.activation import num_branches
-from expertmesh.ops.cpu import forward as expert_loop
+from expertmesh.ops.experts import torch_forward as expert_loop
 from expertmesh.testing.expert_oracle import experts_per_token
 from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 

@@ -10,9 +10,9 @@ from tests.support.memory import peak_bytes, saved_bytes
 from expertmesh import MoELayer
 from expertmesh.functional import WeightGradients, moe_mlp
 from expertmesh.ops.cpu.activation_passes import BLOCK_ELEMENTS
-from expertmesh.ops.cpu.backward import RUN_ELEMENTS
-from expertmesh.ops.cpu.forward import FEW_ELEMENTS
 from expertmesh.ops.cpu.products import gemm_rows, goes_to_onednn
+from expertmesh.ops.experts.torch_backward import RUN_ELEMENTS
+from expertmesh.ops.experts.torch_forward import FEW_ELEMENTS
 
 # T, D, F, E, K
 SHAPES = [(1500, 64, 192, 4, 2), (2000, 128, 160, 16, 1), (700, 96, 64, 32, 8)]

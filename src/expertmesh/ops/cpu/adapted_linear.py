@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.cpu.blocks import Block, blocks
-from expertmesh.ops.cpu.forward import rows_times_weight
-from expertmesh.ops.cpu.products import gemm_rows, product_into
+from expertmesh.ops.cpu.products import gemm_rows, product_into, rows_times_weight
 
 PANEL_ROWS = {"tiles": 512, "dots": 256, "none": 1}
 """Experts share a product of their adapters until they have so many rows, by the processor's instructions for the type: what is

@@ -8,8 +8,12 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from expertmesh.ops.cpu.blocks import blocks
-from expertmesh.ops.cpu.forward import grouped_mm_serves, rows_times_weight
-from expertmesh.ops.cpu.products import linear_into, product_into
+from expertmesh.ops.cpu.products import (
+    grouped_mm_serves,
+    linear_into,
+    product_into,
+    rows_times_weight,
+)
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
 
 _FEW_ROWS = 64

@@ -5,7 +5,7 @@ oneDNN generates code for the instructions that are there: on an AMD EPYC with A
 The arithmetic is the same, FP32 with FP32 sums.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -183,3 +183,55 @@ class _Linear(torch.autograd.Function):
         dx = _onednn(grad_MN, w_NK) if ctx.needs_input_grad[0] else None
         dw = _onednn(grad_MN.T, x_MK).contiguous() if ctx.needs_input_grad[1] else None
         return dx, dw
+
+
+def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
+    """Whether PyTorch's grouped product is the best way through the weights of this many experts with rows.
+
+    On the CPU it is the same loop without Python, over all experts, those without rows included. Its demands (bytes of
+    a row, contiguous weights) are checked here.
+    """
+    by_the_best_library = w_ENK.dtype == torch.bfloat16 or (
+        w_ENK.dtype == torch.float32 and not mkl_holds_back()
+    )
+    return (
+        w_ENK.device.type == "cpu"
+        and by_the_best_library
+        and 4 * num_live >= w_ENK.shape[0]
+        and w_ENK.shape[2] * w_ENK.element_size() % 16 == 0
+        and w_ENK.is_contiguous()
+    )
+
+
+def weight_goes_first(w_NK: Tensor, num_rows: int) -> bool:
+    """Whether the CPU library is faster with the weight as the left factor, W x^T; a single row must then be doubled.
+
+    So it is where MKL holds back, by up to a factor of two, for up to 4 rows in FP32 where calls do not cost more than
+    products and the weight is no larger than 8 MiB; and for no other type and no more rows (docs/log.md).
+    """
+    has_the_size = 1 << 16 <= w_NK.shape[-2] * w_NK.shape[-1] < 1 << 21
+    return (
+        num_rows <= 4
+        and has_the_size
+        and w_NK.dtype == torch.float32
+        and w_NK.device.type == "cpu"
+        and mkl_holds_back()
+    )
+
+
+def rows_times_weight(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
+    """Write x W^T."""
+    num_rows = x_RK.shape[0]
+    if not weight_goes_first(w_NK, num_rows):
+        product_into(x_RK, w_NK.T, out_RN)
+    elif num_rows > 1:
+        out_RN.copy_(torch.mm(w_NK, x_RK.T).T)
+    else:
+        out_RN.copy_(torch.mm(w_NK, x_RK.repeat(2, 1).T)[:, :1].T)
+
+
+def selected(values: Tensor, indices: Sequence[int]) -> Iterator[Tensor]:
+    """Entries of the first dimension; a view of all of them is one call, but costs the host half of a call per entry."""
+    if 2 * len(indices) > values.shape[0]:
+        return map(values.unbind().__getitem__, indices)
+    return (values.select(0, i) for i in indices)

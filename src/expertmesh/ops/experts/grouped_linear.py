@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
+from expertmesh.ops import triton_linear
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.cpu import grouped_linear as loop
 from expertmesh.ops.dtypes import autocast_dtype, without_autocast
-from expertmesh.ops.experts import triton_linear
 from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.transforms import refuse_second_derivative, refuse_transforms
 

@@ -1,6 +1,4 @@
-"""Arguments of `moe_mlp` and of its parts: checked, cast for autocast, with the backend resolved."""
-
-from typing import Any
+"""Arguments of the experts: checked, cast for autocast, with the library resolved."""
 
 import torch
 from torch import Tensor
@@ -9,101 +7,104 @@ from expertmesh.errors import ConfigError
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype
-from expertmesh.ops.expert_types import WeightGradients, Weights
 from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
 from expertmesh.ops.route_metadata import RouteMetadata
 from expertmesh.ops.transforms import refuse_transforms
 
 
-def make_call(
-    x_TD: Tensor,
-    w_in: Weights,
-    w_out: Weights,
-    weights_TK: Tensor,
-    metadata: RouteMetadata,
-    *,
-    activation: str,
-    b_in: Weights | None,
-    b_out_ED: Tensor | None,
-    backend: str,
-) -> ExpertsCall:
-    """Check, cast and resolve; raises ConfigError as `moe_mlp` says."""
-    sliced = not isinstance(w_in, Tensor)
-    lists = [
-        _slices("w_in", w_in, sliced),
-        _slices("w_out", w_out, sliced),
-        [] if b_in is None else _slices("b_in", b_in, sliced),
-        [] if b_out_ED is None else [b_out_ED],
-    ]
+def checked(call: ExpertsCall, maps: RouteMetadata) -> ExpertsCall:
+    """The call with its maps, in autocast's type where that is on, and with "torch", "triton" or "reference" as its backend.
+
+    Raises:
+        ConfigError: as `moe_mlp` says.
+    """
+    x_TD, experts = call.x_TD, call.experts
     dtype = autocast_dtype(x_TD.device)
     if dtype is not None and x_TD.dtype != torch.float64:
-        x_TD = x_TD.to(dtype)
-        lists = [[w.to(dtype) for w in several] for several in lists]
-    resolved = resolve_backend(backend, x_TD.device, x_TD.dtype)
-    if backend == "triton" and x_TD.dtype == torch.float64:
+        x_TD, experts = x_TD.to(dtype), experts.to(dtype)
+    name = resolve_backend(call.backend, x_TD.device, x_TD.dtype)
+    if call.backend == "triton" and x_TD.dtype == torch.float64:
         raise ConfigError(
             "dtype is torch.float64 and backend 'triton'; its experts sum in FP32; use backend='auto'"
         )
-    if resolved == "triton" and x_TD.dtype == torch.float64:
-        resolved = "torch"
-    m = metadata
-    maps = [m.offsets_E, m.token_of_row_N, m.slot_of_row_N, m.row_of_slot_N]
-    fields: list[Any] = [x_TD, weights_TK, *lists, maps, activation, resolved]
-    call = ExpertsCall(*fields)
-    if resolved != "reference":
+    if name == "triton" and x_TD.dtype == torch.float64:
+        name = "torch"
+    if name == "reference" and call.batch_invariant:
+        raise ConfigError(
+            "backend='reference' with batch_invariant: its sums follow the batch; use auto, torch or triton"
+        )
+    call = call._replace(x_TD=x_TD, experts=experts, backend=name, ids_TK=None, maps=maps)
+    if name != "reference":
         refuse_transforms("moe_mlp", lambda: call.differentiable)
-    _check(call, sliced=sliced)
+    _check(call, maps)
     return call
 
 
-def _check(call: ExpertsCall, *, sliced: bool) -> None:
-    counts = (len(call.w_in), len(call.w_out), len(call.b_in) or len(call.w_in))
+def _check(call: ExpertsCall, maps: RouteMetadata) -> None:
+    w = call.experts
+    counts = (len(w.w_in), len(w.w_out), len(w.b_in) or len(w.w_in))
     if len(set(counts)) > 1:
         raise ConfigError(
             f"w_in, w_out, b_in have {counts[0]}, {counts[1]}, {counts[2]} slices; they must have as many; slice all alike"
         )
-    G = num_branches(call.activation)
+    G = num_branches(w.activation)
     x, weights = call.x_TD, call.weights_TK
-    for i, (w_in, w_out) in enumerate(zip(call.w_in, call.w_out, strict=True)):
+    if w.format == "dense":
+        _check_dense(w, x, weights, G)
+    E, D = w.num_slots, x.shape[1]
+    for i, (b_in, one) in enumerate(zip(w.b_in, w.slices(), strict=False)):
+        _check_tensor(f"b_in{_at(w, i)}", b_in, (E, G, one.shape[2]), x.dtype)
+    if w.b_out is not None:
+        _check_tensor("b_out", w.b_out, (E, D), x.dtype)
+    num_slots = x.shape[0] * weights.shape[1]
+    _check_tensor("weights", weights, (x.shape[0], weights.shape[1]))
+    _check_tensor("metadata.offsets", maps.offsets_E, (E + 1,))
+    _check_tensor("metadata.row_of_slot", maps.row_of_slot_N, (num_slots,))
+
+
+def _check_dense(w: ExpertWeights, x: Tensor, weights: Tensor, G: int) -> None:
+    for i, (w_in, w_out) in enumerate(zip(w.w_in, w.w_out, strict=True)):
         if x.dim() != 2 or w_in.dim() != 4 or w_out.dim() != 3 or weights.dim() != 2:
             raise ConfigError(
                 f"x, w_in, w_out, weights have {x.dim()}, {w_in.dim()}, {w_out.dim()}, {weights.dim()} dimensions; "
                 "they must have 2 (T, D), 4 (E, G, F, D), 3 (E, D, F), 2 (T, K); reshape them"
             )
-        E, F, D = call.w_in[0].shape[0], w_in.shape[2], x.shape[1]
-        at = f"[{i}]" if sliced else ""
-        _check_tensor(f"w_in{at}", w_in, (E, G, F, D), x.dtype)
-        _check_tensor(f"w_out{at}", w_out, (E, D, F), x.dtype)
-        if call.b_in:
-            _check_tensor(f"b_in{at}", call.b_in[i], (E, G, F), x.dtype)
-    for b_out_ED in call.b_out:
-        _check_tensor("b_out", b_out_ED, (E, D), x.dtype)
-    num_slots = x.shape[0] * weights.shape[1]
-    _check_tensor("weights", weights, (x.shape[0], weights.shape[1]))
-    _check_tensor("metadata.offsets", call.maps[0], (E + 1,))
-    _check_tensor("metadata.row_of_slot", call.maps[3], (num_slots,))
+        E, F, D = w.num_slots, w_in.shape[2], x.shape[1]
+        _check_tensor(f"w_in{_at(w, i)}", w_in, (E, G, F, D), x.dtype)
+        _check_tensor(f"w_out{_at(w, i)}", w_out, (E, D, F), x.dtype)
 
 
-def make_buffers(call: ExpertsCall, main: WeightGradients | None) -> list[Tensor]:
-    """Give main gradients in the order of the call's parameters; none where there are none.
+def _at(w: ExpertWeights, i: int) -> str:
+    return "" if w.is_whole else f"[{i}]"
+
+
+def main_buffers(experts: ExpertWeights, main: WeightGradients | None) -> list[Tensor]:
+    """Give main gradients in the order of the experts' parameters; none where there are none.
 
     Raises:
         ConfigError: one is missing, or its shape, type or order in memory does not fit its parameter.
     """
     if main is None:
         return []
-    first = call.w_in[0]
+    first = experts.w_in[0]
     interleaved = not first.is_contiguous() and first.transpose(1, 2).is_contiguous()
+    given = main.by_name()
+    b_out = () if experts.b_out is None else (experts.b_out,)
+    parameters = {
+        "w_in": experts.w_in,
+        "w_out": experts.w_out,
+        "b_in": experts.b_in,
+        "b_out": b_out,
+    }
     found: list[Tensor] = []
-    for name in ("w_in", "w_out", "b_in", "b_out"):
-        given, parameters = getattr(main, name), getattr(call, name)
-        buffers = () if given is None else (given,) if isinstance(given, Tensor) else given
-        if len(buffers) != len(parameters):
+    for name, own in parameters.items():
+        if len(given[name]) != len(own):
             raise ConfigError(
-                f"main_grads.{name} has {len(buffers)} tensors and {name} {len(parameters)}; they must be as many; "
+                f"main_grads.{name} has {len(given[name])} tensors and {name} {len(own)}; they must be as many; "
                 "give one buffer per weight"
             )
-        for buffer, parameter in zip(buffers, parameters, strict=True):
+        for buffer, parameter in zip(given[name], own, strict=True):
             wide = accumulate_dtype(parameter.dtype)
             _check_tensor(f"main_grads.{name}", buffer, tuple(parameter.shape), wide)
             kinds = type(buffer.data).__name__, type(parameter.data).__name__
@@ -118,21 +119,8 @@ def make_buffers(call: ExpertsCall, main: WeightGradients | None) -> list[Tensor
                     f"main_grads.{name} has strides {buffer.stride()}; it must lie in memory like w_in, contiguous or "
                     "with interleaved branches; allocate it with torch.zeros_like(w_in)"
                 )
-        found += buffers
+        found += given[name]
     return found
-
-
-def _slices(name: str, given: Weights, sliced: bool) -> list[Tensor]:
-    if isinstance(given, Tensor) == sliced:
-        raise ConfigError(
-            f"{name} is {'a tensor' if sliced else 'a list'} and w_in {'a list' if sliced else 'a tensor'}; both must be "
-            "tensors or lists of slices; slice both alike"
-        )
-    if not isinstance(given, Tensor) and not given:
-        raise ConfigError(
-            f"{name} has no slices; there must be at least one; give the whole tensor"
-        )
-    return [given] if isinstance(given, Tensor) else list(given)
 
 
 def _check_tensor(

@@ -5,6 +5,7 @@ What only weight gradients need then fills a time of waiting: here for the excha
 """
 
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from expertmesh.ops.dtypes import without_autocast
-from expertmesh.ops.expert_types import HiddenGradients
-from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.backends import BACKENDS
+from expertmesh.ops.experts.call import NUM_LISTS, ExpertsCall, call_of
+from expertmesh.ops.experts.weights import HiddenGradients
 
 
 class LateWeightGradients:
@@ -34,7 +36,7 @@ class LateWeightGradients:
         self._left = call, grad_TD, kept
 
     def compute(self) -> list[Tensor | None]:
-        """The gradients in the order of `ExpertsCall.parameters`, or none of them where they were added to buffers.
+        """The gradients in the order of `ExpertWeights.parameters`, or none of them where they were added to buffers.
 
         Nothing where no backward left any.
         """
@@ -42,7 +44,9 @@ class LateWeightGradients:
             return []
         (call, grad_TD, kept), self._left = self._left, None
         with torch.no_grad(), without_autocast(grad_TD.device):
-            found = call.weight_grads(grad_TD, kept, self._main)
+            half = BACKENDS[call.backend].weight_grads
+            assert half is not None
+            found = half(call, grad_TD, kept, self._main)
         return [None] * len(found) if self._main else found
 
 
@@ -52,25 +56,25 @@ class _LateExperts(torch.autograd.Function):
         ctx: Any, late: LateWeightGradients, call: ExpertsCall, save_h: bool, *tensors: Tensor
     ) -> Tensor:
         with without_autocast(call.x_TD.device):
-            y_TD, hidden = call.forward(save_h=save_h)
-        ctx.late, ctx.lengths = late, [len(call.w_in), len(call.w_out), len(call.b_in)]
-        ctx.kind = call.activation, call.backend
-        ctx.num_maps = len(call.maps)
-        ctx.save_for_backward(*tensors, *call.maps, *hidden)
+            y_TD, hidden = BACKENDS[call.backend].forward(call, save_h=save_h)
+        x, weights, *lists = call.flat()[: 2 + NUM_LISTS]
+        ctx.late, ctx.words = late, call.flat()[2 + NUM_LISTS :]
+        ctx.lengths = [len(several) for several in lists]
+        ctx.save_for_backward(x, weights, *chain(*lists), *hidden)
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Any, ...]:
-        x, weights, *rest = ctx.saved_tensors
-        ends = [sum(ctx.lengths[:i]) for i in range(4)]
-        w_in, w_out, b_in = (list(rest[a:b]) for a, b in zip(ends, ends[1:], strict=False))
-        num_parameters = len(ctx.needs_input_grad) - 5
-        b_out, after = list(rest[ends[3] : num_parameters]), rest[num_parameters:]
-        maps, hidden = list(after[: ctx.num_maps]), after[ctx.num_maps :]
-        call = ExpertsCall(x, weights, w_in, w_out, b_in, b_out, maps, *ctx.kind)
+        saved = iter(ctx.saved_tensors)
+        x, weights = next(saved), next(saved)
+        lists = [list(islice(saved, length)) for length in ctx.lengths]
+        fields: list[Any] = [x, weights, *lists, *ctx.words]
+        call = call_of(*fields)
         grad_TD = grad_TD.contiguous()
+        half = BACKENDS[call.backend].data_grads
+        assert half is not None
         with without_autocast(grad_TD.device):
-            d_x, d_weights, kept = call.data_grads(grad_TD, hidden)
+            d_x, d_weights, kept = half(call, grad_TD, list(saved))
         ctx.late.leave(call, grad_TD, kept)
-        return None, None, None, d_x, d_weights, *[None] * num_parameters
+        return None, None, None, d_x, d_weights, *[None] * len(call.experts.parameters)

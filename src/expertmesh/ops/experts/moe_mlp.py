@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from expertmesh.ops import reference
-from expertmesh.ops.expert_types import WeightGradients, Weights
 from expertmesh.ops.experts import operator
+from expertmesh.ops.experts.backends import BACKENDS
 from expertmesh.ops.experts.call import ExpertsCall
-from expertmesh.ops.experts.inputs import make_buffers, make_call
+from expertmesh.ops.experts.inputs import checked, main_buffers
 from expertmesh.ops.experts.late import LateWeightGradients
-from expertmesh.ops.route_metadata import RouteMetadata
+from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients, Weights
+from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 
 
 def moe_mlp(
@@ -72,40 +72,76 @@ def moe_mlp(
         >>> y_TD.shape
         torch.Size([5, 8])
     """
-    call = make_call(
-        x_TD,
-        w_in_EGFD,
-        w_out_EDF,
-        weights_TK,
+    experts = ExpertWeights.of(w_in_EGFD, w_out_EDF, activation, b_in=b_in_EGF, b_out=b_out_ED)
+    return compute_rows(
+        ExpertsCall(x_TD, weights_TK, experts, backend),
         metadata,
-        activation=activation,
-        b_in=b_in_EGF,
-        b_out_ED=b_out_ED,
-        backend=backend,
+        recompute_h=recompute_h,
+        main_grads=main_grads,
+        late=late,
     )
-    buffers = make_buffers(call, main_grads)
-    if call.backend == "reference":
-        return _reference(call, buffers)
-    save_h = torch.is_grad_enabled() and any(t.requires_grad for t in call.differentiable)
-    if late is not None:
-        return late.run(call, buffers, save_h=save_h and not recompute_h)
-    return operator.run(call, buffers, save_h=save_h and not recompute_h)
 
 
-def _reference(call: ExpertsCall, buffers: list[Tensor]) -> Tensor:
-    """The oracle, on the concatenation of the slices."""
-    parameters: list[Tensor | None] = list(call.parameters)
-    if buffers:
-        parameters = [reference.deposit(*pair) for pair in zip(parameters, buffers, strict=True)]
-    slices = call.slices(parameters)
-    biases = [s.b_in_EGF for s in slices if s.b_in_EGF is not None]
-    return reference.moe_mlp(
-        call.x_TD,
-        torch.cat([s.w_in_EGFD for s in slices], 2),
-        torch.cat([s.w_out_EDF for s in slices], 2),
-        call.weights_TK,
-        *call.maps,
-        activation=call.activation,
-        b_in_EGF=torch.cat(biases, 2) if biases else None,
-        b_out_ED=slices[0].b_out_ED,
-    )
+def compute(
+    call: ExpertsCall,
+    *,
+    max_rows: int | None = None,
+    recompute_h: bool = False,
+    main_grads: WeightGradients | None = None,
+    late: LateWeightGradients | None = None,
+) -> Tensor:
+    """Run every token through its experts, by the first of `BACKENDS` that serves the call.
+
+    Args:
+        call: with the ids of the experts, and without `maps`.
+        max_rows: a bound on the ids below E that the caller guarantees.
+        recompute_h: see `moe_mlp`.
+        main_grads: see there.
+        late: see there.
+
+    Returns:
+        y (T, D) in the type of x (of autocast under autocast).
+
+    Raises:
+        ConfigError: as `moe_mlp`.
+    """
+    assert call.ids_TK is not None
+    if call.experts.slot_of_expert_E is not None:
+        ids_TK = call.experts.slots_of(call.ids_TK)
+        call = call._replace(ids_TK=ids_TK, experts=call.experts.by_slot())
+    for backend in BACKENDS.values():
+        if backend.serves(call):
+            y_TD: Tensor | None = backend.forward(call, [])
+            if y_TD is not None:
+                return y_TD
+    assert call.ids_TK is not None
+    num_slots = call.experts.num_slots
+    maps = route_metadata(call.ids_TK, num_slots, max_rows=max_rows, backend=call.backend)
+    return compute_rows(call, maps, recompute_h=recompute_h, main_grads=main_grads, late=late)
+
+
+def compute_rows(
+    call: ExpertsCall,
+    maps: RouteMetadata,
+    *,
+    recompute_h: bool = False,
+    main_grads: WeightGradients | None = None,
+    late: LateWeightGradients | None = None,
+) -> Tensor:
+    """As `compute`, for rows whose order is known."""
+    call = checked(call._replace(experts=call.experts.in_order()), maps)
+    name = next(name for name, backend in BACKENDS.items() if backend.serves(call))
+    backend = BACKENDS[name]
+    buffers = main_buffers(call.experts, main_grads) if backend.trains else []
+    if backend.backward is None:
+        y_TD: Tensor = backend.forward(call, buffers)
+        return y_TD
+    save_h = backend.trains and not recompute_h and _wants_gradients(call)
+    call = call._replace(backend=name)
+    if late is not None and backend.trains:
+        return late.run(call, buffers, save_h=save_h)
+    return operator.run(call, buffers, save_h=save_h)
+
+
+def _wants_gradients(call: ExpertsCall) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in call.differentiable)

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from expertmesh.ops.activation import inner_name
-from expertmesh.ops.expert_types import Experts, HiddenGradients, Needs
+from expertmesh.ops.experts.weights import ExpertSlice, HiddenGradients, Needs
 from expertmesh.ops.route_metadata import RouteMetadata
 
 
 def forward(
     x_TD: Tensor,
-    experts: Experts,
+    experts: ExpertSlice,
     weights_TK: Tensor,
     maps: RouteMetadata,
     *,
@@ -62,7 +62,7 @@ def data_grads(
     grad_TD: Tensor,
     x_TD: Tensor,
     h_RH: Tensor,
-    experts: Experts,
+    experts: ExpertSlice,
     weights_TK: Tensor,
     maps: RouteMetadata,
     needs: Needs,
@@ -133,13 +133,13 @@ def weight_grads(
     grad_TD: Tensor,
     x_TD: Tensor,
     hidden: HiddenGradients,
-    experts: Experts,
+    experts: ExpertSlice,
     weights_TK: Tensor,
     maps: RouteMetadata,
     needs: Needs,
     *,
-    into: Experts | None = None,
-) -> Experts:
+    into: ExpertSlice | None = None,
+) -> ExpertSlice:
     """Give the gradients of the experts' weights and biases; experts without rows get zeros.
 
     Args:
@@ -206,20 +206,20 @@ def weight_grads(
             weights_TK=call.weights_TK,
             accumulate=given is not None,
         )
-    return Experts(w_in, w_out, b_in, b_out, experts.activation)
+    return ExpertSlice(w_in, w_out, b_in, b_out, experts.activation)
 
 
 def backward(
     grad_TD: Tensor,
     x_TD: Tensor,
     h_RH: Tensor,
-    experts: Experts,
+    experts: ExpertSlice,
     weights_TK: Tensor,
     maps: RouteMetadata,
     needs: Needs,
     *,
-    into: Experts | None = None,
-) -> tuple[Tensor | None, Tensor | None, Experts]:
+    into: ExpertSlice | None = None,
+) -> tuple[Tensor | None, Tensor | None, ExpertSlice]:
     """`data_grads`, then `weight_grads`: the gradients of x, of the routing weights, and of the experts."""
     shared = (experts, weights_TK, maps, needs)
     d_x, d_weights, hidden = data_grads(grad_TD, x_TD, h_RH, *shared)
@@ -242,7 +242,7 @@ class _Call:
     @staticmethod
     def of(
         x_TD: Tensor,
-        experts: Experts,
+        experts: ExpertSlice,
         weights_TK: Tensor,
         maps: RouteMetadata,
         *,

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.ops import triton_linear
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.dtypes import accumulate_dtype, autocast_dtype, gemm_dtype, without_autocast
-from expertmesh.ops.experts import triton_linear
 
 BLOCK_ROWS = 16
 """Rows of every product: more waste time where few tokens come together, fewer do not fill the vector units."""

@@ -5,7 +5,7 @@ gradients are added by the operators to one buffer that is ordered by rank, so t
 `storage.py` says what is gathered, `prefetch.py` when.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,8 +21,8 @@ from expertmesh.comm.collectives import start_all_gather, start_all_reduce, star
 from expertmesh.comm.group import RankGroup, wait_for
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.expert_types import WeightGradients
 from expertmesh.ops.experts.late import LateWeightGradients
+from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
 from expertmesh.parallel.experts.prefetch import (
     Fetch,
     FetchedLayer,
@@ -45,11 +45,13 @@ class ShardSource(FetchedLayer, Protocol):
     Attributes:
         layer: name for errors and the byte counter.
         names: of the parameters, in the order of their shards.
+        activation: of the experts.
         replicas: ranks that hold copies of the same shards.
     """
 
     layer: str
     names: list[str]
+    activation: str
     replicas: RankGroup
 
     def shards(self) -> list[Tensor]:
@@ -163,12 +165,6 @@ class Gather:
         return self._whole
 
 
-def for_operators(slices: Mapping[str, Sequence[Tensor]]) -> list[Any]:
-    """w_in, w_out, b_in and b_out as operators take them: one slice alone, several in a sequence, None for none."""
-    given = (slices.get(name) for name in SLICED_AXIS)
-    return [found[0] if found is not None and len(found) == 1 else found for found in given]
-
-
 class GradientBuffers:
     """Where the operators add gradients of gathered weights: FP32 (FP64 for FP64), ordered slice by slice.
 
@@ -200,7 +196,7 @@ class GradientBuffers:
 
     def as_main_grads(self) -> WeightGradients:
         """The same for the operators."""
-        return WeightGradients(*for_operators(self.slices))
+        return WeightGradients.of_names(self.slices)
 
     def open(self, names: Sequence[str]) -> None:
         """Take memory for these parameters' gradients, and set it to zero.
@@ -331,10 +327,10 @@ class GatheredWeights:
             name: tuple(next(seen) for _ in slices)
             for name, slices in zip(self.source.names, whole, strict=True)
         }
-        w_in, w_out, b_in, b_out = for_operators(found)
         context = self._dropping if self.drops else nullcontext
         main = direct if self._buffers is None else self._buffers.as_main_grads()
-        return ExpertParameters(w_in, w_out, b_in, b_out, context, main)
+        weights = ExpertWeights.of_names(found, self.source.activation)
+        return ExpertParameters(weights, context, main)
 
     def late(self, parameters: ExpertParameters) -> ExpertParameters:
         """The same parameters for one call whose weight gradients are computed after the tokens' have set out for home."""
@@ -350,7 +346,8 @@ class GatheredWeights:
         main = self._main_grads()
         if main is None or not (alone and whole_bias and torch.is_grad_enabled()):
             return None
-        return WeightGradients(*map(_local, vars(main).values()))
+        shards = {name: [_local(g) for g in given] for name, given in main.by_name().items()}
+        return WeightGradients.of_names({name: given for name, given in shards.items() if given})
 
     def _needs_buffers(self, shards: Sequence[Tensor], num_calls: int) -> bool:
         """Whether the operators had better add gradients to a buffer of ours: to join slices, or to keep FP32 sums."""
@@ -448,15 +445,15 @@ def hand_over(
         grad = host.to_host(grad)
     if main is None:
         return grad
-    total = _local(getattr(main, name))
-    assert total is not None
-    total.add_(grad)
+    (total,) = main.by_name()[name]
+    _local(total).add_(grad)
     return None
 
 
-def _local(buffer: Tensor | tuple[Tensor, ...] | None) -> Tensor | None:
-    assert buffer is None or isinstance(buffer, DTensor), "main gradients of shards are sharded"
-    return None if buffer is None else buffer.to_local()
+def _local(buffer: Tensor) -> Tensor:
+    assert isinstance(buffer, DTensor), "main gradients of shards are sharded"
+    local: Tensor = buffer.to_local()
+    return local
 
 
 def _sum_of(first: Tensor | None, second: Tensor | None) -> Tensor | None:

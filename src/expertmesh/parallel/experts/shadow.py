@@ -18,8 +18,7 @@ from expertmesh.comm.mesh import ExpertDegrees
 from expertmesh.moe.dispatch import Experts, Tokens, apply_experts
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.ops.dtypes import accumulate_dtype
-from expertmesh.ops.expert_types import WeightGradients
-from expertmesh.parallel.experts.gather import for_operators
+from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
 from expertmesh.parallel.experts.tables import on_device
 
 Deposit = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -31,6 +30,7 @@ class ShadowWeights:
 
     Args:
         names: of the parameters.
+        activation: of the experts.
         shards: this rank's part of each, (E / e, ...).
         hot: ids of the experts, the same on all ranks, not empty.
         degrees: how the ranks of one copy hold the experts.
@@ -46,6 +46,7 @@ class ShadowWeights:
     def __init__(
         self,
         names: Sequence[str],
+        activation: str,
         shards: Sequence[Tensor],
         hot: Sequence[int],
         *,
@@ -60,7 +61,7 @@ class ShadowWeights:
     ) -> None:
         self.names, self.hot, self.layer = names, tuple(hot), layer
         self._shards, self._degrees, self._everyone = shards, degrees, everyone
-        self._deposit, self._dtype = deposit, dtype
+        self._deposit, self._dtype, self._activation = deposit, dtype, activation
         part, self._slice = degrees.coordinates(rank)
         first, size = part * shards[0].shape[0], shards[0].shape[0]
         # of each parameter: (f, h, ...), slice by slice
@@ -96,8 +97,7 @@ class ShadowWeights:
         found = iter(_Arrive.apply(self._token, self, counts, *(t for s in slices for t in s)))
         seen = {n: tuple(next(found) for _ in s) for n, s in zip(self.names, slices, strict=True)}
         buffers = self._new_buffers() if needs else None
-        w_in, w_out, b_in, b_out = for_operators(seen)
-        return ExpertParameters(w_in, w_out, b_in, b_out, main_grads=buffers)
+        return ExpertParameters(ExpertWeights.of_names(seen, self._activation), main_grads=buffers)
 
     def _new_buffers(self) -> WeightGradients:
         """Where the operators add gradients; they take memory from `open` to the end of the backward."""
@@ -109,7 +109,7 @@ class ShadowWeights:
             self._bias = torch.empty_like(found["b_out"][0])
             found["b_out"] = (self._bias,)
         self._gradients.untyped_storage().resize_(0)
-        return WeightGradients(*for_operators(found))
+        return WeightGradients.of_names(found)
 
     def open(self) -> None:
         """Take memory for gradients, and set it to zero; a backward that was not asked for them may have left some."""

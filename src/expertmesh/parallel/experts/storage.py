@@ -136,7 +136,7 @@ class ExpertStorage(ExpertHolder):
         device: torch.device | None = None,
     ) -> None:
         super().__init__(world, degrees, layer=layer)
-        self.experts, self.keep = experts, keep
+        self.experts, self.keep, self.activation = experts, keep, experts.activation
         self._prefetcher = prefetcher or Prefetcher()
         self.host = None if device is None else HostMemory(device)
         experts.compute_device = device
@@ -278,6 +278,7 @@ class ExpertStorage(ExpertHolder):
         shards, host = self.shards(), self.host
         return ShadowWeights(
             self.names,
+            self.activation,
             shards,
             hot,
             degrees=self.degrees,

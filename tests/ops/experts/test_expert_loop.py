@@ -5,7 +5,8 @@ import torch
 from tests.support.poison import poisoned_empty
 
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.ops.cpu import forward as expert_loop
+from expertmesh.ops.cpu import products
+from expertmesh.ops.experts import torch_forward as expert_loop
 from expertmesh.testing.numerics import assert_two_times, sums_of_product
 
 
@@ -94,6 +95,6 @@ def test_grouped_product_serves_few_rows_only(processor, change, holds_back, is_
 def test_products_of_few_rows(num_rows, dtype):
     x, w = torch.randn(num_rows, 260).to(dtype), torch.randn(300, 260).to(dtype)
     out = torch.full((num_rows, 300), torch.nan, dtype=dtype)
-    expert_loop.rows_times_weight(x, w, out)
+    products.rows_times_weight(x, w, out)
     exact, sums = x.double() @ w.double().T, sums_of_product(x, w.T)
     assert_two_times(out, x @ w.T, exact, what="product", sums=sums)

@@ -9,7 +9,8 @@ from tests.support.poison import poisoned_empty
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
-from expertmesh.ops.cpu import compiled_products, few_rows
+from expertmesh.ops.cpu import compiled_products
+from expertmesh.ops.experts import few_rows
 from expertmesh.testing.numerics import assert_two_times
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from expertmesh.ops.cpu.activation_passes import Passes, passes_for
 from expertmesh.ops.cpu.compiled_passes import CompiledPasses
-from expertmesh.ops.cpu.forward import hidden, row_weights
-from expertmesh.ops.cpu.products import product_into
-from expertmesh.ops.cpu.runs import Run, make_runs
+from expertmesh.ops.cpu.products import product_into, selected
 from expertmesh.ops.dtypes import gemm_dtype
-from expertmesh.ops.expert_types import Experts, HiddenGradients, Needs, selected
+from expertmesh.ops.experts.runs import Run, make_runs
+from expertmesh.ops.experts.torch_forward import hidden, row_weights
+from expertmesh.ops.experts.weights import ExpertSlice, HiddenGradients, Needs
 from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.route_metadata import RouteMetadata
 
@@ -28,13 +28,13 @@ def backward(
     grad_TD: Tensor,
     x_TD: Tensor,
     h_RH: Tensor,
-    experts: Experts,
+    experts: ExpertSlice,
     weights_TK: Tensor,
     maps: RouteMetadata,
     needs: Needs,
     *,
-    into: Experts | None = None,
-) -> tuple[Tensor | None, Tensor | None, Experts]:
+    into: ExpertSlice | None = None,
+) -> tuple[Tensor | None, Tensor | None, ExpertSlice]:
     """Give the gradients of x (T, D), of the routing weights (T, K), and of the experts.
 
     Args:
@@ -67,7 +67,7 @@ def data_grads(
     grad_TD: Tensor,
     x_TD: Tensor,
     h_RH: Tensor,
-    experts: Experts,
+    experts: ExpertSlice,
     weights_TK: Tensor,
     maps: RouteMetadata,
     needs: Needs,
@@ -92,13 +92,13 @@ def weight_grads(
     grad_TD: Tensor,
     x_TD: Tensor,
     hidden: HiddenGradients,
-    experts: Experts,
+    experts: ExpertSlice,
     weights_TK: Tensor,
     maps: RouteMetadata,
     needs: Needs,
     *,
-    into: Experts | None = None,
-) -> Experts:
+    into: ExpertSlice | None = None,
+) -> ExpertSlice:
     """Give the gradients of the experts' weights and biases; experts without rows get zeros.
 
     Args:
@@ -155,7 +155,7 @@ class _DataBuffers:
         num_rows = steps.maps.token_of_row_N.shape[0]
         saved = h_RH.shape[0] == num_rows
         live = steps.bounds[-1]
-        _, G, F, D = steps.experts.w_in_EGFD.shape
+        _, G, F, D = steps.experts.shape
         d_a = steps.new(steps.most, F)
         pad = max((run.padding for run in steps.runs), default=0)
         passes = passes_for(steps.experts.activation, d_a, num_rows=num_rows, backward=True)
@@ -175,7 +175,7 @@ class _Steps:
 
     grad_TD: Tensor
     x_TD: Tensor
-    experts: Experts
+    experts: ExpertSlice
     weights_TK: Tensor
     maps: RouteMetadata
     needs: Needs
@@ -190,14 +190,14 @@ class _Steps:
     def of(
         grad_TD: Tensor,
         x_TD: Tensor,
-        experts: Experts,
+        experts: ExpertSlice,
         weights_TK: Tensor,
         maps: RouteMetadata,
         needs: Needs,
     ) -> "_Steps":
         bounds = maps.offsets_E.tolist()
         dtype = gemm_dtype(x_TD.device, x_TD.dtype)
-        _, G, F, D = experts.w_in_EGFD.shape
+        _, G, F, D = experts.shape
         most_places = RUN_ELEMENTS // (G * F)
         runs = make_runs(bounds, most_places, x_TD.device, dtype, is_narrow=experts.are_narrow)
         most = max((run.num_places for run in runs), default=0)
@@ -211,7 +211,7 @@ class _Steps:
 
     def hidden_rows(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Room for A' and dH."""
-        _, G, F, _ = self.experts.w_in_EGFD.shape
+        _, G, F, _ = self.experts.shape
         return self.new(num_rows, F), self.new(num_rows, G * F)
 
     def gather(self, source_TD: Tensor, run: Run) -> Tensor:
@@ -264,7 +264,7 @@ class _Steps:
         run: Run,
         a: Tensor | None,
         d_h: Tensor | None,
-        grads: Experts,
+        grads: ExpertSlice,
         *,
         add: bool,
         d_y: Tensor | None = None,
@@ -285,7 +285,7 @@ class _Steps:
         if needs.w_in and d_h is not None:
             _products_into(run, d_h, self.gather(self.x_TD, run), grads.w_in_EGFD, add)
 
-    def zero_empty(self, grads: Experts) -> None:
+    def zero_empty(self, grads: ExpertSlice) -> None:
         """Zero the gradients of experts without rows."""
         for e, (start, stop) in enumerate(zip(self.bounds, self.bounds[1:], strict=False)):
             if start == stop:
@@ -309,7 +309,9 @@ class _Steps:
         return d_x, d_weights
 
 
-def _weight_buffers(x_TD: Tensor, experts: Experts, needs: Needs, into: Experts | None) -> Experts:
+def _weight_buffers(
+    x_TD: Tensor, experts: ExpertSlice, needs: Needs, into: ExpertSlice | None
+) -> ExpertSlice:
     """Where the gradients go: fresh tensors, or the given buffers; those not wanted are empty or None."""
 
     def bias(tensor: Tensor | None, given: Tensor | None, needed: bool) -> Tensor | None:
@@ -322,7 +324,7 @@ def _weight_buffers(x_TD: Tensor, experts: Experts, needs: Needs, into: Experts 
             return x_TD.new_empty(0)
         return x_TD.new_empty(tensor.shape) if given is None else given
 
-    return Experts(
+    return ExpertSlice(
         weight(experts.w_in_EGFD, None if into is None else into.w_in_EGFD, needs.w_in),
         weight(experts.w_out_EDF, None if into is None else into.w_out_EDF, needs.w_out),
         bias(experts.b_in_EGF, None if into is None else into.b_in_EGF, needs.b_in),

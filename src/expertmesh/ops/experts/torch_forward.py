@@ -2,7 +2,7 @@
 
 Buffers are reused from expert to expert so that they stay in the cache, results are written where they belong
 (H), and nothing is copied but the gathered tokens. Nothing here is seen by autograd. The backward is in
-`backward.py`.
+`torch_backward.py`.
 """
 
 import torch
@@ -11,9 +11,9 @@ from torch.nn.functional import grouped_mm
 
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.cpu.activation_passes import passes_for
-from expertmesh.ops.cpu.runs import Run, make_runs
 from expertmesh.ops.dtypes import accumulate_dtype, gemm_dtype
-from expertmesh.ops.expert_types import Experts
+from expertmesh.ops.experts.runs import Run, make_runs
+from expertmesh.ops.experts.weights import ExpertSlice
 from expertmesh.ops.permute import sum_rows
 from expertmesh.ops.route_metadata import RouteMetadata
 
@@ -22,10 +22,10 @@ FEW_ELEMENTS = 1 << 20
 
 
 def forward(
-    x_TD: Tensor, experts: Experts, weights_TK: Tensor, maps: RouteMetadata, *, save_h: bool
+    x_TD: Tensor, experts: ExpertSlice, weights_TK: Tensor, maps: RouteMetadata, *, save_h: bool
 ) -> tuple[Tensor, Tensor]:
     """Give (y (T, D), H (R, G * F)); H is empty unless save_h. Synchronises with a GPU to read the offsets."""
-    _, G, F, D = experts.w_in_EGFD.shape
+    _, G, F, D = experts.shape
     num_rows = maps.token_of_row_N.shape[0]
     bounds = maps.offsets_E.tolist()
     dtype = gemm_dtype(x_TD.device, x_TD.dtype)
@@ -65,7 +65,7 @@ def forward(
             a_rows, y_rows = run.rows_of(a, start), run.rows_of(y, start)
             w_outs = experts.w_outs(run.experts, dtype)
             for w_out, a_nF, y_nD in zip(w_outs, a_rows, y_rows, strict=True):
-                rows_times_weight(a_nF, w_out, y_nD)
+                cpu_products.rows_times_weight(a_nF, w_out, y_nD)
         else:
             y.copy_(grouped_mm(a, experts.w_out_EDF.mT, offs=offsets_E))
     if experts.b_out_ED is not None:
@@ -76,36 +76,18 @@ def forward(
     return y_TD.to(x_TD.dtype), h_all
 
 
-def hidden(experts: Experts, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Tensor) -> None:
+def hidden(experts: ExpertSlice, e: int, x_RD: Tensor, out_RH: Tensor, w_in: Tensor) -> None:
     """Write the pre-activations of rows of one expert with its `w_in`, all in the type of the products."""
     if experts.b_in_EGF is None:
-        rows_times_weight(x_RD, w_in, out_RH)
+        cpu_products.rows_times_weight(x_RD, w_in, out_RH)
     else:
         # inside the product, so that the sum is rounded once: a second rounding moves H across the kink of ReLU
         bias = experts.b_in_EGF[e].flatten().to(x_RD.dtype)
         cpu_products.linear_into(x_RD, w_in, out_RH, bias_N=bias)
 
 
-def grouped_mm_serves(w_ENK: Tensor, num_live: int) -> bool:
-    """Whether PyTorch's grouped product is the best way through the weights of this many experts with rows.
-
-    On the CPU it is the same loop without Python, over all experts, those without rows included. Its demands (bytes of
-    a row, contiguous weights) are checked here.
-    """
-    by_the_best_library = w_ENK.dtype == torch.bfloat16 or (
-        w_ENK.dtype == torch.float32 and not cpu_products.mkl_holds_back()
-    )
-    return (
-        w_ENK.device.type == "cpu"
-        and by_the_best_library
-        and 4 * num_live >= w_ENK.shape[0]
-        and w_ENK.shape[2] * w_ENK.element_size() % 16 == 0
-        and w_ENK.is_contiguous()
-    )
-
-
 def _grouped_offsets(
-    run: Run, experts: Experts, maps: RouteMetadata, dtype: torch.dtype
+    run: Run, experts: ExpertSlice, maps: RouteMetadata, dtype: torch.dtype
 ) -> Tensor | None:
     """Ends of all experts' rows for PyTorch's grouped product, where it serves best; None: a loop does.
 
@@ -116,40 +98,13 @@ def _grouped_offsets(
         dtype == w_in.dtype
         and experts.b_in_EGF is None
         and w_in.is_contiguous()
-        and grouped_mm_serves(w_in.flatten(1, 2), len(run.experts))
-        and grouped_mm_serves(w_out, len(run.experts))
+        and cpu_products.grouped_mm_serves(w_in.flatten(1, 2), len(run.experts))
+        and cpu_products.grouped_mm_serves(w_out, len(run.experts))
         and max(run.counts) < 64  # else gemm_rows pads
     )
     if not serves or run.rows != slice(0, int(maps.offsets_E[-1])):
         return None
     return maps.offsets_E[1:]
-
-
-def weight_goes_first(w_NK: Tensor, num_rows: int) -> bool:
-    """Whether the CPU library is faster with the weight as the left factor, W x^T; a single row must then be doubled.
-
-    So it is where MKL holds back, by up to a factor of two, for up to 4 rows in FP32 where calls do not cost more than
-    products and the weight is no larger than 8 MiB; and for no other type and no more rows (docs/log.md).
-    """
-    has_the_size = 1 << 16 <= w_NK.shape[-2] * w_NK.shape[-1] < 1 << 21
-    return (
-        num_rows <= 4
-        and has_the_size
-        and w_NK.dtype == torch.float32
-        and w_NK.device.type == "cpu"
-        and cpu_products.mkl_holds_back()
-    )
-
-
-def rows_times_weight(x_RK: Tensor, w_NK: Tensor, out_RN: Tensor) -> None:
-    """Write x W^T."""
-    num_rows = x_RK.shape[0]
-    if not weight_goes_first(w_NK, num_rows):
-        cpu_products.product_into(x_RK, w_NK.T, out_RN)
-    elif num_rows > 1:
-        out_RN.copy_(torch.mm(w_NK, x_RK.T).T)
-    else:
-        out_RN.copy_(torch.mm(w_NK, x_RK.repeat(2, 1).T)[:, :1].T)
 
 
 def _gather_tokens(

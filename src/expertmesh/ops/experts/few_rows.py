@@ -16,10 +16,14 @@ from torch.nn.functional import embedding_bag, grouped_mm
 
 from expertmesh.ops.activation import inner_name, num_branches, pointwise, pointwise_
 from expertmesh.ops.cpu import compiled_products
-from expertmesh.ops.cpu.forward import grouped_mm_serves, rows_times_weight, weight_goes_first
-from expertmesh.ops.cpu.products import goes_to_onednn
+from expertmesh.ops.cpu.products import (
+    goes_to_onednn,
+    grouped_mm_serves,
+    rows_times_weight,
+    selected,
+    weight_goes_first,
+)
 from expertmesh.ops.dtypes import accumulate_dtype, has_products_of
-from expertmesh.ops.expert_types import selected
 from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.route_metadata import check_range
 

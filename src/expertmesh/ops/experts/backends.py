@@ -1,0 +1,152 @@
+"""Who computes the experts: `BACKENDS`, the only place where that is decided.
+
+The first row that serves a call computes it. A new backend is one more row; `docs/extending.md` adds one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from expertmesh.ops import reference
+from expertmesh.ops.experts import (
+    adapters,
+    call,
+    few_rows,
+    invariant,
+    torch_backward,
+    torch_forward,
+    triton_backend,
+)
+from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.weights import FORMATS
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute the experts.
+
+    Attributes:
+        serves: whether it computes a call. Calls come twice: first with ids alone (`maps` is None), then checked, cast, with `maps` and with
+            "torch", "triton" or "reference" as `backend`.
+        forward: with a `backward` (call, *, save_h) -> y and H of every slice, run inside the operator, which autograd does not see; without one
+            (call, buffers) -> y, differentiable by itself or not at all, or None: the next one that serves has to.
+        backward: (call, grad_TD, hidden, needs, main) -> gradients of `ExpertsCall.differentiable`.
+        trains: whether main gradients are added to, and H is saved for the backward if the caller wants it.
+        is_triton: whether the gradients of interleaved weights are interleaved, too.
+        data_grads: the first half of the backward, for weight gradients that are computed late.
+        weight_grads: the second half.
+    """
+
+    serves: Callable[[ExpertsCall], bool]
+    forward: Callable[..., Any]
+    backward: Callable[..., list[Tensor | None]] | None = None
+    trains: bool = False
+    is_triton: bool = False
+    data_grads: Callable[..., Any] | None = None
+    weight_grads: Callable[..., Any] | None = None
+
+
+def _has_few_rows(c: ExpertsCall) -> bool:
+    experts = c.experts
+    return (
+        c.maps is None
+        and c.ids_TK is not None
+        and c.adapters is None
+        and not c.batch_invariant
+        and experts.is_whole
+        and len(experts.b_in) == 0
+        and experts.b_out is None
+        and "few_rows" in FORMATS[experts.format].backends
+        and c.ids_TK.shape == c.weights_TK.shape
+        and few_rows.serves(
+            c.x_TD,
+            c.ids_TK.numel(),
+            experts.w_in[0],
+            experts.w_out[0],
+            c.weights_TK,
+            backend=c.backend,
+        )
+    )
+
+
+def _few_rows(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
+    experts = c.experts
+    assert c.ids_TK is not None
+    return few_rows.moe_mlp_of_few(
+        c.x_TD,
+        experts.w_in[0],
+        experts.w_out[0],
+        c.ids_TK,
+        c.weights_TK,
+        activation=experts.activation,
+    )
+
+
+def _reference(c: ExpertsCall, buffers: list[Tensor]) -> Tensor:
+    """The oracle, on the concatenation of the slices."""
+    experts, maps = c.experts, c.maps
+    assert maps is not None
+    if buffers:
+        pairs = zip(experts.parameters, buffers, strict=True)
+        experts = experts.with_parameters([reference.deposit(*pair) for pair in pairs])
+    one = experts.joined(c.x_TD.dtype)
+    return reference.moe_mlp(
+        c.x_TD,
+        one.w_in_EGFD,
+        one.w_out_EDF,
+        c.weights_TK,
+        maps.offsets_E,
+        maps.token_of_row_N,
+        maps.slot_of_row_N,
+        maps.row_of_slot_N,
+        activation=one.activation,
+        b_in_EGF=one.b_in_EGF,
+        b_out_ED=one.b_out_ED,
+    )
+
+
+def _reads(c: ExpertsCall, name: str) -> bool:
+    """Whether all is there for a backend that takes rows in order, and it reads this format."""
+    return c.maps is not None and name in FORMATS[c.experts.format].backends
+
+
+_BY_TORCH = partial(call.backward, torch_backward.backward)
+_BY_TRITON = partial(call.backward, triton_backend.backward)
+
+BACKENDS: dict[str, Backend] = {
+    "few_rows": Backend(_has_few_rows, _few_rows),
+    "adapters": Backend(lambda c: c.maps is not None and c.adapters is not None, adapters.forward),
+    "reference": Backend(
+        lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True
+    ),
+    "invariant_triton": Backend(
+        lambda c: c.batch_invariant and c.backend == "triton" and _reads(c, "invariant_triton"),
+        invariant.forward_triton,
+        _BY_TRITON,
+        is_triton=True,
+    ),
+    "invariant": Backend(
+        lambda c: c.batch_invariant and c.maps is not None, invariant.forward, _BY_TORCH
+    ),
+    "triton": Backend(
+        lambda c: c.backend == "triton" and _reads(c, "triton"),
+        partial(call.forward, triton_backend.forward),
+        _BY_TRITON,
+        trains=True,
+        is_triton=True,
+        data_grads=partial(call.data_grads, triton_backend.data_grads),
+        weight_grads=partial(call.weight_grads, triton_backend.weight_grads),
+    ),
+    "torch": Backend(
+        lambda c: c.maps is not None,
+        partial(call.forward, torch_forward.forward),
+        _BY_TORCH,
+        trains=True,
+        data_grads=partial(call.data_grads, torch_backward.data_grads),
+        weight_grads=partial(call.weight_grads, torch_backward.weight_grads),
+    ),
+}
+"""Backends by name, in the order in which they are asked."""
