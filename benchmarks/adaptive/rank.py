@@ -20,9 +20,9 @@ from expertmesh import MoELayer, Routing
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.comm.group import RankGroup, wait_for
 from expertmesh.comm.world import World
-from expertmesh.config.way import Way
+from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.costs.communication import Link, Network
-from expertmesh.moe.dispatch import Tokens
+from expertmesh.moe.dispatch import Dispatched
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.experts.dispatcher import spread_experts
 
@@ -118,13 +118,13 @@ def exchange(job: dict[str, Any], world: World) -> Any:
     ids_TK, T, K = choices(job, world.position), job["tokens"], job["top_k"]
     x_TD, weights_TK = torch.randn(T, job["dim"]), torch.rand(T, K)
 
-    def go(is_flat: bool, tokens: Tokens) -> None:
+    def go(is_flat: bool, tokens: Dispatched) -> None:
         pieces = dispatcher.num_pieces(tokens.expert_ids_TK.shape[1], x_TD, 1)
         (outbound,) = dispatcher.exchange(is_flat=is_flat).start_parts(tokens, 1, pieces)
         outbound.start_home(outbound.finish().x_TD).finish()
 
-    tokens = Tokens(x_TD, ids_TK, weights_TK)
-    single = Tokens(x_TD.repeat(K, 1), ids_TK.t().reshape(-1, 1), weights_TK.t().reshape(-1, 1))
+    tokens = Dispatched(x_TD, ids_TK, weights_TK)
+    single = Dispatched(x_TD.repeat(K, 1), ids_TK.t().reshape(-1, 1), weights_TK.t().reshape(-1, 1))
     with torch.no_grad():
         dispatcher.load.begin(is_again=False)
         counts_E = torch.bincount(ids_TK.flatten(), minlength=job["experts"])
@@ -174,7 +174,7 @@ def layer_steps(job: dict[str, Any], world: World) -> Any:
     if job.get("adaptive"):
         times = {name: t["seconds"] for name, t in found["times"].items()}
         finals = {n: variants[n] for n, s in times.items() if s <= SLOW * min(times.values())}
-        adapt([layer], Way(), network_of(job), num_gathers=1)
+        adapt([layer], DispatchOptions(), network_of(job), num_gathers=1)
         dispatcher: Any = layer.dispatcher
         for _ in range(150):
             step(layer, x, routing, call)

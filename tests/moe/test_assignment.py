@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertmesh import MoELayer
+from expertmesh import MoELayer, Routing
 from expertmesh.moe.assignment import (
-    CapacityOptions,
     assign,
     capacity_of,
     exact_ratio,
@@ -43,18 +42,14 @@ def kept_by_loop(ids, keys, mask, *, num_experts, factor, min_capacity, group_si
 def run(
     ids, weights, *, num_experts, factor, policy, group_size=None, min_capacity=0, mask=None, **kw
 ):
-    options = CapacityOptions(
-        factor=None if factor is None else exact_ratio(factor),
+    return assign(
+        Routing(ids, weights),
+        num_experts=num_experts,
+        factor=exact_ratio(factor),
         min_capacity=min_capacity,
         policy=policy,
         group_size=group_size,
         renormalize=kw.get("renormalize", False),
-    )
-    return assign(
-        ids,
-        weights,
-        num_experts=num_experts,
-        options=options,
         token_mask_T=mask,
         noise_key=torch.tensor(kw.get("key", [1, 2])),
         token_index_T=torch.arange(len(ids)),

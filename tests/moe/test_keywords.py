@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin
 
 import numpy as np
@@ -13,9 +13,11 @@ from tests.support.operators import Operators
 from torch import nn
 
 from expertmesh import MoELayer, Routing
+from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.moe_rules import LayerOptions
-from expertmesh.moe.dispatch import LocalDispatcher, LocalJourney
+from expertmesh.errors import ConfigError
+from expertmesh.moe.dispatch import Dispatched, LocalDispatcher
 from expertmesh.moe.random import key_noise
 from expertmesh.testing import numerics
 from expertmesh.testing.numerics import as_fp64
@@ -42,8 +44,8 @@ def tokens(**kwargs):
 
 
 @dataclass(frozen=True)
-class ScalingJourney(LocalJourney):
-    factor: int
+class ScalingJourney(Dispatched):
+    factor: int = 1
 
     def finish(self, experts):
         return self.factor * super().finish(experts)
@@ -51,7 +53,7 @@ class ScalingJourney(LocalJourney):
 
 class DoublingDispatcher(LocalDispatcher):
     def start(self, tokens, way):
-        return ScalingJourney(tokens, 2)
+        return ScalingJourney(**vars(tokens), factor=2)
 
 
 class DegreeDispatcher(LocalDispatcher):
@@ -59,7 +61,7 @@ class DegreeDispatcher(LocalDispatcher):
 
     def start(self, tokens, way):
         asked = [value for value in vars(way).values() if value is not None]
-        return ScalingJourney(tokens, 1 + len(asked))
+        return ScalingJourney(**vars(tokens), factor=1 + len(asked))
 
 
 class EarlierTwin:
@@ -229,12 +231,12 @@ def test_more_flips(flip):
 def test_every_keyword_is_documented():
     text = inspect.getdoc(MoELayer)
     for name in keywords(MoELayer.__init__):
-        assert re.search(rf"^\s+{name}: ", text, re.MULTILINE), (
+        assert re.search(rf"^\s+(\*\*)?{name}: ", text, re.MULTILINE), (
             f"{name} has no entry in the docstring"
         )
     text = inspect.getdoc(MoELayer.forward)
     for name in keywords(MoELayer.forward):
-        assert re.search(rf"^\s+{name}: ", text, re.MULTILINE), (
+        assert re.search(rf"^\s+(\*\*)?{name}: ", text, re.MULTILINE), (
             f"{name} has no entry in the docstring"
         )
 
@@ -304,6 +306,11 @@ CALLS = {
     "routing": ({}, {"routing": Routing(torch.arange(T * K).view(T, K) % E)}, "y"),
     "top_k": ({}, {"top_k": 3}, "y"),
     "capacity_factor": ({"min_capacity": 1}, {"capacity_factor": 0.5}, "y"),
+    "dispatch": (
+        {"dispatcher": DegreeDispatcher()},
+        {"dispatch": DispatchOptions(overlap_degree=2)},
+        "y",
+    ),
     "route_degree": ({"dispatcher": DegreeDispatcher()}, {"route_degree": 2}, "y"),
     "overlap_degree": ({"dispatcher": DegreeDispatcher()}, {"overlap_degree": 2}, "y"),
     "all_to_all": ({"dispatcher": DegreeDispatcher()}, {"all_to_all": "flat"}, "y"),
@@ -317,7 +324,61 @@ CALLS = {
 
 
 def test_every_keyword_of_forward_is_tried():
-    assert set(CALLS) == set(keywords(MoELayer.forward))
+    """`losses` has a test of its own; the fields of `dispatch` may be given one by one."""
+    one_by_one = {field.name for field in fields(DispatchOptions)}
+    tried = set(CALLS) - one_by_one | {"losses", "dispatch_choices"}
+    assert one_by_one < set(CALLS) and tried == set(keywords(MoELayer.forward))
+
+
+def test_mistaken_keywords():
+    layer = MoELayer(**BASE)
+    for call, error, words in (
+        (lambda: MoELayer(**BASE, top_n=3), TypeError, "'top_n'; did you mean top_k"),
+        (lambda: MoELayer(dim=D), TypeError, "needs the keyword arguments hidden_dim"),
+        (lambda: layer(tokens(), degree=2), TypeError, "unexpected keyword argument 'degree'"),
+        (
+            lambda: layer(tokens(), dispatch=DispatchOptions(), route_degree=1),
+            ConfigError,
+            "dispatch= and route_degree=: both say how tokens travel; give dispatch= alone",
+        ),
+    ):
+        with pytest.raises(error, match=words) as raised:
+            call()
+        assert "\n" not in str(raised.value)
+
+
+class Sums(LocalDispatcher):
+    """Counts what is summed over processes."""
+
+    def __init__(self):
+        self.count = 0
+
+    def sum_over_processes(self, value):
+        self.count += 1
+        return value
+
+
+@pytest.mark.parametrize("extra", [{}, TIGHT, {"router": "expert_choice"}, HASH])
+def test_losses_are_computed_for_those_who_want_them(extra):
+    """Without them the output and its gradients are the same to the bit, and nothing is counted, summed or sent."""
+    dispatcher, found = Sums(), []
+    layer = MoELayer(**{**BASE, **extra}, dispatcher=dispatcher)
+    ids = torch.arange(T) % 7
+    for losses in (True, False):
+        key_noise(layer, seed=5, step=1)
+        x, dispatcher.count = tokens().requires_grad_(), 0
+        with Operators() as seen:
+            y, stats = layer(x, token_ids=ids, losses=losses)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        found.append((y, grad, stats, len(seen.ran), dispatcher.count))
+    (y, grad, stats, many, sums), (other, same, empty, fewer, none) = found
+    assert torch.equal(y, other) and torch.equal(grad, same)
+    assert fewer < many and none == 0 < sums
+    assert stats.num_tokens_per_expert_E.sum() > 0
+    for name in ("aux_loss", "z_loss", "num_tokens_per_expert_E"):
+        assert getattr(empty, name).numel() == 0
+    for name in ("topk_expert_ids_TK", "topk_weights_TK", "kept_expert_ids_TK", "num_dropped"):
+        assert torch.equal(getattr(stats, name), getattr(empty, name))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from expertmesh import MoELayer, Routing, RoutingStats
-from expertmesh.moe.dispatch import LocalDispatcher, LocalJourney, Tokens
+from expertmesh.moe.dispatch import Dispatched, LocalDispatcher
 from expertmesh.moe.random import key_noise
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 
@@ -404,14 +404,14 @@ def test_reset_reaches_modules_of_the_user_reproducibly():
 
 
 def test_a_dispatcher_of_ones_own():
-    class Backwards(LocalJourney):
+    class Backwards(Dispatched):
         def finish(self, experts):
             return super().finish(experts).flip(0)
 
     class Reversed(LocalDispatcher):
         def start(self, tokens, way):
             flipped = tokens.x_TD.flip(0), tokens.expert_ids_TK.flip(0), tokens.weights_TK.flip(0)
-            return Backwards(Tokens(*flipped, tokens.max_rows))
+            return Backwards(*flipped, tokens.max_rows)
 
     x = tokens()
     assert_close_fp64(

@@ -63,7 +63,7 @@ def make(name, **more):
 
 def run(layer, x, **call):
     """Output, statistics and all gradients of one call (of a fixed upstream gradient per token value)."""
-    if layer.routing_options.kind == "hash":
+    if layer.options.router_kind == "hash":
         call.setdefault("token_ids", torch.arange(len(x)))
     layer.zero_grad()
     x = x.clone().requires_grad_()

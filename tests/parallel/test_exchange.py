@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.support.spread_case import D, E, SpreadCase, build, compare, world_of
 
-from expertmesh.moe.dispatch import Tokens
+from expertmesh.moe.dispatch import Dispatched
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.exchange import Alone, Fixed, Ragged
 from expertmesh.testing.numerics import assert_close_fp64
@@ -25,7 +25,7 @@ def store():
 def tokens_of(rank, **options):
     ids_TK = torch.tensor([[0, 7], [3, 4], [E, 5]]).roll(rank, 0)
     x_TD = torch.arange(3 * D, dtype=torch.float64).view(3, D) + 100 * rank
-    return Tokens(
+    return Dispatched(
         x_TD.requires_grad_(), ids_TK, torch.rand(3, 2, dtype=torch.float64).requires_grad_()
     )
 

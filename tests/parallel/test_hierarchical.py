@@ -10,7 +10,7 @@ from tests.support.spread_case import D, E, SpreadCase, build, compare, world_of
 
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
-from expertmesh.moe.dispatch import Tokens
+from expertmesh.moe.dispatch import Dispatched
 from expertmesh.parallel.experts import dispatcher
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.exchange import Ragged
@@ -61,7 +61,7 @@ def bytes_across(nodes):
     x_TD = torch.randn(20, D, dtype=torch.float64, requires_grad=True)
     weights_TK = torch.rand(20, 3, dtype=torch.float64, requires_grad=True)
     with world.traffic.logged() as log:
-        (outbound,) = exchange.start_parts(Tokens(x_TD, ids_TK, weights_TK), 1, num_pieces=3)
+        (outbound,) = exchange.start_parts(Dispatched(x_TD, ids_TK, weights_TK), 1, num_pieces=3)
         arrived = outbound.finish()
         y_TD = outbound.start_home(arrived.x_TD * arrived.weights_TK.sum(1, True)).finish()
         y_TD.sum().backward()

@@ -5,7 +5,7 @@ import torch
 from tests.support.replicas import world_of
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.config.way import Way
+from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.costs.communication import USUAL_NETWORK
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import Routing
@@ -38,7 +38,7 @@ def collectives(case, repeats):
     layer = MoELayer(dim=D, hidden_dim=4, num_experts=E, top_k=K, seed=0, z_loss_weight=0.1)
     spread_experts(layer, world, **spread)
     if case == "tuned":
-        adapt([layer], Way(), USUAL_NETWORK, num_gathers=1)
+        adapt([layer], DispatchOptions(), USUAL_NETWORK, num_gathers=1)
     generator = torch.Generator().manual_seed(world.position)
     with world.traffic.logged() as log:
         for tokens in TOKENS * 3:

@@ -13,7 +13,7 @@ from expertmesh.comm.all_to_all.flat import Counts, in_flight_all_to_all
 from expertmesh.comm.all_to_all.payload import BLOCK, packed, row_bytes, unpacked
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
-from expertmesh.moe.dispatch import Tokens
+from expertmesh.moe.dispatch import Dispatched
 from expertmesh.parallel.apply import degrees_of, parallelize
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.testing.numerics import assert_close_fp64, relative_error
@@ -104,7 +104,7 @@ def moved(way, kind):
     ids_TK = torch.stack([torch.randperm(E, generator=generator)[:3] for _ in range(20)])
     x_TD = torch.randn(20, D, generator=generator, dtype=torch.float64).requires_grad_()
     weights_TK = torch.rand(20, 3, generator=generator, dtype=torch.float64)
-    tokens, y = Tokens(x_TD, ids_TK, weights_TK), []
+    tokens, y = Dispatched(x_TD, ids_TK, weights_TK), []
     parts = exchange.start_parts(tokens, way.get("overlap_degree", 1))
     with world.traffic.logged() as log:
         for outbound in parts:

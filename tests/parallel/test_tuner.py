@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from expertmesh.config.way import Way
+from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.costs.communication import (
     Link,
     Network,
@@ -49,7 +49,7 @@ def route(r, nodes=(0, 0, 1, 1)):
 
 def choices(**changes):
     routes = {r: route(r) for r in (1, 2, 4)}
-    usual = Way(4, 1, "flat", 0)
+    usual = DispatchOptions(4, 1, "flat", 0)
     values = {
         "routes": routes,
         "overlap_degrees": (1, 2),
@@ -90,16 +90,18 @@ def test_the_all_to_all_with_fewer_bytes_across_a_slow_link_is_chosen():
 
 def test_parts_hide_travel_and_shadows_take_rows_from_the_fullest_rank():
     machine = Machine(SLOW, 1e10)
-    one, two = (step_time(Way(4, n, "flat", 0), route(4), SHAPE, HOT, machine) for n in (1, 2))
+    one, two = (
+        step_time(DispatchOptions(4, n, "flat", 0), route(4), SHAPE, HOT, machine) for n in (1, 2)
+    )
     assert two.total_s < one.total_s == one.products_s + one.travel_s + one.weights_s
-    shadowed = step_time(Way(4, 1, "flat", 1), route(4), SHAPE, HOT, machine)
+    shadowed = step_time(DispatchOptions(4, 1, "flat", 1), route(4), SHAPE, HOT, machine)
     # of 0.65 + 0.05 on one rank of four, the hot expert's part is shared by all
     rows, of_part = HOT.num_tokens * HOT.top_k, 2 * ROWS_OF_A_PART
     ratio = ((0.1 * 4 + 0.65) * rows + of_part) / (0.7 * 4 * rows + of_part)
     assert shadowed.products_s / one.products_s == pytest.approx(ratio)
     assert shadowed.weights_s > one.weights_s == 0
     kept, every = (
-        step_time(Way(1, 1, "flat", 0), route(1), SHAPE, load, machine).products_s
+        step_time(DispatchOptions(1, 1, "flat", 0), route(1), SHAPE, load, machine).products_s
         for load in (TokenLoad(512, 2, (1 / 16,) * 8), TokenLoad.even(512, 2, 8))
     )
     of_part = SHAPE.num_experts * ROWS_OF_A_PART
@@ -133,7 +135,7 @@ def play(truth, effort, *, first=100.0):
 
 def test_the_starts_are_of_all_sorts():
     ways = search().starts(HOT, True, 6)
-    assert Way(4, 1, "flat", 0) in ways and {w.route_degree for w in ways} == {1, 2, 4}
+    assert DispatchOptions(4, 1, "flat", 0) in ways and {w.route_degree for w in ways} == {1, 2, 4}
     wide = search(overlap_degrees=(1, 2, 4, 8), shadows=(0,)).starts(
         TokenLoad.even(512, 2, 8), True, 6
     )
@@ -157,7 +159,9 @@ def test_the_fastest_start_is_settled_in_bounded_trials():
     assert Tuner(search(), known=told).choose(HOT, bucket) == (way, None)
 
 
-@pytest.mark.parametrize("best", [Way(4, 1, "hierarchical", 0), Way(4, 2, "flat", 0)])
+@pytest.mark.parametrize(
+    "best", [DispatchOptions(4, 1, "hierarchical", 0), DispatchOptions(4, 2, "flat", 0)]
+)
 def test_what_the_model_does_not_name_is_found_from_its_neighbours(best):
     """Times rise with the number of choices that differ, and the search begins with ways of another kind."""
 
@@ -188,7 +192,7 @@ def test_close_ways_are_measured_again():
 
 def test_of_equal_ways_the_simplest_is_settled_on():
     effort = Effort(num_starts=4, num_ways=4)
-    ways, simplest = search().starts(HOT, True, 4), Way(4, 1, "flat", 0)
+    ways, simplest = search().starts(HOT, True, 4), DispatchOptions(4, 1, "flat", 0)
     truth = {way: 1.0 if way.route_degree == 4 else 2.0 for way in ways} | {simplest: 1.02}
     assert len({way for way in ways if way.route_degree == 4}) > 1
     assert play(truth.__getitem__, effort)[0] == simplest
@@ -229,7 +233,7 @@ def test_layers_that_keep_their_weights_need_them_all():
         shape = replace(SHAPE, num_layers=num_layers, num_gathers=num_gathers)
         return extra_bytes(way, route(way.route_degree), shape, HOT)
 
-    tokens, weights = Way(4, 1, "flat", 0), Way(1, 1, "flat", 0)
+    tokens, weights = DispatchOptions(4, 1, "flat", 0), DispatchOptions(1, 1, "flat", 0)
     gathered = SHAPE.num_experts * SHAPE.expert_elements * SHAPE.element_bytes
     again, kept = (needed(weights, 12, n) - needed(weights, 1, n) for n in (2, 1))
     assert kept - again == pytest.approx(11 * gathered)
@@ -263,7 +267,7 @@ def test_a_bad_file_is_ignored_with_one_line(tmp_path, caplog, text):
 
 
 def test_files_keep_what_was_found(tmp_path, caplog):
-    plans = {"train-K2-T18-F5": Way(2, 4, "hierarchical", 1)}
+    plans = {"train-K2-T18-F5": DispatchOptions(2, 4, "hierarchical", 1)}
     save_plans(tmp_path / "plans", plans, "model")
     save_network(tmp_path / "comm", SLOW, [])
     assert load_plans(tmp_path / "plans", "model") == plans
@@ -274,10 +278,16 @@ def test_files_keep_what_was_found(tmp_path, caplog):
 
 def test_parts_that_are_given_leave_ways_whose_tokens_stay():
     """Of these there is one only, in one part."""
-    given = search(overlap_degrees=(2,), usual=Way(4, 2, "flat", 0))
+    given = search(overlap_degrees=(2,), usual=DispatchOptions(4, 2, "flat", 0))
     ways = given.starts(HOT, True, 99)
-    assert Way(1, 1, "flat", 0) in ways and given.near(Way(1, 1, "flat", 0), HOT, True) == []
-    assert all(other.overlap_degree == 2 for other in given.near(Way(4, 2, "flat", 0), HOT, True))
+    assert (
+        DispatchOptions(1, 1, "flat", 0) in ways
+        and given.near(DispatchOptions(1, 1, "flat", 0), HOT, True) == []
+    )
+    assert all(
+        other.overlap_degree == 2
+        for other in given.near(DispatchOptions(4, 2, "flat", 0), HOT, True)
+    )
     tuner, bucket = Tuner(given), Bucket.of(HOT, num_ranks=4, trains=True)
     while (found := tuner.choose(HOT, bucket))[1] is not None:
         tuner.report(found[1], 1.0)
@@ -300,29 +310,31 @@ def test_trials_whose_times_do_not_come_are_made_again():
 
 
 def test_plans_of_another_time_are_checked():
-    way, bucket = Way(4, 2, "flat", 1), Bucket.of(HOT, num_ranks=4, trains=True)
+    way, bucket = DispatchOptions(4, 2, "flat", 1), Bucket.of(HOT, num_ranks=4, trains=True)
     for changes, fits in (({}, True), ({"budget_bytes": 0}, False)):
         tuner = Tuner(search(**changes), known={bucket.key: way})
         assert (tuner.choose(HOT, bucket) == (way, None)) is fits
     for changes in ({"overlap_degrees": (1,)}, {"kinds": ("hierarchical",)}, {"shadows": (0,)}):
         assert choices().allow(way) and not choices(**changes).allow(way)
-    assert choices(overlap_degrees=(4,)).allow(Way(1, 1, "flat", 0))
-    assert not choices().allow(Way(8, 1, "flat", 0)) and not choices().allow(Way(1, 2, "flat", 0))
+    assert choices(overlap_degrees=(4,)).allow(DispatchOptions(1, 1, "flat", 0))
+    assert not choices().allow(DispatchOptions(8, 1, "flat", 0)) and not choices().allow(
+        DispatchOptions(1, 2, "flat", 0)
+    )
 
 
 def test_plans_that_cannot_be_kept_stop_nothing(tmp_path, caplog):
     (tmp_path / "plans").write_text("a file")
     keep = plan_keeper(tmp_path / "plans" / "cpu.json", "model")
     for _ in range(2):
-        keep({"train-K2-T18-F5": Way(2, 4, "flat", 1)})
+        keep({"train-K2-T18-F5": DispatchOptions(2, 4, "flat", 1)})
     assert [r.getMessage() for r in caplog.records] == [
         f"{tmp_path}/plans/cpu.json: the plans that were found are not kept: File exists"
     ]
     taken = tmp_path / "taken" / "cpu.json"
     taken.mkdir(parents=True)
-    plan_keeper(taken, "model")({"a": Way(1, 1, "flat", 0)})
+    plan_keeper(taken, "model")({"a": DispatchOptions(1, 1, "flat", 0)})
     assert list(taken.parent.iterdir()) == [taken], "no part of a file is left"
-    plan_keeper(tmp_path / "kept", "model")({"a": Way(1, 1, "flat", 0)})
-    assert load_plans(tmp_path / "kept", "model") == {"a": Way(1, 1, "flat", 0)}
-    save_plans(tmp_path / "kept", {"a": Way(1, 0, "flat", 0)}, "model")
+    plan_keeper(tmp_path / "kept", "model")({"a": DispatchOptions(1, 1, "flat", 0)})
+    assert load_plans(tmp_path / "kept", "model") == {"a": DispatchOptions(1, 1, "flat", 0)}
+    save_plans(tmp_path / "kept", {"a": DispatchOptions(1, 0, "flat", 0)}, "model")
     assert load_plans(tmp_path / "kept", "model") == {}

@@ -7,7 +7,7 @@ import torch
 from tests.support.replicas import world_of
 from torch import nn
 
-from expertmesh.config.way import Way
+from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.costs.communication import USUAL_NETWORK
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import Routing
@@ -38,7 +38,7 @@ def tuned(fullest, capacity_factor, nodes):
     dispatcher = spread_experts(layer, world, nodes=nodes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adaptive, "EFFORT", Effort(num_starts=3, num_ways=3))
-        adapt([layer], Way(), USUAL_NETWORK, num_gathers=1)
+        adapt([layer], DispatchOptions(), USUAL_NETWORK, num_gathers=1)
         tuner, reported, ways = dispatcher.chooser.tuner, [], []
         report, choose = tuner.report, tuner.choose
 
@@ -72,7 +72,7 @@ def settled_without_room():
     """What a tuner settles on where the model itself is going to take all memory."""
     layer = MoELayer(dim=D, hidden_dim=6, num_experts=E, top_k=K, seed=0)
     dispatcher = spread_experts(layer, world_of(), nodes=(0, 0))
-    adapt([layer], Way(), USUAL_NETWORK, num_gathers=1, resting_bytes=1e30)
+    adapt([layer], DispatchOptions(), USUAL_NETWORK, num_gathers=1, resting_bytes=1e30)
     for _ in range(2):
         layer(torch.ones(T, D))
     return list(dispatcher.chooser.tuner.settled.values()) == [dispatcher.usual]
@@ -92,7 +92,7 @@ def test_what_a_model_is_still_to_take():
 
 
 def test_a_way_that_leaves_the_all_to_all_open_keeps_the_rest():
-    assert adaptive._plain(Way(4, 2, "auto", 1)) == Way(4, 2, "flat", 1)
+    assert adaptive._plain(DispatchOptions(4, 2, "auto", 1)) == DispatchOptions(4, 2, "flat", 1)
 
 
 @pytest.mark.parametrize("point", POINTS.values(), ids=POINTS)

@@ -268,6 +268,41 @@ class LayerOptions(LayerChoices):
         """Experts of the layer."""
         return (self.num_experts,)
 
+    @property
+    def router_kind(self) -> str:
+        """How tokens find experts: a `RouterKind`, or "module" for a router of the user's."""
+        return "module" if self.own_router else self.router
+
+    @property
+    def noise_kind(self) -> str:
+        """The noise on the logits in training: a `RouterNoise`, "none" where it has no scale."""
+        return self.router_noise if self.router_noise_std > 0 else "none"
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether training draws random numbers before the choice."""
+        return self.noise_kind != "none" or self.input_jitter > 0 or self.input_dropout > 0
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether one of the losses has a weight."""
+        return bool(self.aux_loss_weight or self.z_loss_weight)
+
+    @property
+    def loss_group_size(self) -> int | None:
+        """Tokens over which the balance loss counts; None: all of the call, on all processes."""
+        return None if self.balance_loss_scope == "global" else self.routing_group_size
+
+    def normalizes(self, top_k: int) -> bool:
+        """Whether weights are divided by their sum over the chosen experts.
+
+        Args:
+            top_k: K in force.
+        """
+        if self.normalize_weights == "auto":
+            return top_k > 1 and self.router != "expert_choice"
+        return self.normalize_weights in ("topk", "kept")
+
     @model_validator(mode="before")
     @classmethod
     def _plain_numbers(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from expertmesh.config.way import Way
+from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.costs.communication import (
     Network,
     RouteShape,
@@ -93,7 +93,9 @@ def hottest(shares: tuple[float, ...], number: int) -> tuple[int, ...]:
     return tuple(sorted(by_rows[:number]))
 
 
-def _rows(way: Way, route: RouteShape, load: TokenLoad) -> tuple[tuple[int, ...], TokenLoad, float]:
+def _rows(
+    way: DispatchOptions, route: RouteShape, load: TokenLoad
+) -> tuple[tuple[int, ...], TokenLoad, float]:
     """The hot experts, the load that is left to travel, and rows of the rank with most."""
     hot = hottest(load.shares, way.shadow_experts or 0) if route.route_degree > 1 else ()
     moving = load.without(hot)
@@ -103,7 +105,7 @@ def _rows(way: Way, route: RouteShape, load: TokenLoad) -> tuple[tuple[int, ...]
 
 
 def step_time(
-    way: Way, route: RouteShape, layer: LayerShape, load: TokenLoad, machine: Machine
+    way: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad, machine: Machine
 ) -> StepTime:
     """One step of a layer.
 
@@ -145,7 +147,9 @@ def step_time(
     return StepTime(products_s, travel_s, weights_s, parts)
 
 
-def extra_bytes(way: Way, route: RouteShape, layer: LayerShape, load: TokenLoad) -> float:
+def extra_bytes(
+    way: DispatchOptions, route: RouteShape, layer: LayerShape, load: TokenLoad
+) -> float:
     """Memory of a rank that a way needs beside the layers' shards.
 
     In training each layer keeps its arrived rows, the hot experts' weights, and gathered weights that the backward does

@@ -329,7 +329,7 @@ def _refuse_unknown(what: str, given: Mapping[str, Any], known: set[str]) -> Non
 
 def _names(layer: MOELayer) -> list[ForeignName]:
     """Tutel's names of all tensors of the layer."""
-    if layer._layer.routing_options.kind == "cosine":
+    if layer._layer.options.router_kind == "cosine":
         found = [
             ForeignName("gates.0.temperature", "router.log_scale"),
             ForeignName("gates.0.cosine_projector.weight", "router.proj.weight"),

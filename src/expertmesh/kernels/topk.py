@@ -25,7 +25,7 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 @dataclass(frozen=True)
 class Rule:
-    """How weights come from logits; the meanings are those of `expertmesh.moe.selection.SelectionOptions`."""
+    """How weights come from logits; the meanings are those of `expertmesh.config.moe_rules.LayerOptions`."""
 
     score_function: str
     normalize: bool

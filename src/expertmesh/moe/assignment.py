@@ -1,7 +1,7 @@
 """Capacity: which of the chosen (token, expert) slots stay, per routing group."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.random import STREAM_RANDOM_DROP, random_bits
-from expertmesh.moe.types import RouterOutput
+from expertmesh.moe.types import Routing
 from expertmesh.ops.backend import resolve_backend
 from expertmesh.ops.plain_call import runs_plainly
 from expertmesh.ops.route_metadata import MOST_TRITON_EXPERTS, route_metadata
@@ -22,103 +22,44 @@ Ratio = tuple[int, int]
 """Numerator and denominator."""
 
 
-@dataclass(frozen=True)
-class CapacityOptions:
-    """What limits the rows of an expert in one call.
+def choice_factor(options: LayerOptions, factor: float | None, *, training: bool) -> Ratio:
+    """The factor of expert-choice routing: 1 where none is given, and the bound on it counts then too.
 
-    Attributes:
-        factor: capacity factor in force, exact; None: dropless.
-        min_capacity: least rows per expert and routing group.
-        policy: first, priority, weight or random.
-        group_size: tokens per routing group; None: all tokens of the call.
-        renormalize: scale the weights of a token's surviving slots to the sum they had with the dropped ones.
+    Args:
+        options: of the layer.
+        factor: the capacity factor given for this call, or None.
+        training: whether the layer trains.
     """
-
-    factor: Ratio | None
-    min_capacity: int
-    policy: str
-    group_size: int | None
-    renormalize: bool
+    if options.router != "expert_choice":
+        return 1, 1  # not read
+    given = _given(options, factor, training) or 1.0
+    return exact_ratio(smaller_factor(given, options.max_capacity_factor) or given)
 
 
-@dataclass(frozen=True)
-class CapacityRule:
-    """The options of `MoELayer` that decide on the capacity of a call; see its docstring for their meanings."""
+def drop_factor(options: LayerOptions, factor: float | None, *, training: bool) -> Ratio | None:
+    """The capacity factor that drops choices in a call; None, on all processes alike: nothing does. Expert choice has a capacity of its own.
 
-    training_factor: float | None
-    eval_factor: float | None
-    max_factor: float | None
-    min_capacity: int
-    policy: str
-    group_size: int | None
-    renormalize: bool
-    by_expert: bool
-
-    @staticmethod
-    def of(options: LayerOptions) -> "CapacityRule":
-        """Those among a layer's options."""
-        return CapacityRule(
-            training_factor=options.capacity_factor,
-            eval_factor=options.eval_capacity_factor,
-            max_factor=options.max_capacity_factor,
-            min_capacity=options.min_capacity,
-            policy=options.drop_policy,
-            group_size=options.routing_group_size,
-            renormalize=options.normalize_weights == "kept",
-            by_expert=options.router == "expert_choice",
-        )
-
-    def _given(self, factor: float | None, training: bool) -> float | None:
-        if factor is None:
-            factor = self.training_factor if training else self.eval_factor
-        return smaller_factor(factor, None)
-
-    def choice_factor(self, factor: float | None, *, training: bool) -> Ratio:
-        """The factor of expert-choice routing: 1 where none is given, and the bound on it counts then too.
-
-        Args:
-            factor: the capacity factor given for this call, or None.
-            training: whether the layer trains.
-        """
-        if not self.by_expert:
-            return 1, 1  # not read
-        given = self._given(factor, training) or 1.0
-        return exact_ratio(smaller_factor(given, self.max_factor) or given)
-
-    def in_call(self, factor: float | None, *, training: bool) -> CapacityOptions | None:
-        """What drops choices in a call; None, on all processes alike: nothing does. Expert choice has a capacity of its own.
-
-        Args:
-            factor: the capacity factor given for this call, or None.
-            training: whether the layer trains.
-        """
-        in_force = smaller_factor(self._given(factor, training), self.max_factor)
-        if self.by_expert or in_force is None:
-            return None
-        return CapacityOptions(
-            factor=exact_ratio(in_force),
-            min_capacity=self.min_capacity,
-            policy="first" if self.policy == "random" and not training else self.policy,
-            group_size=self.group_size,
-            renormalize=self.renormalize,
-        )
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """What is left of the choices.
-
-    Attributes:
-        expert_ids_TK: (T, K) int64, E where a slot was dropped.
-        weights_TK: (T, K) routing weights, differentiable.
-        num_dropped: scalar int64.
-        max_rows: a bound on the live slots that depends on sizes only; None: none better than T * K.
+    Args:
+        options: of the layer.
+        factor: the capacity factor given for this call, or None.
+        training: whether the layer trains.
     """
+    in_force = smaller_factor(_given(options, factor, training), options.max_capacity_factor)
+    if options.router == "expert_choice" or in_force is None:
+        return None
+    return exact_ratio(in_force)
 
-    expert_ids_TK: Tensor
-    weights_TK: Tensor
-    num_dropped: Tensor
-    max_rows: int | None
+
+def drop_policy(options: LayerOptions, *, training: bool) -> str:
+    """Who stays when an expert is over capacity: first, priority, weight or random."""
+    policy = options.drop_policy
+    return "first" if policy == "random" and not training else policy
+
+
+def _given(options: LayerOptions, factor: float | None, training: bool) -> float | None:
+    if factor is None:
+        factor = options.capacity_factor if training else options.eval_capacity_factor
+    return smaller_factor(factor, None)
 
 
 def smaller_factor(factor: float | None, max_factor: float | None) -> float | None:
@@ -266,85 +207,79 @@ def queue_positions(segment_N: Tensor, order_N: Tensor | None, num_segments: int
     return torch.empty_like(rank_sorted).scatter(0, slot_sorted, rank_sorted)
 
 
-def all_kept(expert_ids_TK: Tensor, weights_TK: Tensor) -> Assignment:
-    """The assignment without a capacity."""
-    zero = torch.zeros((), dtype=torch.int64, device=expert_ids_TK.device)
-    return Assignment(expert_ids_TK, weights_TK, zero, None)
-
-
-def priority_of(routed: RouterOutput, options: CapacityOptions) -> Tensor | None:
-    """(T,) what ranks tokens under "priority": the largest of a token's scores over all experts, before the weights are normalised.
-
-    None: the policy is another, or the router has no scores.
-    """
-    if options.policy != "priority" or routed.scores_TE is None:
-        return None
-    return routed.scores_TE.detach().amax(-1)
-
-
 def assign(
-    expert_ids_TK: Tensor,
-    weights_TK: Tensor,
+    routing: Routing,
     *,
     num_experts: int,
-    options: CapacityOptions,
+    factor: Ratio,
+    min_capacity: int,
+    policy: str,
+    group_size: int | None,
+    renormalize: bool,
     token_mask_T: Tensor | None,
     noise_key: Tensor,
     token_index_T: Tensor,
     layer_index: int,
-    priority_T: Tensor | None = None,
-) -> Assignment:
+) -> Routing:
     """Drop what exceeds C = max(min_capacity, ceil(K * T_g / E * factor)) rows of an expert in a routing group.
 
     T_g counts the tokens that the mask does not hide, as a tensor; buffer sizes come from the static size, so
-    nothing synchronises with the host. Who stays, per `options.policy`: first (all first choices in token order,
-    then second choices, ...; GShard), priority (the same with the tokens in descending order of `priority_T`:
-    batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2), weight (choices by routing weight: DeepSpeed's
+    nothing synchronises with the host. Who stays, per `policy`: first (all first choices in token order,
+    then second choices, ...; GShard), priority (the same with the tokens in descending order of their largest score, or where the router
+    has none, weight: batch-prioritised routing, V-MoE, arXiv 2106.05974, algorithm 2), weight (choices by routing weight: DeepSpeed's
     `probs`), random (uniform over the queue: DeepSpeed's Random Token Selection), ties in the order of "first".
 
     Args:
-        expert_ids_TK: (T, K) int64 in [0, E]; E at slots that are not live.
-        weights_TK: (T, K) routing weights.
+        routing: the choices, E where they are not live; of the scores only those of "priority" are read.
         num_experts: E.
-        options: the limit.
+        factor: capacity factor, exact.
+        min_capacity: least rows per expert and routing group.
+        policy: first, priority, weight or random.
+        group_size: tokens per routing group; None: all tokens of the call.
+        renormalize: scale the weights of a token's surviving slots to the sum they had with the dropped ones.
         token_mask_T: (T,) True for real tokens, or None.
         noise_key: (2,) int64, for "random".
         token_index_T: (T,) int64, for "random".
         layer_index: for "random".
-        priority_T: (T,) for "priority"; see `priority_of`. None: the largest weight of a token's choices.
 
     Returns:
-        Choices, weights and a static bound on rows.
+        The routing with what was dropped, and a static bound on rows.
     """
+    expert_ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
+    assert weights_TK is not None
     T, K = expert_ids_TK.shape
-    if options.factor is None or T == 0:
-        return all_kept(expert_ids_TK, weights_TK)
-    num_groups, size = group_sizes(T, options.group_size)
-    factor, least = options.factor, options.min_capacity
-    valid_U = valid_tokens_per_group(T, options.group_size, token_mask_T, expert_ids_TK.device)
-    capacity_U = capacity_of(valid_U, K, num_experts, factor, min_capacity=least)
+    if T == 0:
+        zero = torch.zeros((), dtype=torch.int64, device=expert_ids_TK.device)
+        return replace(routing, num_dropped=zero)
+    num_groups, size = group_sizes(T, group_size)
+    valid_U = valid_tokens_per_group(T, group_size, token_mask_T, expert_ids_TK.device)
+    capacity_U = capacity_of(valid_U, K, num_experts, factor, min_capacity=min_capacity)
     group_T = torch.arange(T, device=expert_ids_TK.device) // size
     segment_TK = expert_ids_TK + group_T[:, None] * (num_experts + 1)
     live_TK = expert_ids_TK < num_experts
+    # the largest of a token's scores over all experts, before the weights are normalised
+    scores_TE = routing.scores_TE if policy == "priority" else None
+    priority_T = None if scores_TE is None else scores_TE.detach().amax(-1)
     order = _queue_order(
-        weights_TK, live_TK, options.policy, noise_key, token_index_T, layer_index, priority_T
+        weights_TK, live_TK, policy, noise_key, token_index_T, layer_index, priority_T
     )
     position_KT = queue_positions(
         segment_TK.t().reshape(-1), order, num_groups * (num_experts + 1)
     ).view(K, T)
     kept_TK = live_TK & (position_KT.t() < capacity_U[group_T][:, None])
-    if options.renormalize:
+    if renormalize:
         weights_TK = give_kept_the_sum(weights_TK, live_TK, kept_TK)
     tail = T - (num_groups - 1) * size
     max_rows = num_experts * (
-        (num_groups - 1) * capacity_of(size, K, num_experts, factor, min_capacity=least)
-        + capacity_of(tail, K, num_experts, factor, min_capacity=least)
+        (num_groups - 1) * capacity_of(size, K, num_experts, factor, min_capacity=min_capacity)
+        + capacity_of(tail, K, num_experts, factor, min_capacity=min_capacity)
     )
-    return Assignment(
-        torch.where(kept_TK, expert_ids_TK, num_experts),
-        weights_TK,
-        (live_TK & ~kept_TK).sum(),
-        max_rows,
+    return replace(
+        routing,
+        expert_ids_TK=torch.where(kept_TK, expert_ids_TK, num_experts),
+        weights_TK=weights_TK,
+        num_dropped=(live_TK & ~kept_TK).sum(),
+        max_rows=max_rows,
     )
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.moe.assignment import Assignment, CapacityOptions, all_kept, assign, priority_of
+from expertmesh.config.moe_rules import LayerOptions
+from expertmesh.moe.assignment import Ratio, assign, drop_factor, drop_policy
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.groups_over_ranks import SharedGroups, SharedTokens, assign_shared
 from expertmesh.moe.random import (
@@ -17,7 +18,7 @@ from expertmesh.moe.random import (
     random_bits,
     uniform,
 )
-from expertmesh.moe.types import RouterOutput, Routing, RoutingStats
+from expertmesh.moe.types import Routing, RoutingStats
 from expertmesh.moe.validation import (
     check_call_factor,
     check_input,
@@ -26,14 +27,16 @@ from expertmesh.moe.validation import (
     flat_argument,
     python_number,
 )
+from expertmesh.ops.row_arithmetic import RowArithmetic
 from expertmesh.ops.transforms import refuse_transforms
 
 
 @dataclass(frozen=True)
-class CallInputs:
-    """One call of a layer, checked and flattened.
+class Call:
+    """One call of a layer: its arguments, checked and flattened, and the layer's options.
 
     Attributes:
+        options: of the layer.
         x_TD: tokens; zero where masked.
         token_mask_T: True for real tokens, or None.
         token_ids_T: vocabulary ids, or None.
@@ -41,17 +44,17 @@ class CallInputs:
         routing: a choice to replay, or None.
         top_k: K in force.
         training: whether noise, jitter and dropout are on.
+        arithmetic: in force.
         noise_key: (2,) int64 key of the random numbers.
         noise_samples: (2,) int64, see `first_index`; None: tokens count from 0.
-        layer_index: which layer of a model this is.
         expert_bias_E: the balancing bias, or None.
-        group_size: tokens per routing group, or None.
-        choice_factor: capacity factor of expert-choice routing, (numerator, denominator).
-        capacity: what drops choices in this call; None: nothing does.
+        given_factor: the capacity factor given for this call, or None.
+        drop_factor: capacity factor that drops choices, (numerator, denominator); None: nothing does.
         groups: routing groups that other processes share, or None.
-        output_masking: probability with which a row's output is left out in this call.
+        losses: whether the caller wants losses and counts.
     """
 
+    options: LayerOptions
     x_TD: Tensor
     token_mask_T: Tensor | None
     token_ids_T: Tensor | None
@@ -59,20 +62,19 @@ class CallInputs:
     routing: Routing | None
     top_k: int
     training: bool
+    arithmetic: RowArithmetic
     noise_key: Tensor
     noise_samples: Tensor | None
-    layer_index: int
     expert_bias_E: Tensor | None
-    group_size: int | None
-    choice_factor: tuple[int, int]
-    capacity: CapacityOptions | None
+    given_factor: float | None
+    drop_factor: Ratio | None
     groups: SharedGroups | None
-    output_masking: float
+    losses: bool
 
     @property
     def capacity_factor(self) -> float | None:
         """In force in this call; None: nothing is dropped for a capacity."""
-        factor = None if self.capacity is None else self.capacity.factor
+        factor = self.drop_factor
         return None if factor is None else factor[0] / factor[1]
 
     @property
@@ -91,35 +93,37 @@ class CallInputs:
             self.noise_key,
             self.token_index_T,
             num_columns,
-            layer_index=self.layer_index,
+            layer_index=self.options.layer_index,
             stream=stream,
         )
 
-    def assign(self, routed: RouterOutput, *, num_experts: int) -> Assignment:
+    def kept(self, routing: Routing) -> Routing:
         """Apply the capacity to the choices, and mask outputs; expert-choice routing has applied its own capacity."""
-        assigned = self._kept(routed, num_experts)
-        p, weights_TK = self.output_masking, assigned.weights_TK
-        if p == 0.0:
-            return assigned
+        options, factor = self.options, self.drop_factor
+        if factor is None:
+            zero = torch.zeros((), dtype=torch.int64, device=routing.expert_ids_TK.device)
+            routing = replace(routing, num_dropped=zero)
+        else:
+            decide = assign if self.groups is None else partial(assign_shared, groups=self.groups)
+            routing = decide(
+                routing,
+                num_experts=options.num_experts,
+                factor=factor,
+                min_capacity=options.min_capacity,
+                policy=drop_policy(options, training=self.training),
+                group_size=options.routing_group_size,
+                renormalize=options.normalize_weights == "kept",
+                token_mask_T=self.token_mask_T,
+                noise_key=self.noise_key,
+                token_index_T=self.token_index_T,
+                layer_index=options.layer_index,
+            )
+        p, weights_TK = options.expert_output_masking if self.training else 0.0, routing.weights_TK
+        if p == 0.0 or weights_TK is None:
+            return routing
         # An output of weight 0 is no output, and reaches neither the expert nor the router backward.
         u_TK = uniform(self.bits(weights_TK.shape[1], STREAM_OUTPUT_MASK), weights_TK.dtype)
-        return replace(assigned, weights_TK=weights_TK * (u_TK >= p) / (1.0 - p))
-
-    def _kept(self, routed: RouterOutput, num_experts: int) -> Assignment:
-        chosen = (routed.topk_expert_ids_TK, routed.topk_weights_TK)
-        if self.capacity is None:
-            return all_kept(*chosen)
-        decide = assign if self.groups is None else partial(assign_shared, groups=self.groups)
-        return decide(
-            *chosen,
-            num_experts=num_experts,
-            options=self.capacity,
-            token_mask_T=self.token_mask_T,
-            noise_key=self.noise_key,
-            token_index_T=self.token_index_T,
-            layer_index=self.layer_index,
-            priority_T=priority_of(routed, self.capacity),
-        )
+        return replace(routing, weights_TK=weights_TK * (u_TK >= p) / (1.0 - p))
 
 
 def call_of(
@@ -133,7 +137,8 @@ def call_of(
     top_k: int | None,
     capacity_factor: float | None,
     shared_tokens: SharedTokens | None,
-) -> CallInputs:
+    losses: bool,
+) -> Call:
     """Check and flatten the arguments of `MoELayer.forward`, whose docstring has their meanings.
 
     Args:
@@ -146,6 +151,7 @@ def call_of(
         top_k: see there.
         capacity_factor: see there.
         shared_tokens: see there.
+        losses: see there.
 
     Raises:
         ConfigError: an argument does not fit the layer.
@@ -183,12 +189,13 @@ def call_of(
             routing, num_tokens=x_TD.shape[0], num_experts=E, top_k=top_k, device=x.device
         )
         top_k = routing.expert_ids_TK.shape[1]
-    rule = layer.capacity_rule
-    capacity = rule.in_call(capacity_factor, training=training)
-    random_drop = capacity is not None and capacity.policy == "random"
-    masking = layer.options.expert_output_masking if training else 0.0
-    draws = masking > 0 or (training and (random_drop or layer.routing_options.needs_noise))
-    return CallInputs(
+    options, arithmetic = layer.options, layer.arithmetic.in_mode(training)
+    factor = drop_factor(options, capacity_factor, training=training)
+    random_drop = factor is not None and drop_policy(options, training=training) == "random"
+    masks = training and options.expert_output_masking > 0
+    draws = masks or (training and (random_drop or options.needs_noise))
+    return Call(
+        options=options,
         x_TD=x_TD,
         token_mask_T=mask_T,
         token_ids_T=ids_T,
@@ -196,13 +203,12 @@ def call_of(
         routing=routing,
         top_k=layer.top_k if top_k is None else top_k,
         training=training,
+        arithmetic=arithmetic,
         noise_key=fresh_key(x.device) if draws and not layer.noise_is_keyed else layer.noise_key,
         noise_samples=layer.noise_samples if layer.noise_is_keyed else None,
-        layer_index=layer.layer_index,
         expert_bias_E=layer.expert_bias_E,
-        group_size=rule.group_size,
-        choice_factor=rule.choice_factor(capacity_factor, training=training),
-        capacity=capacity,
+        given_factor=capacity_factor,
+        drop_factor=factor,
         groups=None if shared_tokens is None else SharedGroups(shared_tokens, index_T),
-        output_masking=masking,
+        losses=losses,
     )

@@ -1,6 +1,5 @@
 """What every token passes beside the routed experts: shared experts with their gate, and PR-MoE's residual MLP with its mixture."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,31 +42,13 @@ class Linear(nn.Linear):
         return arithmetic.linear(x, self.weight, self.bias, backend=self.backend)
 
 
-@dataclass(frozen=True)
-class DenseParts:
-    """Results of one call that do not depend on the routed experts, as far as the layer has such parts.
-
-    Attributes:
-        mix_T2: (T, 2) shares of the experts and of the residual MLP, FP32 or FP64.
-        residual_TD: (T, D) output of the residual MLP; there is one where there is a mixture.
-        shared_TD: (T, D) output of the shared experts.
-    """
-
-    mix_T2: Tensor | None
-    residual_TD: Tensor | None
-    shared_TD: Tensor | None
-
-    def add_to(self, y_TD: Tensor, token_mask_T: Tensor | None) -> Tensor:
-        """Mix the residual MLP into the experts' output, add the shared experts, and hide masked tokens."""
-        if self.mix_T2 is not None and self.residual_TD is not None:
-            y_TD = self.mix_T2[:, :1] * y_TD + self.mix_T2[:, 1:] * self.residual_TD
-        if self.shared_TD is not None:
-            y_TD = y_TD + self.shared_TD
-        return y_TD if token_mask_T is None else y_TD.masked_fill(~token_mask_T[:, None], 0)
+DenseParts = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of one call, as far as the layer has such parts: (T, 2) shares of the experts and of the residual MLP in FP32 or FP64; (T, D) output
+of the residual MLP; (T, D) output of the shared experts."""
 
 
 def dense_parts(layer: Any, x_TD: Tensor) -> DenseParts:
-    """Compute the dense parts of a MoELayer for tokens (T, D)."""
+    """Compute what does not depend on the routed experts of a MoELayer, for tokens (T, D)."""
     arithmetic = layer.arithmetic.in_mode(layer.training)
     mix_T2 = residual_TD = shared_TD = None
     if layer.residual_mlp is not None:
@@ -80,4 +61,14 @@ def dense_parts(layer: Any, x_TD: Tensor) -> DenseParts:
             raw_T1 = layer.shared_gate(x_TD)
             share_T1 = arithmetic.sigmoid(raw_T1.to(accumulate_dtype(raw_T1.dtype)))
             shared_TD = shared_TD * share_T1.to(raw_T1.dtype)
-    return DenseParts(mix_T2, residual_TD, shared_TD)
+    return mix_T2, residual_TD, shared_TD
+
+
+def add_dense(y_TD: Tensor, parts: DenseParts, token_mask_T: Tensor | None) -> Tensor:
+    """Mix the residual MLP into the experts' output, add the shared experts, and hide masked tokens."""
+    mix_T2, residual_TD, shared_TD = parts
+    if mix_T2 is not None and residual_TD is not None:
+        y_TD = mix_T2[:, :1] * y_TD + mix_T2[:, 1:] * residual_TD
+    if shared_TD is not None:
+        y_TD = y_TD + shared_TD
+    return y_TD if token_mask_T is None else y_TD.masked_fill(~token_mask_T[:, None], 0)

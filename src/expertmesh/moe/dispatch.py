@@ -4,20 +4,23 @@ The layer knows only the protocol: it starts tokens on their way, computes what 
 finishes with the experts. Expert parallelism swaps the dispatcher; on one process nothing moves.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from expertmesh.config.way import AS_USUAL, Way
+from expertmesh.config.dispatch import AS_USUAL, DispatchOptions
 from expertmesh.errors import ConfigError
+from expertmesh.moe.call import Call
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.moe.phases import phase
+from expertmesh.moe.types import Routing
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Tokens and their choices, as a process sends them or as its experts see them.
+class Dispatched:
+    """Tokens and their choices, as a process sends them or as its experts see them; of tokens that stay, their `Journey`, too.
 
     Attributes:
         x_TD: tokens, in the dtype of the layer's input.
@@ -33,6 +36,22 @@ class Tokens:
     weights_TK: Tensor
     max_rows: int | None = None
     capacity_factor: float | None = None
+
+    @staticmethod
+    def of(call: Call, routing: Routing) -> "Dispatched":
+        """This process's tokens, with what is left of their choices."""
+        weights_TK = routing.weights_TK
+        assert weights_TK is not None
+        return Dispatched(
+            call.x_TD, routing.expert_ids_TK, weights_TK, routing.max_rows, call.capacity_factor
+        )
+
+    def advance(self) -> None:
+        """Nothing is under way."""
+
+    def finish(self, experts: "Experts") -> Tensor:
+        """Run the experts."""
+        return apply_experts(experts, self)
 
 
 class Experts(Protocol):
@@ -51,7 +70,7 @@ class Experts(Protocol):
 
 
 def apply_experts(
-    experts: Experts, tokens: Tokens, parameters: ExpertParameters | None = None
+    experts: Experts, tokens: Dispatched, parameters: ExpertParameters | None = None
 ) -> Tensor:
     """Run experts on tokens that have arrived.
 
@@ -96,7 +115,7 @@ class TokenDispatcher(Protocol):
     Every process that shares the experts must call, with any number of tokens, none included.
     """
 
-    def start(self, tokens: Tokens, way: Way = AS_USUAL) -> Journey:
+    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> Journey:
         """Send tokens out; what the caller computes before `finish` hides their travel, in the backward too.
 
         Args:
@@ -111,24 +130,6 @@ class TokenDispatcher(Protocol):
         """Sum a tensor over all processes that work on the batch; differentiable once, for a sum of their losses."""
 
 
-@dataclass(frozen=True)
-class LocalJourney:
-    """Tokens that stay.
-
-    Attributes:
-        tokens: the tokens as they were given.
-    """
-
-    tokens: Tokens
-
-    def advance(self) -> None:
-        """Nothing is under way."""
-
-    def finish(self, experts: Experts) -> Tensor:
-        """Run the experts."""
-        return apply_experts(experts, self.tokens)
-
-
 _AT_HOME = {
     "route_degree": (None, 1),
     "overlap_degree": (None, 1),
@@ -138,7 +139,7 @@ _AT_HOME = {
 """Values that ask nothing of one process."""
 
 
-def check_at_home(way: Way) -> None:
+def check_at_home(way: DispatchOptions) -> None:
     """Raise ConfigError unless a way of the tokens asks nothing of a layer on one process."""
     for name in (field.name for field in fields(way)):
         value = getattr(way, name)
@@ -151,13 +152,32 @@ def check_at_home(way: Way) -> None:
             )
 
 
+def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) -> DispatchOptions:
+    """How tokens travel in a call: the options, or the choices one by one.
+
+    Raises:
+        ConfigError: there are both.
+        TypeError: there is no such choice.
+    """
+    if not choices:
+        return AS_USUAL if given is None else given
+    if given is not None:
+        raise ConfigError(
+            f"dispatch= and {', '.join(choices)}=: both say how tokens travel; give dispatch= alone"
+        )
+    unknown = [name for name in choices if name not in _AT_HOME]
+    if unknown:
+        raise TypeError(f"MoELayer.forward() got an unexpected keyword argument {unknown[0]!r}")
+    return DispatchOptions(**choices)
+
+
 class LocalDispatcher:
     """All experts are here: nothing moves. Never synchronises."""
 
-    def start(self, tokens: Tokens, way: Way = AS_USUAL) -> Journey:
+    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> Journey:
         """Keep the tokens."""
         check_at_home(way)
-        return LocalJourney(tokens)
+        return tokens
 
     def sum_over_processes(self, value: Tensor) -> Tensor:
         """Return the value as it is."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from expertmesh.errors import ConfigError
-from expertmesh.moe.assignment import Assignment, CapacityOptions, assign, give_kept_the_sum
-from expertmesh.moe.types import RouterOutput
+from expertmesh.moe.assignment import assign, give_kept_the_sum
+from expertmesh.moe.types import Routing
 
 
 class SharedTokens(Protocol):
@@ -71,43 +71,51 @@ class SharedGroups:
         """The same for booleans, if there are any."""
         return None if mask_T is None else self.gather(mask_T.to(torch.uint8)).bool()
 
-    def balanced(self, routed: RouterOutput) -> RouterOutput:
-        """What the balance losses use of a router's output, of the whole call."""
+    def balanced(self, routed: Routing) -> Routing:
+        """What the balance losses use of a routing, of the whole call."""
         scores_TE, load_TE = routed.scores_TE, routed.load_TE
         return replace(
             routed,
-            topk_expert_ids_TK=self.gather(routed.topk_expert_ids_TK),
+            expert_ids_TK=self.gather(routed.expert_ids_TK),
             scores_TE=None if scores_TE is None else self.gather(scores_TE),
             load_TE=None if load_TE is None else self.gather(load_TE),
         )
 
 
 def assign_shared(
-    expert_ids_TK: Tensor,
-    weights_TK: Tensor,
+    routing: Routing,
     *,
     groups: SharedGroups,
-    options: CapacityOptions,
+    num_experts: int,
+    policy: str,
+    renormalize: bool,
     token_mask_T: Tensor | None,
     token_index_T: Tensor,
-    num_experts: int,
-    priority_T: Tensor | None,
     **rest: Any,
-) -> Assignment:
+) -> Routing:
     """`assign` over the whole call; the result is that of this process's tokens."""
+    expert_ids_TK, weights_TK = routing.expert_ids_TK, routing.weights_TK
+    assert weights_TK is not None
+    scores_TE = routing.scores_TE if policy == "priority" else None
+    if scores_TE is not None:  # the largest alone counts
+        scores_TE = groups.gather(scores_TE.detach().amax(-1, keepdim=True))
     everyone = assign(
-        groups.gather(expert_ids_TK),
-        groups.gather(weights_TK.detach()),
-        options=replace(options, renormalize=False),
+        Routing(groups.gather(expert_ids_TK), groups.gather(weights_TK.detach()), scores_TE),
+        num_experts=num_experts,
+        policy=policy,
+        renormalize=False,
         token_mask_T=groups.gather_mask(token_mask_T),
         token_index_T=groups.gather(token_index_T),
-        num_experts=num_experts,
-        priority_T=None if priority_T is None else groups.gather(priority_T),
         **rest,
     )
     ids_TK = everyone.expert_ids_TK[groups.place_T]
     live_TK, kept_TK = expert_ids_TK < num_experts, ids_TK < num_experts
-    if options.renormalize:
+    if renormalize:
         weights_TK = give_kept_the_sum(weights_TK, live_TK, kept_TK)
-    num_dropped = (live_TK & ~kept_TK).sum()
-    return Assignment(ids_TK, weights_TK, num_dropped, everyone.max_rows)
+    return replace(
+        routing,
+        expert_ids_TK=ids_TK,
+        weights_TK=weights_TK,
+        num_dropped=(live_TK & ~kept_TK).sum(),
+        max_rows=everyone.max_rows,
+    )

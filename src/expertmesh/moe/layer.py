@@ -6,22 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.config.model import MoEConfig
-from expertmesh.config.moe_rules import (
-    Activation,
-    Backend,
-    BalanceLoss,
-    DropPolicy,
-    LayerOptions,
-    LossScope,
-    NormalizeWeights,
-    RouterKind,
-    RouterNoise,
-    ScoreFunction,
-)
-from expertmesh.config.way import AllToAll, Way
+from expertmesh.config.moe_rules import LayerOptions, RouterKind
 from expertmesh.errors import ConfigError
-from expertmesh.moe.assignment import CapacityRule
 from expertmesh.moe.build import (
     make_experts,
     make_residual,
@@ -29,16 +17,22 @@ from expertmesh.moe.build import (
     make_shared_experts,
     make_shared_gate,
 )
-from expertmesh.moe.call import call_of
+from expertmesh.moe.call import Call, call_of
 from expertmesh.moe.checkpointing import warn_of_lost_losses
-from expertmesh.moe.dense_parts import dense_parts
-from expertmesh.moe.dispatch import LocalDispatcher, TokenDispatcher, Tokens
+from expertmesh.moe.dense_parts import add_dense, dense_parts
+from expertmesh.moe.dispatch import (
+    Dispatched,
+    LocalDispatcher,
+    TokenDispatcher,
+    dispatch_options,
+)
 from expertmesh.moe.groups_over_ranks import SharedTokens
-from expertmesh.moe.losses import LossOptions, weighted_losses
+from expertmesh.moe.keywords import KEYWORDS, check_keywords, signature_with
+from expertmesh.moe.losses import weighted_losses
 from expertmesh.moe.phases import phase
 from expertmesh.moe.reset import reset_layer
 from expertmesh.moe.router import keep_full_precision
-from expertmesh.moe.routing import RoutingOptions, route
+from expertmesh.moe.routing import route
 from expertmesh.moe.types import Routing, RoutingStats
 from expertmesh.moe.validation import check_draw, check_dtype, check_parts
 from expertmesh.ops.dtypes import accumulate_dtype
@@ -138,102 +132,24 @@ class MoELayer(nn.Module):
     def __init__(
         self,
         *,
-        dim: int,
-        hidden_dim: int,
-        num_experts: int,
-        top_k: int,
         router: RouterKind | nn.Module = "topk",
-        score_function: ScoreFunction = "softmax",
-        normalize_weights: NormalizeWeights = "auto",
-        weight_scale: float = 1.0,
-        router_noise: RouterNoise = "none",
-        router_noise_std: float = 1.0,
-        input_jitter: float = 0.0,
-        input_dropout: float = 0.0,
-        expert_output_masking: float = 0.0,
-        logit_temperature: float = 1.0,
-        num_expert_groups: int = 1,
-        num_limited_groups: int = 1,
-        bias_update_rate: float = 0.0,
-        cosine_dim: int = 256,
-        capacity_factor: float | None = None,
-        eval_capacity_factor: float | None = None,
-        min_capacity: int = 4,
-        max_capacity_factor: float | None = None,
-        drop_policy: DropPolicy = "random",
-        routing_group_size: int | None = None,
         experts: nn.ModuleList | Callable[[int], nn.Module] | None = None,
-        activation: Activation = "swiglu",
-        bias: bool = False,
-        num_shared_experts: int = 0,
-        shared_hidden_dim: int | None = None,
-        shared_gate: bool = False,
-        residual: bool = False,
-        residual_hidden_dim: int | None = None,
-        recompute_h: bool = False,
-        balance_loss: BalanceLoss = "switch",
-        balance_loss_scope: LossScope = "group",
-        aux_loss_weight: float = 0.01,
-        z_loss_weight: float = 0.0,
         dispatcher: TokenDispatcher | None = None,
-        backend: Backend = "auto",
-        batch_invariant: bool = False,
-        seed: int | None = None,
-        layer_index: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         """Build and initialise the layer; see the class for the arguments."""
-        check_parts(router, experts, num_experts)
+        check_keywords(options, known=KEYWORDS)
+        check_parts(router, experts, options["num_experts"])
         check_dtype(dtype)
-        options = LayerOptions(
-            router="topk" if isinstance(router, nn.Module) else router,
-            own_router=isinstance(router, nn.Module),
-            own_experts=experts is not None,
-            dim=dim,
-            hidden_dim=hidden_dim,
-            num_experts=num_experts,
-            top_k=top_k,
-            score_function=score_function,
-            normalize_weights=normalize_weights,
-            weight_scale=weight_scale,
-            router_noise=router_noise,
-            router_noise_std=router_noise_std,
-            input_jitter=input_jitter,
-            input_dropout=input_dropout,
-            expert_output_masking=expert_output_masking,
-            logit_temperature=logit_temperature,
-            num_expert_groups=num_expert_groups,
-            num_limited_groups=num_limited_groups,
-            bias_update_rate=bias_update_rate,
-            cosine_dim=cosine_dim,
-            capacity_factor=capacity_factor,
-            eval_capacity_factor=eval_capacity_factor,
-            min_capacity=min_capacity,
-            max_capacity_factor=max_capacity_factor,
-            drop_policy=drop_policy,
-            routing_group_size=routing_group_size,
-            activation=activation,
-            bias=bias,
-            num_shared_experts=num_shared_experts,
-            shared_hidden_dim=shared_hidden_dim,
-            shared_gate=shared_gate,
-            residual=residual,
-            residual_hidden_dim=residual_hidden_dim,
-            recompute_h=recompute_h,
-            balance_loss=balance_loss,
-            balance_loss_scope=balance_loss_scope,
-            aux_loss_weight=aux_loss_weight,
-            z_loss_weight=z_loss_weight,
-            backend=backend,
-            batch_invariant=batch_invariant,
-            seed=seed,
-            layer_index=layer_index,
-        )
+        own_router = isinstance(router, nn.Module)
+        options["router"] = "topk" if own_router else router
+        checked = LayerOptions(own_router=own_router, own_experts=experts is not None, **options)
         super().__init__()
         self.dispatcher: TokenDispatcher = LocalDispatcher() if dispatcher is None else dispatcher
-        self._build(options, router, experts, device, dtype)
-        reset_layer(self, options.seed, std=None, out_std=None, custom=False)
+        self._build(checked, router, experts, device, dtype)
+        reset_layer(self, checked.seed, std=None, out_std=None, custom=False)
 
     def _build(
         self,
@@ -246,13 +162,8 @@ class MoELayer(nn.Module):
         """Make submodules and buffers."""
         self.options = options
         self.dim, self.num_experts, self.top_k = options.dim, options.num_experts, options.top_k
-        self.layer_index, self.arithmetic = (
-            options.layer_index,
-            row_arithmetic(options.batch_invariant),
-        )
-        # plain dataclasses, which torch.compile reads
-        self.routing_options = RoutingOptions.of(options)
-        self.capacity_rule, self.loss_options = CapacityRule.of(options), LossOptions.of(options)
+        self.layer_index = options.layer_index
+        self.arithmetic = row_arithmetic(options.batch_invariant)
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         if not isinstance(router, nn.Module):
             router = make_router(options, **place)
@@ -320,7 +231,7 @@ class MoELayer(nn.Module):
         """One line for print(layer)."""
         return (
             f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"router={self.routing_options.kind}, capacity_factor={self.options.capacity_factor}"
+            f"router={self.options.router_kind}, capacity_factor={self.options.capacity_factor}"
         )
 
     @torch.no_grad()
@@ -363,11 +274,10 @@ class MoELayer(nn.Module):
         routing: Routing | RoutingStats | None = None,
         top_k: int | None = None,
         capacity_factor: float | None = None,
-        route_degree: int | None = None,
-        overlap_degree: int | None = None,
-        all_to_all: AllToAll | None = None,
-        shadow_experts: int | None = None,
+        dispatch: DispatchOptions | None = None,
         shared_tokens: SharedTokens | None = None,
+        losses: bool = True,
+        **dispatch_choices: Any,
     ) -> tuple[Tensor, RoutingStats]:
         """Route every token through its experts.
 
@@ -381,12 +291,11 @@ class MoELayer(nn.Module):
                 RoutingStats of an earlier call, the weights are recomputed at the given ids.
             top_k: experts per token, for this call only.
             capacity_factor: rows per expert as a ratio of the even share, for this call only; inf: dropless.
-            route_degree: for this call only, processes that a token may travel over, of a layer spread over several.
-            overlap_degree: for this call only, parts in which tokens travel, of such a layer.
-            all_to_all: for this call only, how they travel between its processes: "flat", "hierarchical" or "auto".
-            shadow_experts: for this call only, hot experts whose weights come to the tokens of such a layer.
+            dispatch: how tokens travel in this call between the processes of a layer that is spread; None: as it was spread.
             shared_tokens: processes that have the other tokens of this call, whose order token_index says; routing
                 groups are then those of all their tokens. Expert-choice routing and the z-loss are of this process's tokens.
+            losses: False, on all processes alike, where nobody reads losses and counts, as in decoding: they are not computed.
+            **dispatch_choices: the fields of `dispatch` one by one, as `layer(x, route_degree=2)`.
 
         Returns:
             y of x's shape and dtype, and the routing statistics. With grouped experts it does not synchronise with a GPU.
@@ -404,48 +313,54 @@ class MoELayer(nn.Module):
             top_k=top_k,
             capacity_factor=capacity_factor,
             shared_tokens=shared_tokens,
+            losses=losses,
         )
         with phase("route"):
-            routed = route(self.router, call, self.routing_options)
-            assigned = call.assign(routed, num_experts=self.num_experts)
+            routing = route(self.router, call)
+            kept = call.kept(routing)
         with phase("dispatch"):
-            tokens = Tokens(
-                call.x_TD,
-                assigned.expert_ids_TK,
-                assigned.weights_TK,
-                assigned.max_rows,
-                call.capacity_factor,
-            )
-            way = Way(route_degree, overlap_degree, all_to_all, shadow_experts)
-            journey = self.dispatcher.start(tokens, way)
-        aux_loss, z_loss, counts_E, sums_RE = weighted_losses(
-            routed,
-            call.token_mask_T,
-            self.num_experts,
-            self.loss_options,
-            sum_over_processes=self.dispatcher.sum_over_processes,
-            groups=call.groups,
-            earlier_RE=self.earlier_sums_RE if self.training else None,
-        )
-        if self.training and not torch.is_grad_enabled() and self.loss_options.has_losses:
-            warn_of_lost_losses()
+            how = dispatch_options(dispatch, dispatch_choices)
+            journey = self.dispatcher.start(Dispatched.of(call, kept), how)
+        aux_loss, z_loss, counts_E, sums_RE = self._losses(call, routing)
         journey.advance()
         dense = dense_parts(self, call.x_TD)  # while tokens travel
         combined_TD = journey.finish(self.experts)
         with phase("combine"):
-            y_TD = dense.add_to(combined_TD, call.token_mask_T)
-        num_dropped = assigned.num_dropped
-        if call.capacity is not None:
+            y_TD = add_dense(combined_TD, dense, call.token_mask_T)
+        assert routing.weights_TK is not None and kept.num_dropped is not None
+        num_dropped = kept.num_dropped
+        if call.drop_factor is not None and losses:
             num_dropped = self.dispatcher.sum_over_processes(num_dropped)
         stats = RoutingStats(
             aux_loss=aux_loss,
             z_loss=z_loss,
             num_tokens_per_expert_E=counts_E,
             num_dropped=num_dropped,
-            topk_expert_ids_TK=routed.topk_expert_ids_TK,
-            topk_weights_TK=routed.topk_weights_TK.detach(),
-            kept_expert_ids_TK=assigned.expert_ids_TK,
+            topk_expert_ids_TK=routing.expert_ids_TK,
+            topk_weights_TK=routing.weights_TK.detach(),
+            kept_expert_ids_TK=kept.expert_ids_TK,
             balance_sums_RE=sums_RE,
         )
         # no view: what wraps the layer (FSDP2) could not see x += y on one
         return torch.ops.aten._unsafe_view(y_TD.to(x.dtype).contiguous(), x.shape), stats
+
+    def _losses(
+        self, call: Call, routing: Routing
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """What `weighted_losses` gives, without an element where nobody wants it."""
+        if not call.losses:
+            nothing = call.x_TD.new_empty(0)
+            return nothing, nothing, nothing, None
+        if self.training and not torch.is_grad_enabled() and self.options.has_losses:
+            warn_of_lost_losses()
+        return weighted_losses(
+            call,
+            routing,
+            sum_over_processes=self.dispatcher.sum_over_processes,
+            earlier_RE=self.earlier_sums_RE if self.training else None,
+        )
+
+
+MoELayer.__init__.__signature__ = signature_with(  # type: ignore[attr-defined]
+    MoELayer.__init__, KEYWORDS
+)

@@ -1,13 +1,11 @@
 """Balance losses and the router z-loss, normalised by the number of valid tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import (
     count_all_choices,
@@ -15,53 +13,19 @@ from expertmesh.moe.assignment import (
     group_sizes,
     valid_tokens_per_group,
 )
-from expertmesh.moe.groups_over_ranks import SharedGroups
-from expertmesh.moe.types import RouterOutput
+from expertmesh.moe.call import Call
+from expertmesh.moe.types import Routing
 from expertmesh.ops.dtypes import without_autocast
 
 SumOverProcesses = Callable[[Tensor], Tensor]
 """Sums a tensor over the processes that share a batch, differentiably."""
 
 
-@dataclass(frozen=True)
-class LossOptions:
-    """The options of `MoELayer` for its losses; `group_size` None: over all tokens of the call, on all processes.
-
-    With `is_global` the tokens of earlier calls count, too, where somebody remembers them; see `global_balance_loss`.
-    """
-
-    kind: str
-    group_size: int | None
-    aux_loss_weight: float
-    z_loss_weight: float
-    is_global: bool = False
-
-    @staticmethod
-    def of(options: LayerOptions) -> "LossOptions":
-        """Those among a layer's options."""
-        is_global = options.balance_loss_scope == "global"
-        return LossOptions(
-            kind=options.balance_loss,
-            group_size=None if is_global else options.routing_group_size,
-            aux_loss_weight=options.aux_loss_weight,
-            z_loss_weight=options.z_loss_weight,
-            is_global=is_global,
-        )
-
-    @property
-    def has_losses(self) -> bool:
-        """Whether one of the losses has a weight."""
-        return bool(self.aux_loss_weight or self.z_loss_weight)
-
-
 def weighted_losses(
-    routed: RouterOutput,
-    token_mask_T: Tensor | None,
-    num_experts: int,
-    options: LossOptions,
+    call: Call,
+    routing: Routing,
     *,
     sum_over_processes: SumOverProcesses,
-    groups: SharedGroups | None = None,
     earlier_RE: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Weighted balance loss, weighted z-loss, (E,) choices per expert before dropping, and (R, E) sums of a global balance loss.
@@ -72,36 +36,38 @@ def weighted_losses(
     processes share the tokens of a whole call, the groups are those of that call, and each of them has the same loss.
     `earlier_RE` are the sums of the calls before, of the same batch.
     """
-    size, z_mask_T = options.group_size, token_mask_T
+    options, groups, token_mask_T = call.options, call.groups, call.token_mask_T
+    size, num_experts, kind = options.loss_group_size, options.num_experts, options.balance_loss
     spans = groups is not None and size is not None
-    own_ids_TK = routed.topk_expert_ids_TK
+    own_ids_TK = routing.expert_ids_TK
     if groups is not None and spans:
-        routed, token_mask_T = groups.balanced(routed), groups.gather_mask(token_mask_T)
-    ids_TK, scores_TE = routed.topk_expert_ids_TK, routed.scores_TE
-    counted_TK = ids_TK[:, :1] if options.kind == "gshard" else ids_TK
+        routing, token_mask_T = groups.balanced(routing), groups.gather_mask(token_mask_T)
+    ids_TK, scores_TE = routing.expert_ids_TK, routing.scores_TE
+    counted_TK = ids_TK[:, :1] if kind == "gshard" else ids_TK
     counts_UE = None if size is None else count_choices(counted_TK, num_experts, size)
-    counts_all = counts_UE is not None and not spans and options.kind != "gshard"
+    counts_all = counts_UE is not None and not spans and kind != "gshard"
     counts_E = sum_over_processes(
         counts_UE.sum(0)
         if counts_UE is not None and counts_all
         else count_all_choices(own_ids_TK, num_experts)
     )
     balanced_UE = counts_E[None] if counts_UE is None else counts_UE
-    if counts_UE is None and options.kind == "gshard":
+    if counts_UE is None and kind == "gshard":
         balanced_UE = sum_over_processes(count_all_choices(counted_TK, num_experts))[None]
+    assert routing.weights_TK is not None
     # two tensors, so that what is added to one in place is not in the other
-    aux_loss, z_loss = (routed.topk_weights_TK.new_zeros(()) for _ in range(2))
+    aux_loss, z_loss = (routing.weights_TK.new_zeros(()) for _ in range(2))
     sums_RE: Tensor | None = None
     with without_autocast(aux_loss.device):
-        is_none = not options.aux_loss_weight or options.kind == "none"
+        is_none = not options.aux_loss_weight or kind == "none"
         if is_none or scores_TE is None:
             pass
-        elif options.is_global:
+        elif options.balance_loss_scope == "global":
             balance, sums_RE = global_balance_loss(
                 scores_TE,
                 balanced_UE[0],
-                of_scores=options.kind == "importance_load",
-                load_TE=routed.load_TE,
+                of_scores=kind == "importance_load",
+                load_TE=routing.load_TE,
                 token_mask_T=token_mask_T,
                 sum_over_processes=sum_over_processes,
                 earlier_RE=earlier_RE,
@@ -109,8 +75,8 @@ def weighted_losses(
             aux_loss = options.aux_loss_weight * balance
         else:
             loss: Callable[..., Tensor] = switch_loss
-            if options.kind == "importance_load":
-                loss = partial(importance_load_loss, load_TE=routed.load_TE)
+            if kind == "importance_load":
+                loss = partial(importance_load_loss, load_TE=routing.load_TE)
             aux_loss = options.aux_loss_weight * loss(
                 scores_TE,
                 balanced_UE,
@@ -118,8 +84,10 @@ def weighted_losses(
                 group_size=size,
                 sum_over_processes=sum_over_processes if counts_UE is None else None,
             )
-        if options.z_loss_weight and routed.logits_TE is not None:
-            z_loss = options.z_loss_weight * router_z_loss(routed.logits_TE, token_mask_T=z_mask_T)
+        if options.z_loss_weight and routing.logits_TE is not None:
+            z_loss = options.z_loss_weight * router_z_loss(
+                routing.logits_TE, token_mask_T=call.token_mask_T
+            )
     return aux_loss, z_loss, counts_E, sums_RE
 
 

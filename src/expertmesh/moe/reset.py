@@ -41,7 +41,7 @@ def reset_layer(
                 name=prefix + name,
                 per_expert=name.startswith("experts."),
             )
-    if layer.routing_options.kind == "hash":
+    if layer.options.router_kind == "hash":
         assert isinstance(layer.router.hash_key, Tensor)
         layer.router.hash_key[0].fill_(seed)
         layer.router.hash_key[1].fill_(layer.layer_index)
@@ -50,7 +50,7 @@ def reset_layer(
     layer.noise_key.zero_()
     layer.noise_samples.zero_()
     layer.noise_is_keyed = False
-    if custom and layer.routing_options.kind == "module":
+    if custom and layer.options.router_kind == "module":
         reset_custom_modules(layer.router, seed=seed, name=prefix + "router")
     if custom and isinstance(layer.experts, ExpertList):
         for index, expert in layer.experts.named_children():
@@ -60,7 +60,7 @@ def reset_layer(
 def _builtin_parameters(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Those that are not in modules of the user's."""
     for name, parameter in layer.named_parameters():
-        custom_router = layer.routing_options.kind == "module" and name.startswith("router.")
+        custom_router = layer.options.router_kind == "module" and name.startswith("router.")
         custom_expert = isinstance(layer.experts, ExpertList) and name.startswith("experts.")
         if not (custom_router or custom_expert):
             yield name, parameter

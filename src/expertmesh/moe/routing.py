@@ -1,14 +1,15 @@
 """The route stage: noise and jitter on the way into a router, the choice (or its replay), and the mask."""
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.errors import ConfigError
-from expertmesh.moe.call import CallInputs
+from expertmesh.moe.assignment import choice_factor
+from expertmesh.moe.call import Call
 from expertmesh.moe.random import (
     STREAM_INPUT_DROPOUT,
     STREAM_INPUT_JITTER,
@@ -18,7 +19,6 @@ from expertmesh.moe.random import (
     uniform,
 )
 from expertmesh.moe.selection import (
-    SelectionOptions,
     balance_scores,
     choose_by_expert,
     choose_by_hash,
@@ -34,38 +34,7 @@ from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 _MODULE_ARGUMENTS = ("token_mask_T", "token_ids_T", "token_index_T", "top_k")
 
 
-@dataclass(frozen=True)
-class RoutingOptions:
-    """The options of `MoELayer` up to the choice; `kind` is a name in ROUTERS, or "module"."""
-
-    kind: str
-    noise: str
-    input_jitter: float
-    input_dropout: float
-    logit_temperature: float
-    with_load: bool
-    selection: SelectionOptions
-
-    @staticmethod
-    def of(options: LayerOptions) -> "RoutingOptions":
-        """Those among a layer's options."""
-        return RoutingOptions(
-            kind="module" if options.own_router else options.router,
-            noise=options.router_noise if options.router_noise_std > 0 else "none",
-            input_jitter=options.input_jitter,
-            input_dropout=options.input_dropout,
-            logit_temperature=options.logit_temperature,
-            with_load=options.balance_loss == "importance_load",
-            selection=SelectionOptions.of(options),
-        )
-
-    @property
-    def needs_noise(self) -> bool:
-        """Whether training draws random numbers before the choice."""
-        return self.noise != "none" or self.input_jitter > 0 or self.input_dropout > 0
-
-
-def route(router: nn.Module, call: CallInputs, options: RoutingOptions) -> RouterOutput:
+def route(router: nn.Module, call: Call) -> Routing:
     """Choices and weights of all tokens, with ids E and weights 0 at masked ones.
 
     All arithmetic but that of a custom router is FP32 (FP64 for FP64 input), with autocast off.
@@ -73,37 +42,33 @@ def route(router: nn.Module, call: CallInputs, options: RoutingOptions) -> Route
     Raises:
         ConfigError: the hash router has no token ids, or a custom router's result does not fit.
     """
-    arithmetic = options.selection.arithmetic.in_mode(call.training)
-    if arithmetic is not options.selection.arithmetic:  # Dynamo of torch 2.11 cannot make these
-        options = replace(options, selection=replace(options.selection, arithmetic=arithmetic))
-    given = None if options.kind == "hash" else _run_router(router, call, options)
+    options = call.options
+    given = None if options.router_kind == "hash" else _run_router(router, call)
     with without_autocast(call.x_TD.device):
-        if isinstance(given, RouterOutput):
-            output = given
+        if isinstance(given, Routing):
+            routing = given
         elif given is None:
-            output = _hash(router, call, options)
+            routing = _hash(router, call)
         else:
             heat = options.logit_temperature
-            output = _choose(given if heat == 1.0 else given / heat, call, options)
+            routing = _choose(given if heat == 1.0 else given / heat, call)
         if call.routing is not None:
-            output = _replay(output, call.routing, options.selection, call.top_k)
-        return _hide(output, call.token_mask_T, options.selection.num_experts)
+            routing = _replay(routing, call.routing, call)
+        return _hide(routing, call.token_mask_T, options.num_experts)
 
 
-def _run_router(
-    router: nn.Module, call: CallInputs, options: RoutingOptions
-) -> Tensor | RouterOutput:
-    x_TD = _perturb(call, options)
-    if options.kind != "module":
+def _run_router(router: nn.Module, call: Call) -> Tensor | Routing:
+    x_TD = _perturb(call)
+    if call.options.router_kind != "module":
         return router(x_TD)
-    T, E = call.x_TD.shape[0], options.selection.num_experts
+    T, E = call.x_TD.shape[0], call.options.num_experts
     # of what torch.compile has wrapped, its own
     names = inspect.signature(getattr(router, "_orig_mod", router).forward).parameters
     kwargs = {name: getattr(call, name) for name in _MODULE_ARGUMENTS if name in names}
     given = router(x_TD.to(call.x_TD.dtype), **kwargs)
     if isinstance(given, RouterOutput):
         _check_output(given, T, E)
-        return given
+        return Routing(*vars(given).values())
     if not isinstance(given, Tensor) or tuple(given.shape) != (T, E):
         found = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
         raise ConfigError(
@@ -132,9 +97,9 @@ def _check_output(output: RouterOutput, num_tokens: int, num_experts: int) -> No
         )
 
 
-def _perturb(call: CallInputs, options: RoutingOptions) -> Tensor:
+def _perturb(call: Call) -> Tensor:
     """The router's input: x itself, or in training x times jitter and dropout, in full precision."""
-    x_TD = call.x_TD
+    x_TD, options = call.x_TD, call.options
     if not call.training:
         return x_TD
     exact = accumulate_dtype(x_TD.dtype)
@@ -148,52 +113,53 @@ def _perturb(call: CallInputs, options: RoutingOptions) -> Tensor:
     return x_TD
 
 
-def _noise(call: CallInputs, options: RoutingOptions, dtype: torch.dtype) -> Tensor | None:
+def _noise(call: Call, dtype: torch.dtype) -> Tensor | None:
     """(T, E) noise on the logits, in training; None: none."""
-    if not call.training or options.noise == "none":
+    kind, std, E = call.options.noise_kind, call.options.router_noise_std, call.options.num_experts
+    if not call.training or kind == "none":
         return None
-    E = options.selection.num_experts
-    if options.noise.startswith("gumbel"):
-        return options.selection.noise_std * gumbel(call.bits(E, STREAM_ROUTER_NOISE), dtype)
+    if kind.startswith("gumbel"):
+        return std * gumbel(call.bits(E, STREAM_ROUTER_NOISE), dtype)
     bits = call.bits(2 * E, STREAM_ROUTER_NOISE)
-    return options.selection.noise_std * gaussian(bits[:, :E], bits[:, E:], dtype)
+    return std * gaussian(bits[:, :E], bits[:, E:], dtype)
 
 
-def _choose(logits_TE: Tensor, call: CallInputs, options: RoutingOptions) -> RouterOutput:
-    selection = options.selection
+def _choose(logits_TE: Tensor, call: Call) -> Routing:
+    options = call.options
+    how: dict[str, Any] = {"options": options, "arithmetic": call.arithmetic}
     if call.routing is not None:
         # The replayed ids stand in for the choice: only scores and logits are needed.
-        scores_TE = balance_scores(scores_of(logits_TE, selection), selection)
+        scores_TE = balance_scores(scores_of(logits_TE, **how), **how)
         ids_TK = call.routing.expert_ids_TK
-        return RouterOutput(ids_TK, logits_TE.new_zeros(ids_TK.shape), scores_TE, logits_TE)
-    noise_TE = _noise(call, options, logits_TE.dtype)
-    if noise_TE is not None and options.noise == "gumbel_after_first":
+        return Routing(ids_TK, logits_TE.new_zeros(ids_TK.shape), scores_TE, logits_TE)
+    noise_TE = _noise(call, logits_TE.dtype)
+    if noise_TE is not None and options.noise_kind == "gumbel_after_first":
         # the best logit with the largest noise stays the best
         best_T1 = logits_TE.detach().argmax(-1, keepdim=True)
         noise_TE = noise_TE.scatter(-1, best_T1, noise_TE.amax(-1, keepdim=True))
-    if options.kind == "expert_choice":
+    if options.router_kind == "expert_choice":
         return choose_by_expert(
             logits_TE,
             call.top_k,
-            options=selection,
-            factor=call.choice_factor,
-            group_size=call.group_size,
+            factor=choice_factor(options, call.given_factor, training=call.training),
             token_mask_T=call.token_mask_T,
             noise_TE=noise_TE,
+            **how,
         )
     # With a bias or a group limit the chance of being chosen has no closed form.
-    plain = call.expert_bias_E is None and selection.num_expert_groups == 1
+    plain = call.expert_bias_E is None and options.num_expert_groups == 1
+    counts_load = options.balance_loss == "importance_load" and call.losses
     return choose_by_token(
         logits_TE,
         call.top_k,
-        options=selection,
         noise_TE=noise_TE,
         bias_E=call.expert_bias_E,
-        with_load=options.with_load and options.noise == "gaussian" and plain,
+        with_load=counts_load and options.noise_kind == "gaussian" and plain,
+        **how,
     )
 
 
-def _hash(router: nn.Module, call: CallInputs, options: RoutingOptions) -> RouterOutput:
+def _hash(router: nn.Module, call: Call) -> Routing:
     if call.token_ids_T is None:
         raise ConfigError(
             "token_ids=None with router='hash': the hash router routes by token id; pass token_ids=, of x.shape[:-1]"
@@ -203,44 +169,46 @@ def _hash(router: nn.Module, call: CallInputs, options: RoutingOptions) -> Route
         call.token_ids_T,
         router.hash_key,
         call.top_k,
-        options=options.selection,
+        options=call.options,
         dtype=accumulate_dtype(call.x_TD.dtype),
     )
 
 
-def _replay(
-    output: RouterOutput, routing: Routing, selection: SelectionOptions, top_k: int
-) -> RouterOutput:
+def _replay(routed: Routing, given: Routing, call: Call) -> Routing:
     """Put given ids in the place of the router's, with given or recomputed weights."""
-    ids_TK = routing.expert_ids_TK.to(torch.int64)
-    normalize = selection.normalizes(top_k)
-    if routing.weights_TK is not None:
-        weights_TK = routing.weights_TK.to(output.topk_weights_TK.dtype)
-    elif output.logits_TE is not None:
-        scores_TE = scores_of(output.logits_TE, selection)
+    options, arithmetic = call.options, call.arithmetic
+    ids_TK = given.expert_ids_TK.to(torch.int64)
+    own_TK = routed.weights_TK
+    assert own_TK is not None
+    normalize = options.normalizes(call.top_k)
+    if given.weights_TK is not None:
+        weights_TK = given.weights_TK.to(own_TK.dtype)
+    elif routed.logits_TE is not None:
+        scores_TE = scores_of(routed.logits_TE, options, arithmetic)
         weights_TK = weights_at(
-            output.logits_TE, scores_TE, ids_TK, normalize=normalize, options=selection
+            routed.logits_TE,
+            scores_TE,
+            ids_TK,
+            normalize=normalize,
+            options=options,
+            arithmetic=arithmetic,
         )
-    elif output.scores_TE is not None:
-        padded = torch.nn.functional.pad(output.scores_TE, (0, 1))
-        weights_TK = padded.gather(-1, ids_TK)
-        weights_TK = (
-            normalized(weights_TK, selection) if normalize else weights_TK
-        ) * selection.weight_scale
     else:
-        live_TK = (ids_TK < selection.num_experts).to(output.topk_weights_TK.dtype)
-        weights_TK = (
-            normalized(live_TK, selection) if normalize else live_TK
-        ) * selection.weight_scale
-    return replace(output, topk_expert_ids_TK=ids_TK, topk_weights_TK=weights_TK, load_TE=None)
+        if routed.scores_TE is not None:
+            weights_TK = torch.nn.functional.pad(routed.scores_TE, (0, 1)).gather(-1, ids_TK)
+        else:
+            weights_TK = (ids_TK < options.num_experts).to(own_TK.dtype)
+        weights_TK = normalized(weights_TK, arithmetic) if normalize else weights_TK
+        weights_TK = weights_TK * options.weight_scale
+    return replace(routed, expert_ids_TK=ids_TK, weights_TK=weights_TK, load_TE=None)
 
 
-def _hide(output: RouterOutput, token_mask_T: Tensor | None, num_experts: int) -> RouterOutput:
+def _hide(routing: Routing, token_mask_T: Tensor | None, num_experts: int) -> Routing:
     if token_mask_T is None:
-        return output
-    hidden = ~token_mask_T[:, None]
+        return routing
+    hidden, weights_TK = ~token_mask_T[:, None], routing.weights_TK
     return replace(
-        output,
-        topk_expert_ids_TK=output.topk_expert_ids_TK.masked_fill(hidden, num_experts),
-        topk_weights_TK=output.topk_weights_TK.masked_fill(hidden, 0),
+        routing,
+        expert_ids_TK=routing.expert_ids_TK.masked_fill(hidden, num_experts),
+        weights_TK=None if weights_TK is None else weights_TK.masked_fill(hidden, 0),
     )

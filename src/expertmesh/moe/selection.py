@@ -1,7 +1,6 @@
 """Which experts a token takes, and with which weights: the one rule behind all routers that give logits."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,59 +8,21 @@ from torch import Tensor
 from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
 from expertmesh.moe.random import STREAM_HASH, philox4x32
-from expertmesh.moe.types import RouterOutput
-from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic, row_arithmetic
+from expertmesh.moe.types import Routing
+from expertmesh.ops.row_arithmetic import RowArithmetic
 from expertmesh.ops.topk import choose_experts, runs_fused
 
 
-@dataclass(frozen=True)
-class SelectionOptions:
-    """The options of `MoELayer` that decide on choice and weights; see its docstring for their meanings."""
-
-    num_experts: int
-    score_function: str = "softmax"
-    normalize_weights: str = "auto"
-    weight_scale: float = 1.0
-    num_expert_groups: int = 1
-    num_limited_groups: int = 1
-    noise_std: float = 0.0
-    by_expert: bool = False
-    backend: str = "auto"
-    arithmetic: RowArithmetic = ORDINARY
-
-    @staticmethod
-    def of(options: LayerOptions) -> "SelectionOptions":
-        """Those among a layer's options."""
-        return SelectionOptions(
-            num_experts=options.num_experts,
-            score_function=options.score_function,
-            normalize_weights=options.normalize_weights,
-            weight_scale=options.weight_scale,
-            num_expert_groups=options.num_expert_groups,
-            num_limited_groups=options.num_limited_groups,
-            noise_std=options.router_noise_std,
-            by_expert=options.router == "expert_choice",
-            backend=options.backend,
-            arithmetic=row_arithmetic(options.batch_invariant),
-        )
-
-    def normalizes(self, top_k: int) -> bool:
-        """Whether weights are divided by their sum over the chosen experts."""
-        if self.normalize_weights == "auto":
-            return top_k > 1 and not self.by_expert
-        return self.normalize_weights in ("topk", "kept")
-
-
-def scores_of(logits_TE: Tensor, options: SelectionOptions) -> Tensor:
+def scores_of(logits_TE: Tensor, options: LayerOptions, arithmetic: RowArithmetic) -> Tensor:
     """Logits -> scores: sigmoid, or softmax over all experts (for softmax_after_topk as well)."""
     if options.score_function == "sigmoid":
-        return options.arithmetic.sigmoid(logits_TE)
-    return options.arithmetic.softmax(logits_TE)
+        return arithmetic.sigmoid(logits_TE)
+    return arithmetic.softmax(logits_TE)
 
 
-def normalized(scores_TE: Tensor, options: SelectionOptions) -> Tensor:
+def normalized(scores_TE: Tensor, arithmetic: RowArithmetic) -> Tensor:
     """Divide by the sum over the experts, safely where all scores are zero."""
-    total = options.arithmetic.row_sum(scores_TE)
+    total = arithmetic.row_sum(scores_TE)
     return scores_TE / total.clamp_min(torch.finfo(scores_TE.dtype).tiny)
 
 
@@ -71,7 +32,8 @@ def weights_at(
     expert_ids_TK: Tensor,
     *,
     normalize: bool,
-    options: SelectionOptions,
+    options: LayerOptions,
+    arithmetic: RowArithmetic,
 ) -> Tensor:
     """Routing weights of given choices, differentiable.
 
@@ -84,6 +46,7 @@ def weights_at(
         expert_ids_TK: (T, K) int64 in [0, E]; choices equal to E get weight 0.
         normalize: see above.
         options: the options of the layer.
+        arithmetic: in force.
     """
     live_TK = expert_ids_TK < options.num_experts
     index_TK = expert_ids_TK.clamp(max=options.num_experts - 1)
@@ -91,15 +54,15 @@ def weights_at(
         chosen_TK = logits_TE.gather(-1, index_TK).masked_fill(~live_TK, -math.inf)
         # A token without any choice has only -inf: softmax gives NaN there, in the gradient too, so shift it to 0.
         chosen_TK = chosen_TK.masked_fill(~live_TK.any(-1, keepdim=True), 0.0)
-        weights_TK = options.arithmetic.softmax(chosen_TK).masked_fill(~live_TK, 0.0)
+        weights_TK = arithmetic.softmax(chosen_TK).masked_fill(~live_TK, 0.0)
     else:
         weights_TK = scores_TE.gather(-1, index_TK).masked_fill(~live_TK, 0.0)
         if normalize:
-            weights_TK = normalized(weights_TK, options)
+            weights_TK = normalized(weights_TK, arithmetic)
     return weights_TK * options.weight_scale
 
 
-def _limit_groups(selection_TE: Tensor, options: SelectionOptions) -> Tensor:
+def _limit_groups(selection_TE: Tensor, options: LayerOptions) -> Tensor:
     """Set the scores of all experts outside the token's best groups to -inf (DeepSeek-V3, section 2.1.2).
 
     A group's score is the sum of the two best (biased) scores in it.
@@ -112,7 +75,11 @@ def _limit_groups(selection_TE: Tensor, options: SelectionOptions) -> Tensor:
 
 
 def selection_scores(
-    logits_TE: Tensor, noise_TE: Tensor | None, bias_E: Tensor | None, options: SelectionOptions
+    logits_TE: Tensor,
+    noise_TE: Tensor | None,
+    bias_E: Tensor | None,
+    options: LayerOptions,
+    arithmetic: RowArithmetic,
 ) -> Tensor:
     """What the choice is made by: the noisy logits, or their scores plus the balancing bias; detached.
 
@@ -125,7 +92,7 @@ def selection_scores(
     if bias_E is None and options.num_expert_groups == 1:
         return chosen_by
     if options.score_function != "softmax_after_topk":
-        chosen_by = scores_of(chosen_by, options)
+        chosen_by = scores_of(chosen_by, options, arithmetic)
     if bias_E is not None:
         chosen_by = chosen_by + bias_E.to(chosen_by.dtype)
     return _limit_groups(chosen_by, options) if options.num_expert_groups > 1 else chosen_by
@@ -135,11 +102,12 @@ def choose_by_token(
     logits_TE: Tensor,
     top_k: int,
     *,
-    options: SelectionOptions,
+    options: LayerOptions,
+    arithmetic: RowArithmetic,
     noise_TE: Tensor | None = None,
     bias_E: Tensor | None = None,
     with_load: bool = False,
-) -> RouterOutput:
+) -> Routing:
     """Every token takes its `top_k` best experts.
 
     Noise and bias decide on the choice only; weights and losses use the clean scores.
@@ -148,16 +116,17 @@ def choose_by_token(
         logits_TE: (T, E) clean logits, FP32 or FP64.
         top_k: K.
         options: the options of the layer.
+        arithmetic: in force.
         noise_TE: added to the logits for the choice.
         bias_E: aux-loss-free balancing bias, added to the scores for the choice (DeepSeek-V3, eq. 16).
-        with_load: also give the probability of being chosen under Gaussian noise of `options.noise_std`.
+        with_load: also give the probability of being chosen under Gaussian noise of `options.router_noise_std`.
 
     Returns:
         Choices in descending order of what they were chosen by. Does not synchronise.
     """
     normalize = options.normalizes(top_k)
     # the fused kernel divides a row's sums among threads by the number of rows
-    if not options.arithmetic.batch_invariant and runs_fused(logits_TE, options.backend):
+    if not arithmetic.batch_invariant and runs_fused(logits_TE, options.backend):
         ids_TK, weights_TK, scores_TE = choose_experts(
             logits_TE,
             top_k,
@@ -171,19 +140,27 @@ def choose_by_token(
             backend=options.backend,
         )
     else:
-        raw_TE = scores_of(logits_TE, options)
-        ids_TK = selection_scores(logits_TE, noise_TE, bias_E, options).topk(top_k, dim=-1).indices
-        weights_TK = weights_at(logits_TE, raw_TE, ids_TK, normalize=normalize, options=options)
-        scores_TE = balance_scores(raw_TE, options)
+        raw_TE = scores_of(logits_TE, options, arithmetic)
+        ids_TK = (
+            selection_scores(logits_TE, noise_TE, bias_E, options, arithmetic)
+            .topk(top_k, dim=-1)
+            .indices
+        )
+        weights_TK = weights_at(
+            logits_TE, raw_TE, ids_TK, normalize=normalize, options=options, arithmetic=arithmetic
+        )
+        scores_TE = balance_scores(raw_TE, options, arithmetic)
     load_TE = None
     if with_load and noise_TE is not None:
-        load_TE = chosen_probability(logits_TE, logits_TE + noise_TE, top_k, options.noise_std)
-    return RouterOutput(ids_TK, weights_TK, scores_TE, logits_TE, load_TE)
+        load_TE = chosen_probability(
+            logits_TE, logits_TE + noise_TE, top_k, options.router_noise_std
+        )
+    return Routing(ids_TK, weights_TK, scores_TE, logits_TE, load_TE)
 
 
-def balance_scores(scores_TE: Tensor, options: SelectionOptions) -> Tensor:
+def balance_scores(scores_TE: Tensor, options: LayerOptions, arithmetic: RowArithmetic) -> Tensor:
     """Scores that sum to 1 per token, for the balance loss."""
-    return normalized(scores_TE, options) if options.score_function == "sigmoid" else scores_TE
+    return normalized(scores_TE, arithmetic) if options.score_function == "sigmoid" else scores_TE
 
 
 def chosen_probability(logits_TE: Tensor, noisy_TE: Tensor, top_k: int, std: float) -> Tensor:
@@ -203,12 +180,12 @@ def choose_by_expert(
     logits_TE: Tensor,
     top_k: int,
     *,
-    options: SelectionOptions,
+    options: LayerOptions,
+    arithmetic: RowArithmetic,
     factor: Ratio,
-    group_size: int | None,
     token_mask_T: Tensor | None,
     noise_TE: Tensor | None = None,
-) -> RouterOutput:
+) -> Routing:
     """Every expert takes its C best tokens of each routing group (Zhou et al., arXiv 2202.09368).
 
     C = ceil(T_g * top_k / E * factor). A choice depends on the other tokens of the group, later ones
@@ -218,8 +195,8 @@ def choose_by_expert(
         logits_TE: (T, E) clean logits.
         top_k: mean number of experts per token.
         options: the options of the layer.
+        arithmetic: in force.
         factor: capacity factor as an exact ratio.
-        group_size: tokens per routing group; None: all.
         token_mask_T: True for real tokens; the others are never chosen.
         noise_TE: added to the logits for the choice.
 
@@ -227,11 +204,12 @@ def choose_by_expert(
         K = E slots per token: slot e holds e if expert e chose the token, else E. Does not synchronise.
     """
     T, E = logits_TE.shape
-    scores_TE = scores_of(logits_TE, options)
+    scores_TE = scores_of(logits_TE, options, arithmetic)
     chosen_by = logits_TE.detach() if noise_TE is None else logits_TE.detach() + noise_TE
-    chosen_by = scores_of(chosen_by, options)
+    chosen_by = scores_of(chosen_by, options, arithmetic)
     if token_mask_T is not None:
         chosen_by = chosen_by.masked_fill(~token_mask_T[:, None], -math.inf)
+    group_size = options.routing_group_size
     size = T if group_size is None else min(group_size, T)
     num_groups = -(-T // size) if T else 0
     if num_groups == 0:
@@ -251,8 +229,10 @@ def choose_by_expert(
     experts_E = torch.arange(E, device=logits_TE.device)
     ids_TK = torch.where(chosen_TE, experts_E, E)
     normalize = options.normalizes(top_k)
-    weights_TK = weights_at(logits_TE, scores_TE, ids_TK, normalize=normalize, options=options)
-    return RouterOutput(ids_TK, weights_TK, balance_scores(scores_TE, options), logits_TE)
+    weights_TK = weights_at(
+        logits_TE, scores_TE, ids_TK, normalize=normalize, options=options, arithmetic=arithmetic
+    )
+    return Routing(ids_TK, weights_TK, balance_scores(scores_TE, options, arithmetic), logits_TE)
 
 
 def hash_experts(token_ids_T: Tensor, hash_key: Tensor, top_k: int, num_experts: int) -> Tensor:
@@ -292,13 +272,13 @@ def choose_by_hash(
     hash_key: Tensor,
     top_k: int,
     *,
-    options: SelectionOptions,
+    options: LayerOptions,
     dtype: torch.dtype,
-) -> RouterOutput:
+) -> Routing:
     """Every token takes the experts that its id hashes to; nothing is learned, so there is nothing to balance.
 
     Each of the K experts has weight 1 (1 / K when normalised), times `weight_scale`.
     """
     ids_TK = hash_experts(token_ids_T, hash_key, top_k, options.num_experts)
     weight = options.weight_scale / (top_k if options.normalizes(top_k) else 1)
-    return RouterOutput(ids_TK, torch.full(ids_TK.shape, weight, dtype=dtype, device=ids_TK.device))
+    return Routing(ids_TK, torch.full(ids_TK.shape, weight, dtype=dtype, device=ids_TK.device))

@@ -8,12 +8,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """A choice of experts to replay (activation recomputation, RL rollouts).
+    """Which experts compute which tokens, and with which weights: what stages of the layer hand on, and what a call may be given to replay.
 
     Attributes:
-        expert_ids_TK: (T, K) integer expert ids in [0, E], before any capacity is applied; E means "no expert".
-        weights_TK: (T, K) routing weights, used as they are (no normalisation, no scale), or None: recomputed
-            from the router's scores at these ids, so that the router gets its gradient.
+        expert_ids_TK: (T, K) integer expert ids in [0, E]; E means "no expert": masked, dropped for a capacity, or (expert-choice
+            routing uses K = E slots) not chosen. Of a choice to replay: before any capacity is applied.
+        weights_TK: (T, K) routing weights, FP32 (FP64 for FP64 input), differentiable. Of a choice to replay: used as they are (no
+            normalisation, no scale), or None: recomputed from the router's scores at these ids, so that the router gets its gradient.
+        scores_TE: (T, E) scores for the balance loss, see `RouterOutput`; not read where a choice is replayed. So are all that follow.
+        logits_TE: (T, E) logits for the z-loss.
+        load_TE: (T, E) see `RouterOutput`.
+        num_dropped: scalar int64, choices dropped for a capacity; None before it was applied.
+        max_rows: a bound on the ids below E that depends on sizes only; None: none better than T * K.
 
     Example:
         >>> import torch
@@ -27,11 +33,16 @@ class Routing:
 
     expert_ids_TK: Tensor
     weights_TK: Tensor | None = None
+    scores_TE: Tensor | None = None
+    logits_TE: Tensor | None = None
+    load_TE: Tensor | None = None
+    num_dropped: Tensor | None = None
+    max_rows: int | None = None
 
 
 @dataclass(frozen=True)
 class RouterOutput:
-    """What a router says of T tokens.
+    """What a router of the user's may say of T tokens instead of giving logits.
 
     Attributes:
         topk_expert_ids_TK: (T, K) int64 in [0, E]; E means "no expert" (expert-choice routing uses K = E slots
@@ -56,7 +67,8 @@ class RoutingStats:
     """What one call of a MoE layer tells beside its output; a pytree.
 
     Attributes:
-        aux_loss: scalar, weighted balance loss, differentiable; add it to the training loss.
+        aux_loss: scalar, weighted balance loss, differentiable; add it to the training loss. Of a call with losses=False
+            this and the two that follow have no element.
         z_loss: scalar, weighted router z-loss, differentiable; add it to the training loss.
         num_tokens_per_expert_E: (E,) int64, rows chosen per expert before dropping, detached.
         num_dropped: scalar int64, rows dropped because an expert was over capacity, detached.

@@ -18,8 +18,8 @@ from expertmesh.comm.mesh import (
     expert_degrees,
 )
 from expertmesh.comm.world import World
+from expertmesh.config.dispatch import AS_USUAL, DispatchOptions
 from expertmesh.config.run import ParallelConfig
-from expertmesh.config.way import AS_USUAL, Way
 from expertmesh.costs.communication import USUAL_NETWORK, Network
 from expertmesh.errors import ConfigError, named
 from expertmesh.moe.experts import GroupedExperts
@@ -310,7 +310,7 @@ def _adapt(
     """Let layers choose what the configuration leaves open, and keep what they find."""
     ranks = Ranks(world)
     shapes = {(m.num_experts, m.dim, m.options.hidden_dim, m.options.activation) for m in layers}
-    pinned = Way(
+    pinned = DispatchOptions(
         config.route_degree or (max(config.ep_degree) if config.ep_degree else None),
         config.overlap_degree if config.overlap_degree > 1 else None,
         "hierarchical" if config.all_to_all == "hierarchical" else None,

@@ -22,12 +22,13 @@ _TOKENS = 120
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[list[RoutingStats]]:
-    """The statistics of every call of a MoE layer inside, in order."""
-    found: list[RoutingStats] = []
+def watched(model: nn.Module) -> Iterator[list[tuple[int, RoutingStats]]]:
+    """The experts and the statistics of every call of a MoE layer inside, in order."""
+    found: list[tuple[int, RoutingStats]] = []
 
     def keep(module: nn.Module, inputs: Any, output: tuple[Tensor, RoutingStats]) -> None:
-        found.append(output[1])
+        assert isinstance(module, MoELayer)
+        found.append((module.num_experts, output[1]))
 
     handles = [m.register_forward_hook(keep) for m in model.modules() if isinstance(m, MoELayer)]
     try:
@@ -53,8 +54,7 @@ def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[i
     with torch.no_grad(), watched(model) as layers:
         model.next_logits(ids_BS, token_mask_BS=None, cache=cache)
     found = []
-    for stats in layers:
-        num_experts = stats.num_tokens_per_expert_E.numel()
+    for num_experts, stats in layers:
         chosen = zip(stats.topk_expert_ids_TK.tolist(), stats.topk_weights_TK.tolist(), strict=True)
         found.append(
             [

@@ -10,7 +10,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from expertmesh.comm.mesh import ExpertDegrees
 from expertmesh.comm.world import World
-from expertmesh.moe.dispatch import Tokens
+from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.experts.exchange import Alone, Exchange, Ragged, Route
 from expertmesh.parallel.experts.plan import make_plan
@@ -64,7 +64,7 @@ class ExpertMeshEP(EPImplementation):
             )
         x_TD, ids_TK, weights_TK = parts
         weights_TK = weights_TK.to(accumulate_dtype(weights_TK.dtype))
-        outbound = self.exchange.start(Tokens(x_TD, ids_TK, weights_TK))
+        outbound = self.exchange.start(Dispatched(x_TD, ids_TK, weights_TK))
         outbound.advance()
         tokens = outbound.finish()
         rows = tokens.x_TD, tokens.expert_ids_TK, tokens.weights_TK

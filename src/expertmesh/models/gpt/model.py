@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from expertmesh.config.dispatch import AS_USUAL, DispatchOptions
 from expertmesh.config.model import ModelConfig
-from expertmesh.config.way import AllToAll, Way
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.attention import Attention, AttentionContext, DenseContext, rope_tables
 from expertmesh.models.cache import KVCache
@@ -281,6 +281,7 @@ class GPT(LanguageModel):
             ),
             num_logits=1,
             capacity_factor=self.config.moe.dropless_factor,
+            losses=False,
         )
         return output.logits_BSV[:, 0]
 
@@ -370,7 +371,9 @@ class GPT(LanguageModel):
             check_whole("logit_rows_R", rows, ids_BS, (shape,), of="one per token with logits")
             check_range("logit_rows_R", rows, below=B * S, fix="give rows of ids_BS.flatten()")
 
-    def _choices(self, top_k: Any, capacity_factor: Any, way: Way) -> dict[str, Any]:
+    def _choices(
+        self, top_k: Any, capacity_factor: Any, dispatch: DispatchOptions | None, losses: bool
+    ) -> dict[str, Any]:
         """What the MoE layers are told of this call; what they would refuse is, before the first of them has run."""
         check_call_factor(capacity_factor, arithmetic=self.arithmetic.in_mode(self.training))
         counts = [n for n in self.config.experts_per_layer() if n]
@@ -383,8 +386,13 @@ class GPT(LanguageModel):
             raise ConfigError(f"{name}={value}: has no effect in a dense model; leave it out")
         layers: Any = (block.moe for block in self.layers)
         if all(layer is None or isinstance(layer.dispatcher, LocalDispatcher) for layer in layers):
-            check_at_home(way)
-        return {"top_k": top_k, "capacity_factor": capacity_factor, **vars(way)}
+            check_at_home(dispatch or AS_USUAL)
+        return {
+            "top_k": top_k,
+            "capacity_factor": capacity_factor,
+            "dispatch": dispatch,
+            "losses": losses,
+        }
 
     def forward(
         self,
@@ -398,10 +406,8 @@ class GPT(LanguageModel):
         logit_rows_R: Tensor | None = None,
         top_k: int | None = None,
         capacity_factor: float | None = None,
-        route_degree: int | None = None,
-        overlap_degree: int | None = None,
-        all_to_all: AllToAll | None = None,
-        shadow_experts: int | None = None,
+        dispatch: DispatchOptions | None = None,
+        losses: bool = True,
     ) -> GPTOutput:
         """Logits of the next token at every position; of this rank's positions where ranks share sequences.
 
@@ -419,10 +425,8 @@ class GPT(LanguageModel):
             logit_rows_R: (R,) int64 which of the T = B * S tokens get logits; None: all, or num_logits.
             top_k: experts per token of all MoE layers, for this call only; None: theirs. So are all that follow.
             capacity_factor: inf: dropless.
-            route_degree: ranks that a token may travel over, of a model spread over several; all ranks give the same.
-            overlap_degree: parts that tokens travel in, of such a model.
-            all_to_all: "flat", "hierarchical" or "auto", of such a model.
-            shadow_experts: hot experts of each layer whose weights come to the tokens, of such a model.
+            dispatch: how tokens travel, of a model spread over several ranks, which all give the same; None: as it was spread.
+            losses: see `MoELayer.forward`.
 
         Returns:
             Logits, (R, V) with logit_rows_R and (T, V) of flat tokens, and the routing statistics of every MoE layer.
@@ -431,7 +435,6 @@ class GPT(LanguageModel):
             ConfigError: an argument of another shape, type, device or range, more tokens than config.max_seq_len, or documents beside a
                 cache or batch_invariant.
         """
-        way = Way(route_degree, overlap_degree, all_to_all, shadow_experts)
         is_flat = context is not None and isinstance(ids_BS, Tensor) and ids_BS.ndim == 1
         if is_flat:
             ids_BS = ids_BS[None]
@@ -445,7 +448,9 @@ class GPT(LanguageModel):
             logit_rows_R=logit_rows_R,
             max_len=None if is_flat else self.config.max_seq_len,
         )
-        choices = self._choices(python_number(top_k), python_number(capacity_factor), way)
+        choices = self._choices(
+            python_number(top_k), python_number(capacity_factor), dispatch, losses
+        )
         if context is not None:
             check_context(context, ids_BS, config=self.config, weight=self.embedding.weight)
         if self.shared is not None and (context is not None or num_logits is not None):

@@ -181,6 +181,7 @@ class Layer(FeedForward):
         source: Tensor | Memory | None = None,
         source_visible: Visible | None = None,
         capacity_factor: float | None = None,
+        losses: bool = True,
     ) -> tuple[Tensor, RoutingStats | None]:
         """(B, S, D) -> (B, S, D), and the routing statistics of a MoE layer.
 
@@ -190,6 +191,7 @@ class Layer(FeedForward):
             source: in the decoder: what the encoder made of the sources, or the keys and values of that.
             source_visible: see `CrossAttention`.
             capacity_factor: see `MoELayer.forward`.
+            losses: see there.
         """
         cos, sin = tokens.rope
         after_attention, after_cross, after_ffn = self.dropouts
@@ -207,6 +209,7 @@ class Layer(FeedForward):
             token_ids=tokens.ids_T,
             token_index=tokens.index_T,
             capacity_factor=capacity_factor,
+            losses=losses,
         )
         return x_BSD + after_ffn(y_TD.view_as(x_BSD), tokens.index_T), stats
 
@@ -313,7 +316,11 @@ class Seq2Seq(LanguageModel):
                 f"cache holds {cache.length} tokens already; a source is read first, make another with new_cache()"
             )
         source_BSD, _ = self._encode(
-            ids_BS, token_mask_BS, None, capacity_factor=self.config.moe.dropless_factor
+            ids_BS,
+            token_mask_BS,
+            None,
+            capacity_factor=self.config.moe.dropless_factor,
+            losses=False,
         )
         cache.memory = []
         for layer in self.decoder:
@@ -349,6 +356,7 @@ class Seq2Seq(LanguageModel):
                 memory,
                 source_visible,
                 capacity_factor=self.config.moe.dropless_factor,
+                losses=False,
             )
         return self._logits(x_BSD[:, -1])
 
@@ -465,6 +473,7 @@ class Seq2Seq(LanguageModel):
         index_T: Tensor | None,
         *,
         capacity_factor: float | None = None,
+        losses: bool = True,
     ) -> tuple[Tensor, list[RoutingStats]]:
         positions_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
         is_token_BS = token_mask_BS
@@ -476,7 +485,7 @@ class Seq2Seq(LanguageModel):
         x_BSD = self.dropouts[0](self.embedding(ids_BS), index_T)
         all_stats = []
         for layer in self.encoder:
-            x_BSD, stats = layer(x_BSD, tokens, capacity_factor=capacity_factor)
+            x_BSD, stats = layer(x_BSD, tokens, capacity_factor=capacity_factor, losses=losses)
             all_stats += [] if stats is None else [stats]
         return self.encoder_norm(x_BSD), all_stats
 

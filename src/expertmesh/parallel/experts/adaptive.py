@@ -15,10 +15,10 @@ from torch import Tensor
 
 from expertmesh.comm.collectives import all_gather
 from expertmesh.comm.mesh import divisors
-from expertmesh.config.way import AllToAll, Way
+from expertmesh.config.dispatch import AllToAll, DispatchOptions
 from expertmesh.costs.communication import Network, RouteShape
 from expertmesh.costs.layer_time import LayerShape, Machine
-from expertmesh.moe.dispatch import Tokens
+from expertmesh.moe.dispatch import Dispatched
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.activation import num_branches
@@ -83,12 +83,12 @@ class LayerChooser:
         self._done: list[tuple[Trial, Stopwatch]] = []
         self._sent: Trial | None = None
 
-    def way(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> Way:
+    def way(self, dispatcher: Any, top_k: int, capacity_factor: float | None) -> DispatchOptions:
         """The way of the call that begins, all of it."""
         load = dispatcher.load.token_load(top_k, capacity_factor)
         self._trial = None
         if load is None:
-            usual: Way = dispatcher.usual
+            usual: DispatchOptions = dispatcher.usual
             return _plain(usual)
         bucket = Bucket.of(
             load,
@@ -99,7 +99,7 @@ class LayerChooser:
         way, self._trial = self.tuner.choose(load, bucket)
         return way
 
-    def timed(self, tokens: Tokens) -> tuple[Tokens, Callable[[Tensor], None] | None]:
+    def timed(self, tokens: Dispatched) -> tuple[Dispatched, Callable[[Tensor], None] | None]:
         """The tokens, whose gradient ends the time of this call, and what ends its forward; None: it is no trial."""
         trial, self._trial = self._trial, None
         if trial is None:
@@ -173,12 +173,12 @@ def may_choose(layer: MoELayer) -> bool:
 
 def adapt(
     layers: Sequence[MoELayer],
-    pinned: Way,
+    pinned: DispatchOptions,
     network: Network,
     *,
     num_gathers: int,
     resting_bytes: float = 0.0,
-    known: Mapping[str, Way] | None = None,
+    known: Mapping[str, DispatchOptions] | None = None,
     on_settled: Any = None,
 ) -> None:
     """Let spread layers choose how their tokens travel; every rank must call, with the same.
@@ -193,7 +193,7 @@ def adapt(
         on_settled: told of all settled plans when there is a new one.
     """
     tuners: dict[tuple[LayerShape, int | None], Tuner] = {}
-    settled: dict[str, Way] = dict(known or {})
+    settled: dict[str, DispatchOptions] = dict(known or {})
     probe: tuple[float, float] | None = None
     grouped = [layer for layer in layers if may_choose(layer)]
     for layer in grouped:
@@ -229,12 +229,12 @@ def _new_tuner(
     shape: LayerShape,
     choices: Choices,
     machine: Machine,
-    settled: dict[str, Way],
+    settled: dict[str, DispatchOptions],
     on_settled: Any,
 ) -> Tuner:
     name = f"E{shape.num_experts}-D{shape.dim}-F{shape.hidden_dim}-W{shape.num_ranks}:"
 
-    def note(found: Mapping[str, Way]) -> None:
+    def note(found: Mapping[str, DispatchOptions]) -> None:
         settled.update({name + key: way for key, way in found.items()})
         if on_settled is not None:
             on_settled(settled)
@@ -245,7 +245,7 @@ def _new_tuner(
     return Tuner(search, known=fitting, on_settled=note, effort=EFFORT)
 
 
-def _plain(usual: Way) -> Way:
+def _plain(usual: DispatchOptions) -> DispatchOptions:
     """A way in which nothing is left to the cost model."""
     return replace(usual, all_to_all="flat") if usual.all_to_all == "auto" else usual
 

@@ -13,8 +13,8 @@ from expertmesh.comm.all_to_all.payload import row_bytes
 from expertmesh.comm.collectives import all_reduce
 from expertmesh.comm.mesh import expert_degrees
 from expertmesh.comm.world import World
+from expertmesh.config.dispatch import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
 from expertmesh.config.run import ExpertOrder
-from expertmesh.config.way import AS_USUAL, AllToAll, DispatchDtype, Way
 from expertmesh.costs.communication import (
     USUAL_NETWORK,
     Network,
@@ -23,7 +23,7 @@ from expertmesh.costs.communication import (
 )
 from expertmesh.costs.layer_time import hottest
 from expertmesh.errors import ConfigError
-from expertmesh.moe.dispatch import Experts, Tokens, apply_experts
+from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.phases import phase
@@ -164,7 +164,7 @@ class ExpertDispatcher:
         storage: ExpertHolder,
         *,
         num_experts: int,
-        way: Way = AS_USUAL,
+        way: DispatchOptions = AS_USUAL,
         fixed_tokens: int | None = None,
         nodes: Sequence[int] | None = None,
         network: Network = USUAL_NETWORK,
@@ -192,7 +192,7 @@ class ExpertDispatcher:
                 "they are; leave one out"
             )
         self._check(way)
-        usual = Way(
+        usual = DispatchOptions(
             make_plan(storage.degrees, way.route_degree).route_degree,
             way.overlap_degree or 1,
             way.all_to_all or "flat",
@@ -287,7 +287,7 @@ class ExpertDispatcher:
         self.load.note(total)
         return total
 
-    def _check(self, way: Way) -> None:
+    def _check(self, way: DispatchOptions) -> None:
         """Refuse what no call can have.
 
         Raises:
@@ -322,7 +322,7 @@ class ExpertDispatcher:
             )
 
     @_never_compiled
-    def start(self, tokens: Tokens, way: Way = AS_USUAL) -> SpreadJourney:
+    def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> SpreadJourney:
         """Send tokens to their experts, and begin to gather weights; see `TokenDispatcher`.
 
         Raises:
@@ -353,7 +353,7 @@ class ExpertDispatcher:
         outbounds = exchange.start_parts(tokens, chosen.num_parts, chosen.num_pieces)
         return SpreadJourney(outbounds, self.storage, gathered, staying, when_over)
 
-    def _choose(self, way: Way, tokens: Tokens) -> "Chosen":
+    def _choose(self, way: DispatchOptions, tokens: Dispatched) -> "Chosen":
         """What a call does; in the repetition of a forward (activation checkpointing) what that did."""
         self.load.begin(is_again=in_backward())
         if in_backward():
@@ -389,7 +389,7 @@ class ExpertDispatcher:
         size = num_tokens / num_parts * x_TD.shape[1] * x_TD.element_size()
         return max(1, min(round(size / PIECE_BYTES), MAX_PIECES))
 
-    def _faster(self, route_degree: int, tokens: Tokens) -> str:
+    def _faster(self, route_degree: int, tokens: Dispatched) -> str:
         """The faster all-to-all by the cost model, from numbers that all ranks have in common."""
         if route_degree == 1 or self.exchanges is not None:
             return "flat"
@@ -443,12 +443,12 @@ def spread_experts(
         num_replicas: copies of the experts; each is spread over world.size / num_replicas ranks.
         es_degree: slices of each expert; None: as few as possible.
         order: which ranks hold which part, see `ExpertDegrees`.
-        route_degree: see `Way`.
+        route_degree: see `DispatchOptions`.
         keep: see `ExpertStorage`.
         fixed_tokens: see `ExpertDispatcher`.
-        overlap_degree: see `Way`.
-        all_to_all: see `Way`.
-        shadow_experts: see `Way`.
+        overlap_degree: see `DispatchOptions`.
+        all_to_all: see `DispatchOptions`.
+        shadow_experts: see `DispatchOptions`.
         nodes: see `ExpertDispatcher`.
         network: see `ExpertDispatcher`.
         exchanges: see `ExpertDispatcher`.
@@ -503,7 +503,7 @@ def spread_experts(
     layer.dispatcher = dispatcher = ExpertDispatcher(
         storage,
         num_experts=layer.num_experts,
-        way=Way(route_degree, overlap_degree, all_to_all, shadow_experts),
+        way=DispatchOptions(route_degree, overlap_degree, all_to_all, shadow_experts),
         fixed_tokens=fixed_tokens,
         nodes=nodes,
         network=network,

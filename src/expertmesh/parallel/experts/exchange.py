@@ -20,10 +20,10 @@ from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_al
 from expertmesh.comm.collectives import in_flight_all_gather
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.in_flight import InFlight
-from expertmesh.config.way import DispatchDtype
+from expertmesh.config.dispatch import DispatchDtype
 from expertmesh.errors import ConfigError
 from expertmesh.moe.assignment import count_all_choices
-from expertmesh.moe.dispatch import Tokens
+from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
@@ -68,7 +68,7 @@ class Route:
         own_RK = (local_RK >= 0) & (local_RK < self.num_local)
         return torch.where(own_RK, local_RK, self.num_local), own_RK
 
-    def own(self, tokens: Tokens) -> Tokens:
+    def own(self, tokens: Dispatched) -> Dispatched:
         """Tokens with ids counted from this rank's first expert; choices of other ranks' experts are none here."""
         local_RK, own_RK = self.local_ids(tokens.expert_ids_TK, self.first_expert)
         return replace(tokens, expert_ids_TK=local_RK, weights_TK=tokens.weights_TK * own_RK)
@@ -82,10 +82,10 @@ class Route:
         x = in_flight_all_to_all(x_RD, counts, group, where=where, payload=self.payload)
         return both, x
 
-    def arrived(self, both_RK: Tensor, x_RD: Tensor, max_rows: int | None = None) -> Tokens:
+    def arrived(self, both_RK: Tensor, x_RD: Tensor, max_rows: int | None = None) -> Dispatched:
         """Rows of other ranks with what `choices_of_rows` gave them, as this rank's `own`."""
         weights_RK, ids_RK = both_RK.tensor_split(2, 1)
-        return self.own(Tokens(x_RD, ids_RK.detach().to(torch.int64), weights_RK, max_rows))
+        return self.own(Dispatched(x_RD, ids_RK.detach().to(torch.int64), weights_RK, max_rows))
 
 
 class Homebound(Protocol):
@@ -109,7 +109,7 @@ class Outbound(ABC):
         """Send what had to wait for numbers of other ranks, and wait for these; `finish` does it if nobody did."""
 
     @abstractmethod
-    def finish(self) -> Tokens:
+    def finish(self) -> Dispatched:
         """Wait for the tokens of all ranks; their ids are local then.
 
         Raises:
@@ -131,7 +131,7 @@ class Exchange:
     def __init__(self, route: Route) -> None:
         self.route = route
 
-    def start(self, tokens: Tokens) -> Outbound:
+    def start(self, tokens: Dispatched) -> Outbound:
         """Send tokens out; returns without waiting for other ranks.
 
         Args:
@@ -140,7 +140,7 @@ class Exchange:
         return self.start_parts(tokens, 1)[0]
 
     def start_parts(
-        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[Outbound]:
         """Send tokens out in parts that travel one by one.
 
@@ -156,19 +156,19 @@ class Exchange:
         return [self.start(part) for part in split(tokens, part_sizes(tokens, num_parts))]
 
 
-def part_sizes(tokens: Tokens, num_parts: int) -> list[int]:
+def part_sizes(tokens: Dispatched, num_parts: int) -> list[int]:
     """Sizes of parts of some tokens, equal but for one token."""
     T = len(tokens.x_TD)
     return [T * (i + 1) // num_parts - T * i // num_parts for i in range(num_parts)]
 
 
-def split(tokens: Tokens, sizes: Sequence[int]) -> list[Tokens]:
+def split(tokens: Dispatched, sizes: Sequence[int]) -> list[Dispatched]:
     """Cut tokens into consecutive parts of these sizes, differentiably."""
     if len(sizes) == 1:
         return [tokens]
     columns = (tokens.x_TD, tokens.expert_ids_TK, tokens.weights_TK)
     parts = zip(*(column.split(list(sizes)) for column in columns), strict=True)
-    return [Tokens(x_TD, ids, weights, tokens.max_rows) for x_TD, ids, weights in parts]
+    return [Dispatched(x_TD, ids, weights, tokens.max_rows) for x_TD, ids, weights in parts]
 
 
 @dataclass(frozen=True)
@@ -199,13 +199,13 @@ class _AtHome:
 class _Staying(Outbound):
     travels = False
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Dispatched) -> None:
         self._tokens = tokens
 
     def advance(self) -> None:
         """Nothing is under way."""
 
-    def finish(self) -> Tokens:
+    def finish(self) -> Dispatched:
         return self._tokens
 
     def start_home(self, y_RD: Tensor) -> Homebound:
@@ -216,7 +216,7 @@ class Alone(Exchange):
     """This rank has all experts of its tokens: nothing moves."""
 
     def start_parts(
-        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[Outbound]:
         """Keep the tokens, together."""
         return [_Staying(tokens)]
@@ -229,7 +229,7 @@ class Replicated(Exchange):
     """
 
     def start_parts(
-        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[Outbound]:
         """Keep the tokens, together.
 
@@ -249,13 +249,13 @@ class Replicated(Exchange):
 class _Everywhere(Outbound):
     travels = False
 
-    def __init__(self, route: Route, tokens: Tokens) -> None:
+    def __init__(self, route: Route, tokens: Dispatched) -> None:
         self._route, self._tokens = route, tokens
 
     def advance(self) -> None:
         """Nothing is under way."""
 
-    def finish(self) -> Tokens:
+    def finish(self) -> Dispatched:
         return self._route.own(self._tokens)
 
     def start_home(self, y_RD: Tensor) -> Homebound:
@@ -276,7 +276,7 @@ class Fixed(Exchange):
         self.bound = bound
 
     def start_parts(
-        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[Outbound]:
         """Send all tokens to every rank, which leaves those of others alone; each part padded to its part of the bound.
 
@@ -297,7 +297,7 @@ class Fixed(Exchange):
 
 
 class _FixedOutbound(Outbound):
-    def __init__(self, route: Route, tokens: Tokens, bound: int) -> None:
+    def __init__(self, route: Route, tokens: Dispatched, bound: int) -> None:
         self._route, self._num_tokens = route, len(tokens.x_TD)
         missing = (0, 0, 0, bound - self._num_tokens)
         where = f"{route.layer}, dispatch"
@@ -314,7 +314,7 @@ class _FixedOutbound(Outbound):
     def advance(self) -> None:
         """All is under way."""
 
-    def finish(self) -> Tokens:
+    def finish(self) -> Dispatched:
         both_RK, x_RD = (move.finish().flatten(0, 1) for move in (self._both, self._x))
         return self._route.arrived(both_RK, x_RD)
 
@@ -336,7 +336,7 @@ class Ragged(Exchange):
     """Every rank sends each as many rows as it has for it; the host waits for their numbers, once."""
 
     def start_parts(
-        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[Outbound]:
         """Tell the other ranks how many rows to expect, in one exchange for all parts; `Outbound.advance` sends them."""
         parts = split(tokens, part_sizes(tokens, num_parts))
@@ -350,7 +350,7 @@ class Ragged(Exchange):
 
 
 class _RaggedOutbound(Outbound):
-    def __init__(self, route: Route, tokens: Tokens) -> None:
+    def __init__(self, route: Route, tokens: Dispatched) -> None:
         self._route, self._tokens = route, tokens
         ids_TK = tokens.expert_ids_TK
         block_TK = route.blocks(ids_TK)
@@ -382,7 +382,7 @@ class _RaggedOutbound(Outbound):
         x_RD = permute(self._tokens.x_TD, metadata)
         self._rows = route.send(both_RK, x_RD, counts, route.group, "dispatch")
 
-    def finish(self) -> Tokens:
+    def finish(self) -> Dispatched:
         self.advance()
         assert self._rows is not None
         both_RK, x_RD = (move.finish() for move in self._rows)
@@ -409,7 +409,7 @@ def at_least_fp32(weights_TK: Tensor) -> Tensor:
     return weights_TK if weights_TK.dtype == torch.float64 else weights_TK.float()
 
 
-def choices_of_rows(tokens: Tokens, metadata: RouteMetadata) -> Tensor:
+def choices_of_rows(tokens: Dispatched, metadata: RouteMetadata) -> Tensor:
     """(R, 2K) weights and global ids of each row, which are exact in FP32 up to 2^24."""
     weights_RK = permute(at_least_fp32(tokens.weights_TK), metadata)
     return weights_and_ids(weights_RK, tokens.expert_ids_TK[metadata.token_of_row_N])

@@ -16,7 +16,7 @@ from expertmesh.comm.all_to_all.flat import Counts, CountsInFlight, in_flight_al
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.in_flight import InFlight
 from expertmesh.moe.assignment import count_all_choices
-from expertmesh.moe.dispatch import Tokens
+from expertmesh.moe.dispatch import Dispatched
 from expertmesh.ops.permute import combine, permute
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
 from expertmesh.parallel.experts.exchange import (
@@ -69,7 +69,7 @@ class Hierarchical(Exchange):
         self.nodes = nodes
 
     def start_parts(
-        self, tokens: Tokens, num_parts: int, num_pieces: int = 1
+        self, tokens: Dispatched, num_parts: int, num_pieces: int = 1
     ) -> Sequence[Outbound]:
         """Tell the other ranks how many rows to expect, on both ways, in one exchange for all parts; each crosses in pieces."""
         cut = split(tokens, part_sizes(tokens, num_parts * num_pieces))
@@ -94,13 +94,13 @@ class _Pieces(Outbound):
         for piece in self._pieces:
             piece.advance()
 
-    def finish(self) -> Tokens:
+    def finish(self) -> Dispatched:
         self.advance()
         for piece in self._pieces:
             piece.hand_on()
         found = [piece.finish() for piece in self._pieces]
         self._sizes = [len(tokens.x_TD) for tokens in found]
-        return Tokens(
+        return Dispatched(
             torch.cat([tokens.x_TD for tokens in found]),
             torch.cat([tokens.expert_ids_TK for tokens in found]),
             torch.cat([tokens.weights_TK for tokens in found]),
@@ -152,7 +152,7 @@ class _Homebound:
 class _Outbound(Outbound):
     """Rows are those across nodes, copies those inside this rank's node."""
 
-    def __init__(self, route: Route, nodes: Nodes, tokens: Tokens) -> None:
+    def __init__(self, route: Route, nodes: Nodes, tokens: Dispatched) -> None:
         self._route, self._nodes, self._tokens = route, nodes, tokens
         device = tokens.expert_ids_TK.device
         self._places_BQ = on_device(route.places, device)
@@ -215,7 +215,7 @@ class _Outbound(Outbound):
         inside, purpose = self._nodes.inside, "dispatch inside a node"
         self._arriving = self._route.send(both_RK, x_RD, copies, inside, purpose)
 
-    def finish(self) -> Tokens:
+    def finish(self) -> Dispatched:
         self.hand_on()
         assert self._arriving is not None
         both_RK, x_RD = (rows.finish() for rows in self._arriving)

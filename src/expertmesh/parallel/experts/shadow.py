@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from expertmesh.comm.collectives import start_all_reduce
 from expertmesh.comm.group import Pending, RankGroup, wait_for
 from expertmesh.comm.mesh import ExpertDegrees
-from expertmesh.moe.dispatch import Experts, Tokens, apply_experts
+from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
 from expertmesh.moe.experts import ExpertParameters
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.experts.weights import ExpertWeights, WeightGradients
@@ -207,7 +207,7 @@ class Staying:
         num_experts: E.
     """
 
-    def __init__(self, tokens: Tokens, weights: ShadowWeights, num_experts: int) -> None:
+    def __init__(self, tokens: Dispatched, weights: ShadowWeights, num_experts: int) -> None:
         self._tokens, self._weights, self._num_experts = tokens, weights, num_experts
 
     def finish(self, experts: Experts) -> Tensor:
@@ -220,7 +220,7 @@ class Staying:
         hot = self._weights.hot
         places = [hot.index(e) if e in hot else len(hot) for e in range(self._num_experts + 1)]
         places_E = on_device(places, ids_TK.device)
-        tokens = Tokens(
+        tokens = Dispatched(
             self._tokens.x_TD,
             places_E[ids_TK.long()],
             self._tokens.weights_TK,
@@ -232,9 +232,9 @@ class Staying:
         return y_TD
 
 
-def without_hot(tokens: Tokens, hot: Sequence[int], num_experts: int) -> Tokens:
+def without_hot(tokens: Dispatched, hot: Sequence[int], num_experts: int) -> Dispatched:
     """The tokens, of whose choices those of hot experts are no choice any more."""
     ids_TK = tokens.expert_ids_TK
     is_hot_E = on_device([e in hot for e in range(num_experts + 1)], ids_TK.device)
     cold_TK = torch.where(is_hot_E[ids_TK.long()], num_experts, ids_TK)
-    return Tokens(tokens.x_TD, cold_TK, tokens.weights_TK, tokens.max_rows)
+    return Dispatched(tokens.x_TD, cold_TK, tokens.weights_TK, tokens.max_rows)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
-from expertmesh.config.way import AllToAll, Way
+from expertmesh.config.dispatch import AllToAll, DispatchOptions
 from expertmesh.costs.communication import RouteShape, TokenLoad
 from expertmesh.costs.layer_time import LayerShape, Machine, extra_bytes, step_time
 
@@ -92,31 +92,31 @@ class Choices:
     overlap_degrees: Sequence[int]
     kinds: Sequence[AllToAll]
     shadows: Sequence[int]
-    usual: Way
+    usual: DispatchOptions
     budget_bytes: float
 
-    def ways(self, load: TokenLoad) -> list[Way]:
+    def ways(self, load: TokenLoad) -> list[DispatchOptions]:
         """All that make a difference under a load."""
         mean = 1 / len(load.shares)
         shadows = [h for h in self.shadows if h == 0 or max(load.shares) >= HOT * mean]
         found = []
         for r, route in self.routes.items():
             if r == 1:
-                found.append(Way(1, 1, "flat", 0))
+                found.append(DispatchOptions(1, 1, "flat", 0))
                 continue
             found += [
-                Way(r, n, kind, h)
+                DispatchOptions(r, n, kind, h)
                 for n in self.overlap_degrees
                 for kind in self._kinds(route)
                 for h in shadows or [self.shadows[0]]
             ]
         return found
 
-    def allow(self, way: Way) -> bool:
+    def allow(self, way: DispatchOptions) -> bool:
         """Whether a way, found elsewhere, is one of these under some load."""
         route = self.routes.get(way.route_degree or 1)
         if route is None or route.route_degree == 1:
-            return route is not None and way == Way(1, 1, "flat", 0)
+            return route is not None and way == DispatchOptions(1, 1, "flat", 0)
         return (
             way.overlap_degree in self.overlap_degrees
             and way.all_to_all in self._kinds(route)
@@ -158,13 +158,13 @@ class ModelSearch:
     layer: LayerShape
     machine: Machine
 
-    def starts(self, load: TokenLoad, trains: bool, number: int) -> list[Way]:
+    def starts(self, load: TokenLoad, trains: bool, number: int) -> list[DispatchOptions]:
         """So many to begin with, at least one, the best first: of each route_degree, of each all-to-all and number of shadows."""
         ranked = self._ranked(load, trains)
         if not ranked:
             return [self.choices.usual]
-        routes: dict[int | None, Way] = {}
-        kinds: dict[tuple[object, ...], Way] = {}
+        routes: dict[int | None, DispatchOptions] = {}
+        kinds: dict[tuple[object, ...], DispatchOptions] = {}
         for way in ranked:
             routes.setdefault(way.route_degree, way)
             kinds.setdefault((way.route_degree, way.all_to_all, way.shadow_experts), way)
@@ -172,11 +172,11 @@ class ModelSearch:
         wanted = dict.fromkeys([ranked[0], *routes.values(), *usual, *kinds.values(), *ranked])
         return sorted(list(wanted)[:number], key=lambda way: self._seconds(way, load, trains))
 
-    def near(self, way: Way, load: TokenLoad, trains: bool) -> list[Way]:
+    def near(self, way: DispatchOptions, load: TokenLoad, trains: bool) -> list[DispatchOptions]:
         """Another number of parts, another all-to-all, or one shadow more or less; the best first."""
         return [other for other in self._ranked(load, trains) if self._is_near(way, other)]
 
-    def _is_near(self, one: Way, other: Way) -> bool:
+    def _is_near(self, one: DispatchOptions, other: DispatchOptions) -> bool:
         if one == other or one.route_degree != other.route_degree:
             return False  # where tokens stay there are no parts, whatever number was given
         degrees = self.choices.overlap_degrees
@@ -187,23 +187,23 @@ class ModelSearch:
         )
         return sum(steps) == 1
 
-    def _ranked(self, load: TokenLoad, trains: bool) -> list[Way]:
+    def _ranked(self, load: TokenLoad, trains: bool) -> list[DispatchOptions]:
         seconds = {w: self._seconds(w, load, trains) for w in self._fitting(load, trains)}
         limit = HOPELESS * min(seconds.values(), default=0.0)
         return sorted((w for w in seconds if seconds[w] <= limit), key=seconds.__getitem__)
 
-    def _fitting(self, load: TokenLoad, trains: bool) -> list[Way]:
+    def _fitting(self, load: TokenLoad, trains: bool) -> list[DispatchOptions]:
         return [way for way in self.choices.ways(load) if self.fits(way, load, trains)]
 
-    def _seconds(self, way: Way, load: TokenLoad, trains: bool) -> float:
+    def _seconds(self, way: DispatchOptions, load: TokenLoad, trains: bool) -> float:
         return step_time(way, self._route(way), self._layer(trains), load, self.machine).total_s
 
-    def fits(self, way: Way, load: TokenLoad, trains: bool) -> bool:
+    def fits(self, way: DispatchOptions, load: TokenLoad, trains: bool) -> bool:
         """Whether the budget is enough for one."""
         needed = extra_bytes(way, self._route(way), self._layer(trains), load)
         return needed <= self.choices.budget_bytes
 
-    def _route(self, way: Way) -> RouteShape:
+    def _route(self, way: DispatchOptions) -> RouteShape:
         return self.choices.routes[way.route_degree or 1]
 
     def _layer(self, trains: bool) -> LayerShape:
@@ -213,23 +213,28 @@ class ModelSearch:
 class _Bucket:
     """The trials of one bucket: those to start with, then those near the fastest, then the close ones again."""
 
-    def __init__(self, starts: list[Way], near: Callable[[Way], list[Way]], effort: Effort) -> None:
+    def __init__(
+        self,
+        starts: list[DispatchOptions],
+        near: Callable[[DispatchOptions], list[DispatchOptions]],
+        effort: Effort,
+    ) -> None:
         self._near, self._effort = near, effort
-        self.times: dict[Way, list[float]] = {}
-        self._wanted: dict[Way, int] = {}
-        self._issued: dict[Way, int] = {}
+        self.times: dict[DispatchOptions, list[float]] = {}
+        self._wanted: dict[DispatchOptions, int] = {}
+        self._issued: dict[DispatchOptions, int] = {}
         self._calls_without_news, self._patience = 0, PATIENCE
-        self.settled: Way | None = None
+        self.settled: DispatchOptions | None = None
         self._add(starts)
         if len(starts) == 1:
             self.settled = starts[0]
 
     @property
-    def best(self) -> Way:
+    def best(self) -> DispatchOptions:
         """The fastest that is known; the first by the model as long as nothing is."""
         return min(self._left(), key=self._median)
 
-    def report(self, way: Way, seconds: float) -> None:
+    def report(self, way: DispatchOptions, seconds: float) -> None:
         """A trial is over."""
         self.times[way].append(seconds)
         self._calls_without_news, self._patience = 0, PATIENCE
@@ -237,7 +242,7 @@ class _Bucket:
         if all(len(self.times[way]) >= self._wanted[way] for way in left):
             self._go_on(left)
 
-    def _go_on(self, left: list[Way]) -> None:
+    def _go_on(self, left: list[DispatchOptions]) -> None:
         best, most = self.best, 1 + 2 * self._effort.num_trials
         room = self._effort.num_ways - len(self.times)
         new = [way for way in self._near(best) if way not in self.times][:room]
@@ -250,21 +255,21 @@ class _Bucket:
             ties = [way for way in close if self._median(way) <= TIE * self._median(best)]
             self.settled = min(ties, key=lambda way: (*_simplicity(way), self._median(way)))
 
-    def _add(self, ways: list[Way]) -> None:
+    def _add(self, ways: list[DispatchOptions]) -> None:
         self.times |= {way: [] for way in ways}
         self._issued |= dict.fromkeys(ways, 0)
         self._wanted |= dict.fromkeys(ways, 1 + self._effort.num_trials)
 
-    def _median(self, way: Way) -> float:
+    def _median(self, way: DispatchOptions) -> float:
         return median(self.times[way][1:] or [float("inf")])
 
-    def _left(self) -> list[Way]:
+    def _left(self) -> list[DispatchOptions]:
         """Ways that have not been seen to be slow."""
         seen = {way: min(times[1:]) for way, times in self.times.items() if len(times) > 1}
         limit = TOO_SLOW * min(seen.values(), default=0.0)
         return [way for way in self.times if seen.get(way, 0.0) <= limit]
 
-    def next_trial(self) -> Way | None:
+    def next_trial(self) -> DispatchOptions | None:
         """A way to measure, all in turn; None: all trials are under way."""
         self._calls_without_news += 1
         if self._calls_without_news > self._patience:
@@ -278,7 +283,7 @@ class _Bucket:
         return way
 
 
-def _simplicity(way: Way) -> tuple[object, ...]:
+def _simplicity(way: DispatchOptions) -> tuple[object, ...]:
     """Less to send, to start and to keep comes first."""
     return way.overlap_degree, way.shadow_experts, way.all_to_all != "flat"
 
@@ -293,7 +298,7 @@ class Trial:
     """
 
     bucket: str
-    way: Way
+    way: DispatchOptions
 
 
 class Tuner:
@@ -310,16 +315,16 @@ class Tuner:
         self,
         search: ModelSearch,
         *,
-        known: Mapping[str, Way] | None = None,
-        on_settled: Callable[[Mapping[str, Way]], None] | None = None,
+        known: Mapping[str, DispatchOptions] | None = None,
+        on_settled: Callable[[Mapping[str, DispatchOptions]], None] | None = None,
         effort: Effort | None = None,
     ) -> None:
         self._search, self._on_settled, self._effort = search, on_settled, effort or Effort()
-        self.settled: dict[str, Way] = dict(known or {})
+        self.settled: dict[str, DispatchOptions] = dict(known or {})
         self._unchecked = set(self.settled)
         self._buckets: dict[str, _Bucket] = {}
 
-    def choose(self, load: TokenLoad, bucket: Bucket) -> tuple[Way, Trial | None]:
+    def choose(self, load: TokenLoad, bucket: Bucket) -> tuple[DispatchOptions, Trial | None]:
         """The way of a call, and the trial that it is; None: nobody asks for its time."""
         key = bucket.key
         if key in self._unchecked:

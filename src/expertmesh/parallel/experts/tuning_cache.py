@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.config.base import parse_json, user_cache_dir
+from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.config.output_file import write_whole
-from expertmesh.config.way import Way
 from expertmesh.costs.communication import Link, Network
 
 VERSION = 1
@@ -79,12 +79,12 @@ def network_of(values: Mapping[str, Any]) -> Network:
     return Network(*links)
 
 
-def save_plans(path: Path, plans: Mapping[str, Way], model: str) -> None:
+def save_plans(path: Path, plans: Mapping[str, DispatchOptions], model: str) -> None:
     """Keep settled plans by bucket."""
     _write(path, {"model": model, "plans": {key: asdict(way) for key, way in plans.items()}})
 
 
-def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, Way]], None]:
+def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, DispatchOptions]], None]:
     """What keeps plans whenever there are more; where they cannot be written that is one line, and no reason to stop.
 
     Args:
@@ -93,7 +93,7 @@ def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, Way]], None]:
     """
     can_write = True
 
-    def keep(plans: Mapping[str, Way]) -> None:
+    def keep(plans: Mapping[str, DispatchOptions]) -> None:
         nonlocal can_write
         try:
             if can_write:
@@ -105,7 +105,7 @@ def plan_keeper(path: Path, model: str) -> Callable[[Mapping[str, Way]], None]:
     return keep
 
 
-def load_plans(path: Path, model: str) -> dict[str, Way]:
+def load_plans(path: Path, model: str) -> dict[str, DispatchOptions]:
     """Settled plans; none where the file is missing or cannot be used, which is said in one line."""
     values = _read(path)
     try:
@@ -113,18 +113,18 @@ def load_plans(path: Path, model: str) -> dict[str, Way]:
             return {}
         if values["model"] != model:
             raise ValueError("it is of another model")
-        return {key: _checked(Way(**way)) for key, way in values["plans"].items()}
+        return {key: _checked(DispatchOptions(**way)) for key, way in values["plans"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         _ignored(path, error)
         return {}
 
 
-def known() -> list[tuple[Path, Network | None, dict[str, Way]]]:
+def known() -> list[tuple[Path, Network | None, dict[str, DispatchOptions]]]:
     """All files here: of links, and of plans."""
-    links: list[tuple[Path, Network | None, dict[str, Way]]] = [
+    links: list[tuple[Path, Network | None, dict[str, DispatchOptions]]] = [
         (p, load_network(p), {}) for p in sorted((user_cache_dir() / "comm").glob("*.json"))
     ]
-    plans: list[tuple[Path, Network | None, dict[str, Way]]] = []
+    plans: list[tuple[Path, Network | None, dict[str, DispatchOptions]]] = []
     for path in sorted((user_cache_dir() / "plans").glob("*.json")):
         values = _read(path)
         if values is not None:
@@ -132,7 +132,7 @@ def known() -> list[tuple[Path, Network | None, dict[str, Way]]]:
     return [*links, *plans]
 
 
-def _checked(way: Way) -> Way:
+def _checked(way: DispatchOptions) -> DispatchOptions:
     least = {"route_degree": 1, "overlap_degree": 1, "shadow_experts": 0}
     if way.all_to_all not in ("flat", "hierarchical") or not all(
         type(n := getattr(way, name)) is int and n >= smallest for name, smallest in least.items()

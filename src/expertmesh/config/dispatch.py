@@ -8,7 +8,7 @@ DispatchDtype = Literal["same", "int8", "float8_e4m3"]
 
 
 @dataclass(frozen=True)
-class Way:
+class DispatchOptions:
     """How the tokens of one call travel, the same on all processes; None: as the layer was spread.
 
     Attributes:
@@ -25,4 +25,4 @@ class Way:
     shadow_experts: int | None = None
 
 
-AS_USUAL = Way()
+AS_USUAL = DispatchOptions()
