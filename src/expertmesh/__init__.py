@@ -10,7 +10,8 @@ A language model of one's own text, from training to sampling:
     print(em.generate(model, tokenizer, "Once upon a time", max_tokens=50))
 
 MoELayer      the layer, for a model of your own
-Routing       a choice of experts to replay; RoutingStats: what a call of the layer tells
+Routing       a choice of experts to replay; RoutingStats: what a call of the layer tells;
+              DispatchOptions: how its tokens travel between processes
 GPT           a language model with such layers
 functional    what the layer is made of: operators and losses
 lora          low-rank adapters on experts
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from expertmesh.api import generate as generate
     from expertmesh.api import load as load
     from expertmesh.api import train as train
+    from expertmesh.config.dispatch import DispatchOptions as DispatchOptions
     from expertmesh.config.run import RunConfig as RunConfig
     from expertmesh.errors import CheckpointError as CheckpointError
     from expertmesh.errors import CollectiveError as CollectiveError
@@ -59,6 +61,7 @@ _HOME = {
     "CheckpointError": "errors",
     "CollectiveError": "errors",
     "ConfigError": "errors",
+    "DispatchOptions": "config.dispatch",
     "GPT": "models.gpt.model",
     "MoELayer": "moe.layer",
     "Routing": "moe.types",
@@ -80,6 +83,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "ConfigError",
+    "DispatchOptions",
     "GPT",
     "MoELayer",
     "Routing",

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from expertmesh.comm.world import World
+from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.config.run import ParallelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
@@ -70,7 +71,8 @@ def switch_every_step(parallel, num_steps):
         ids = torch.randint(0, 512, (B, S), generator=draw)
         logits = backward(whole, ids, slice(0, B), step, **choices)
         with world.traffic.logged() as log:
-            mine = backward(spread, ids, slice(p, p + 1), step, route_degree=route, **choices)
+            how = DispatchOptions(route_degree=route)
+            mine = backward(spread, ids, slice(p, p + 1), step, dispatch=how, **choices)
         moved += log.num_bytes(where="weight")
         gathers = 1 if parallel["zero_stage"] < 3 else 2
         expected += sum((gathers + 1) * (W // route - 1) * (n // W) * ELEMENT for n in experts)
