@@ -17,6 +17,14 @@ class DispatchOptions:
         all_to_all: "flat": straight to the processes of their experts; "hierarchical": between nodes first, once to each
             node; "auto": what the cost model says is faster.
         shadow_experts: number of hot experts whose weights come to the tokens, which stay.
+
+    Example:
+        >>> import torch
+        >>> layer = em.MoELayer(dim=8, hidden_dim=16, num_experts=4, top_k=2)
+        >>> how = em.DispatchOptions(route_degree=1)  # all that there is on one process
+        >>> y, stats = layer(torch.randn(5, 8), dispatch=how)
+        >>> y.shape
+        torch.Size([5, 8])
     """
 
     route_degree: int | None = None
