@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.config.swin import SwinConfig
@@ -94,10 +95,11 @@ GPT_CALLS = {
     "too many experts": (IDS, {"top_k": 4}, "num_experts=3"),
     "a negative capacity": (IDS, {"capacity_factor": -1}, "capacity_factor=-1"),
     "a capacity of text": (IDS, {"capacity_factor": "2"}, "capacity_factor='2'"),
-    "ranks that are not there": (IDS, {"route_degree": 2}, "route_degree=2"),
-    "a way of no name": (IDS, {"all_to_all": "fast"}, "all_to_all='fast'"),
-    "half a part": (IDS, {"overlap_degree": 1.0}, "overlap_degree=1.0"),
-    "shadows on one process": (IDS, {"shadow_experts": 1}, "shadow_experts=1"),
+    "ranks that are not there": (IDS, {"dispatch": DispatchOptions(route_degree=2)}, "route_degree=2"),
+    "a way of no name": (IDS, {"dispatch": DispatchOptions(all_to_all="fast")}, "all_to_all='fast'"),
+    "half a part": (IDS, {"dispatch": DispatchOptions(overlap_degree=1.0)}, "overlap_degree=1.0"),
+    "no options": (IDS, {"dispatch": 2}, "dispatch=2: must be"),
+    "shadows on one process": (IDS, {"dispatch": DispatchOptions(shadow_experts=1)}, "shadow_experts=1"),
 }  # fmt: skip
 
 
@@ -154,7 +156,7 @@ def test_a_context_is_of_these_tokens_and_this_model(make, match):
     [
         ({"top_k": 1}, "top_k=1: has no effect in a dense model"),
         ({"capacity_factor": 1.0}, "capacity_factor=1.0: has no effect in a dense model"),
-        ({"route_degree": 2}, "route_degree=2"),
+        ({"dispatch": DispatchOptions(route_degree=2)}, "route_degree=2"),
         ({"token_index": torch.arange(2)}, "token_index has shape"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
@@ -268,7 +270,7 @@ def test_what_fits_is_taken():
         (IDS, {"token_index": index.int(), "num_logits": 9}),
         (IDS, {"document_BS": torch.zeros(2, 4, dtype=torch.int16)}),
         (IDS, {"token_mask_BS": MASK, "context": cache_of().begin(IDS, token_mask_BS=MASK)}),
-        (IDS, {"overlap_degree": 1, "all_to_all": "flat", "capacity_factor": float("inf")}),
+        (IDS, {"dispatch": DispatchOptions(1, 1, "flat"), "capacity_factor": float("inf")}),
     ):
         assert gpt()(ids, **more).logits_BSV.shape == found.shape
     with torch.autocast("cpu", torch.bfloat16):

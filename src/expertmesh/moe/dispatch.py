@@ -141,6 +141,7 @@ _AT_HOME = {
 
 def check_at_home(way: DispatchOptions) -> None:
     """Raise ConfigError unless a way of the tokens asks nothing of a layer on one process."""
+    _check_options(way)
     for name in (field.name for field in fields(way)):
         value = getattr(way, name)
         # no `in`, which compares tensors with what is there
@@ -152,6 +153,15 @@ def check_at_home(way: DispatchOptions) -> None:
             )
 
 
+def _check_options(way: Any) -> DispatchOptions:
+    """Raise ConfigError unless these are the options of a call."""
+    if not isinstance(way, DispatchOptions):
+        raise ConfigError(
+            f"dispatch={way!r}: must be a DispatchOptions; give em.DispatchOptions(route_degree=...)"
+        )
+    return way
+
+
 def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) -> DispatchOptions:
     """How tokens travel in a call: the options, or the choices one by one.
 
@@ -160,7 +170,7 @@ def dispatch_options(given: DispatchOptions | None, choices: Mapping[str, Any]) 
         TypeError: there is no such choice.
     """
     if not choices:
-        return AS_USUAL if given is None else given
+        return AS_USUAL if given is None else _check_options(given)
     if given is not None:
         raise ConfigError(
             f"dispatch= and {', '.join(choices)}=: both say how tokens travel; give dispatch= alone"
