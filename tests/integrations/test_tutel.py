@@ -1,7 +1,6 @@
 """The Tutel door against its documented semantics, in a loop of plain PyTorch."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -160,7 +159,7 @@ def test_importance_and_load():
     y.l_aux.backward()
     assert layer._layer.router.proj.weight.grad.any()
     ours = copy.deepcopy(layer._layer)  # variances over E; Tutel's are over E - 1
-    ours.loss_options = dataclasses.replace(ours.loss_options, aux_loss_weight=1.0)
+    ours.options = ours.options.model_copy(update={"aux_loss_weight": 1.0})
     x = torch.randn(16, D, dtype=torch.float64)
     expected = ours.eval()(x)[1].aux_loss * E / (E - 1)
     assert_close_fp64(layer.eval()(x).l_aux.detach(), expected.detach(), what="l_aux")

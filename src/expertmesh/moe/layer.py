@@ -344,9 +344,7 @@ class MoELayer(nn.Module):
         # no view: what wraps the layer (FSDP2) could not see x += y on one
         return torch.ops.aten._unsafe_view(y_TD.to(x.dtype).contiguous(), x.shape), stats
 
-    def _losses(
-        self, call: Call, routing: Routing
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _losses(self, call: Call, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """What `weighted_losses` gives, without an element where nobody wants it."""
         if not call.losses:
             nothing = call.x_TD.new_empty(0)
