@@ -57,7 +57,7 @@ class _StepTimes:
 def one(recipe: str, dtype: str, steps: int, text: str, folder: str) -> dict[str, Any]:
     """Seconds of a step, and what the run computed in; in a process of its own."""
     import expertmesh as em
-    from expertmesh.training.arithmetic import read_arithmetic
+    from expertmesh.runs.arithmetic import read_arithmetic
 
     times, run_dir = _StepTimes(), Path(folder) / "run"
     config = em.recipe(recipe).updated(

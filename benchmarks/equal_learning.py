@@ -16,17 +16,17 @@ import torch
 import tyro
 from benchmarks.curves import plot
 
+from expertmesh.checkpoints.load import load_weights
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.parameters import count_parameters
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.recipes import RECIPES
+from expertmesh.runs.precision import resolve_precision
+from expertmesh.runs.run_dir import RunDir, load_run
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
-from expertmesh.training.precision import resolve_precision
-from expertmesh.training.run_dir import RunDir, load_run
-from expertmesh.training.state import load_weights
 
 KINDS = {"moe": "gpt-moe-demo", "dense": "gpt-dense-demo"}
 

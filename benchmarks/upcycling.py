@@ -23,6 +23,8 @@ import torch
 import tyro
 from benchmarks.curves import plot
 
+from expertmesh.checkpoints.load import load_weights
+from expertmesh.checkpoints.store import list_checkpoints, step_of
 from expertmesh.config.family import GPT as FAMILY
 from expertmesh.config.gpt import GPTRunConfig, begun_with
 from expertmesh.config.model import ModelConfig, MoEConfig
@@ -35,13 +37,11 @@ from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.token_losses import token_losses
 from expertmesh.models.upcycle import upcycle
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.open import open_trained
+from expertmesh.runs.run_dir import RunDir, load_run
 from expertmesh.training.begin import save_as_run
-from expertmesh.training.checkpoint import list_checkpoints, step_of
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
-from expertmesh.training.run_dir import RunDir, load_run
-from expertmesh.training.state import load_weights
-from expertmesh.training.trained import open_trained
 
 ARMS = {
     "goes_on": "dense, goes on",

@@ -35,10 +35,10 @@ from expertmesh.costs.swin import count_multiply_adds, swin_costs
 from expertmesh.data.image_files import read_folder
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.vision import swin_mnist
+from expertmesh.runs.open import open_trained
+from expertmesh.runs.run_dir import load_run
 from expertmesh.training.begin import begun
 from expertmesh.training.loop import train
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.trained import open_trained
 
 FOLDERS = {
     "union": {"mnist10k": 8000, "animals": 7000, "glyphs": 0},

@@ -34,6 +34,7 @@ from benchmarks.harness import circumstances
 from benchmarks.markdown import markdown_table
 
 import expertmesh as em
+from expertmesh.checkpoints.load import load_weights
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.config.family import SWIN
 from expertmesh.config.model import MoEConfig
@@ -42,9 +43,8 @@ from expertmesh.data.image_files import read_folder
 from expertmesh.errors import ConfigError
 from expertmesh.models.swin.model import Swin
 from expertmesh.recipes.vision import swin_mnist
+from expertmesh.runs.run_dir import load_run
 from expertmesh.training.loop import train
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.state import load_weights
 
 ARMS = {"tuned": "moe", "frozen": "moe", "dense": "dense"}
 """Kind of the body of each arm."""

@@ -25,8 +25,8 @@ from expertmesh.models.swin.model import Swin
 from expertmesh.models.swin.task import SwinTask
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.recipes.vision import RECIPES
+from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.optim import build_optimizer
-from expertmesh.training.precision import resolve_precision
 from expertmesh.training.step import training_step
 
 CLOSE = 1e-4

@@ -22,8 +22,8 @@ from expertmesh.infer.translate import translate
 from expertmesh.infer.translation_scores import score
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_twelve
-from expertmesh.training.run_dir import Run
-from expertmesh.training.trained import Trained
+from expertmesh.runs.open import Trained
+from expertmesh.runs.run_dir import Run
 
 Found = dict[str, Any]
 SMALL = {

@@ -16,10 +16,10 @@ from rich.console import Console
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.costs.parameters import count_parameters
+from expertmesh.runs.open import Trained, open_trained
+from expertmesh.runs.run_dir import Run, load_run
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.loop import train
-from expertmesh.training.run_dir import Run, load_run
-from expertmesh.training.trained import Trained, open_trained
 
 PARTS = 20
 """Budgets are twentieths of the longest one; each begins its decay, the last fifth, after so many 25ths of it."""

@@ -42,11 +42,11 @@ from expertmesh.costs.parameters import count_parameters
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.recipes import RECIPES
 from expertmesh.recipes.dense_twin import dense_twin
+from expertmesh.runs.precision import resolve_precision
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import build_optimizer
-from expertmesh.training.precision import resolve_precision
-from expertmesh.training.run_dir import RunDir
 from expertmesh.training.step import training_step
 
 Part = Literal["speed", "moe", "dense"]

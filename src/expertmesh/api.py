@@ -13,7 +13,6 @@ from expertmesh.comm.world import World
 from expertmesh.config.base import shown
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
-from expertmesh.data.text_format import text_format
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
@@ -21,11 +20,12 @@ from expertmesh.models.decoder import CausalLM
 from expertmesh.models.own_module import Module, own_family
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes.changes import changed
+from expertmesh.runs.open import open_trained
+from expertmesh.runs.precision import resolve_precision
+from expertmesh.runs.run_dir import TOKENIZER, load_run
+from expertmesh.text.format import text_format
 from expertmesh.training import loop
-from expertmesh.training.precision import resolve_precision
-from expertmesh.training.run_dir import TOKENIZER, load_run
 from expertmesh.training.trackers import Tracker
-from expertmesh.training.trained import open_trained
 
 
 class Loaded(NamedTuple):

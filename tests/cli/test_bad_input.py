@@ -203,7 +203,7 @@ def other_data(place: Place) -> list[str]:
 
 
 def disk_full(place: Place) -> list[str]:
-    from expertmesh.training import checkpoint
+    from expertmesh.checkpoints import store as checkpoint
 
     def full(folder, tensors):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
@@ -299,7 +299,7 @@ def generate_without_checkpoints(place: Place) -> list[str]:
 
 
 def generate_from_nan(place: Place) -> list[str]:
-    import expertmesh.training.trained as trained
+    import expertmesh.runs.open as trained
 
     load = trained.load_weights
 

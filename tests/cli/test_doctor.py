@@ -11,7 +11,7 @@ from expertmesh.cli.main import main
 from expertmesh.ops.cpu import compiled_products
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.cpu.compiled_products import Loop
-from expertmesh.training import arithmetic
+from expertmesh.runs import arithmetic
 
 
 def details(findings):

@@ -8,13 +8,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.support.runs import train_quietly
 
+from expertmesh.checkpoints.load import load_weights
+from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.cli.main import main
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
-from expertmesh.training.checkpoint import list_checkpoints
 from expertmesh.training.export import export
-from expertmesh.training.state import load_weights
 
 TINY = {
     "model.dim": 16,
@@ -75,7 +75,7 @@ def test_an_older_checkpoint_and_an_existing_file(runs, tmp_path, capsys):
 
 
 def test_all_dtypes_survive(tmp_path):
-    from expertmesh.training.checkpoint import CheckpointStore
+    from expertmesh.checkpoints.store import CheckpointStore
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)
     tensors = {f"model.{str(d)[6:]}": torch.tensor([[0, 1], [1, 1]]).to(d) for d in dtypes}

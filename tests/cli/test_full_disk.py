@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from expertmesh.checkpoints.dcp import write_tensors
+from expertmesh.checkpoints.store import CheckpointStore
 from expertmesh.cli.main import main
 from expertmesh.config.output_file import output_file
 from expertmesh.errors import ConfigError
-from expertmesh.training.checkpoint import CheckpointStore
-from expertmesh.training.checkpoint_tensors import write_tensors
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.metrics import MetricsFile
-from expertmesh.training.run_dir import RunDir
 from expertmesh.training.trackers import TensorBoard
 
 

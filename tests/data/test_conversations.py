@@ -13,17 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import expertmesh as em
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.text import TextConfig
-from expertmesh.data.chat import (
-    MARKS,
-    OWN_TEMPLATE,
-    OwnFormat,
-    TemplateFormat,
-)
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import load_corpus
 from expertmesh.data.text import text_data
-from expertmesh.data.text_format import extras_of, find_format
-from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.infer import engine
 from expertmesh.infer.sampling import Sampling
@@ -32,6 +24,14 @@ from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
 from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
+from expertmesh.text.chat import (
+    MARKS,
+    OWN_TEMPLATE,
+    OwnFormat,
+    TemplateFormat,
+)
+from expertmesh.text.format import extras_of, find_format
+from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
 

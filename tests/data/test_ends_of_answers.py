@@ -7,13 +7,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from expertmesh.config.text import TextConfig
-from expertmesh.data.chat import MARKS, OWN_TEMPLATE, OwnFormat, TemplateFormat
 from expertmesh.data.conversation_lines import checked
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import load_corpus
-from expertmesh.data.text_format import text_format
-from expertmesh.data.tokenizer import train_tokenizer
 from expertmesh.errors import ConfigError
+from expertmesh.text.chat import MARKS, OWN_TEMPLATE, OwnFormat, TemplateFormat
+from expertmesh.text.format import text_format
+from expertmesh.text.tokenizer import train_tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|end|>", "<|call|>")
 ASKS = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"

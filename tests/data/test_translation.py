@@ -21,9 +21,9 @@ from expertmesh.data.parallel_text import (
     read_lines,
     tag_id,
 )
-from expertmesh.data.tokenizer import load_tokenizer, train_tokenizer
 from expertmesh.data.translation import CHUNK, Examples, Mixture, TranslationData, probabilities
 from expertmesh.errors import ConfigError
+from expertmesh.text.tokenizer import load_tokenizer, train_tokenizer
 
 LINES = 60
 PACKED = {"en": (".gz", gzip.compress), "fr": (".zst", zstandard.compress)}

@@ -15,8 +15,8 @@ from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.infer.engine import generate, generate_batch, generate_text, generate_texts
 from expertmesh.infer.sampling import Sampling
-from expertmesh.infer.text import TextStream, byte_of_character
 from expertmesh.models.gpt.model import GPT
+from expertmesh.text.stream import TextStream, byte_of_character
 
 TEXT = "def naïve(x):\n    return '日本語 🙂' + x  # Ελληνικά\n"
 

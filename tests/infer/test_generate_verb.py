@@ -15,16 +15,16 @@ from tests.support.patience import PATIENCE_S
 from tests.support.ranks import RankPool
 
 import expertmesh as em
+from expertmesh.checkpoints.store import CheckpointStore
 from expertmesh.cli.decoding import load_decoder
 from expertmesh.cli.main import main
-from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.infer.engine import generate_text
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
-from expertmesh.training.checkpoint import CheckpointStore
-from expertmesh.training.run_dir import RunDir, load_run
-from expertmesh.training.trained import open_trained
+from expertmesh.runs.open import open_trained
+from expertmesh.runs.run_dir import RunDir, load_run
+from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 TEXTS = ["def main():\n    return 'é'\n", "import os\n"] * 30
 PROMPT = "def main("

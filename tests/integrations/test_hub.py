@@ -13,12 +13,12 @@ from tests.support.memory import peak_bytes
 from tests.support.sentencepiece_vocabulary import END, START, sentencepiece_tokenizer
 from transformers import AutoModelForCausalLM
 
+from expertmesh.checkpoints.hub.configs import end_ids
 from expertmesh.costs.parameters import count_parameters
-from expertmesh.data.tokenizer import end_of_text_id, train_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
-from expertmesh.integrations.hub.configs import end_ids
 from expertmesh.testing import numerics
+from expertmesh.text.tokenizer import end_of_text_id, train_tokenizer
 
 VOCAB = 300
 TEXT = ["a few words of some text " * 9]
@@ -137,7 +137,7 @@ def test_the_round_trip_changes_no_bit(hub, name, dtype, tmp_path):
 
 def test_shards_are_read_and_written(hub, tmp_path):
     from expertmesh.integrations.hub.save import save_pretrained
-    from expertmesh.training.run_dir import load_run
+    from expertmesh.runs.run_dir import load_run
 
     folder, model = hub["qwen3_moe"]
     model.save_pretrained(tmp_path / "shards", max_shard_size="30KB")
@@ -230,12 +230,12 @@ def test_a_header_that_contradicts_itself_is_refused_by_the_tensor(hub, tmp_path
 
 
 def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
+    from expertmesh.checkpoints.dcp import whole_tensors
     from expertmesh.config.family import GPT
     from expertmesh.config.gpt import GPTRunConfig
+    from expertmesh.runs.run_dir import load_run
     from expertmesh.training.begin import begun
-    from expertmesh.training.checkpoint_tensors import whole_tensors
     from expertmesh.training.loop import train
-    from expertmesh.training.run_dir import load_run
 
     convert(hub["qwen3_moe"][0], tmp_path / "run")
     (tmp_path / "text").mkdir()
@@ -292,7 +292,7 @@ def test_a_converted_model_learns_conversations_by_its_own_template(talker, tmp_
     from transformers import AutoTokenizer, GenerationConfig
 
     from expertmesh.cli.main import main
-    from expertmesh.training.run_dir import load_run
+    from expertmesh.runs.run_dir import load_run
 
     run, ends = talker
     talks = [[("user", f"What is {n}?"), ("assistant", f"It is {n}.")] for n in range(40)]
@@ -353,7 +353,7 @@ def test_a_text_begins_with_what_the_tokenizer_puts_before_it(hub, tmp_path, cap
     """Mixtral's `<s>`, of `generate` in Python and as a verb, and what is said of it is text."""
     import expertmesh as em
     from expertmesh.cli.main import main
-    from expertmesh.infer.text import TextStream
+    from expertmesh.text.stream import TextStream
 
     source = spoiled(hub["mixtral"][0], tmp_path / "hub")
     tokenizer = sentencepiece_tokenizer()
@@ -428,7 +428,7 @@ class Inline(ThreadPoolExecutor):
 
 
 def test_converting_holds_what_is_being_written(larger, tmp_path, monkeypatch):
-    from expertmesh.training import checkpoint
+    from expertmesh.checkpoints import store as checkpoint
 
     monkeypatch.setattr(checkpoint, "ThreadPoolExecutor", Inline)
     hub, _ = larger
@@ -445,12 +445,12 @@ def spread_and_loaded(folder, run, layout):
     """Of one rank: bytes that it holds, peaks of both ways to load them, and whether the values are right."""
     from torch.distributed.tensor import DTensor
 
+    from expertmesh.checkpoints.load import load_weights
     from expertmesh.config.run import ParallelConfig
     from expertmesh.models.gpt.model import GPT
     from expertmesh.models.gpt.parallelize import parallelize_gpt
     from expertmesh.parallel.construct import give_memory
-    from expertmesh.training.run_dir import load_run
-    from expertmesh.training.state import load_weights
+    from expertmesh.runs.run_dir import load_run
 
     def local(tensor):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -502,7 +502,7 @@ def larger(tmp_path_factory):
 def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     from tokenizers import Tokenizer, decoders, models
 
-    from expertmesh.data.tokenizer import given_tokenizer
+    from expertmesh.text.tokenizer import given_tokenizer
 
     path, words = tmp_path / "tokenizer.json", Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     few_bytes = Tokenizer(models.BPE({"a": 0}, []))

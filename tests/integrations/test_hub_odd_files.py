@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 import expertmesh as em
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig
-from expertmesh.data.tokenizer import train_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
 from expertmesh.models.gpt.model import GPT
 from expertmesh.testing import numerics
+from expertmesh.text.tokenizer import train_tokenizer
 from expertmesh.training.begin import save_as_run
 
 VOCAB = 300

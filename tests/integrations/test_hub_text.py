@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import expertmesh as em
 from expertmesh.cli.main import main
-from expertmesh.data.chat import TemplateFormat
-from expertmesh.data.text_format import find_format, hub_start, text_format
-from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.infer import engine
 from expertmesh.integrations.hub import convert, load_pretrained
 from expertmesh.integrations.transformers import ExpertMeshForCausalLM
+from expertmesh.runs.run_dir import load_run
+from expertmesh.text.chat import TemplateFormat
+from expertmesh.text.format import find_format, hub_start, text_format
+from expertmesh.text.tokenizer import load_tokenizer
 from expertmesh.training.loop import train
-from expertmesh.training.run_dir import load_run
 
 GLM = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 PROMPT = "few words"

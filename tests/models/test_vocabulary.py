@@ -10,12 +10,12 @@ from torch import nn
 import expertmesh as em
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.seq2seq import Seq2SeqConfig
-from expertmesh.data.tokenizer import train_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.seq2seq.model import Seq2Seq
 from expertmesh.models.vocabulary import resize_vocabulary
 from expertmesh.testing import numerics
+from expertmesh.text.tokenizer import train_tokenizer
 
 SMALL = {"vocab_size": 300, "max_seq_len": 16, "dim": 16, "num_heads": 2, "ffn_hidden_dim": 16}
 MOE = {"hidden_dim": 8, "num_experts": (3,)}

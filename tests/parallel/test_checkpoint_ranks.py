@@ -13,6 +13,14 @@ from tests.support.memory import peak_bytes
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
 from torch import nn
 
+from expertmesh.checkpoints import store as checkpoint
+from expertmesh.checkpoints.dcp import read_tensors, tensor_shapes
+from expertmesh.checkpoints.store import (
+    CheckpointStore,
+    find_damage,
+    list_checkpoints,
+    newest_good,
+)
 from expertmesh.comm.world import World
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, PeerError
@@ -23,14 +31,6 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.matrices import own_part
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
-from expertmesh.training import checkpoint
-from expertmesh.training.checkpoint import (
-    CheckpointStore,
-    find_damage,
-    list_checkpoints,
-    newest_good,
-)
-from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.state import RunProgress, TrainState
 

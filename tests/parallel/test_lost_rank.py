@@ -9,8 +9,8 @@ import pytest
 from tests.support.agent import Agent
 from tests.support.patience import PATIENCE_S
 
+from expertmesh.checkpoints.store import list_checkpoints, newest_good
 from expertmesh.cli.main import main
-from expertmesh.training.checkpoint import list_checkpoints, newest_good
 from expertmesh.training.metrics import read_metrics
 
 NUM_RANKS = 4
@@ -36,7 +36,7 @@ def words_of(folder, *more):
 
 def command_line(words, odd=None, number=None):
     """The command line on this rank; rank `odd` gets a signal in the middle of its part of the third checkpoint."""
-    from expertmesh.training import checkpoint
+    from expertmesh.checkpoints import store as checkpoint
 
     write, calls = checkpoint.write_tensors, []
 

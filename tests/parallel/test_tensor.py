@@ -32,8 +32,8 @@ from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.tensor import Sliced, Whole, tensor_group
 from expertmesh.recipes import RECIPES
+from expertmesh.runs.precision import resolve_precision
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
-from expertmesh.training.precision import resolve_precision
 from expertmesh.training.step import accumulate_gradients
 
 B, S, STEPS = 8, 16, 2

@@ -24,9 +24,9 @@ from expertmesh.models.own_module import own_family
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
 from expertmesh.recipes import RECIPES
+from expertmesh.runs.open import open_trained
+from expertmesh.runs.run_dir import load_run
 from expertmesh.training.muon import orthogonalized
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.trained import open_trained
 
 STEPS = 4
 COMPARED = ("loss", "aux_loss", "grad_norm", "eval_loss", "dropped_fraction", "load_imbalance")

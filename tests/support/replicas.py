@@ -19,8 +19,8 @@ from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.optim import build_optimizer
-from expertmesh.training.precision import resolve_precision
 from expertmesh.training.step import training_step
 
 

@@ -10,10 +10,10 @@ from expertmesh.costs.products import Product, dominant_products
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.recipes import RECIPES
-from expertmesh.training import arithmetic
-from expertmesh.training.arithmetic import Way, choose, fastest, measure
-from expertmesh.training.precision import resolve_precision
-from expertmesh.training.run_dir import RunDir
+from expertmesh.runs import arithmetic
+from expertmesh.runs.arithmetic import Way, choose, fastest, measure
+from expertmesh.runs.precision import resolve_precision
+from expertmesh.runs.run_dir import RunDir
 
 CPU = torch.device("cpu")
 USUAL = cpu_products.usual_library()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tests.support.mistakes import reseal
 
+from expertmesh.checkpoints.store import list_checkpoints, step_of
 from expertmesh.config.family import GPT
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.training.branch import branch_point
-from expertmesh.training.checkpoint import list_checkpoints, step_of
 from expertmesh.training.metrics import read_metrics
 
 WSD = {"optim.schedule": "wsd", "train.checkpoint_every": 2, "train.keep_last": 1}

@@ -15,17 +15,17 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from expertmesh.errors import CheckpointError
-from expertmesh.training import checkpoint
-from expertmesh.training.checkpoint import (
+from expertmesh.checkpoints import store as checkpoint
+from expertmesh.checkpoints.dcp import read_tensors, write_tensors
+from expertmesh.checkpoints.dcp_files import copy_piece
+from expertmesh.checkpoints.store import (
     CheckpointStore,
     find_damage,
     list_checkpoints,
     newest_good,
     read_state,
 )
-from expertmesh.training.checkpoint_files import copy_piece
-from expertmesh.training.checkpoint_tensors import read_tensors, write_tensors
+from expertmesh.errors import CheckpointError
 
 
 def tensors(value=1.0):

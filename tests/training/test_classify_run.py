@@ -22,10 +22,10 @@ from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.swin.task import SwinTask
 from expertmesh.recipes.vision import swin_test
+from expertmesh.runs.open import open_trained
+from expertmesh.runs.run_dir import load_run
 from expertmesh.training.optim import freeze
 from expertmesh.training.room import check_room
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.trained import open_trained
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from expertmesh.models.token_losses import Lesson, token_losses
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
+from expertmesh.runs.precision import resolve_precision
 from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
 from expertmesh.training.begin import save_as_run
-from expertmesh.training.precision import resolve_precision
 from expertmesh.training.teacher import open_teacher, teacher_bytes, teacher_dtype
 
 RELATIVE = 1e-9

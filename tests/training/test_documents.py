@@ -11,12 +11,12 @@ from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.data.shards import prepare_tokens
 from expertmesh.data.text import TextData
-from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs
+from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from expertmesh.config.run import TrainConfig
 from expertmesh.errors import ConfigError
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.ends import Ends
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
-from expertmesh.training.run_dir import RunDir
 
 
 class Clock:

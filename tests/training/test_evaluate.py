@@ -18,9 +18,9 @@ from expertmesh.data.windows import Windows
 from expertmesh.models.gpt.task import GPTTask, bits_per_byte
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_test
+from expertmesh.runs.precision import resolve_precision
 from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.evaluate import _on_device, evaluate
-from expertmesh.training.precision import resolve_precision
 
 PRECISION = resolve_precision(TrainConfig(device="cpu", dtype="float64"))
 

@@ -17,7 +17,7 @@ import expertmesh as em
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus, texts
 from expertmesh.data.shards import prepare_tokens
-from expertmesh.data.tokenizer import train_tokenizer
+from expertmesh.text.tokenizer import train_tokenizer
 
 TEXTS = [f"text {i} of many\nwith a line of é\n" * (1 + i % 3) for i in range(60)]
 LINES = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(TEXTS))

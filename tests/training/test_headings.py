@@ -9,11 +9,11 @@ from expertmesh.cli.main import main
 from expertmesh.config.family import SEQ2SEQ
 from expertmesh.config.seq2seq import ParallelTextConfig
 from expertmesh.data.parallel_text import languages_of, tag_id
-from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.data.translation import TranslationData
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.translation import translate_test
-from expertmesh.training.run_dir import load_run
+from expertmesh.runs.run_dir import load_run
+from expertmesh.text.tokenizer import load_tokenizer
 
 
 def write(folder, **texts):

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from tests.support.nursery import the_nursery
 
+from expertmesh.checkpoints import store as checkpoint
 from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.training import checkpoint
 from expertmesh.training.loop import train
 
 SEED = 7

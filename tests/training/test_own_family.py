@@ -27,8 +27,8 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.family import Baseline, Loss, Task
 from expertmesh.models.own_module import OwnModule
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.run_dir import load_run
 from expertmesh.training.loop import train
-from expertmesh.training.run_dir import load_run
 
 NAME = f"{__name__}:DIGITS"
 

@@ -15,13 +15,13 @@ from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.translation import translate_test
 from expertmesh.recipes.vision import swin_test
+from expertmesh.runs.open import open_trained
+from expertmesh.runs.run_dir import load_run
 from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.begin import begun
 from expertmesh.training.expert_use import read_use
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.regroup import checked_layers, count_choices, join, moe_layers, prune
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.trained import open_trained
 
 COMMON = {
     "train.steps": 4,

@@ -14,9 +14,9 @@ from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.precision import resolve_precision
 from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.evaluate import evaluate
-from expertmesh.training.precision import resolve_precision
 from expertmesh.training.step import accumulate_gradients
 
 SEQ_LEN = 192

@@ -18,14 +18,14 @@ from tests.support.patience import PATIENCE_S
 from tests.support.runs import lines_of, losses_of
 from tests.training.conftest import spoil_gradients
 
+from expertmesh.checkpoints.load import load_weights
+from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.data.text import TextData
 from expertmesh.errors import CheckpointError, ConfigError, TrainingDivergedError
 from expertmesh.models.gpt.model import GPT
+from expertmesh.runs.run_dir import RunDir, load_run
 from expertmesh.training import stop, trackers
-from expertmesh.training.checkpoint import list_checkpoints
 from expertmesh.training.metrics import MetricsFile, measure_load, read_metrics
-from expertmesh.training.run_dir import RunDir, load_run
-from expertmesh.training.state import load_weights
 
 
 def lines(config):

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.cli.main import main
-from expertmesh.training.checkpoint import list_checkpoints
-from expertmesh.training.run_dir import RunDir
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.runs import find_runs, look_at
 
 

@@ -16,9 +16,9 @@ from tests.training.test_stop import nobody, run_words  # noqa: F401
 from expertmesh.cli.main import main
 from expertmesh.config.family import GPT
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_lines, read_metrics
-from expertmesh.training.run_dir import RunDir
 
 
 class Failing(io.TextIOBase):

@@ -11,9 +11,9 @@ from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise
+from expertmesh.runs.precision import resolve_precision
 from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
 from expertmesh.training.optim import build_optimizer
-from expertmesh.training.precision import resolve_precision
 from expertmesh.training.step import accumulate_gradients, training_step
 
 CPU = torch.device("cpu")

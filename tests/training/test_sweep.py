@@ -12,9 +12,9 @@ from expertmesh.cli.main import main
 from expertmesh.cli.sweep import table
 from expertmesh.config.family import GPT, Metric
 from expertmesh.errors import ConfigError
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training import sweep as sweeping
 from expertmesh.training.metrics import read_metrics
-from expertmesh.training.run_dir import RunDir
 from expertmesh.training.step import training_step
 
 

@@ -10,8 +10,8 @@ from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.swin.task import SwinTask
 from expertmesh.recipes import recipe
+from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.evaluate import evaluate
-from expertmesh.training.precision import resolve_precision
 
 PRECISION = resolve_precision(TrainConfig(device="cpu", dtype="float64"))
 

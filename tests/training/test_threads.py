@@ -20,11 +20,11 @@ from expertmesh.costs.products import Product
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.precision import resolve_precision
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training import threads
 from expertmesh.training.loop import train
 from expertmesh.training.pace import Counts, Pace
-from expertmesh.training.precision import resolve_precision
-from expertmesh.training.run_dir import RunDir
 from expertmesh.training.threads import (
     Threads,
     check_threads,

@@ -9,14 +9,14 @@ import pytest
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus, texts
 from expertmesh.data.shards import prepare_tokens
-from expertmesh.data.tokenizer import (
+from expertmesh.errors import ConfigError
+from expertmesh.text.tokenizer import (
     END_OF_TEXT,
     END_OF_TEXT_ID,
     load_tokenizer,
     token_num_bytes,
     train_tokenizer,
 )
-from expertmesh.errors import ConfigError
 
 ODD_TEXT = f"tabs\t\r\n  caf\u00e9 \U0001f600 {END_OF_TEXT} quoted\n\n\n    x = 'y'\n"
 

@@ -10,19 +10,19 @@ from tests.support.calls import calls_of
 from tests.support.mistakes import reseal
 from torch import nn
 
+from expertmesh.checkpoints.store import newest_good
 from expertmesh.cli import report, samples
 from expertmesh.cli.main import main
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus
-from expertmesh.data.tokenizer import train_tokenizer
 from expertmesh.errors import TrainingDivergedError
 from expertmesh.models.family import Baseline
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.task import GPTTask
-from expertmesh.training.checkpoint import newest_good
+from expertmesh.runs.open import open_trained
+from expertmesh.text.tokenizer import train_tokenizer
 from expertmesh.training.loop import train
-from expertmesh.training.trained import open_trained
 
 TINY = [
     "--model.vocab-size",

@@ -20,9 +20,9 @@ from expertmesh.data import files
 from expertmesh.infer.translate import in_pieces, one_line, translate
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_test
+from expertmesh.runs.open import open_trained
+from expertmesh.runs.run_dir import load_run
 from expertmesh.training.expert_use import read_use
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.trained import open_trained
 
 WORDS = ("dog", "cat", "bird", "fish"), ("red", "blue", "green")
 

@@ -58,7 +58,7 @@ def ready_to_train(config: RunConfig, *, verbose: bool = False) -> Iterator[None
     with told_of_data(verbose=verbose):
         with loading():
             import expertmesh.training.loop  # noqa: F401
-            from expertmesh.training.precision import resolve_device
+            from expertmesh.runs.precision import resolve_device
         with said_once():
             device = resolve_device(config.train.device)
         if device.type == "cpu":

@@ -113,7 +113,7 @@ def _parser() -> OptionParser:
 def _open(options: Any) -> Any:
     """The run, with what its experts may take here."""
     from expertmesh.config.swin import SwinRunConfig
-    from expertmesh.training.run_dir import load_run
+    from expertmesh.runs.run_dir import load_run
 
     found = load_run(options.run)
     if not isinstance(found.config, SwinRunConfig):
@@ -141,8 +141,8 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
     with loading():
         from expertmesh.data.images import CLASSES_FILE, class_names
         from expertmesh.infer.classify import classify, read_images
+        from expertmesh.runs.open import open_trained
         from expertmesh.training.threads import threads_of_calls
-        from expertmesh.training.trained import open_trained
 
         classes = class_names(found.path / CLASSES_FILE)
         task, model, precision = open_trained(found, precision=precision_of(found, options.device))
@@ -159,9 +159,9 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
 def _score(found: Any, options: Any) -> str:
     """Accuracy and loss on all validation images."""
     with loading():
+        from expertmesh.runs.open import open_trained
         from expertmesh.training.evaluate import evaluate, watched
         from expertmesh.training.threads import threads_of_calls
-        from expertmesh.training.trained import open_trained
 
         task, model, precision = open_trained(found, precision=precision_of(found, options.device))
         with notes_known():

@@ -71,7 +71,7 @@ def open_decoder(options: Any, *, num_rows: int = 1, is_asked: bool = False) -> 
     with ExitStack() as stack:
         with loading():
             from expertmesh.parallel.ranks import Ranks, open_ranks
-            from expertmesh.training.run_dir import load_run
+            from expertmesh.runs.run_dir import load_run
             from expertmesh.training.threads import threads_of_calls
 
             with said_once():
@@ -109,7 +109,7 @@ def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
         ConfigError: there is no such run or device, or models of its family generate no text.
         CheckpointError: the run has no usable checkpoint or tokenizer.
     """
-    from expertmesh.training.run_dir import load_run
+    from expertmesh.runs.run_dir import load_run
 
     found = load_run(run_dir)
     return _opened(found, precision_of(found, device))
@@ -117,8 +117,8 @@ def load_decoder(run_dir: str, device: str | None) -> tuple[Any, Any, Any, Any]:
 
 def _opened(found: Any, precision: Any, **spread: Any) -> tuple[Any, Any, Any, Any]:
     """A run's task, decoder, tokenizer and precision; spread as `open_trained` has it."""
-    from expertmesh.training.run_dir import TOKENIZER
-    from expertmesh.training.trained import open_trained
+    from expertmesh.runs.open import open_trained
+    from expertmesh.runs.run_dir import TOKENIZER
 
     tokenizer = found.load_tokenizer() if TOKENIZER in found.family.files else None
     task, model, precision = open_trained(found, precision=precision, for_autocast=True, **spread)
@@ -128,7 +128,7 @@ def _opened(found: Any, precision: Any, **spread: Any) -> tuple[Any, Any, Any, A
 
 def precision_of(found: Any, device: str | None) -> Any:
     """The precision of a run, on the device that was asked for."""
-    from expertmesh.training.precision import resolve_precision
+    from expertmesh.runs.precision import resolve_precision
 
     config = found.config if device is None else found.config.updated({"train.device": device})
     return resolve_precision(config.train, record=found.arithmetic)

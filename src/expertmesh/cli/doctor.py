@@ -272,7 +272,7 @@ def precision() -> list[Finding]:
     from expertmesh.costs.products import dominant_products
     from expertmesh.parallel.ranks import Ranks
     from expertmesh.recipes import RECIPES
-    from expertmesh.training.precision import resolve_precision
+    from expertmesh.runs.precision import resolve_precision
     from expertmesh.training.threads import measure_step, settle_threads
 
     findings = []

@@ -43,8 +43,8 @@ def run(argv: list[str]) -> int:
         _, model, tokenizer, precision = load_decoder(options.run, options.device)
         import torch
 
-        from expertmesh.data.tokenizer import end_of_text_id
         from expertmesh.integrations.evaluation import evaluate
+        from expertmesh.text.tokenizer import end_of_text_id
         from expertmesh.training.threads import threads_of_calls
 
     num_rows = _TOKENS * options.batch_size

@@ -65,11 +65,11 @@ def _generate(options: Any, prompts: list[str], decoder: Decoder) -> None:
     _, model, tokenizer, precision, ranks = decoder
     import torch
 
-    from expertmesh.data.chat import MARKS, OwnFormat, latest_turns
-    from expertmesh.data.text_format import text_format
     from expertmesh.infer.engine import generate_text, generate_texts
     from expertmesh.infer.sampling import Sampling
     from expertmesh.models.decoder import EncoderDecoder
+    from expertmesh.text.chat import MARKS, OwnFormat, latest_turns
+    from expertmesh.text.format import text_format
 
     if isinstance(model, EncoderDecoder):
         raise ConfigError(

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from expertmesh.data.corpus import Corpus
     from expertmesh.models.family import Data, Task
     from expertmesh.reporting.page import Tokens
-    from expertmesh.training.run_dir import Run
-    from expertmesh.training.trained import Trained
+    from expertmesh.runs.open import Trained
+    from expertmesh.runs.run_dir import Run
 
 _CURVE_ROWS = 12
 _TOKENS = 64
@@ -45,7 +45,7 @@ class _Runs:
             ConfigError: this is no run, or of another family.
             CheckpointError: it has no usable checkpoint.
         """
-        from expertmesh.training.trained import open_trained
+        from expertmesh.runs.open import open_trained
 
         run = self._find(name)
         trained = self._trained.get(name) or open_trained(run)
@@ -61,7 +61,7 @@ class _Runs:
         return sample_of_run(*self.open(str(name))) if run.family.generates_text else []
 
     def _find(self, name: str) -> "Run":
-        from expertmesh.training.run_dir import load_run
+        from expertmesh.runs.run_dir import load_run
 
         if name not in self._found:
             try:
@@ -147,8 +147,8 @@ def _write_page(options: Any, runs: _Runs) -> str:
 
 
 def _report(options: Any, runs: _Runs, run: str) -> int:
+    from expertmesh.runs.run_dir import RunDir
     from expertmesh.training.metrics import read_metrics
-    from expertmesh.training.run_dir import RunDir
     from expertmesh.training.state import read_run_state
     from expertmesh.training.threads import threads_of_calls
 

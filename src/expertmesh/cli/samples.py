@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from expertmesh.data.corpus import Corpus
-    from expertmesh.training.run_dir import Run
+    from expertmesh.runs.run_dir import Run
 
 PYTHON_PROMPTS = (
     "import os\nimport sys\n",
@@ -102,11 +102,11 @@ def sample(
         seed: of the random numbers.
     """
     from expertmesh.data.news import Progress
-    from expertmesh.data.text_format import text_format
     from expertmesh.errors import ConfigError
     from expertmesh.infer.engine import generate_batch
     from expertmesh.infer.sampling import Sampling
-    from expertmesh.training.run_dir import TOKENIZER
+    from expertmesh.runs.run_dir import TOKENIZER
+    from expertmesh.text.format import text_format
 
     if not prompts:
         return []

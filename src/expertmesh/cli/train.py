@@ -75,8 +75,8 @@ def describe(config: RunConfig, family: Family, *, recipe: str, num_ranks: int =
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
     """
-    from expertmesh.training.precision import resolve_precision
-    from expertmesh.training.run_dir import RunDir
+    from expertmesh.runs.precision import resolve_precision
+    from expertmesh.runs.run_dir import RunDir
     from expertmesh.training.teacher import teacher_bytes
 
     family.open_task(config).check(num_ranks)

@@ -11,14 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from expertmesh.config.base import parse_json
-
-ROLES = ("system", "user", "assistant", "tool")
-MESSAGES = "messages"
+from expertmesh.text.chat import MESSAGES, NOT_LEARNED, ROLES, Conversation
 
 FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
 """Names under which a message says whether it is learned: OpenAI's and Mistral's, axolotl's, ms-swift's, verl's."""
-NOT_LEARNED = "masked"
-"""The same the other way round, torchtune's; and what a message has here whose flag says so."""
 ELSEWHERE = {
     "functions": "write them as 'tools'",
     "system": "write it as the first message, of role system",
@@ -43,21 +39,6 @@ _OF_MESSAGES = {
     "images": "only text is learned",
 }
 """The same of a message."""
-
-Conversation = dict[str, Any]
-"""`messages`, each with a role and a string as content, and `tools` where there are any."""
-
-
-def is_answer(message: Mapping[str, Any]) -> bool:
-    """Whether it is the assistant's and says something, or calls for a tool."""
-    return message["role"] == "assistant" and bool(
-        message["content"].strip() or message.get("tool_calls")
-    )
-
-
-def is_learned(message: Mapping[str, Any]) -> bool:
-    """Whether it is an answer, and no flag says that it is not to be learned."""
-    return is_answer(message) and not message.get(NOT_LEARNED)
 
 
 def checked(given: bytes | Mapping[str, Any]) -> Conversation:

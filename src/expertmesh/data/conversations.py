@@ -16,21 +16,28 @@ from torch import Tensor
 from expertmesh.config.base import cache_root, expanded, parse_json
 from expertmesh.config.text import TextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
-from expertmesh.data.chat import MARKS, ChatFormat, Piece
-from expertmesh.data.conversation_lines import MESSAGES, Conversation, is_answer, is_learned
 from expertmesh.data.corpus import Corpus, Document
 from expertmesh.data.files import LeftOut
 from expertmesh.data.news import Progress, note, say
 from expertmesh.data.order import permutation, shuffled, spread_batches
 from expertmesh.data.packing import packed
-from expertmesh.data.text_format import extras_of, find_format
-from expertmesh.data.tokenizer import (
+from expertmesh.errors import ConfigError, Line, named
+from expertmesh.text.chat import (
+    MARKS,
+    MESSAGES,
+    ChatFormat,
+    Conversation,
+    Piece,
+    is_answer,
+    is_learned,
+)
+from expertmesh.text.format import extras_of, find_format
+from expertmesh.text.tokenizer import (
     given_tokenizer,
     load_tokenizer,
     token_num_bytes,
     train_tokenizer,
 )
-from expertmesh.errors import ConfigError, Line, named
 
 FORMAT_VERSION = 3
 _SIDES = ("training", "validation")

@@ -20,8 +20,8 @@ from expertmesh.data.encoding import decoded
 from expertmesh.data.files import UNPACKERS, TextFile, is_packed, opened, printable
 from expertmesh.data.json_records import json_rows
 from expertmesh.data.records import NoRecordsError, Row, found_shape, known_fields
-from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError, named
+from expertmesh.text.tokenizer import load_tokenizer
 
 
 class Reading(NamedTuple):

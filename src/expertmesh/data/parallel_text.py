@@ -27,8 +27,8 @@ from expertmesh.data.encoding import (
 from expertmesh.data.files import LeftOut, is_packed, lines_of, opened
 from expertmesh.data.news import NAMES_ALL, note
 from expertmesh.data.order import permutation
-from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError, named
+from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 FORMAT_VERSION = 1
 MASK_ID = 1

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 from expertmesh.config.base import parse_json
-from expertmesh.data.conversation_lines import ELSEWHERE, MESSAGES, Conversation, checked
+from expertmesh.data.conversation_lines import ELSEWHERE, checked
 from expertmesh.data.encoding import NotTextError, decoded, remedy
 from expertmesh.errors import ConfigError, named
+from expertmesh.text.chat import MESSAGES, Conversation
 
 TEXT = "text"
 """The field, or column, that holds a document, unless another one is named."""

@@ -17,13 +17,13 @@ from expertmesh.config.text import TextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.corpus import Corpus, Document, load_corpus, texts
 from expertmesh.data.news import Progress, note, say
-from expertmesh.data.tokenizer import (
+from expertmesh.errors import ConfigError, named
+from expertmesh.text.tokenizer import (
     end_of_text_id,
     given_tokenizer,
     load_tokenizer,
     train_tokenizer,
 )
-from expertmesh.errors import ConfigError, named
 
 FORMAT_VERSION = 1
 _BATCH_DOCUMENTS = 32

@@ -15,10 +15,10 @@ from expertmesh.data.labels import told_apart
 from expertmesh.data.order import shuffled
 from expertmesh.data.paths import distinct, find_paths
 from expertmesh.data.shards import prepare_tokens
-from expertmesh.data.text_format import extras_of
-from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, token_num_bytes
 from expertmesh.data.windows import Windows
 from expertmesh.errors import ConfigError
+from expertmesh.text.format import extras_of
+from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, token_num_bytes
 
 
 def text_data(config: TextConfig, *, vocab_size: int, seed: int) -> "TextData | ConversationData":

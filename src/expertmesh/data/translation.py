@@ -22,8 +22,8 @@ from expertmesh.data.parallel_text import (
     source_ids,
     tag_id,
 )
-from expertmesh.data.tokenizer import END_OF_TEXT_ID, load_tokenizer
 from expertmesh.errors import ConfigError, named
+from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer
 
 CHUNK = 4096
 """Samples that are drawn together; within them, neighbours are made equally long."""

@@ -20,9 +20,9 @@ from expertmesh.infer.sampling import (
     is_number,
     sequence_generators,
 )
-from expertmesh.infer.text import TextStream
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.parallel.inference import first_chooses
+from expertmesh.text.stream import TextStream
 
 
 def generate(

@@ -14,13 +14,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from expertmesh.data.text_format import text_format
-from expertmesh.data.tokenizer import own_start
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import evaluating, generate_batch, pad_right
 from expertmesh.infer.sampling import Sampling
-from expertmesh.infer.text import TextStream
 from expertmesh.models.gpt.model import GPT
+from expertmesh.text.format import text_format
+from expertmesh.text.stream import TextStream
+from expertmesh.text.tokenizer import own_start
 
 _LOCAL = ("json", "csv", "text", "parquet", "arrow")
 """Builders of `datasets` that read files."""

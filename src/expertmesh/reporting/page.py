@@ -14,8 +14,8 @@ from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.reporting.read import read_run
 from expertmesh.reporting.sample import sample_of_run
-from expertmesh.training.run_dir import load_run
-from expertmesh.training.trained import open_trained
+from expertmesh.runs.open import open_trained
+from expertmesh.runs.run_dir import load_run
 
 PAGE_NAME = "report.html"
 

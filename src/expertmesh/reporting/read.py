@@ -8,9 +8,9 @@ from typing import Any
 
 from expertmesh.config.base import parse_json
 from expertmesh.config.family import FAMILIES
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.expert_use import read_use
 from expertmesh.training.metrics import read_metrics
-from expertmesh.training.run_dir import RunDir
 
 MOST_POINTS = 1500
 """A curve has at most twice as many points; of a longer run every n-th step is drawn, and every evaluation."""

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.data.news import Progress
-from expertmesh.data.text_format import text_format
 from expertmesh.infer.engine import generate_batch
 from expertmesh.infer.sampling import Sampling
-from expertmesh.infer.text import TextStream
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
-from expertmesh.training.run_dir import TOKENIZER, Run
-from expertmesh.training.trained import Trained
+from expertmesh.runs.open import Trained
+from expertmesh.runs.run_dir import TOKENIZER, Run
+from expertmesh.text.format import text_format
+from expertmesh.text.stream import TextStream
 
 _TOKENS = 120
 

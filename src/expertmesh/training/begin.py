@@ -7,14 +7,14 @@ from pathlib import Path
 
 from torch import nn
 
+from expertmesh.checkpoints.dcp import Make
+from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints
 from expertmesh.config.base import expanded
 from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.output_file import naming
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
-from expertmesh.training.checkpoint import CheckpointStore, list_checkpoints
-from expertmesh.training.checkpoint_tensors import Make
-from expertmesh.training.run_dir import TOKENIZER, RunDir, load_run
+from expertmesh.runs.run_dir import TOKENIZER, RunDir, load_run
 from expertmesh.training.state import RunProgress
 
 _MODEL = "model."

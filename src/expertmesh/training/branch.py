@@ -8,13 +8,13 @@ import math
 from operator import attrgetter
 from pathlib import Path
 
+from expertmesh.checkpoints.store import find_damage, list_checkpoints, step_of
 from expertmesh.config.family import Family
 from expertmesh.config.run import OptimConfig, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, named
-from expertmesh.training.checkpoint import find_damage, list_checkpoints, step_of
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import decay_start, learning_rate
-from expertmesh.training.run_dir import RunDir
 from expertmesh.training.state import RunProgress, read_run_state
 
 _OF_THE_DECAY = frozenset({"schedule", "schedule_steps", "decay_fraction", "min_lr_ratio"})

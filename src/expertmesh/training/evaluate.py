@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from expertmesh.data.news import Progress
 from expertmesh.models.family import Batch, Data, Part, Task, each_tensor, num_samples
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.training.precision import Precision
+from expertmesh.runs.precision import Precision
 
 Evaluation = dict[str, float]
 """What an evaluation says, by name: "loss" and the family's metric among it."""

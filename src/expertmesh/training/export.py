@@ -5,41 +5,23 @@ tensor, and plain texts), then the tensors. It is written tensor by tensor, so t
 """
 
 import json
-import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from expertmesh.checkpoints.dcp import tensor_dtypes, tensor_shapes, whole_tensors
+from expertmesh.checkpoints.safetensors import file_header
+from expertmesh.checkpoints.store import find_damage
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete
 from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import CheckpointError, ConfigError, command
-from expertmesh.training.checkpoint import find_damage
-from expertmesh.training.checkpoint_tensors import tensor_dtypes, tensor_shapes, whole_tensors
-from expertmesh.training.run_dir import load_run
+from expertmesh.runs.run_dir import load_run
 from expertmesh.training.state import read_run_state
 
 _MODEL = "model."
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What safetensors files call types."""
-_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -139,25 +121,3 @@ def find_checkpoint(source: Path) -> Path:
     if problem is not None:
         raise CheckpointError(f"checkpoint {source}: is damaged ({problem}); choose another")
     return source
-
-
-def file_header(
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], texts: Mapping[str, str]
-) -> bytes:
-    """The header of a safetensors file, its length not included.
-
-    Args:
-        tensors: name, dtype and shape of each, in the order of their bytes.
-        texts: plain texts that go with them.
-    """
-    entries: dict[str, Any] = {"__metadata__": dict(texts)}
-    end = 0
-    for name, dtype, shape in tensors:
-        begin, end = end, end + dtype.itemsize * math.prod(shape)
-        entries[name] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(entries).encode()
-    return text + b" " * (-len(text) % _ALIGNMENT)

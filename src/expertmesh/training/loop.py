@@ -11,6 +11,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from expertmesh.checkpoints.load import load_weights
+from expertmesh.checkpoints.store import (
+    CheckpointStore,
+    list_checkpoints,
+    newest_good,
+    step_of,
+)
 from expertmesh.comm.bind import bind_ranks, bound_to
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
@@ -19,15 +26,11 @@ from expertmesh.errors import TrainingDivergedError, named
 from expertmesh.models.family import Batch, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
-from expertmesh.training.arithmetic import write_arithmetic
+from expertmesh.runs.arithmetic import write_arithmetic
+from expertmesh.runs.precision import Precision, resolve_device, settle_precision
+from expertmesh.runs.run_dir import RunDir, load_run
 from expertmesh.training.begin import begun
 from expertmesh.training.branch import branch_point
-from expertmesh.training.checkpoint import (
-    CheckpointStore,
-    list_checkpoints,
-    newest_good,
-    step_of,
-)
 from expertmesh.training.ends import EarlyEnd, Ends
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.fits_ranks import check_ranks
@@ -42,17 +45,14 @@ from expertmesh.training.optim import (
     set_learning_rate,
 )
 from expertmesh.training.pace import Pace
-from expertmesh.training.precision import Precision, resolve_device, settle_precision
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.roles import summary
 from expertmesh.training.room import check_room
-from expertmesh.training.run_dir import RunDir, load_run
 from expertmesh.training.state import (
     RunProgress,
     TrainState,
     check_same_data,
     check_same_run,
-    load_weights,
     read_run_state,
 )
 from expertmesh.training.step import StepResult, training_step

@@ -17,18 +17,18 @@ from torch.utils.hooks import RemovableHandle
 from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
 from expertmesh.data.news import notes_known
-from expertmesh.data.text_format import extras_of
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.family import Data, Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
+from expertmesh.runs.open import Trained, open_trained
+from expertmesh.runs.precision import Precision
+from expertmesh.runs.run_dir import TOKENIZER, Run, load_run
+from expertmesh.text.format import extras_of
 from expertmesh.training.begin import save_as_run
 from expertmesh.training.evaluate import evaluate
-from expertmesh.training.precision import Precision
-from expertmesh.training.run_dir import TOKENIZER, Run, load_run
 from expertmesh.training.state import check_same_data, dotted, read_run_state
-from expertmesh.training.trained import Trained, open_trained
 
 _OF_TRAINING = (
     "dropout", "drop_path", "label_smoothing", "init_std", "moe.input_jitter", "moe.input_dropout", "moe.expert_output_masking",

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints, newest_good, step_of
 from expertmesh.errors import ConfigError
-from expertmesh.training.checkpoint import CheckpointStore, list_checkpoints, newest_good, step_of
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.metrics import evaluations, read_metrics
-from expertmesh.training.run_dir import RunDir
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.checkpoints.dcp import read_tensors, tensor_shapes
+from expertmesh.checkpoints.store import read_state
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.family import GPT, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, named
 from expertmesh.models.family import Data
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.training.checkpoint import find_damage, read_state
-from expertmesh.training.checkpoint_tensors import read_tensors, tensor_shapes
 
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
 _MUON = ("momentum_buffer",)
@@ -165,25 +165,6 @@ def read_run_state(path: Path, *names: str) -> dict[str, Any]:
                 f"{path / 'state.json'}: has no usable {name}; choose another checkpoint"
             )
     return values
-
-
-def load_weights(path: Path, model: nn.Module | Mapping[str, Tensor]) -> None:
-    """Set the weights of a model from a checkpoint; for inference.
-
-    Args:
-        path: the checkpoint's folder.
-        model: the model of the same configuration, or some of its tensors by name.
-
-    Raises:
-        CheckpointError: damaged, or of another model.
-    """
-    problem = find_damage(path)
-    if problem is not None:
-        raise CheckpointError(
-            f"checkpoint {path}: is damaged ({problem}); delete it to use the one before"
-        )
-    tensors = model.state_dict() if isinstance(model, nn.Module) else model
-    read_tensors(path, {f"model.{name}": t for name, t in tensors.items()})
 
 
 def check_same_run(

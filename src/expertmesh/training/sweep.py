@@ -14,9 +14,9 @@ from expertmesh.config.family import Family, Metric, find_family
 from expertmesh.config.output_file import write_whole
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, TrainingDivergedError, named
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
-from expertmesh.training.run_dir import RunDir
 from expertmesh.training.state import differs, dotted
 
 TABLE_NAME = "sweep.json"

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expertmesh.checkpoints.dcp import read_tensors
+from expertmesh.checkpoints.load import load_weights
 from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.family import Data, Task
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.training.checkpoint_tensors import read_tensors
-from expertmesh.training.precision import Precision
-from expertmesh.training.run_dir import Run, RunDir, load_run
-from expertmesh.training.state import load_weights
+from expertmesh.runs.precision import Precision
+from expertmesh.runs.run_dir import Run, RunDir, load_run
 
 _IN_LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.(.*)")
 

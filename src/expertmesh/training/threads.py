@@ -1,4 +1,4 @@
-"""How many CPU threads compute: measured with the model's own products, as the type is (`training.arithmetic`).
+"""How many CPU threads compute: measured with the model's own products, as the type is (`runs.arithmetic`).
 
 More threads are not always faster. Small products end sooner than threads find one another, and beside other programs each
 operation waits for the thread that comes last.
@@ -20,8 +20,8 @@ from expertmesh.costs.products import Product
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.training.arithmetic import USUAL_PRODUCTS, cut, in_words
-from expertmesh.training.precision import Precision
+from expertmesh.runs.arithmetic import USUAL_PRODUCTS, cut, in_words
+from expertmesh.runs.precision import Precision
 
 MARGIN = 1.1
 """Fewer threads are taken where they need at most so many times the shortest time."""

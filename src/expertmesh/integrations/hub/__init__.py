@@ -1,6 +1,6 @@
 """Checkpoints of the Hugging Face hub in and out: Mixtral, Qwen3-MoE, OLMoE and GLM-4-MoE run as our GPT, and ours go out under their names."""
 
+from expertmesh.checkpoints.hub.load import load_pretrained
 from expertmesh.integrations.hub.convert import Converted, convert
-from expertmesh.integrations.hub.load import load_pretrained
 
 __all__ = ["Converted", "convert", "load_pretrained"]

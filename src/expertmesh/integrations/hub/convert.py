@@ -5,21 +5,21 @@ from typing import NamedTuple
 
 import torch
 
+from expertmesh.checkpoints.hub.configs import hub_family, model_config, say_left_out
+from expertmesh.checkpoints.hub.load import hub_dtype, read_config, tensor_maker
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.family import GPT as GPT_FAMILY
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
-from expertmesh.data.text_format import EXTRAS, hub_start
-from expertmesh.data.tokenizer import load_tokenizer
 from expertmesh.errors import ConfigError, command
-from expertmesh.integrations.hub.configs import hub_family, model_config, say_left_out
-from expertmesh.integrations.hub.load import hub_dtype, read_config, tensor_maker
 from expertmesh.integrations.hub.save import save_pretrained
 from expertmesh.models.gpt.model import GPT
+from expertmesh.runs.run_dir import TOKENIZER
+from expertmesh.text.format import EXTRAS, hub_start
+from expertmesh.text.tokenizer import load_tokenizer
 from expertmesh.training.begin import save_as_run
 from expertmesh.training.export import find_checkpoint
-from expertmesh.training.run_dir import TOKENIZER
 from expertmesh.training.state import read_run_state
 
 _BESIDE = (

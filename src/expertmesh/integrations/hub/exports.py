@@ -3,9 +3,9 @@
 import logging
 from typing import Any, NamedTuple
 
+from expertmesh.checkpoints.hub.configs import ACTIVATIONS, FAMILIES, HubFamily
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import ConfigError, named
-from expertmesh.integrations.hub.configs import ACTIVATIONS, FAMILIES, HubFamily
 
 _log = logging.getLogger("expertmesh.integrations")
 

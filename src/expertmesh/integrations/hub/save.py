@@ -13,21 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from expertmesh.checkpoints.dcp import tensor_dtypes, whole_tensors
+from expertmesh.checkpoints.hub.configs import HubFamily
+from expertmesh.checkpoints.hub.layout import Piece, pieces
+from expertmesh.checkpoints.safetensors import INDEX, SINGLE, file_header
 from expertmesh.config.base import parse_json
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.output_file import naming
-from expertmesh.data.chat import MARKS, OWN_TEMPLATE, TemplateFormat
 from expertmesh.data.tensors import tensor_bytes
-from expertmesh.data.text_format import EXTRAS, find_format
-from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.hub.configs import HubFamily
 from expertmesh.integrations.hub.exports import export_family, hub_config, say_left_out
-from expertmesh.integrations.hub.files import INDEX, SINGLE
-from expertmesh.integrations.hub.layout import Piece, pieces
-from expertmesh.training.checkpoint_tensors import tensor_dtypes, whole_tensors
-from expertmesh.training.export import file_header
+from expertmesh.text.chat import MARKS, OWN_TEMPLATE, TemplateFormat
+from expertmesh.text.format import EXTRAS, find_format
+from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of a file, unless one tensor is larger."""

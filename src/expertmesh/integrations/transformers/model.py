@@ -22,7 +22,6 @@ from transformers.utils import ModelOutput
 
 from expertmesh.config.base import saved_run
 from expertmesh.config.model import ModelConfig
-from expertmesh.data.text_format import text_format
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.transformers.cache import SequencesOf
 from expertmesh.integrations.transformers.inputs import IGNORED, check_call
@@ -30,9 +29,10 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.inputs import check_count
 from expertmesh.models.token_losses import token_losses
 from expertmesh.models.vocabulary import resize_vocabulary
+from expertmesh.runs.open import open_trained
+from expertmesh.runs.run_dir import TOKENIZER, load_run
+from expertmesh.text.format import text_format
 from expertmesh.training.routing import routing_losses
-from expertmesh.training.run_dir import TOKENIZER, load_run
-from expertmesh.training.trained import open_trained
 
 _log = logging.getLogger("expertmesh.integrations")
 

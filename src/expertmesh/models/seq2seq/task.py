@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from expertmesh.config.seq2seq import Seq2SeqRunConfig
 from expertmesh.data.labels import told_apart
 from expertmesh.data.parallel_text import languages_of, tag_id
-from expertmesh.data.tokenizer import END_OF_TEXT_ID
 from expertmesh.data.translation import TranslationData
 from expertmesh.models.decoder import CausalLM, Translation
 from expertmesh.models.family import Batch, Loss, Part, Task
 from expertmesh.models.seq2seq.model import Seq2Seq, Seq2SeqOutput
 from expertmesh.models.token_losses import token_losses
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.text.tokenizer import END_OF_TEXT_ID
 
 
 class Seq2SeqTask(Task):

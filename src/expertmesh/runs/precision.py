@@ -14,7 +14,7 @@ from expertmesh.ops.cpu.products import multiplying_by, usual_library
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
-from expertmesh.training.arithmetic import Arithmetic, fastest, read_arithmetic, write_arithmetic
+from expertmesh.runs.arithmetic import Arithmetic, fastest, read_arithmetic, write_arithmetic
 
 _DTYPES = {
     "float32": torch.float32,
@@ -80,7 +80,7 @@ def resolve_precision(
     Args:
         config: the config of the run.
         products: those that dominate a step of its model, which a CPU measures; none: usual ones.
-        record: the run's file of its arithmetic, see `training.arithmetic`; followed if it exists and is of the same kind
+        record: the run's file of its arithmetic, see `runs.arithmetic`; followed if it exists and is of the same kind
             of device.
 
     Raises:

@@ -1,9 +1,10 @@
 """Safetensors files, read through memory maps: one of them, or shards with an index. Nothing is trusted that was not compared."""
 
+import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,21 @@ from torch import Tensor
 
 from expertmesh.config.base import parse_json
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.training.export import DTYPE_NAMES
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors files call types."""
+_ALIGNMENT = 8
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -239,3 +254,25 @@ def _entries(values: Any, path: Path, *, start: int, size: int) -> Iterator[tupl
                 f"{path}: {name} has {end - begin:,} bytes and its shape {num_bytes:,}; restore it from the hub"
             )
         yield name, Entry(path, dtype, shape, start + begin)
+
+
+def file_header(
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], texts: Mapping[str, str]
+) -> bytes:
+    """The header of a safetensors file, its length not included.
+
+    Args:
+        tensors: name, dtype and shape of each, in the order of their bytes.
+        texts: plain texts that go with them.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(texts)}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        entries[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries).encode()
+    return text + b" " * (-len(text) % _ALIGNMENT)

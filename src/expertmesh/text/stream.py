@@ -6,7 +6,7 @@ from functools import cache
 
 from tokenizers import Tokenizer
 
-from expertmesh.data.tokenizer import is_byte_level
+from expertmesh.text.tokenizer import is_byte_level
 
 # The bytes that byte-level BPE (Radford et al. 2019, 2.2) writes as themselves; the other 68 become 256, 257, ...
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))

@@ -32,18 +32,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from expertmesh.config.base import parse_json
-from expertmesh.config.output_file import naming
-from expertmesh.errors import CheckpointError, PeerError, named
-from expertmesh.parallel.ranks import Ranks
-from expertmesh.training.checkpoint_index import read_plain
-from expertmesh.training.checkpoint_tensors import (
+from expertmesh.checkpoints.dcp import (
     Make,
     Staged,
     Stager,
     write_index,
     write_tensors,
 )
+from expertmesh.checkpoints.dcp_index import read_plain
+from expertmesh.config.base import parse_json
+from expertmesh.config.output_file import naming
+from expertmesh.errors import CheckpointError, PeerError, named
+from expertmesh.parallel.ranks import Ranks
 
 FORMAT_VERSION = 1
 _PREFIX = "step_"

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from expertmesh.checkpoints.dcp_files import copy_piece
+from expertmesh.checkpoints.dcp_index import read_index
 from expertmesh.errors import CheckpointError
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.training.checkpoint_files import copy_piece
-from expertmesh.training.checkpoint_index import read_index
 
 Make = Callable[[str], Tensor]
 """Gives a tensor by its name, on the CPU and in memory of its own."""

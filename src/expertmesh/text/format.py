@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from expertmesh.config.base import parse_json
-from expertmesh.data.chat import ChatFormat, OwnFormat, TemplateFormat
-from expertmesh.data.tokenizer import end_of_text_id, load_tokenizer, own_start
 from expertmesh.errors import ConfigError
+from expertmesh.text.chat import ChatFormat, OwnFormat, TemplateFormat
+from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, own_start
 
 EXTRAS = "hub"
 """Folder of a run directory that came from the hub, with the files that are no weights."""

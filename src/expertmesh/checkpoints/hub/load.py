@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from expertmesh.checkpoints.hub.configs import hub_family, model_config, say_left_out
+from expertmesh.checkpoints.hub.layout import Piece, pieces
+from expertmesh.checkpoints.safetensors import READABLE, HubFiles, check_tensors, read_json
 from expertmesh.config.base import expanded
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.run import ParallelConfig
-from expertmesh.data.text_format import hub_start
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.hub.configs import hub_family, model_config, say_left_out
-from expertmesh.integrations.hub.files import READABLE, HubFiles, check_tensors, read_json
-from expertmesh.integrations.hub.layout import Piece, pieces
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.construct import give_memory
+from expertmesh.text.format import hub_start
 
 _log = logging.getLogger("expertmesh.integrations")
 

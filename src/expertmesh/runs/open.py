@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from expertmesh.config.run import RunConfig
-from expertmesh.data.text_format import told_by_files
+from expertmesh.text.format import told_by_files
 from expertmesh.models.family import Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.training.checkpoint_tensors import tensor_dtypes
-from expertmesh.training.precision import Precision, resolve_precision
-from expertmesh.training.room import check_weights
-from expertmesh.training.run_dir import TOKENIZER, Run
-from expertmesh.training.state import load_weights
+from expertmesh.checkpoints.dcp import tensor_dtypes
+from expertmesh.runs.precision import Precision, resolve_precision
+from expertmesh.runs.room import check_weights
+from expertmesh.runs.run_dir import TOKENIZER, Run
+from expertmesh.checkpoints.load import load_weights
 
 
 class Trained(NamedTuple):

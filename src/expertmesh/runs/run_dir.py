@@ -21,10 +21,10 @@ from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
-from expertmesh.data.tokenizer import load_tokenizer
+from expertmesh.text.tokenizer import load_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError, command, named
 from expertmesh.models.own_module import FAMILY_NAME
-from expertmesh.training.checkpoint import list_checkpoints, newest_good
+from expertmesh.checkpoints.store import list_checkpoints, newest_good
 
 TOKENIZER = "tokenizer.json"
 """The file of a run with its tokenizer."""
@@ -249,7 +249,7 @@ class Run(NamedTuple):
 
     @property
     def arithmetic(self) -> Path:
-        """File of what it computes in; see `training.arithmetic`."""
+        """File of what it computes in; see `runs.arithmetic`."""
         return RunDir(self.path).arithmetic
 
 

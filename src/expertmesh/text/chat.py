@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from expertmesh.data.conversation_lines import (
-    MESSAGES,
-    NOT_LEARNED,
-    ROLES,
-    Conversation,
-    is_learned,
-)
-from expertmesh.data.tokenizer import end_of_text_id
 from expertmesh.errors import ConfigError, named
+from expertmesh.text.tokenizer import end_of_text_id
+
+ROLES = ("system", "user", "assistant", "tool")
+MESSAGES = "messages"
+NOT_LEARNED = "masked"
+"""What a message has whose flag says that it is not learned; in files, torchtune's flag."""
+
+Conversation = dict[str, Any]
+"""`messages`, each with a role and a string as content, and `tools` where there are any."""
 
 _QUOTED = "quote a special token of the model"
 _NO_TOOLS = f"calls of tools need a chat template that writes them; begin with a converted model that has one ({named('train.init_from')})"
@@ -39,6 +40,18 @@ OWN_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 """Our own format as a chat template, for models that go to the hub."""
+
+
+def is_answer(message: Mapping[str, Any]) -> bool:
+    """Whether it is the assistant's and says something, or calls for a tool."""
+    return message["role"] == "assistant" and bool(
+        message["content"].strip() or message.get("tool_calls")
+    )
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether it is an answer, and no flag says that it is not to be learned."""
+    return is_answer(message) and not message.get(NOT_LEARNED)
 
 
 class Piece(NamedTuple):
@@ -147,7 +160,7 @@ class TemplateFormat:
 
     @cached_property
     def _template(self) -> Any:
-        from expertmesh.data.chat_template import compiled
+        from expertmesh.text.chat_template import compiled
 
         return compiled(self._source)
 

@@ -1,0 +1,1 @@
+"""Run directories: their files, what they compute in, and the one way to open a model."""

@@ -1,0 +1,1 @@
+"""Text: tokenizers, chat formats, and tokens that become text piece by piece."""
