@@ -172,13 +172,14 @@ def test_report_of_a_run_that_diverged_at_once_shows_the_curve(tmp_path, capsys,
     assert "not finite" in out and "has no checkpoint yet" in error
 
 
-def test_report_of_python_source_begins_and_is_judged_like_python(tmp_path):
+def test_report_of_python_source_begins_like_python(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n" * 9)
     (tmp_path / "b.py").write_text("y = 1\n" * 9)
     corpus = load_corpus(TextConfig(path=str(tmp_path)))
     assert samples.prompts_of(corpus, 9)[:8] == list(samples.PYTHON_PROMPTS)
-    found = [samples.Sample("def ", "f(x):\n    return $\n", False)]
-    assert samples.measure(found, corpus) == "sampled lines that tokenise as Python: 1 of 2 (50%)"
+    found = [samples.Sample("x", " = 2", True)]
+    shown = "sampled words that the training text has: 1 of 1 (100%)"
+    assert samples.measure(found, corpus) == shown
     (tmp_path / "c.txt").write_text("Speak, speak again.\n\nAll resolved to die.\n" * 20)
     corpus = load_corpus(TextConfig(path=str(tmp_path)))
     assert "import os\nimport sys\n" not in samples.prompts_of(corpus, 9)
@@ -199,29 +200,6 @@ def test_words_that_a_sample_has_only_a_part_of_do_not_count():
     assert samples.countable_words(samples.Sample("hel", "lo big wor", True)) == ["big"]
     assert samples.countable_words(samples.Sample("hi", " big world", False)) == ["big", "world"]
     assert samples.countable_words(samples.Sample("", "big world ", True)) == ["big", "world"]
-
-
-@pytest.mark.parametrize(
-    "line, good",
-    [
-        ("import os", True),
-        ("return self.value[3]", True),
-        ("if x:", True),
-        ("foo(a, b", False),
-        ("print('unfinished)", False),
-        ("a $ b", False),
-        ("x = 'text'  # comment", True),
-    ],
-)
-def test_the_rule_of_lines_that_tokenise(line, good):
-    assert samples.tokenises(line) == good
-
-
-def test_countable_lines_leave_out_the_prompt_and_the_cut_line():
-    cut = samples.Sample("import os\nimport sys\n", "x = 1\n\n  y = 2\nz = (", True)
-    assert samples.countable_lines(cut) == ["x = 1", "y = 2"]
-    ended = samples.Sample("def f", "(a):\n    return a", False)
-    assert samples.countable_lines(ended) == ["def f(a):", "return a"]
 
 
 def test_the_curve_has_few_rows_and_ends_with_the_last():

@@ -1,13 +1,9 @@
 """Samples of a report: which prompts, their continuations, and a measure that fits what the model was trained on.
 
-Python source is judged by the share of sampled lines that tokenise: every line of a continuation is stripped and given on its own
-to Python's `tokenize`; it counts if that neither raises nor finds an error token. Empty lines do not count, nor does the
-last line of a continuation that was cut off at its length. Any other text is judged by the share of sampled words that the
-training text has, too; the first word and, where the continuation was cut off, the last do not count.
+A text is judged by the share of sampled words that the training text has, too; the first word and, where the continuation was cut
+off, the last do not count.
 """
 
-import io
-import tokenize
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -139,17 +135,11 @@ def measure(samples: Sequence[Sample], corpus: "Corpus | None") -> str:
     """One line on how the samples look beside what the model was trained on."""
     if corpus is None:
         return "samples are not judged: the data are no text, or not there"
-    if is_python(corpus):
-        parts = [line for sampled in samples for line in countable_lines(sampled)]
-        good = sum(map(tokenises, parts))
-        what = "sampled lines that tokenise as Python"
-    else:
-        parts = [word for sampled in samples for word in countable_words(sampled)]
-        known = _words(document.read() for document in corpus.training)
-        good = sum(word in known for word in parts)
-        what = "sampled words that the training text has"
+    parts = [word for sampled in samples for word in countable_words(sampled)]
+    known = _words(document.read() for document in corpus.training)
+    good = sum(word in known for word in parts)
     share = f" ({good / len(parts):.0%})" if parts else ""
-    return f"{what}: {good} of {len(parts)}{share}"
+    return f"sampled words that the training text has: {good} of {len(parts)}{share}"
 
 
 def countable_words(sampled: Sample) -> list[str]:
@@ -170,23 +160,3 @@ def _words(texts: Iterable[str]) -> set[str]:
         if seen >= _MOST_CHARACTERS:
             break
     return found
-
-
-def countable_lines(sampled: Sample) -> list[str]:
-    """The stripped lines of prompt and continuation that the rule in this module's docstring looks at.
-
-    Lines that hold nothing but prompt are left out.
-    """
-    lines = (sampled.prompt + sampled.text).split("\n")
-    first = sampled.prompt.count("\n")
-    chosen = lines[first : len(lines) - 1 if sampled.is_cut else len(lines)]
-    return [line.strip() for line in chosen if line.strip()]
-
-
-def tokenises(line: str) -> bool:
-    """Whether Python's `tokenize` takes a line on its own."""
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(line + "\n").readline))
-    except (tokenize.TokenError, SyntaxError):
-        return False
-    return all(token.type != tokenize.ERRORTOKEN for token in tokens)
