@@ -69,17 +69,23 @@ def facts_of(path):
     return facts._replace(patches=patches)
 
 
+CLAIMS = ROOT / "benchmarks" / "claims"
+"""Experiments as they ran: not read here; tests/benchmarks/test_claims.py starts each."""
+
+
 @functools.cache
 def python_files():
     roots = [SOURCE, ROOT / "tests", ROOT / "benchmarks", ROOT / "tools"]
-    return sorted(path for root in roots if root.is_dir() for path in root.rglob("*.py"))
+    found = (path for root in roots if root.is_dir() for path in root.rglob("*.py"))
+    return sorted(path for path in found if CLAIMS not in path.parents)
 
 
 def project_text_files():
     """Not what is made beside the project's files: runs, packages, and all in hidden folders but .ci."""
     made = re.compile(r"\.git$|(\.(?!ci/)[^/]+|runs|build|dist|src/[^/]+\.egg-info)/")
     for path in sorted(ROOT.rglob("*")):
-        if path.suffix in TEXT_SUFFIXES and path.is_file() and not made.match(relative(path)):
+        is_text = path.suffix in TEXT_SUFFIXES and path.is_file() and CLAIMS not in path.parents
+        if is_text and not made.match(relative(path)):
             yield path
 
 

@@ -1,6 +1,6 @@
 """Do experts learn more from the same tokens at the same cost? `gpt-moe-demo` against its dense twin, with AdamW.
 
-    .venv/bin/python -m benchmarks.equal_learning
+    .venv/bin/python -m benchmarks.claims.equal_learning
 
 Trains both with several seeds on the same batches, and writes curves and a table to docs/results/equal_learning.*.
 Runs resume, so the script can be stopped and started again.
@@ -180,7 +180,7 @@ def report(results: list[dict[str, Any]], out: Path) -> None:
         "",
         "Same tokens in the same order, same operations per token, same learning rates; validation loss in nats per",
         "token on the whole validation split (Python's standard library, split by file).",
-        f"Made by `python -m benchmarks.equal_learning` on {about['hardware']}, torch {about['torch']}.",
+        f"Made by `python -m benchmarks.claims.equal_learning` on {about['hardware']}, torch {about['torch']}.",
         "The models are too small and the runs too short for more than what feed-forward layers store: no run here found",
         'induction heads, which are worth more than experts at this size (docs/log.md, "Equal learning").',
         "",

@@ -1,6 +1,6 @@
 """Is a dense model that becomes a mixture of experts half-way better than one that stays dense, for the same operations?
 
-    .venv/bin/python -m benchmarks.upcycling
+    .venv/bin/python -m benchmarks.claims.upcycling
 
 A trunk learns Python's standard library with a constant rate (wsd). At half, arms go on from the same weights with the same
 further training operations: dense, with copies as experts, with half of each copy's units drawn anew, with virtual groups;
@@ -432,7 +432,7 @@ def page(record: dict[str, Any]) -> list[str]:
         f"A dense GPT of {facts['dense_parameters'] / 1e6:.2f} M parameters learns Python's standard library for {tokens:,} tokens at a constant",
         "rate; then arms go on from the same weights with the same further training operations, which are those of as many",
         "tokens again for the dense model. Validation loss in nats per token on the whole validation split (by file).",
-        f"Made by `python -m benchmarks.upcycling` on {facts['hardware']}, torch {facts['torch']}; what is compared is",
+        f"Made by `python -m benchmarks.claims.upcycling` on {facts['hardware']}, torch {facts['torch']}; what is compared is",
         "explained there. Rates, and which dense arm counts, were chosen on a seed of their own (last table); all upcycled arms",
         "have the copies' rate, the model from scratch the trunk's.",
         "",

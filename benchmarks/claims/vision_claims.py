@@ -1,6 +1,6 @@
 """What experts do for images: mixtures against dense twins on 67 classes, dropping at inference, frozen experts, neighbours.
 
-    python -m benchmarks.vision_claims --images FOLDER      # mnist10k, animals, glyphs below it
+    python -m benchmarks.claims.vision_claims --images FOLDER      # mnist10k, animals, glyphs below it
 
 All models have the shape of `swin-mnist`, 16 experts (8 for digits, as the recipe) or none, and train for some minutes with one thread.
 What a finished run measured is written to docs/results/vision.json at once, and the script begins where it was stopped, in a run too.
@@ -65,7 +65,7 @@ SWEEP_SEED = 99
 """Of the runs on the union that choose a rate; it is not reported."""
 CAPACITIES = ((1.25, "priority"), (0.5, "priority"), (0.5, "first"), (0.25, "priority"), (0.25, "first"))  # fmt: skip
 RESAMPLES = 2000
-BEGIN, END = "<!-- what benchmarks.vision_claims found -->", "<!-- end -->"
+BEGIN, END = "<!-- what benchmarks.claims.vision_claims found -->", "<!-- end -->"
 
 
 @dataclass(frozen=True)

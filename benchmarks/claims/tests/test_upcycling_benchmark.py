@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import upcycling
+from benchmarks.claims import upcycling
 
 
 @pytest.fixture

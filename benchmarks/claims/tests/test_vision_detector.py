@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.support.pictures import stripes, write_folder
 
-from benchmarks import detection, vision_detector
+from benchmarks.claims import detection, vision_detector
 from expertmesh.config.swin import SwinConfig
 from expertmesh.models.swin.model import Swin
 from expertmesh.testing.numerics import assert_close_fp64

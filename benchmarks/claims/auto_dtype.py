@@ -1,7 +1,7 @@
 """Does `--train.dtype auto` choose well? A training step in each type, beside what auto chose, on this processor and on lesser ones.
 
-    python -m benchmarks.auto_dtype                      # the demo's model, three sets of instructions
-    python -m benchmarks.auto_dtype --recipe gpt-moe-test --steps 4
+    python -m benchmarks.claims.auto_dtype                      # the demo's model, three sets of instructions
+    python -m benchmarks.claims.auto_dtype --recipe gpt-moe-test --steps 4
 
 Each pair of type and set of instructions is a process of its own (libraries read the variables when they load), the types of a set
 take turns, and what counts is the median processor time of a step of one thread.
@@ -100,7 +100,7 @@ def compare(recipe: str, steps: int, rounds: int, text: str) -> list[dict[str, A
                         "--text",
                         text,
                     ]
-                    command = [sys.executable, "-m", "benchmarks.auto_dtype", *words]
+                    command = [sys.executable, "-m", "benchmarks.claims.auto_dtype", *words]
                     env = os.environ | variables | {"OMP_NUM_THREADS": "1"}
                     command += ["--folder", str(folder)]
                     printed = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE)

@@ -1,7 +1,7 @@
 """Images per second of a Swin Transformer with experts, against the same model with einsum dispatch, on the same images.
 
-    python -m benchmarks.vision_speed                      # swin-union67, 64 images a call, one thread's CPU time
-    python -m benchmarks.vision_speed --recipe swin-mnist --batch-size 128
+    python -m benchmarks.claims.vision_speed                      # swin-union67, 64 images a call, one thread's CPU time
+    python -m benchmarks.claims.vision_speed --recipe swin-mnist --batch-size 128
 
 Both train by `training_step` and classify with the same weights, routing, capacity and losses. What differs is how tokens reach
 their experts and come home: ours by rows sorted by expert, the other's by products with a one-hot tensor (T, E, C) each way, as
@@ -177,7 +177,7 @@ def main(
     write_report(
         out / name,
         title=f"Images per second: {recipe} against itself with einsum dispatch",
-        command=f"python -m benchmarks.vision_speed --recipe {recipe} --batch-size {batch_size}",
+        command=f"python -m benchmarks.claims.vision_speed --recipe {recipe} --batch-size {batch_size}",
         notes=[
             f"{batch_size} images a call, FP32; equal scores and losses were checked first. Times are medians of {rounds} rounds, by turns."
         ],

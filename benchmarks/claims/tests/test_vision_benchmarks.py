@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.support.pictures import stripes, write_folder
 
-from benchmarks import vision_claims, vision_speed
+from benchmarks.claims import vision_claims, vision_speed
 from expertmesh.recipes.vision import swin_test
 
 TINY = {

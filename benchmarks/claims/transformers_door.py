@@ -1,6 +1,6 @@
 """Speed of transformers' experts on ours against its own implementations, forward and backward, CPU time of one thread.
 
-python -m benchmarks.transformers_door [--tokens 4096] [--rounds 3] [--names qwen3_moe gpt_oss]
+python -m benchmarks.claims.transformers_door [--tokens 4096] [--rounds 3] [--names qwen3_moe gpt_oss]
 """
 
 import argparse
@@ -100,7 +100,7 @@ def main():
             options.out,
             title=f"transformers' experts on ours, forward and backward (T={options.tokens}, E={E}, K={K}, "
             f"D={options.dim}, F={options.hidden})",
-            command=f"python -m benchmarks.transformers_door --tokens {options.tokens} --dim {options.dim} "
+            command=f"python -m benchmarks.claims.transformers_door --tokens {options.tokens} --dim {options.dim} "
             f"--hidden {options.hidden} --rounds {options.rounds}",
             notes=["Medians of interleaved rounds. Results are compared before anything is timed."],
             around=circumstances(clock="cpu", peers={"transformers": transformers.__version__}),

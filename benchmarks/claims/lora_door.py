@@ -4,7 +4,7 @@ One layer, as the first one of a model (nothing before it learns) and as an inne
 of one thread, medians of rounds in changing order; peak memory of a step beyond that of the same step without adapters, as PyTorch's
 allocator counts it. Gradients are compared first.
 
-python -m benchmarks.lora_door [--tokens 1024] [--rounds 3] [--rank 16]
+python -m benchmarks.claims.lora_door [--tokens 1024] [--rounds 3] [--rank 16]
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Are a mixture's experts better frozen when its body is fine-tuned to find things? A detector on small Swins.
 
-    python -m benchmarks.vision_detector --images FOLDER      # animals and glyphs below it
+    python -m benchmarks.claims.vision_detector --images FOLDER      # animals and glyphs below it
 
-A body of four stages learns to classify glyphs, as a mixture and as its dense twin. Then a detector (`benchmarks/detection.py`) on the
+A body of four stages learns to classify glyphs, as a mixture and as its dense twin. Then a detector (`benchmarks/claims/detection.py`) on the
 maps of all four stages learns to find silhouettes of animals in scenes of 64 x 64 pixels, three times: on the mixture with all that it
 has (tuned), with experts and routers as they were (frozen), and on the dense twin. What is finished stands in
 docs/results/vision_detector.json at once, and the script begins where it was stopped, in a run too; `--page` writes the table into
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from benchmarks.detection import (
+from benchmarks.claims.detection import (
     THRESHOLDS,
     Detector,
     Matches,
@@ -51,7 +51,7 @@ ARMS = {"tuned": "moe", "frozen": "moe", "dense": "dense"}
 GLYPHS, ANIMALS = 47, 10
 TRAINING_ANIMALS = 7000
 RESAMPLES = 500
-BEGIN, END = "<!-- what benchmarks.vision_detector found -->", "<!-- end of detector -->"
+BEGIN, END = "<!-- what benchmarks.claims.vision_detector found -->", "<!-- end of detector -->"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What the record of experts costs: a recorded step's share of it, with the trainer's own step as the measure.
 
-    python -m benchmarks.expert_record --threads 1 --clock cpu
+    python -m benchmarks.claims.expert_record --threads 1 --clock cpu
 
 The two steps themselves, with and without, differ by less than they scatter, so what is added is timed by itself: the sums of a
 forward pass (`LoadCounter.add` with and without), the copy to the host, and the line that is written.
@@ -98,7 +98,7 @@ def main(
     write_report(
         out,
         title="What the record of experts costs",
-        command=f"python -m benchmarks.expert_record --recipe {recipe} --threads {threads} --clock {clock}",
+        command=f"python -m benchmarks.claims.expert_record --recipe {recipe} --threads {threads} --clock {clock}",
         notes=["About 200 steps of a run are recorded; the others pay nothing."],
         around=circumstances(clock=clock),
         rows=rows,
