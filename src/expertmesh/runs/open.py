@@ -5,17 +5,17 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from expertmesh.checkpoints.dcp import tensor_dtypes
+from expertmesh.checkpoints.load import load_weights
 from expertmesh.config.run import RunConfig
-from expertmesh.text.format import told_by_files
 from expertmesh.models.family import Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.checkpoints.dcp import tensor_dtypes
 from expertmesh.runs.precision import Precision, resolve_precision
 from expertmesh.runs.room import check_weights
 from expertmesh.runs.run_dir import TOKENIZER, Run
-from expertmesh.checkpoints.load import load_weights
+from expertmesh.text.format import told_by_files
 
 
 class Trained(NamedTuple):

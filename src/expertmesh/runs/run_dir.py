@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from expertmesh.checkpoints.store import list_checkpoints, newest_good
 from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.family import FAMILIES, GPT, Family
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
-from expertmesh.text.tokenizer import load_tokenizer
 from expertmesh.errors import CheckpointError, ConfigError, command, named
 from expertmesh.models.own_module import FAMILY_NAME
-from expertmesh.checkpoints.store import list_checkpoints, newest_good
+from expertmesh.text.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
 """The file of a run with its tokenizer."""
