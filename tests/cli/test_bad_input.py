@@ -59,15 +59,8 @@ COMMAND_LINE = {
         training("--train.seed", "1", "--train.seed", "2"), ["--train.seed", "twice", "once"]
     ),
     "word too many": Mistake(training("again"), ["'again'", "options look like"]),
-    "text for a number": wrong_value("--optim.lr", "fast", "finite number", "for example"),
-    "fraction for a count": wrong_value("--train.batch-size", "1.5", "whole number"),
-    "NaN for a number": wrong_value("--optim.lr", "nan", "finite number", "for example"),
-    "zero steps": wrong_value("--train.steps", "0", "greater than 0", "for example"),
     "more choices than experts": wrong_value(
         "--model.moe.top-k", "5", "fewest experts of a layer, 4", "lower top_k"
-    ),
-    "negative capacity": wrong_value(
-        "--model.moe.capacity-factor", "-1", "greater than 0", "leave it out"
     ),
     "expert list of wrong length": Mistake(
         training("--model.moe.num-experts", "4", "4", "4"),

@@ -64,16 +64,7 @@ def link_to_itself(path: Path) -> None:
     path.symlink_to(path.name)
 
 
-SPLIT = {
-    "no validation": wrong_value(
-        "--data.validation-fraction", "0", "greater than 0", "for example"
-    ),
-    "nothing but validation": wrong_value(
-        "--data.validation-fraction", "1", "less than 1", "for example"
-    ),
-    "a fraction in percent": wrong_value(
-        "--data.validation-fraction", "5%", "finite number", "for example"
-    ),
+DATA = {
     "two files of one text": Mistake(
         texts("twins", a_txt=b"the same\n", b_txt=b"the same\n"),
         ["cannot be split", "give more text"],
@@ -81,10 +72,6 @@ SPLIT = {
     "only so many bytes that nothing is left": Mistake(
         training("--data.max-bytes", "1"), ["1 different documents", "split", "more text"]
     ),
-    "no bytes at all": wrong_value("--data.max-bytes", "0", "greater than 0", "leave it out"),
-}
-
-DATA = {
     "a pipe": Mistake(special(os.mkfifo), ["special", "no regular file", "write it to a file"]),
     "a socket": Mistake(special(bind_socket), ["special", "no regular file", "write it"]),
     "a device": Mistake(
@@ -169,7 +156,6 @@ NUMBERS = {
     "a seed beyond 64 bits": Mistake(
         training("--train.seed", str(2**64)), ["--train.seed 18446744073709551616", "64 bits"]
     ),
-    "a negative seed": wrong_value("--train.seed", "-1", "at least 0"),
     "a vocabulary that no memory holds": Mistake(
         training("--model.vocab-size", "9" * 14), ["--model.vocab-size", "less than 2.14748e+09"]
     ),
@@ -177,10 +163,6 @@ NUMBERS = {
         training("--model.dim", str(2**20)),
         ["too large for memory", "GiB", "make the model smaller"],
     ),
-    "a factor beyond all experts": Mistake(
-        training("--model.moe.capacity-factor", "1e308"), ["1e308", "at most 1e+06", "leave it out"]
-    ),
-    "infinity": wrong_value("--optim.lr", "inf", "finite number"),
     "a number of 400 digits": Mistake(
         training("--train.steps", "9" * 400), ["--train.steps 999", "64 bits", "smaller"]
     ),
@@ -405,7 +387,6 @@ OTHER_VERBS = {
 }
 
 INPUT = {
-    "A1 split": SPLIT,
     "A9 data": DATA,
     "A11 numbers and names": NUMBERS,
     "A11 limits": LIMITS,
