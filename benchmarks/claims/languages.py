@@ -22,7 +22,7 @@ from expertmesh.infer.translate import translate
 from expertmesh.infer.translation_scores import score
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_twelve
-from expertmesh.runs.open import Trained
+from expertmesh.runs.open import LoadedModel
 from expertmesh.runs.run_dir import Run
 
 Found = dict[str, Any]
@@ -168,7 +168,7 @@ def test_lines(folder: Path, domain: str, pair: str) -> list[tuple[str, str]]:
 
 
 @torch.no_grad()
-def scores(config: Seq2SeqRunConfig, run: Run, trained: Trained) -> Found:
+def scores(config: Seq2SeqRunConfig, run: Run, trained: LoadedModel) -> Found:
     """chrF and BLEU of each domain and direction, and the chrF of each line in tenths; greedy decoding."""
     task, tokenizer = trained.task, run.load_tokenizer()
     assert isinstance(task, Seq2SeqTask)

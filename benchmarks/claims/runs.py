@@ -16,7 +16,7 @@ from rich.console import Console
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.run import RunConfig
 from expertmesh.costs.parameters import count_parameters
-from expertmesh.runs.open import Trained, open_trained
+from expertmesh.runs.open import LoadedModel, open_model
 from expertmesh.runs.run_dir import Run, load_run
 from expertmesh.training.evaluate import Evaluation, evaluate
 from expertmesh.training.loop import train
@@ -64,7 +64,7 @@ Measure = Callable[[RunConfig, Job], dict[str, Any]]
 
 def evaluated(
     config: RunConfig, *, max_samples: int | None = None
-) -> tuple[Run, Trained, Evaluation]:
+) -> tuple[Run, LoadedModel, Evaluation]:
     """A finished run, its model, and the model's evaluation.
 
     Args:
@@ -72,7 +72,7 @@ def evaluated(
         max_samples: of validation; None: all.
     """
     run = load_run(config.train.run_dir)
-    trained = open_trained(run)
+    trained = open_model(run)
     found = evaluate(
         trained.task,
         trained.model,

@@ -37,7 +37,7 @@ from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.token_losses import token_losses
 from expertmesh.models.upcycle import upcycle
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.runs.open import open_trained
+from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir, load_run
 from expertmesh.training.begin import save_as_run
 from expertmesh.training.loop import train
@@ -322,7 +322,8 @@ def window_losses(plan: Plan, config: GPTRunConfig) -> list[float]:
     if path.exists():
         found: list[float] = json.loads(path.read_text())
         return found
-    task, model, precision = open_trained(load_run(config.train.run_dir, FAMILY))
+    opened = open_model(config.train.run_dir, family=FAMILY)
+    task, model, precision = opened.task, opened.model, opened.precision
     assert isinstance(task, GPTTask)
     losses: list[float] = []
     with torch.no_grad(), precision.autocast():

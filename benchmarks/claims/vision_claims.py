@@ -35,7 +35,7 @@ from expertmesh.costs.swin import count_multiply_adds, swin_costs
 from expertmesh.data.image_files import read_folder
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.vision import swin_mnist
-from expertmesh.runs.open import open_trained
+from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.begin import begun
 from expertmesh.training.loop import train
@@ -242,7 +242,8 @@ def right(config: SwinRunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     found = load_run(config.train.run_dir)
     if config.model.moe.num_experts:
         changes = {"model.moe.eval_capacity_factor": None, **changes}
-    task, model, _ = open_trained(found._replace(config=found.config.updated(dict(changes))))
+    opened = open_model(replace(found, config=found.config.updated(dict(changes))))
+    task, model = opened.task, opened.model
     bits = [
         model(images).logits_BC.argmax(1) == labels
         for images, labels, *_ in task.prepare().validation(None, 64)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,24 +20,10 @@ from expertmesh.models.decoder import CausalLM
 from expertmesh.models.own_module import Module, own_family
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes.changes import changed
-from expertmesh.runs.open import open_trained
-from expertmesh.runs.precision import resolve_precision
-from expertmesh.runs.run_dir import TOKENIZER, load_run
+from expertmesh.runs.open import LoadedModel, device_of, find_model, open_model
 from expertmesh.text.format import text_format
 from expertmesh.training import loop
 from expertmesh.training.trackers import Tracker
-
-
-class Loaded(NamedTuple):
-    """A trained model.
-
-    Attributes:
-        model: in evaluation mode, with the weights of the run's newest good checkpoint.
-        tokenizer: of the run; None where models of its family read no text.
-    """
-
-    model: nn.Module
-    tokenizer: Tokenizer | None
 
 
 def train(
@@ -138,11 +124,11 @@ def load(
     device: str | None = None,
     spread: bool = False,
     es_degree: int | None = None,
-) -> Loaded:
-    """A trained model with its newest good checkpoint, and its tokenizer.
+) -> LoadedModel:
+    """A trained model and its tokenizer: of a run its newest good checkpoint, or a model as the hub has it.
 
     Args:
-        run: the run directory.
+        run: the run directory, or a folder as transformers saves one, of an architecture that `expertmesh convert` reads.
         module: of a run of a module of your own: the module (which gets the weights), its class, or what makes it.
         family: of a run of a family of your own.
         device: auto, cpu, cuda or cuda:N; None: that of the training.
@@ -152,29 +138,22 @@ def load(
         es_degree: slices of each expert that is spread, see there.
 
     Returns:
-        Model and tokenizer, as a named tuple. The weights have the type of the checkpoint: FP32 of a run that was trained here (FP64 with
-        float64), that of the hub's files, such as BF16, of one that `expertmesh convert` made.
+        Model and tokenizer, which `model, tokenizer = em.load(run)` takes apart, with what else belongs to them. The weights have the
+        type of the files: FP32 of a run that was trained here (FP64 with float64), often BF16 of a model of the hub.
 
     Raises:
-        ConfigError: this is no run directory, or one of another family.
+        ConfigError: this is no such folder, or one of another family.
         CheckpointError: it has no usable checkpoint, or a file is missing.
 
     Example:
         >>> model, tokenizer = em.load("runs/text")
         >>> ids = tokenizer.encode("To be").ids
     """
-    found = load_run(run, own_family(module) if module is not None else family)
-    if device is not None:
-        found = found._replace(config=found.config.updated({"train.device": device}))
-    tokenizer = None
-    if found.family.generates_text or TOKENIZER in found.family.files:
-        tokenizer = found.load_tokenizer()
     if es_degree is not None and not spread:
         raise ConfigError(f"es_degree={es_degree}: has no effect without spread=True; leave it out")
-    precision = resolve_precision(found.config.train, record=found.arithmetic)
-    ranks = Ranks(World(device_type=precision.device.type)) if spread else None
-    opened = open_trained(found, precision=precision, ranks=ranks, es_degree=es_degree)
-    return Loaded(opened.model, tokenizer)
+    found = find_model(run, own_family(module) if module is not None else family)
+    ranks = Ranks(World(device_type=device_of(found, device).type)) if spread else None
+    return open_model(found, device=device, ranks=ranks, es_degree=es_degree)
 
 
 def generate(

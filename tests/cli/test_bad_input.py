@@ -294,16 +294,15 @@ def generate_without_checkpoints(place: Place) -> list[str]:
 def generate_from_nan(place: Place) -> list[str]:
     import expertmesh.runs.open as trained
 
-    load = trained.load_weights
+    load = trained.read_into
 
-    def spoiled(path, model):
-        load(path, model)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))
+    def spoiled(source, tensors):
+        load(source, tensors)
+        for tensor in tensors.values():
+            tensor.detach().fill_(float("nan"))
 
     place.with_run()
-    place.patch.setattr(trained, "load_weights", spoiled)
+    place.patch.setattr(trained, "read_into", spoiled)
     return place.generate()
 
 
@@ -333,12 +332,12 @@ GENERATION = {
     "no tokenizer": Mistake(
         run_with("tokenizer.json", lambda _: None), ["tokenizer.json", "restore"], code=1
     ),
-    "a model of the hub": Mistake(
+    "a model of the hub that says too little": Mistake(
         run_with(
             "config.json",
             lambda _: b'{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}',
         ),
-        ["hub's format", "make it a run with", "convert --from"],
+        ["config.json of a mixtral has no vocab_size", "restore it from the hub"],
     ),
     "damaged tokenizer": Mistake(
         run_with("tokenizer.json", lambda _: b"{"),

@@ -16,14 +16,13 @@ from tests.support.ranks import RankPool
 
 import expertmesh as em
 from expertmesh.checkpoints.store import CheckpointStore
-from expertmesh.cli.decoding import load_decoder
 from expertmesh.cli.main import main
 from expertmesh.infer.engine import generate_text
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
-from expertmesh.runs.open import open_trained
-from expertmesh.runs.run_dir import RunDir, load_run
+from expertmesh.runs.open import open_model
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 TEXTS = ["def main():\n    return 'é'\n", "import os\n"] * 30
@@ -209,8 +208,9 @@ def test_experts_are_cast_once_and_not_for_every_token(run_dir: Path, tmp_path: 
     config = config.updated({"train.dtype": "bfloat16"})
     RunDir(tmp_path / "run").write_description(config, recipe="gpt-moe-test", files={})
     ids = torch.arange(1, 9)[None]
-    _, model, _, precision = load_decoder(str(tmp_path / "run"), None)
-    _, plain, _ = open_trained(load_run(tmp_path / "run"))
+    opened = open_model(tmp_path / "run", for_autocast=True)
+    model, precision = opened.decoder, opened.precision
+    plain = open_model(tmp_path / "run").model
     with torch.no_grad(), precision.autocast():
         assert torch.equal(model(ids).logits_BSV, plain(ids).logits_BSV)
     kept = {n: p.dtype for n, p in model.named_parameters() if p.dtype != torch.float32}

@@ -101,7 +101,7 @@ def halved(folder, model, target):
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 def test_a_model_that_is_only_used_keeps_the_type_of_its_files(hub, name, tmp_path):
     import expertmesh as em
-    from expertmesh.cli.decoding import load_decoder
+    from expertmesh.runs.open import open_model
 
     folder, model = halved(*hub[name], tmp_path / "half")
     convert(folder, tmp_path / "run")
@@ -109,7 +109,8 @@ def test_a_model_that_is_only_used_keeps_the_type_of_its_files(hub, name, tmp_pa
     wide = [n for n, t in ours.state_dict().items() if t.dtype != torch.bfloat16]
     assert wide and all("router" in n or "expert_bias" in n for n in wide)
     ids = check_logits(ours, model, folder)
-    _, decoder, _, precision = load_decoder(str(tmp_path / "run"), None)
+    opened = open_model(tmp_path / "run", for_autocast=True)
+    decoder, precision = opened.decoder, opened.precision
     with precision.autocast():
         assert torch.equal(logits_of(decoder, ids), logits_of(ours, ids))
 
@@ -230,7 +231,8 @@ def test_a_header_that_contradicts_itself_is_refused_by_the_tensor(hub, tmp_path
 
 
 def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
-    from expertmesh.checkpoints.dcp import whole_tensors
+    from expertmesh.checkpoints.dcp import Checkpoint
+    from expertmesh.checkpoints.source import read_whole
     from expertmesh.config.family import GPT
     from expertmesh.config.gpt import GPTRunConfig
     from expertmesh.runs.run_dir import load_run
@@ -258,12 +260,9 @@ def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
         for run in ("tuned", "run")
     )
     assert kept == given
-    names = [f"model.{name}" for name in load_pretrained(hub["qwen3_moe"][0]).state_dict()]
-    pairs = zip(
-        *(whole_tensors(at, names) for at in (begin.checkpoint, result.checkpoint)), strict=True
-    )
-    for name, (before, after) in zip(names, pairs, strict=True):
-        assert torch.equal(before, after), name
+    sources = [Checkpoint(at, prefix="model.") for at in (begin.checkpoint, result.checkpoint)]
+    for name in load_pretrained(hub["qwen3_moe"][0]).state_dict():
+        assert torch.equal(*(read_whole(source, name) for source in sources)), name
 
 
 CHATML = (

@@ -14,13 +14,10 @@ from tests.support.runs import assert_same_lines, lines_of, train_quietly
 from torch import nn
 
 from expertmesh.checkpoints import store as checkpoint
-from expertmesh.checkpoints.dcp import read_tensors, tensor_shapes
-from expertmesh.checkpoints.store import (
-    CheckpointStore,
-    find_damage,
-    list_checkpoints,
-    newest_good,
-)
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.manifest import find_damage
+from expertmesh.checkpoints.source import read_into
+from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints, newest_good
 from expertmesh.comm.world import World
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, PeerError
@@ -176,7 +173,7 @@ def test_each_rank_has_written_its_own_file(saved):
     path = list_checkpoints(saved / "checkpoints")[-1]
     names = {f"__{rank}_0.distcp" for rank in range(4)}
     assert {p.name for p in path.iterdir()} == names | {".metadata", "manifest.json", "state.json"}
-    shape = tensor_shapes(path)["model.embedding.weight"]
+    shape = Checkpoint(path).tensors["model.embedding.weight"].shape
     found = {"model.embedding.weight": torch.zeros(shape, dtype=torch.float64)}
     reader = dist.checkpoint.FileSystemReader(path)
     with pytest.warns(UserWarning, match="single process"):
@@ -217,7 +214,7 @@ def bytes_of_ranks(folder, layout):
     with torch.no_grad():
         for tensor in tensors.values():
             own_part(tensor).zero_()
-    reading = peak_bytes(lambda: read_tensors(store.paths()[0], tensors))
+    reading = peak_bytes(lambda: read_into(Checkpoint(store.paths()[0]), tensors))
     same = all(torch.equal(own_part(t), before[name]) for name, t in tensors.items())
     largest = max(t.nbytes for t in staged.pieces.values())
     exact = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -308,7 +305,7 @@ def delayed_write(folder):
     store.wait()
     store.close()
     found = {"a": torch.zeros(3)}
-    read_tensors(store.paths()[0], found)
+    read_into(Checkpoint(store.paths()[0]), found)
     return visible, found["a"].tolist()
 
 

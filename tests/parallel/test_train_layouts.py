@@ -24,8 +24,7 @@ from expertmesh.models.own_module import own_family
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
 from expertmesh.recipes import RECIPES
-from expertmesh.runs.open import open_trained
-from expertmesh.runs.run_dir import load_run
+from expertmesh.runs.open import open_model
 from expertmesh.training.muon import orthogonalized
 
 STEPS = 4
@@ -206,7 +205,7 @@ def test_frozen_parts_learn_nothing(two_ranks, folder, part):
     changes = {"train.freeze": (part,), "train.steps": 2, "train.checkpoint_every": 2}
     one = run_training(folder, f"one-frozen-{part}", changes)
     assert_same(two_ranks.run(run_training, folder, f"two-frozen-{part}", changes)[0], one)
-    trained = open_trained(load_run(str(folder / f"two-frozen-{part}")))
+    trained = open_model(folder / f"two-frozen-{part}")
     before = trained.task.build(device="cpu", dtype=torch.float64).state_dict()
     for name, tensor in trained.model.state_dict().items():
         assert torch.equal(tensor, before[name]) == (f".moe.{part}." in name), name

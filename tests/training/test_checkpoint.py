@@ -16,15 +16,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh.checkpoints import store as checkpoint
-from expertmesh.checkpoints.dcp import read_tensors, write_tensors
+from expertmesh.checkpoints.dcp import Checkpoint, write_tensors
 from expertmesh.checkpoints.dcp_files import copy_piece
-from expertmesh.checkpoints.store import (
-    CheckpointStore,
-    find_damage,
-    list_checkpoints,
-    newest_good,
-    read_state,
-)
+from expertmesh.checkpoints.manifest import find_damage
+from expertmesh.checkpoints.source import read_into
+from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints, newest_good, read_state
 from expertmesh.errors import CheckpointError
 
 
@@ -69,7 +65,7 @@ def test_what_was_saved_comes_back(store):
     path = store.paths()[0]
     assert path.name == "step_00000007" and find_damage(path) is None
     found = {name: torch.zeros_like(t) for name, t in tensors().items()}
-    read_tensors(path, found)
+    read_into(Checkpoint(path), found)
     for name, tensor in tensors(7.0).items():
         assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
     state = read_state(path)
@@ -100,7 +96,7 @@ def test_training_may_change_the_tensors_while_they_are_written(make_store):
     gate.set()
     store.wait()
     found = {"a": torch.zeros(3, 5)}
-    read_tensors(store.paths()[0], found)
+    read_into(Checkpoint(store.paths()[0]), found)
     assert torch.equal(found["a"], torch.ones(3, 5))
 
 
@@ -139,7 +135,7 @@ def test_saving_a_step_again_replaces_it(store):
     store.save(1, tensors(5.0), {}, eval_loss=None)
     store.wait()
     found = {"scalar": torch.zeros((), dtype=torch.float64)}
-    read_tensors(store.paths()[0], found)
+    read_into(Checkpoint(store.paths()[0]), found)
     assert found["scalar"] == 5.0 and steps(store) == [1]
 
 
@@ -268,7 +264,7 @@ def test_leftovers_of_a_killed_process_are_removed(store):
 def test_tensors_of_another_model_are_named(store, asked, words):
     save(store, 1)
     with pytest.raises(CheckpointError, match=words):
-        read_tensors(store.paths()[0], asked)
+        read_into(Checkpoint(store.paths()[0]), asked)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +355,7 @@ def test_nothing_in_a_checkpoint_runs(store, tmp_path, change):
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert newest_good(store.folder) == path, "its checksums are right"
     with pytest.raises(CheckpointError, match="is unreadable|has no tensor a"):
-        read_tensors(path, {"a": torch.zeros(3, 5)})
+        read_into(Checkpoint(path), {"a": torch.zeros(3, 5)})
     assert not mark.exists()
 
 
@@ -404,7 +400,7 @@ def test_files_of_tensors_that_are_none_are_refused(store, change, words):
     file = next(path.glob("*.distcp"))
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(CheckpointError, match=words):
-        read_tensors(path, {"a": torch.zeros(3, 5)})
+        read_into(Checkpoint(path), {"a": torch.zeros(3, 5)})
 
 
 class _Copies(TorchDispatchMode):

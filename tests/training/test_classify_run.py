@@ -22,7 +22,7 @@ from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.swin.task import SwinTask
 from expertmesh.recipes.vision import swin_test
-from expertmesh.runs.open import open_trained
+from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.optim import freeze
 from expertmesh.training.room import check_room
@@ -209,7 +209,7 @@ def fine(folder, straight):
 
 def weights_of(run_dir):
     run = load_run(run_dir)
-    return open_trained(run).model
+    return open_model(run).model
 
 
 def test_fine_tuning_with_other_windows_and_frozen_experts(straight, fine):

@@ -15,7 +15,7 @@ from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.recipes.translation import translate_test
 from expertmesh.recipes.vision import swin_test
-from expertmesh.runs.open import open_trained
+from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.begin import begun
@@ -79,7 +79,7 @@ def trained(folder):
 
 
 def opened(path):
-    return open_trained(load_run(path))
+    return open_model(path)
 
 
 class Without(nn.Module):

@@ -20,7 +20,8 @@ from expertmesh.errors import TrainingDivergedError
 from expertmesh.models.family import Baseline
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.task import GPTTask
-from expertmesh.runs.open import open_trained
+from expertmesh.runs.open import open_model
+from expertmesh.text.format import text_format
 from expertmesh.text.tokenizer import train_tokenizer
 from expertmesh.training.loop import train
 
@@ -85,7 +86,7 @@ def test_report_compares_with_the_trigram_and_the_exit_code_says_who_wins_if_ask
     argv = words(tmp_path, corpus_folder, cache_folder, "--train.steps", "3")
     main(["train", "gpt-moe-test", *argv])
     capsys.readouterr()
-    with calls_of(open_trained) as opened:
+    with calls_of(open_model) as opened:
         assert main(report_words(tmp_path)) == 0
     out = capsys.readouterr().out
     for text in ("before training", "after step 3", "byte trigram", "sample 2", "words that the"):
@@ -191,9 +192,10 @@ def test_a_sample_that_ends_is_not_cut(tmp_path):
     tokenizer = train_tokenizer(["some words"], vocab_size=300)
     model = GPT(ModelConfig(vocab_size=300, dim=16, num_layers=1), seed=0)
     nn.init.zeros_(model.embedding.weight)  # the first token is the most likely: the end of text
-    found = SimpleNamespace(load_tokenizer=lambda: tokenizer, path=tmp_path)
+    text = text_format(tokenizer, tmp_path / "tokenizer.json", model=model)
+    opened = SimpleNamespace(decoder=model, text=text)
     options = {"prompts": ["x"], "num_tokens": 3, "temperature": 0.0, "seed": 0}
-    assert samples.sample(model, found, **options) == [samples.Sample("x", "", False)]
+    assert samples.sample(opened, **options) == [samples.Sample("x", "", False)]
 
 
 def test_words_that_a_sample_has_only_a_part_of_do_not_count():

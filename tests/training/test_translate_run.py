@@ -20,7 +20,7 @@ from expertmesh.data import files
 from expertmesh.infer.translate import in_pieces, one_line, translate
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_test
-from expertmesh.runs.open import open_trained
+from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.expert_use import read_use
 
@@ -156,7 +156,8 @@ def test_lines_that_are_not_translated_are_not_scored(learned, capsys, tmp_path)
 def test_a_translation_does_not_depend_on_the_texts_beside_it(learned):
     """Of a text without an end, too: its length is bounded by its own."""
     found = load_run(learned)
-    task, model, _ = open_trained(found)
+    opened = open_model(found)
+    task, model = opened.task, opened.model
     tokenizer = found.load_tokenizer()
     translation = task.translation(tokenizer, to="xx")._replace(end_id=1)
     texts = ["a red dog.", "a blue cat. " * 4]
@@ -190,7 +191,8 @@ def test_pieces_end_with_sentences_or_words_and_lose_nothing():
 
 def test_a_translation_without_an_end_is_named(learned, caplog):
     found = load_run(learned)
-    task, model, _ = open_trained(found)
+    opened = open_model(found)
+    task, model = opened.task, opened.model
     tokenizer = found.load_tokenizer()
     translation = task.translation(tokenizer, to="xx")
     texts = ["a red dog.", "", "a blue cat."]

@@ -6,21 +6,22 @@ where there is no process group. What they write is read through memory maps.
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from expertmesh.checkpoints.dcp_files import copy_piece
 from expertmesh.checkpoints.dcp_index import read_index
+from expertmesh.checkpoints.source import Box, Stored, overlap
 from expertmesh.errors import CheckpointError
 from expertmesh.parallel.ranks import Ranks
 
@@ -174,99 +175,58 @@ def write_index(folder: Path, metadata: Metadata, results: list[list[WriteResult
     writer.finish(copy.copy(metadata), results)
 
 
-def read_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill given tensors from a checkpoint, in place; tensors of the checkpoint that are not asked for are left out.
-
-    Copies the saved pieces that overlap with what this rank has of the tensors, however many ranks saved them, out of mapped
-    files, so that a rank needs no memory beside its tensors. Communicates with nobody.
+class Checkpoint:
+    """The tensors of a checkpoint, however many ranks saved them; a `TensorSource`. The index is read once.
 
     Args:
-        folder: the checkpoint.
-        tensors: by name, plain or DTensors; their (whole) shapes must be those of the checkpoint.
+        path: its folder.
+        prefix: of the names that count, and are given without it: "model." for the weights of a model.
 
     Raises:
-        CheckpointError: one is not in the checkpoint or has another shape there.
+        CheckpointError: the index is unreadable.
     """
-    saved = tensor_shapes(folder)
-    for name, tensor in tensors.items():
-        if name not in saved:
-            raise CheckpointError(f"{folder}: has no tensor {name}; it is of another model")
-        if saved[name] != tuple(tensor.shape):
-            raise CheckpointError(
-                f"{folder}: {name} has shape {saved[name]}, the model's is {tuple(tensor.shape)}; it is of another model"
+
+    def __init__(self, path: Path, *, prefix: str = "") -> None:
+        self.path = path
+        index = read_index(path)
+        self._entries = {
+            name.removeprefix(prefix): (name, entry)
+            for name, entry in index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and name.startswith(prefix)
+        }
+        self._places = index.storage_data
+        self.tensors = {
+            name: Stored(tuple(entry.size), entry.properties.dtype)
+            for name, (_, entry) in self._entries.items()
+        }
+
+    def read(self, name: str, box: Box, into: Tensor) -> None:
+        """Copy the saved pieces that overlap with a part out of mapped files; see `TensorSource.read`."""
+        full_name, entry = self._entries[name]
+        covered = 0
+        for chunk in entry.chunks:
+            if len(chunk.offsets) != len(box) or len(chunk.sizes) != len(box):
+                break
+            bounds = zip(chunk.offsets, chunk.sizes, strict=True)
+            shared = overlap(box, tuple(slice(start, start + size) for start, size in bounds))
+            if shared is None:
+                continue
+            ours, theirs = shared
+            place = self._places.get(MetadataIndex(full_name, chunk.offsets))
+            if place is None:
+                break
+            target = into[ours]
+            covered += target.numel()
+            copy_piece(
+                target,
+                self.path / place.relative_path,
+                theirs,
+                offset=place.offset,
+                length=place.length,
+                dtype=entry.properties.dtype,
+                sizes=chunk.sizes,
             )
-    planner, metadata = DefaultLoadPlanner(), read_index(folder)
-    planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
-    with torch.no_grad():
-        _read(folder, metadata, planner.finish_plan(planner.create_local_plan()), planner)
-
-
-def _read(folder: Path, metadata: Metadata, plan: LoadPlan, planner: DefaultLoadPlanner) -> None:
-    """Copy the pieces of a plan out of the mapped files."""
-    for item in plan.items:
-        entry = metadata.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        place = metadata.storage_data.get(item.storage_index)
-        offset = item.storage_index.offset
-        sizes = next((c.sizes for c in entry.chunks if offset in (None, c.offsets)), None)
-        if place is None or sizes is None:
+        if covered != into.numel():
             raise CheckpointError(
-                f"{folder}: the index does not say where {item.storage_index.fqn} is; choose another checkpoint"
+                f"{self.path}: the index does not say where {full_name} is; choose another checkpoint"
             )
-        target = planner.resolve_tensor(item).detach()
-        where = zip(item.storage_offsets, item.lengths, strict=True)
-        copy_piece(
-            target,
-            folder / place.relative_path,
-            tuple(slice(start, start + length) for start, length in where),
-            offset=place.offset,
-            length=place.length,
-            dtype=entry.properties.dtype,
-            sizes=sizes,
-        )
-        planner.commit_tensor(item, target)
-
-
-def whole_tensors(folder: Path, names: Iterable[str]) -> Iterator[Tensor]:
-    """Tensors of a checkpoint one after the other, whole, on the CPU; holds one at a time.
-
-    Args:
-        folder: the checkpoint.
-        names: of tensors that it has.
-    """
-    metadata = read_index(folder)
-    for name in names:
-        yield _whole_tensor(folder, metadata, name)
-
-
-def _whole_tensor(folder: Path, metadata: Metadata, name: str) -> Tensor:
-    entry = metadata.state_dict_metadata[name]
-    assert isinstance(entry, TensorStorageMetadata)
-    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    planner = DefaultLoadPlanner()
-    planner.set_up_planner({name: tensor}, metadata, is_coordinator=True)
-    _read(folder, metadata, planner.finish_plan(planner.create_local_plan()), planner)
-    return tensor
-
-
-def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and whole shapes of all tensors of a checkpoint.
-
-    Raises:
-        CheckpointError: unreadable.
-    """
-    return {name: tuple(entry.size) for name, entry in _entries(folder).items()}
-
-
-def tensor_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Names and dtypes of all tensors of a checkpoint.
-
-    Raises:
-        CheckpointError: unreadable.
-    """
-    return {name: entry.properties.dtype for name, entry in _entries(folder).items()}
-
-
-def _entries(folder: Path) -> dict[str, TensorStorageMetadata]:
-    found = read_index(folder).state_dict_metadata
-    return {name: e for name, e in found.items() if isinstance(e, TensorStorageMetadata)}

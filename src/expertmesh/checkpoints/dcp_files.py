@@ -79,14 +79,15 @@ def copy_piece(
         return
     if not target.numel():
         return
-    row_bytes = num_bytes // sizes[0]
+    # the bytes of each number last, so that of a part of a row only these are read
+    data = data.reshape(*sizes, dtype.itemsize)
+    row_bytes = target[0].numel() * dtype.itemsize
     rows = max(1, (_BLOCK_BYTES if target.is_cpu else _BLOCK_BYTES_GPU) // row_bytes)
     first, stop = where[0].start, where[0].stop
     for row in range(first, stop, rows):
         end = min(row + rows, stop)
-        block = torch.from_numpy(np.array(data[row * row_bytes : end * row_bytes]))
-        block = block.view(dtype).view(end - row, *sizes[1:])
-        target[row - first : end - first].copy_(block[:, *where[1:]])
+        block = torch.from_numpy(np.array(data[row:end, *where[1:]], order="C"))
+        target[row - first : end - first].copy_(block.view(dtype).squeeze(-1))
 
 
 def _start_of_data(mapped: _Map, num_bytes: int) -> int:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.dcp import read_tensors
-from expertmesh.checkpoints.store import find_damage
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.manifest import find_damage
+from expertmesh.checkpoints.source import read_into
 from expertmesh.errors import CheckpointError
 
 
@@ -26,4 +27,4 @@ def load_weights(path: Path, model: nn.Module | Mapping[str, Tensor]) -> None:
             f"checkpoint {path}: is damaged ({problem}); delete it to use the one before"
         )
     tensors = model.state_dict() if isinstance(model, nn.Module) else model
-    read_tensors(path, {f"model.{name}": t for name, t in tensors.items()})
+    read_into(Checkpoint(path, prefix="model."), tensors)

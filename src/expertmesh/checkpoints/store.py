@@ -14,7 +14,6 @@ The background threads communicate through these records alone: process groups b
 """
 
 import concurrent.futures
-import hashlib
 import json
 import logging
 import math
@@ -40,6 +39,7 @@ from expertmesh.checkpoints.dcp import (
     write_tensors,
 )
 from expertmesh.checkpoints.dcp_index import read_plain
+from expertmesh.checkpoints.manifest import described, find_damage, write_manifest
 from expertmesh.config.base import parse_json
 from expertmesh.config.output_file import naming
 from expertmesh.errors import CheckpointError, PeerError, named
@@ -308,36 +308,6 @@ def newest_good(folder: Path, ranks: Ranks | None = None) -> Path | None:
     return None
 
 
-def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
-    """Compare a checkpoint with its manifest; reads all of it, or a share.
-
-    Args:
-        path: the checkpoint.
-        share: (i, n): the i-th of n parts of its files.
-
-    Returns:
-        What is wrong, or None.
-    """
-    name = "manifest.json"
-    try:
-        files = parse_json((path / name).read_bytes())["files"]
-        for name, expected in sorted(files.items())[share[0] :: share[1]]:
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if file.stat().st_size != expected["size"]:
-                return f"{name} has {file.stat().st_size} bytes, not {expected['size']}"
-            if _sha256(file) != expected["sha256"]:
-                return f"{name} has another checksum"
-    except OSError as error:
-        if name != "manifest.json":
-            return f"{name} cannot be read: {error.strerror or error}"
-        return "manifest.json is missing or unreadable"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "manifest.json is missing or unreadable"
-    return None
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """The plain values of a checkpoint.
 
@@ -389,9 +359,7 @@ def _write_manifest(folder: Path, files: Mapping[str, Any]) -> None:
             continue
         name = path.relative_to(folder).as_posix()
         found[name] = files[name] if name in files else _flushed(path)
-    manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"format_version": FORMAT_VERSION, "files": found}, indent=1))
-    _sync(manifest)
+    _sync(write_manifest(folder, found, version=FORMAT_VERSION))
     _sync(folder)
 
 
@@ -400,14 +368,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _flushed(path: Path) -> dict[str, Any]:
-    """Flush a file to disk; its size and checksum."""
+    """Flush a file to disk; its size and checksums."""
     _sync(path)
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return described(path)
 
 
 def _sync(path: Path) -> None:

@@ -1,8 +1,8 @@
 """`expertmesh classify RUN IMAGE...`: classes of images by the newest checkpoint of a run."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
-from expertmesh.cli.decoding import precision_of
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.output_file import output_file
@@ -113,9 +113,9 @@ def _parser() -> OptionParser:
 def _open(options: Any) -> Any:
     """The run, with what its experts may take here."""
     from expertmesh.config.swin import SwinRunConfig
-    from expertmesh.runs.run_dir import load_run
+    from expertmesh.runs.open import find_model
 
-    found = load_run(options.run)
+    found = find_model(options.run)
     if not isinstance(found.config, SwinRunConfig):
         raise ConfigError(
             f"run {options.run}: is of family {found.family.name}, which classifies no images; name one of family swin"
@@ -133,7 +133,7 @@ def _open(options: Any) -> Any:
                 f"--capacity {options.capacity}: the model of {options.run} has no experts; leave it out"
             )
         return found
-    return found._replace(config=found.config.updated(changes))
+    return replace(found, config=found.config.updated(changes))
 
 
 def _classify(found: Any, options: Any) -> "list[Classified]":
@@ -141,12 +141,13 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
     with loading():
         from expertmesh.data.images import CLASSES_FILE, class_names
         from expertmesh.infer.classify import classify, read_images
-        from expertmesh.runs.open import open_trained
+        from expertmesh.runs.open import open_model
         from expertmesh.training.threads import threads_of_calls
 
         classes = class_names(found.path / CLASSES_FILE)
-        task, model, precision = open_trained(found, precision=precision_of(found, options.device))
-    classifier = task.classifier(model)
+        opened = open_model(found, device=options.device)
+    model, precision = opened.model, opened.precision
+    classifier = opened.task.classifier(model)
     fit = options.fit or found.config.data.fit
     images = read_images(options.image, size=classifier.size, fit=fit)
     num_rows = _ROWS * min(len(images), options.batch_size)
@@ -159,11 +160,12 @@ def _classify(found: Any, options: Any) -> "list[Classified]":
 def _score(found: Any, options: Any) -> str:
     """Accuracy and loss on all validation images."""
     with loading():
-        from expertmesh.runs.open import open_trained
+        from expertmesh.runs.open import open_model
         from expertmesh.training.evaluate import evaluate, watched
         from expertmesh.training.threads import threads_of_calls
 
-        task, model, precision = open_trained(found, precision=precision_of(found, options.device))
+        opened = open_model(found, device=options.device)
+        task, model, precision = opened.task, opened.model, opened.precision
         with notes_known():
             data = task.prepare()
     with threads_of_calls(model, precision, num_rows=_ROWS * options.batch_size):

@@ -3,7 +3,6 @@
 import json
 from importlib.util import find_spec
 
-from expertmesh.cli.decoding import load_decoder
 from expertmesh.cli.flags import OptionParser, check_least, listed
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.output_file import output_file, write_whole
@@ -40,12 +39,15 @@ def run(argv: list[str]) -> int:
             "evaluate: needs lm-evaluation-harness; install it with: pip install lm_eval datasets"
         )
     with told_of_data(), loading():
-        _, model, tokenizer, precision = load_decoder(options.run, options.device)
         import torch
 
         from expertmesh.integrations.evaluation import evaluate
+        from expertmesh.runs.open import open_model
         from expertmesh.text.tokenizer import end_of_text_id
         from expertmesh.training.threads import threads_of_calls
+
+        opened = open_model(options.run, device=options.device, for_autocast=True)
+        model, tokenizer, precision = opened.decoder, opened.text.tokenizer, opened.precision
 
     num_rows = _TOKENS * options.batch_size
     with (

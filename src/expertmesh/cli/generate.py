@@ -1,11 +1,11 @@
-"""`expertmesh generate RUN "prompt"`: continues a text with the newest checkpoint of a run."""
+"""`expertmesh generate RUN "prompt"`: continues a text with the newest checkpoint of a run, or with a model as the hub has it."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.decoding import Decoder, add_place, open_decoder
+from expertmesh.cli.decoding import add_place, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import told_of_data
@@ -15,6 +15,9 @@ from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError, command
 
+if TYPE_CHECKING:
+    from expertmesh.runs.open import LoadedModel
+
 _EXAMPLES = """\
 examples:
   expertmesh generate runs/gpt-moe-demo "def main("
@@ -22,6 +25,7 @@ examples:
   expertmesh generate runs/gpt-moe-demo --greedy --max-tokens 50 "class Test" "def main("
   expertmesh generate runs/gpt-moe-demo --prompt-file prompts.txt
   expertmesh generate runs/gpt-moe-demo --interactive
+  expertmesh generate models/Qwen3-30B-A3B "import os"   # a folder as the hub has it
   expertmesh generate runs/chat --chat "What is 2 + 2?"   # a run that learned conversations
   torchrun --nproc-per-node 8 -m expertmesh generate runs/qwen3 "def main("   # experts cut over 8 GPUs
 """
@@ -53,31 +57,30 @@ def run(argv: list[str]) -> int:
     num_rows = min(len(prompts) or 1, options.batch_size)
     with ExitStack() as stack:
         with told_of_data():
-            decoder = stack.enter_context(
+            opened = stack.enter_context(
                 open_decoder(options, num_rows=num_rows, is_asked=options.interactive)
             )
-        _generate(options, decoder.ranks.first(lambda: prompts), decoder)
+        _generate(options, opened.ranks.first(lambda: prompts), opened)
     return 0
 
 
-def _generate(options: Any, prompts: list[str], decoder: Decoder) -> None:
+def _generate(options: Any, prompts: list[str], opened: "LoadedModel") -> None:
     """Continue texts; all ranks have the same."""
-    _, model, tokenizer, precision, ranks = decoder
+    model, ranks = opened.decoder, opened.ranks
     import torch
 
     from expertmesh.infer.engine import generate_text, generate_texts
     from expertmesh.infer.sampling import Sampling
     from expertmesh.models.decoder import EncoderDecoder
     from expertmesh.text.chat import MARKS, OwnFormat, latest_turns
-    from expertmesh.text.format import text_format
 
     if isinstance(model, EncoderDecoder):
         raise ConfigError(
             f"run {options.run}: the model reads one text and writes another; use {command('translate')}"
         )
 
-    text = text_format(tokenizer, expanded(options.run) / "tokenizer.json", model=model)
-    form = text.chat
+    text = opened.text
+    tokenizer, form = text.tokenizer, text.chat
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
         print(f"note: run {options.run}: {_NO_TALK}", file=sys.stderr)
     settings = {
@@ -116,7 +119,7 @@ def _generate(options: Any, prompts: list[str], decoder: Decoder) -> None:
             print(f"note: {_FORGETS.format(limit)}", file=sys.stderr)
         return [*kept, {"role": "assistant", "content": answer(ids)}]
 
-    with torch.no_grad(), precision.autocast():
+    with torch.no_grad(), opened.precision.autocast():
         if options.interactive:
             turns: list[dict[str, str]] = []
             asking = _asked()
@@ -176,7 +179,7 @@ def _parse(argv: list[str]) -> Any:
 def _parser() -> OptionParser:
     parser = OptionParser(
         prog="expertmesh generate",
-        description="Continues a text with the newest checkpoint of a run.",
+        description="Continues a text with the newest checkpoint of a run, or with a model as the hub has it.",
         epilog=_EXAMPLES,
     )
     parser.add_run(

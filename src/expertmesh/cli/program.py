@@ -8,13 +8,12 @@ from pathlib import Path
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import Line
 
-_DECODING = {"train.device": "device", "parallel.es_degree": "es-degree"}
+_DECODING = {"parallel.es_degree": "es-degree"}
 _OF_VERBS = {
     "generate": _DECODING,
     "translate": _DECODING | {"num_beams": "beams"},
     "evaluate": _DECODING,
     "classify": {
-        "train.device": "device",
         "data.fit": "fit",
         "model.moe.eval_capacity_factor": "capacity",
         "model.moe.drop_policy": "drop-policy",
@@ -23,7 +22,7 @@ _OF_VERBS = {
 """Options of the library that a verb has under a name of its own."""
 _ARGUMENTS = {
     *("to", "from", "max_tokens", "output", "page", "plot", "picture", "tasks", "keep", "rates"),
-    *("temperature", "top_k", "top_p", "length_penalty", "seed", "family", "split_long"),
+    *("device", "temperature", "top_k", "top_p", "length_penalty", "seed", "family", "split_long"),
 }
 """Arguments of functions that verbs have as options; other names without a section are of a file that was read."""
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from expertmesh.data.corpus import Corpus
     from expertmesh.models.family import Data, Task
     from expertmesh.reporting.page import Tokens
-    from expertmesh.runs.open import Trained
+    from expertmesh.runs.open import LoadedModel
     from expertmesh.runs.run_dir import Run
 
 _CURVE_ROWS = 12
@@ -36,29 +36,29 @@ class _Runs:
         self.family = None if family is None else find_family(family)
         self._keeps_models = keeps_models
         self._found: dict[str, Run | ConfigError | CheckpointError] = {}
-        self._trained: dict[str, Trained] = {}
+        self._opened: dict[str, LoadedModel] = {}
 
-    def open(self, name: str) -> "tuple[Run, Trained]":
-        """A run and its model.
+    def open(self, name: str) -> "LoadedModel":
+        """A run's model.
 
         Raises:
             ConfigError: this is no run, or of another family.
             CheckpointError: it has no usable checkpoint.
         """
-        from expertmesh.runs.open import open_trained
+        from expertmesh.runs.open import open_model
 
         run = self._find(name)
-        trained = self._trained.get(name) or open_trained(run)
+        opened = self._opened.get(name) or open_model(run)
         if self._keeps_models:
-            self._trained[name] = trained
-        return run, trained
+            self._opened[name] = opened
+        return opened
 
     def sample(self, name: Any) -> "Tokens":
         """The sample of a run for the page; errors as those of `open`."""
         from expertmesh.reporting.sample import sample_of_run
 
         run = self._find(str(name))
-        return sample_of_run(*self.open(str(name))) if run.family.generates_text else []
+        return sample_of_run(self.open(str(name))) if run.family.generates_text else []
 
     def _find(self, name: str) -> "Run":
         from expertmesh.runs.run_dir import load_run
@@ -156,37 +156,34 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
         print(f"\n=== {run}")
     folder = RunDir(run)
     try:
-        found, trained = runs.open(run)
+        opened = runs.open(run)
     except CheckpointError:
         # Where nothing can be judged the curve is all there is to see.
         if metrics := read_metrics(folder.metrics):
             print(curve_table(metrics, folder.read_config(runs.family)[1]))
         raise
+    found, task = opened.run, opened.task
     family, metrics = found.family, read_metrics(folder.metrics)
-    task, model = trained.task, trained.model
-    tokenizer = None
-    if family.generates_text:
-        tokenizer = found.load_tokenizer()  # refuses that of another run before anything takes long
     print(curve_table(metrics, family))
     saved = read_run_state(found.checkpoint)
     step = saved["step"]
     print(f"\nthe newest checkpoint is of step {step:,}")
     data, missing = _find_data(found, task, saved["data_key"])
-    is_better = _print_measures(found, trained, data, metrics, step)
+    is_better = _print_measures(opened, data, metrics, step)
     if missing is not None:
         print(f"not judged beside a baseline: {missing}")
-    if tokenizer is not None:
+    if family.generates_text:
         corpus: Corpus | None = getattr(data, "corpus", None)
-        decoder = task.decoder(model)
-        room = decoder.max_seq_len // 2
-        own = [shortened(p, tokenizer, room) for p in prompts_of(corpus, options.samples)]
+        room = opened.decoder.max_seq_len // 2
+        own = [
+            shortened(p, opened.text.tokenizer, room) for p in prompts_of(corpus, options.samples)
+        ]
         with (
-            threads_of_calls(model, trained.precision, num_rows=max(options.samples, 1)),
-            trained.precision.autocast(),
+            threads_of_calls(opened.model, opened.precision, num_rows=max(options.samples, 1)),
+            opened.precision.autocast(),
         ):
             samples = sample(
-                decoder,
-                found,
+                opened,
                 prompts=options.prompt or own,
                 num_tokens=options.tokens,
                 temperature=options.temperature,
@@ -216,8 +213,7 @@ def _find_data(found: "Run", task: "Task", key: str) -> "tuple[Data | None, str 
 
 
 def _print_measures(
-    found: "Run",
-    trained: "Trained",
+    opened: "LoadedModel",
     data: "Data | None",
     metrics: list[dict[str, Any]],
     step: int,
@@ -231,7 +227,7 @@ def _print_measures(
     from expertmesh.training.metrics import evaluations
     from expertmesh.training.threads import threads_of_calls
 
-    metric, config = found.family.metric, found.config
+    metric, config = opened.run.family.metric, opened.run.config
     rows = []
     if before := evaluations(metrics, "initial_eval_"):
         rows.append(("on the trainer's sample, before training", before[0].get(metric.key)))
@@ -242,17 +238,17 @@ def _print_measures(
     if data is not None:
         size = config.train.samples_per_pass
         num_rows = _TOKENS * size
-        with threads_of_calls(trained.model, trained.precision, num_rows=num_rows):
+        with threads_of_calls(opened.model, opened.precision, num_rows=num_rows):
             result = evaluate(
-                trained.task,
-                trained.model,
+                opened.task,
+                opened.model,
                 data,
                 batch_size=size,
                 max_samples=None,
-                precision=trained.precision,
+                precision=opened.precision,
                 watch=watched(data),
             )
-        after, baseline = result[metric.key], trained.task.baseline(data)
+        after, baseline = result[metric.key], opened.task.baseline(data)
         rows.append((f"on all validation data, after step {step:,}", after))
     if baseline is not None:
         rows.append((f"{baseline.name}, on all validation data", baseline.value))

@@ -6,13 +6,13 @@ off, the last do not count.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from expertmesh.data.corpus import Corpus
-    from expertmesh.runs.run_dir import Run
+    from expertmesh.runs.open import LoadedModel
 
 PYTHON_PROMPTS = (
     "import os\nimport sys\n",
@@ -79,8 +79,7 @@ def _beginning(text: str) -> str:
 
 
 def sample(
-    model: Any,
-    found: "Run",
+    opened: "LoadedModel",
     *,
     prompts: Sequence[str],
     num_tokens: int,
@@ -90,8 +89,7 @@ def sample(
     """Continuations, each from the beginning of a text.
 
     Args:
-        model: the model.
-        found: its run.
+        opened: the model.
         prompts: one for each; "" is continued, too.
         num_tokens: most tokens for each.
         temperature: 0: the most likely token always.
@@ -101,13 +99,11 @@ def sample(
     from expertmesh.errors import ConfigError
     from expertmesh.infer.engine import generate_batch
     from expertmesh.infer.sampling import Sampling
-    from expertmesh.runs.run_dir import TOKENIZER
-    from expertmesh.text.format import text_format
 
     if not prompts:
         return []
-    tokenizer = found.load_tokenizer()
-    text = text_format(tokenizer, found.path / TOKENIZER, model=model)
+    model, text = opened.decoder, opened.text
+    tokenizer = text.tokenizer
     sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
     prompt_ids = list(map(text.prompt_ids, prompts))
     longest = max(map(len, prompt_ids))

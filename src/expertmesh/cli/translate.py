@@ -1,9 +1,9 @@
 """`expertmesh translate RUN --to de "..."`: translates with the newest checkpoint of a run."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from expertmesh.cli.decoding import Decoder, add_place, open_decoder
+from expertmesh.cli.decoding import add_place, open_decoder
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.generate import read_standard_input
 from expertmesh.cli.launched import said_once
@@ -12,6 +12,9 @@ from expertmesh.config.base import expanded, launched_rank
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from expertmesh.runs.open import LoadedModel
 
 _EXAMPLES = """\
 examples:
@@ -44,8 +47,8 @@ def run(argv: list[str]) -> int:
 
         check_sacrebleu()
     num_rows = options.beams * min(len(texts) or 1, options.batch_size)
-    with told_of_data(), open_decoder(options, num_rows=num_rows) as decoder:
-        found = _translated(options, decoder.ranks.first(lambda: texts), decoder)
+    with told_of_data(), open_decoder(options, num_rows=num_rows) as opened:
+        found = _translated(options, opened.ranks.first(lambda: texts), opened)
     if not is_first:
         return 0
     text = "".join(f"{line}\n" for line in found)
@@ -66,16 +69,16 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _translated(options: Any, texts: list[str], decoder: Decoder) -> list[str]:
-    task, model, tokenizer, precision, _ = decoder
-    translation = task.translation(tokenizer, to=options.to)
+def _translated(options: Any, texts: list[str], opened: "LoadedModel") -> list[str]:
+    tokenizer = opened.text.tokenizer
+    translation = opened.task.translation(tokenizer, to=options.to)
     import torch
 
     from expertmesh.infer.translate import translate
 
-    with torch.no_grad(), precision.autocast():
+    with torch.no_grad(), opened.precision.autocast():
         return translate(
-            model,
+            opened.decoder,
             tokenizer,
             translation,
             texts,

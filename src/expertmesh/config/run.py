@@ -39,6 +39,14 @@ def check_encoding(name: str, value: str | None) -> None:
         ) from None
 
 
+DEVICE_RULE = "must be auto, cpu, cuda or cuda:N"
+
+
+def is_device(name: str) -> bool:
+    """Whether a name is one of a device."""
+    return re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", name) is not None
+
+
 class OptimConfig(Config):
     """The optimiser and its learning-rate schedule."""
 
@@ -166,9 +174,9 @@ class TrainConfig(Config):
             "choose one",
         )
         self.require(
-            re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", self.device),
+            is_device(self.device),
             "device",
-            "must be auto, cpu, cuda or cuda:N",
+            DEVICE_RULE,
             "for example cpu",
         )
         self.require(

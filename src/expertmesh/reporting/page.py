@@ -14,7 +14,7 @@ from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.reporting.read import read_run
 from expertmesh.reporting.sample import sample_of_run
-from expertmesh.runs.open import open_trained
+from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 
 PAGE_NAME = "report.html"
@@ -89,7 +89,7 @@ def find_plotly() -> None:
 
 def _sample_of(run: str | Path) -> Tokens:
     found = load_run(run)
-    return sample_of_run(found, open_trained(found)) if found.family.generates_text else []
+    return sample_of_run(open_model(found)) if found.family.generates_text else []
 
 
 def _sampled(run: str | Path, sample: Callable[[str | Path], Tokens]) -> dict[str, Any]:

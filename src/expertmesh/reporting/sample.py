@@ -13,9 +13,7 @@ from expertmesh.infer.sampling import Sampling
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
-from expertmesh.runs.open import Trained
-from expertmesh.runs.run_dir import TOKENIZER, Run
-from expertmesh.text.format import text_format
+from expertmesh.runs.open import LoadedModel
 from expertmesh.text.stream import TextStream
 
 _TOKENS = 120
@@ -65,12 +63,11 @@ def experts_of_tokens(model: CausalLM, ids: list[int]) -> list[list[list[tuple[i
     return found
 
 
-def sample_of_run(run: Run, trained: Trained) -> list[dict[str, Any]]:
+def sample_of_run(opened: LoadedModel) -> list[dict[str, Any]]:
     """A text that the run's newest model writes from nothing, token by token.
 
     Args:
-        run: the run, of a family that generates text.
-        trained: its model.
+        opened: a run's model, of a family that generates text.
 
     Returns:
         For every token its "text" and, per MoE layer, "experts" as (expert, weight) pairs; [] where the model writes about what it
@@ -79,16 +76,14 @@ def sample_of_run(run: Run, trained: Trained) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: its tokenizer is missing or damaged, or its weights are.
     """
-    task, module, precision = trained
-    model = task.decoder(module)
+    model = opened.decoder
     if isinstance(model, EncoderDecoder):
         return []
     sampling = Sampling(temperature=0.7, top_p=0.95, seed=0)
-    tokenizer = run.load_tokenizer()
-    text = text_format(tokenizer, run.path / TOKENIZER, model=model)
+    text = opened.text
     start = list(text.first_ids)
     room = min(_TOKENS, model.max_seq_len - len(start))
-    with precision.autocast():
+    with opened.precision.autocast():
         steps = generate_batch(
             model, [start], max_tokens=room, sampling=sampling, eos_id=text.end_ids
         )
@@ -97,7 +92,7 @@ def sample_of_run(run: Run, trained: Trained) -> list[dict[str, Any]]:
         if not ids:
             return []
         layers = experts_of_tokens(model, [*start, *ids])
-    stream = TextStream(tokenizer)
+    stream = TextStream(text.tokenizer)
     return [
         {"text": stream.feed(token), "experts": [layer[place] for layer in layers]}
         for place, token in enumerate(ids, len(start))

@@ -1,67 +1,183 @@
-"""The model of a run that has been trained, for whoever uses it: generation, reports, Python."""
+"""The one way from a folder to a model and its text format: for a run of ours, or a model as the hub has it.
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+`find_model` says what a folder holds and reads no weights; `open_model` makes the model. Training places models itself and takes
+only the weights, by `Run.load_into`.
+"""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
 from torch import nn
 
-from expertmesh.checkpoints.dcp import tensor_dtypes
-from expertmesh.checkpoints.load import load_weights
+from expertmesh.checkpoints.hub.load import hub_run_config, is_hub_folder
+from expertmesh.checkpoints.source import TensorSource, read_into
+from expertmesh.config.base import expanded
+from expertmesh.config.family import GPT, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.models.family import Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.runs.precision import Precision, resolve_precision
+from expertmesh.runs.arithmetic import Arithmetic
+from expertmesh.runs.precision import Precision, resolve_device, resolve_precision
 from expertmesh.runs.room import check_weights
-from expertmesh.runs.run_dir import TOKENIZER, Run
-from expertmesh.text.format import told_by_files
+from expertmesh.runs.run_dir import TOKENIZER, Run, find_run
+from expertmesh.text.format import TextFormat, text_format, told_by_files
 
 
-class Trained(NamedTuple):
-    """A trained model in this process.
+@dataclass(frozen=True)
+class LoadedModel:
+    """A trained model in this process. `model, tokenizer = loaded` takes the two apart.
 
     Attributes:
-        task: what trained it.
-        model: in evaluation mode, with the weights of the run's newest good checkpoint, of the type that they have there.
+        run: the folder: path, configuration, family.
+        task: what trained it, or could go on.
+        model: in evaluation mode, with the weights of the folder, of the type that they have there.
+        tokenizer: of the folder; None where models of its family read no text.
         precision: what it computes in, and where; of weights in BF16 or FP16 that type.
+        ranks: those that have parts of it; all call it alike.
     """
 
+    run: Run
     task: Task
     model: nn.Module
+    tokenizer: Tokenizer | None
     precision: Precision
+    ranks: Ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        """Model and tokenizer."""
+        return iter((self.model, self.tokenizer))
+
+    @cached_property
+    def decoder(self) -> Any:
+        """The model as generation wants it, a `CausalLM`, or an `EncoderDecoder` of a family that translates.
+
+        Raises:
+            ConfigError: models of its family generate no text.
+        """
+        return self.task.decoder(self.model)
+
+    @cached_property
+    def text(self) -> TextFormat:
+        """What text is to the model.
+
+        Raises:
+            ConfigError: models of its family generate no text, or files beside the tokenizer are damaged.
+            CheckpointError: the tokenizer is missing or damaged.
+        """
+        tokenizer = self.run.load_tokenizer() if self.tokenizer is None else self.tokenizer
+        return text_format(tokenizer, self.run.path / TOKENIZER, model=self.decoder)
 
 
-def open_trained(
-    run: Run,
+def find_model(path: str | Path, family: Family | None = None) -> Run:
+    """What a folder says of its model; no weights are read.
+
+    Args:
+        path: a run directory, or a folder as transformers saves one, of an architecture that runs as our GPT.
+        family: of a run of a family that is none of this package.
+
+    Raises:
+        ConfigError: it is neither, or of another family.
+    """
+    folder = expanded(path)
+    if is_hub_folder(folder):
+        return Run(folder, hub_run_config(folder), GPT, folder)
+    return find_run(path, family)
+
+
+def open_model(
+    source: str | Path | Run,
     *,
-    precision: Precision | None = None,
+    family: Family | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
     ranks: Ranks | None = None,
     es_degree: int | None = None,
     for_autocast: bool = False,
-) -> Trained:
-    """Build the model of a run and load its weights.
+    is_placed: bool = False,
+) -> LoadedModel:
+    """Build the model of a folder and load its weights, whose bytes are compared with their checksums by all ranks together.
 
     Args:
-        run: of `load_run`.
-        precision: what to compute in; None: what the run's configuration says here.
+        source: the folder, see `find_model`; or what that returned, perhaps with changes.
+        family: see there.
+        device: that computes, see `device_of`; None: that of the training.
+        dtype: of weights and products (routers keep FP32); None: that of the weights in the folder where it is narrower than FP32,
+            else what the training computed in.
         ranks: those that run the model together, see `spread_for_inference`; every rank must call. None: this process alone.
         es_degree: slices of each expert, see there.
         for_autocast: the model will only be used under `precision.autocast()`, which casts the weights of all experts in
             each call, for one token, too: they are kept in that type, with the same results.
+        is_placed: spread it over the ranks as its configuration's `parallel` says, as training does; its tokenizer is not read.
 
     Raises:
-        ConfigError: the run's device or type is not to be had here, or the ranks do not fit its layers.
-        CheckpointError: the checkpoint is damaged.
+        ConfigError: this is no such folder, the device or type is not to be had here, or the ranks do not fit its layers.
+        CheckpointError: there are no usable weights, or no tokenizer.
+        PeerError: another rank failed.
     """
-    if precision is None:
-        precision = resolve_precision(run.config.train, record=run.arithmetic)
-    precision = _of_stored(run, precision)
-    task: Task = run.family.open_task(_told(run))
-    world = None if ranks is None else ranks.world
-    device, dtype = precision.device, precision.master_dtype
-    num_ranks = 1 if world is None else world.size
-    check_weights(run.family, run.config, device, num_ranks=num_ranks)
+    ranks = Ranks() if ranks is None else ranks
+
+    def find() -> tuple[Run, Tokenizer | None, torch.device]:
+        run = source if isinstance(source, Run) else find_model(source, family)
+        run.check_whole()
+        has_text = run.family.generates_text or TOKENIZER in run.family.files
+        tokenizer = run.load_tokenizer() if has_text and not is_placed else None
+        return run, tokenizer, device_of(run, device)
+
+    found, tokenizer, place = ranks.each(find)
+    run = found.with_weights(ranks)
+
+    def choose() -> Arithmetic:
+        train = run.config.train
+        return resolve_precision(train, record=run.arithmetic, device=place).arithmetic
+
+    precision = Precision.of(place, ranks.first(choose))
+
+    def build() -> LoadedModel:
+        weights = run.open_weights(dtype)
+        used = (
+            _of_stored(weights, precision)
+            if dtype is None
+            else replace(precision, compute_dtype=dtype, master_dtype=dtype)
+        )
+        task: Task = run.family.open_task(_told(run, tokenizer))
+        check_weights(run.family, run.config, used.device, num_ranks=ranks.size)
+        if is_placed:
+            task.check(ranks.size)
+            model = task.place(device=used.device, dtype=used.master_dtype, ranks=ranks)
+        else:
+            model = _built(task, used, ranks, es_degree=es_degree, for_autocast=for_autocast)
+        read_into(weights, model.state_dict())
+        return LoadedModel(run, task, model.eval(), tokenizer, used, ranks)
+
+    return ranks.each(build)
+
+
+def device_of(run: Run, device: str | torch.device | None) -> torch.device:
+    """Where a model is used.
+
+    Args:
+        run: its folder.
+        device: auto, cpu, cuda or cuda:N; None: that of the training.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    name = run.config.train.device if device is None else str(device)
+    return resolve_device(name, option="device")
+
+
+def _built(
+    task: Task, precision: Precision, ranks: Ranks, *, es_degree: int | None, for_autocast: bool
+) -> nn.Module:
+    """The model with memory, its experts spread over the ranks."""
+    world = ranks.world
 
     def prepare(model: nn.Module) -> None:
         for module in model.modules():
@@ -70,22 +186,21 @@ def open_trained(
         if world is not None:
             spread_for_inference(model, world, es_degree=es_degree)
 
-    if world is None:
-        model = task.build(device=device, dtype=dtype)
-        prepare(model)
-    else:
-        model = task.build_spread(prepare, device=device, dtype=dtype)
-    load_weights(run.checkpoint, model)
-    return Trained(task, model.eval(), precision)
+    device, dtype = precision.device, precision.master_dtype
+    if world is not None:
+        return task.build_spread(prepare, device=device, dtype=dtype)
+    model = task.build(device=device, dtype=dtype)
+    prepare(model)
+    return model
 
 
-def _told(run: Run) -> RunConfig:
+def _told(run: Run, tokenizer: Tokenizer | None) -> RunConfig:
     """The run's configuration; its model knows what the files beside the tokenizer say of texts, old runs' too."""
     config = run.config
     model: Any = getattr(config, "model", None)
-    if not (run.family.generates_text and hasattr(model, "start_ids")):
+    if tokenizer is None or not (run.family.generates_text and hasattr(model, "start_ids")):
         return config
-    told = told_by_files(run.path / TOKENIZER, run.load_tokenizer)
+    told = told_by_files(run.path / TOKENIZER, tokenizer)
     ends, start = (*model.end_ids, *told.get("end_ids", ())), model.start_ids
     changes = {
         "model.end_ids": tuple(dict.fromkeys(ends)),
@@ -94,12 +209,9 @@ def _told(run: Run) -> RunConfig:
     return config.updated(changes) if told else config
 
 
-def _of_stored(run: Run, precision: Precision) -> Precision:
+def _of_stored(weights: TensorSource, precision: Precision) -> Precision:
     """The precision for weights as they are stored, but for routers and other tensors that are kept wider: a converted run has BF16 ones."""
-    dtypes = tensor_dtypes(run.checkpoint).items()
-    found = [
-        dtype for name, dtype in dtypes if name.startswith("model.") and dtype.is_floating_point
-    ]
+    found = [kept.dtype for kept in weights.tensors.values() if kept.dtype.is_floating_point]
     narrowest = min(found, key=lambda dtype: dtype.itemsize, default=precision.master_dtype)
     if narrowest.itemsize >= precision.master_dtype.itemsize:
         return precision

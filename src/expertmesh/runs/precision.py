@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from expertmesh.config.run import TrainConfig
+from expertmesh.config.run import DEVICE_RULE, TrainConfig, is_device
 from expertmesh.costs.products import Product
 from expertmesh.errors import ConfigError, named
 from expertmesh.ops.cpu.products import multiplying_by, usual_library
@@ -41,6 +41,12 @@ class Precision:
     master_dtype: torch.dtype
     arithmetic: Arithmetic
 
+    @classmethod
+    def of(cls, device: torch.device, arithmetic: Arithmetic) -> "Precision":
+        """What a choice means on a device."""
+        dtype = _DTYPES[arithmetic.dtype]
+        return cls(device, dtype, accumulate_dtype(dtype), arithmetic)
+
     @property
     def description(self) -> str:
         """Type, device and why, in words."""
@@ -73,7 +79,11 @@ class Precision:
 
 
 def resolve_precision(
-    config: TrainConfig, *, products: Sequence[Product] = (), record: Path | None = None
+    config: TrainConfig,
+    *,
+    products: Sequence[Product] = (),
+    record: Path | None = None,
+    device: torch.device | None = None,
 ) -> Precision:
     """Turn "auto" into what this machine does well, or into what a run was begun with.
 
@@ -82,18 +92,18 @@ def resolve_precision(
         products: those that dominate a step of its model, which a CPU measures; none: usual ones.
         record: the run's file of its arithmetic, see `runs.arithmetic`; followed if it exists and is of the same kind
             of device.
+        device: that computes; None: that of the config.
 
     Raises:
         ConfigError: a GPU is asked for and there is none, or the record is unreadable.
     """
-    device = resolve_device(config.device)
+    device = resolve_device(config.device) if device is None else device
     found = None if record is None else read_arithmetic(record)
     if found is None or found.device != device.type:
         found = _arithmetic(config.dtype, device, products)
     elif config.dtype != "auto":
         found = replace(found, dtype=config.dtype, seconds={})
-    dtype = _DTYPES[found.dtype]
-    return Precision(device, dtype, accumulate_dtype(dtype), found)
+    return Precision.of(device, found)
 
 
 def settle_precision(
@@ -114,20 +124,26 @@ def _arithmetic(dtype: str, device: torch.device, products: Sequence[Product]) -
     return Arithmetic(device.type, dtype, usual_library())
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, *, option: str = "train.device") -> torch.device:
     """The device of a name: auto, cpu, cuda or cuda:N.
 
+    Args:
+        name: of the device.
+        option: under which it was given, for messages.
+
     Raises:
-        ConfigError: it is a GPU that is not there.
+        ConfigError: it is no such name, or a GPU that is not there.
     """
+    if not is_device(name):
+        raise ConfigError(option, name, DEVICE_RULE, "for example cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         return torch.device("cuda" if count else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= count:
         raise ConfigError(
-            f"{named('train.device', name)}: this machine has {count} usable GPUs; use cpu or auto"
+            f"{named(option, name)}: this machine has {count} usable GPUs; use cpu or auto"
             if not count
-            else f"{named('train.device', name)}: this machine has {count} GPUs, numbered from 0; choose one of them"
+            else f"{named(option, name)}: this machine has {count} GPUs, numbered from 0; choose one of them"
         )
     return device

@@ -8,13 +8,19 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.hub.load import HubModel
+from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.checkpoints.store import list_checkpoints, newest_good
 from expertmesh.config.base import expanded, parse_json, saved_run
 from expertmesh.config.family import FAMILIES, GPT, Family
@@ -24,6 +30,7 @@ from expertmesh.config.output_file import complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, command, named
 from expertmesh.models.own_module import FAMILY_NAME
+from expertmesh.parallel.ranks import Ranks
 from expertmesh.text.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -219,20 +226,81 @@ class RunDir:
             return family.config.model_validate(values), family
 
 
-class Run(NamedTuple):
-    """A run on disk.
+@dataclass(frozen=True)
+class Run:
+    """A run on disk, or a model as the hub has it.
 
     Attributes:
-        path: of the run directory.
+        path: of the folder.
         config: resolved configuration.
         family: of the model.
-        checkpoint: its newest checkpoint that is not damaged.
+        weights: the checkpoint that was chosen, see `with_weights`, or the folder of the hub; None: none yet.
     """
 
     path: Path
     config: RunConfig
     family: Family
-    checkpoint: Path
+    weights: Path | None = None
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether it is a folder of the hub."""
+        return self.weights == self.path
+
+    @property
+    def checkpoint(self) -> Path:
+        """The chosen checkpoint."""
+        assert self.weights is not None
+        return self.weights
+
+    def check_whole(self) -> None:
+        """Whether there are weights and what belongs to them; nothing is read.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or a file is missing.
+        """
+        if self.weights is None and not list_checkpoints(RunDir(self.path).checkpoints):
+            raise CheckpointError(f"run {self.path}: has no checkpoint yet; train it first")
+        for name in self.family.files:
+            if not (self.path / name).is_file():
+                raise CheckpointError(f"run {self.path}: has no {name}; restore it from a copy")
+
+    def with_weights(self, ranks: Ranks | None = None) -> "Run":
+        """The run with its newest checkpoint that is not damaged; reads all of it to compare its checksums.
+
+        Args:
+            ranks: ranks that share the reading; every one must call. None: this process alone.
+
+        Raises:
+            CheckpointError: it has none, or a file is missing.
+        """
+        (Ranks() if ranks is None else ranks).each(self.check_whole)
+        if self.weights is not None:
+            return self
+        checkpoint = newest_good(RunDir(self.path).checkpoints, ranks)
+        return replace(self, weights=checkpoint)
+
+    def open_weights(self, dtype: torch.dtype | None = None) -> TensorSource:
+        """The weights that were chosen, by the names of the model's state dict.
+
+        Args:
+            dtype: that a model of the hub gets; None: that of its files.
+
+        Raises:
+            ConfigError: the files of the hub are not of such a model.
+            CheckpointError: the index of the checkpoint is unreadable, or a file of the hub is damaged.
+        """
+        if self.is_hub:
+            return HubModel(self.path, dtype=dtype)
+        return Checkpoint(self.checkpoint, prefix="model.")
+
+    def load_into(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors of a model, or what this rank has of them, by their names in its state dict.
+
+        Raises:
+            CheckpointError: the run has not all of these, or in other shapes.
+        """
+        read_into(self.open_weights(), targets)
 
     @property
     def vocab_size(self) -> int | None:
@@ -253,8 +321,8 @@ class Run(NamedTuple):
         return RunDir(self.path).arithmetic
 
 
-def load_run(run_dir: str | Path, family: Family | None = None) -> Run:
-    """Open a finished or stopped run; does not lock it.
+def find_run(run_dir: str | Path, family: Family | None = None) -> Run:
+    """What a finished or stopped run says of its model; reads no weights, and does not lock it.
 
     Args:
         run_dir: the run directory.
@@ -262,17 +330,15 @@ def load_run(run_dir: str | Path, family: Family | None = None) -> Run:
 
     Raises:
         ConfigError: this is no run directory, or the run is of another family.
-        CheckpointError: it has no usable checkpoint, or a file is missing.
     """
     folder = RunDir(run_dir)
     config, family = folder.read_config(family)
-    checkpoint = newest_good(folder.checkpoints)
-    if checkpoint is None:
-        raise CheckpointError(f"run {run_dir}: has no checkpoint yet; train it first")
-    for name in family.files:
-        if not (folder.path / name).is_file():
-            raise CheckpointError(f"run {run_dir}: has no {name}; restore it from a copy")
-    return Run(folder.path, config, family, checkpoint)
+    return Run(folder.path, config, family)
+
+
+def load_run(run_dir: str | Path, family: Family | None = None) -> Run:
+    """A run with its newest checkpoint that is not damaged; errors as those of `find_run` and `Run.with_weights`."""
+    return find_run(run_dir, family).with_weights()
 
 
 def versions() -> dict[str, Any]:

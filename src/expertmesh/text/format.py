@@ -4,7 +4,7 @@ Whoever generates text takes a `TextFormat`, so that all put the same before a p
 files beside a tokenizer and in the model's own configuration.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, own_start
 
 EXTRAS = "hub"
 """Folder of a run directory that came from the hub, with the files that are no weights."""
+_MODEL = "config.json"
+_BESIDE = (_MODEL, "generation_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
 _TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
@@ -80,12 +82,12 @@ def hub_start(folder: Path) -> tuple[int, ...]:
     return own_start(load_tokenizer(path)) if path.is_file() else ()
 
 
-def told_by_files(path: Path, load: Callable[[], Tokenizer]) -> dict[str, tuple[int, ...]]:
+def told_by_files(path: Path, tokenizer: Tokenizer) -> dict[str, tuple[int, ...]]:
     """What the files beside a run's tokenizer say of its texts, as options of its model.
 
     Args:
         path: the tokenizer's file.
-        load: reads it; not called where there are no such files.
+        tokenizer: read from it.
 
     Returns:
         "end_ids", those of the chat template; "start_ids" of a model that came from the hub.
@@ -95,13 +97,12 @@ def told_by_files(path: Path, load: Callable[[], Tokenizer]) -> dict[str, tuple[
         CheckpointError: the tokenizer has no token for the end of a text.
     """
     extras = path.parent / EXTRAS
-    is_of_hub = "model_type" in _json(extras / "config.json")
+    is_of_hub = "model_type" in _json(extras / _MODEL)
     has_template = _find_template(path) is not None
-    tokenizer = load() if is_of_hub or has_template else None
     found = {}
-    if tokenizer is not None and has_template:
+    if has_template:
         found["end_ids"] = find_format(tokenizer, path).ends
-    if tokenizer is not None and is_of_hub:
+    if is_of_hub:
         found["start_ids"] = own_start(tokenizer)
     return found
 
@@ -140,6 +141,21 @@ def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
             found.pop(name, None)
             found[name] = template.folder / name
     return {f"{EXTRAS}/{name}": path for name, path in found.items() if path.is_file()}
+
+
+def hub_files(folder: Path) -> dict[str, Path]:
+    """Files that a run with the model of a hub folder keeps of it, by their names there; none where the folder is another.
+
+    Raises:
+        ConfigError: its config.json is damaged.
+    """
+    if "model_type" not in _json(folder / _MODEL):
+        return {}
+    return {
+        f"{EXTRAS}/{path.name}": path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and ("token" in path.name or path.name in _BESIDE)
+    }
 
 
 class _Template(NamedTuple):

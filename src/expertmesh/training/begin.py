@@ -14,7 +14,11 @@ from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.output_file import naming
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
-from expertmesh.runs.run_dir import TOKENIZER, RunDir, load_run
+from expertmesh.models.family import Data
+from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.open import find_model
+from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
+from expertmesh.text.format import hub_files
 from expertmesh.training.state import RunProgress
 
 _MODEL = "model."
@@ -39,7 +43,9 @@ def begun(config: RunConfig, family: Family) -> RunConfig:
     named = None if family.name in FAMILIES else family
     own = RunDir(config.train.run_dir)
     if config.train.resume == "never" or not _can_go_on(own, family):
-        return family.begun_with(config, load_run(begin, named).config, where=begin)
+        run = find_model(begin, named)
+        run.check_whole()
+        return family.begun_with(config, run.config, where=begin)
     saved, _ = own.read_config(named)
     changes: dict[str, str | None] = {"train.init_from": str(own.path)}
     given = getattr(config.data, "encode_with", None)
@@ -48,6 +54,33 @@ def begun(config: RunConfig, family: Family) -> RunConfig:
         changes["data.encode_with"] = None
     found = family.begun_with(config.updated(changes), saved, where=str(own.path))
     return found.updated({"train.init_from": begin})
+
+
+def begin_of(config: RunConfig, family: Family, run_dir: RunDir, ranks: Ranks) -> Run | None:
+    """The run, or the model of the hub, whose weights a run begins with, found whole before all that takes long; None: there is none.
+
+    Args:
+        config: of the run.
+        family: of both.
+        run_dir: of the run; one that has a checkpoint goes on from it.
+        ranks: ranks that share the reading; every one must call.
+
+    Raises:
+        ConfigError: there is no such run.
+        CheckpointError: it has no usable checkpoint, or a file is missing.
+        PeerError: another rank failed.
+    """
+    begin = config.train.init_from
+    if begin is None or ranks.first(lambda: list_checkpoints(run_dir.checkpoints)):
+        return None
+    own = None if family.name in FAMILIES else family
+    return ranks.each(lambda: find_model(begin, own)).with_weights(ranks)
+
+
+def kept_files(config: RunConfig, data: Data) -> dict[str, Path]:
+    """Files that a run keeps, by the names that they get there: of its data, and of a model of the hub that it begins with."""
+    begin = config.train.init_from
+    return {**data.files, **({} if begin is None else hub_files(expanded(begin)))}
 
 
 def _can_go_on(own: RunDir, family: Family) -> bool:

@@ -8,7 +8,8 @@ import math
 from operator import attrgetter
 from pathlib import Path
 
-from expertmesh.checkpoints.store import find_damage, list_checkpoints, step_of
+from expertmesh.checkpoints.manifest import find_damage
+from expertmesh.checkpoints.store import list_checkpoints, step_of
 from expertmesh.config.family import Family
 from expertmesh.config.run import OptimConfig, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, named

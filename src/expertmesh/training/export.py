@@ -10,9 +10,10 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertmesh.checkpoints.dcp import tensor_dtypes, tensor_shapes, whole_tensors
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.manifest import find_damage
 from expertmesh.checkpoints.safetensors import file_header
-from expertmesh.checkpoints.store import find_damage
+from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete
@@ -59,9 +60,8 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
     check_only_files(source, what=str(source))
     checkpoint = find_checkpoint(source)
     state = read_run_state(checkpoint, "step", "config")
-    shapes, dtypes = tensor_shapes(checkpoint), tensor_dtypes(checkpoint)
-    names = sorted(name for name in shapes if name.startswith(_MODEL))
-    tensors = [(name.removeprefix(_MODEL), dtypes[name], shapes[name]) for name in names]
+    weights = Checkpoint(checkpoint, prefix=_MODEL)
+    tensors = [(name, kept.dtype, kept.shape) for name, kept in sorted(weights.tensors.items())]
     texts = {
         "format": "pt",
         "step": str(state["step"]),
@@ -72,13 +72,12 @@ def export(source: Path, output: Path, *, overwrite: bool = False) -> Exported:
     with complete(output) as partial:
         with partial.open("wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
-            for tensor in whole_tensors(checkpoint, names):
-                file.write(tensor_bytes(tensor))
-                del tensor  # before the next one is made
+            for name, _, _ in tensors:
+                file.write(tensor_bytes(read_whole(weights, name)))
             file.flush()
             os.fsync(file.fileno())
         _check_output(output, overwrite=overwrite)
-    return Exported(checkpoint, int(state["step"]), len(names), output.stat().st_size)
+    return Exported(checkpoint, int(state["step"]), len(tensors), output.stat().st_size)
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:

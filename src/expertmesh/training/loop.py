@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from expertmesh.checkpoints.load import load_weights
 from expertmesh.checkpoints.store import (
     CheckpointStore,
     list_checkpoints,
@@ -28,8 +27,8 @@ from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
 from expertmesh.runs.arithmetic import write_arithmetic
 from expertmesh.runs.precision import Precision, resolve_device, settle_precision
-from expertmesh.runs.run_dir import RunDir, load_run
-from expertmesh.training.begin import begun
+from expertmesh.runs.run_dir import Run, RunDir
+from expertmesh.training.begin import begin_of, begun, kept_files
 from expertmesh.training.branch import branch_point
 from expertmesh.training.ends import EarlyEnd, Ends
 from expertmesh.training.evaluate import Evaluation, evaluate
@@ -57,7 +56,7 @@ from expertmesh.training.state import (
 )
 from expertmesh.training.step import StepResult, training_step
 from expertmesh.training.stop import StopRequest
-from expertmesh.training.teacher import open_teacher, teacher_bytes
+from expertmesh.training.teacher import find_teacher, open_teacher, teacher_bytes
 from expertmesh.training.threads import (
     Threads,
     computing_with,
@@ -165,11 +164,12 @@ def train(
                 saved, _ = run_dir.read_values()
                 check_same_run(saved, config, family=family, where=run_dir.path)
             if config.distill.teacher is not None:
-                RunDir(config.distill.teacher).read_values()  # before all that takes long
+                find_teacher(config, family)  # before all that takes long
             is_new_branch = config.train.branch_from and not list_checkpoints(run_dir.checkpoints)
             return branch_point(config, family=family) if is_new_branch else None
 
         leaves_from = ranks.first(open_run)
+        begin = None if leaves_from else begin_of(config, family, run_dir, ranks)
         stack.enter_context(bind_ranks(config.parallel.bind, has_gpu=device.type == "cuda"))
         # a run on the CPU leaves the GPUs of its machine alone, unless the caller has used them
         uses_gpus = device.type == "cuda" or torch.cuda.is_initialized()
@@ -192,8 +192,10 @@ def train(
         )
         stack.callback(trainer.store.close)
         stop = stack.enter_context(StopRequest())
-        resumed_from = trainer.resume(leaves_from)
-        ranks.first(lambda: run_dir.write_description(config, recipe=recipe, files=data.files))
+        resumed_from = trainer.resume(leaves_from, begin)
+        ranks.first(
+            lambda: run_dir.write_description(config, recipe=recipe, files=kept_files(config, data))
+        )
         trainer.run(stop, console, stack, trackers)
         return trainer.result(resumed_from, stop)
 
@@ -266,14 +268,15 @@ class _Trainer:
         self.evaluated: Evaluation | None = None
         self.evaluated_step = -1
 
-    def resume(self, trunk: Path | None) -> int:
-        """Load the newest good checkpoint, if there is one, or that where a trunk is left; returns the steps done."""
+    def resume(self, trunk: Path | None, begin: Run | None) -> int:
+        """Load the newest good checkpoint, that where a trunk is left, or the weights to begin with; returns the steps done."""
         if self.ranks.is_leader:
             self.store.remove_leftovers()
         path = newest_good(self.run_dir.checkpoints, self.ranks) or trunk
         if path is None:
-            if self.config.train.init_from is not None:
-                self.ranks.each(self._begin)
+            if begin is not None:
+                targets = self.task.inherited(self.state.model, begin.config)
+                self.ranks.each(lambda: begin.load_into(targets))
             return 0
         values = read_run_state(path)
         self.ranks.first(
@@ -284,12 +287,6 @@ class _Trainer:
         if path != trunk:
             self.saved_step = self.state.progress.step
         return self.state.progress.step
-
-    def _begin(self) -> None:
-        """Load the weights of the run that this one begins with."""
-        assert self.config.train.init_from is not None
-        run = load_run(self.config.train.init_from, self.family)
-        load_weights(run.checkpoint, self.task.inherited(self.state.model, run.config))
 
     def run(
         self,

@@ -22,7 +22,7 @@ from expertmesh.models.family import Data, Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
-from expertmesh.runs.open import Trained, open_trained
+from expertmesh.runs.open import LoadedModel, open_model
 from expertmesh.runs.precision import Precision
 from expertmesh.runs.run_dir import TOKENIZER, Run, load_run
 from expertmesh.text.format import extras_of
@@ -128,7 +128,7 @@ def prune(
             f"run {run.path}: came from elsewhere, without data on which the use of its experts could be counted; train a run "
             f"that begins with it ({named('train.init_from')}) on yours, and name that one"
         )
-    trained = open_trained(run)
+    trained = open_model(run)
     layers = checked_layers(run, trained)
     if any(layer.options.router == "expert_choice" for layer in layers.values()):
         raise ConfigError(
@@ -187,7 +187,7 @@ def join(first: str | Path, second: str | Path, target: str | Path) -> Regrouped
     _check_new(target)
     run, other = load_run(first), load_run(second)
     _check_alike(run, other)
-    trained, added = open_trained(run), open_trained(other)
+    trained, added = open_model(run), open_model(other)
     layers = checked_layers(run, trained)
     of_expert = _tensors_of_experts(trained.model)
     ours, theirs = (
@@ -230,7 +230,7 @@ def _check_new(target: Path) -> None:
                 folder.rmdir()
 
 
-def checked_layers(run: Run, trained: Trained) -> dict[str, MoELayer]:
+def checked_layers(run: Run, trained: LoadedModel) -> dict[str, MoELayer]:
     """The MoE layers of a run's model, by their names, if experts can leave and join them.
 
     Args:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.dcp import read_tensors, tensor_shapes
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.source import read_into
 from expertmesh.checkpoints.store import read_state
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.family import GPT, Family
@@ -121,7 +122,8 @@ class TrainState:
         known = set().union(*self.ranks.gather(list(targets)))  # modules may be on other ranks
         values = read_run_state(path)
         progress = RunProgress.saved(values["progress"], where=path / "state.json")
-        saved = tensor_shapes(path)
+        source = Checkpoint(path)
+        saved = source.tensors
         expected = {name for name in saved if name.startswith("model.")}
         if extra := sorted(expected - known):
             raise CheckpointError(
@@ -138,7 +140,7 @@ class TrainState:
             self.optimizer.state[parameter] = state
             targets |= {f"optimizer.{name}.{key}": tensor for key, tensor in state.items()}
         random = {name: t for name, t in _random_states().items() if name in saved}
-        read_tensors(path, targets | random)
+        read_into(source, targets | random)
         _set_random_states(random)
         if self.scaler.is_enabled() and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])

@@ -2,22 +2,23 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from expertmesh.checkpoints.dcp import read_tensors
-from expertmesh.checkpoints.load import load_weights
+from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.family import Data, Task
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.open import find_model, open_model
 from expertmesh.runs.precision import Precision
-from expertmesh.runs.run_dir import Run, RunDir, load_run
+from expertmesh.runs.run_dir import Run, RunDir
 
 _IN_LAYER = re.compile(r"(layers|encoder|decoder)\.(\d+)\.(.*)")
 
@@ -53,22 +54,38 @@ def open_teacher(
         raise ConfigError(
             f"{name}: family {family.name} does not learn from teachers; leave it out"
         )
-    own = None if family.name in FAMILIES else family
-    _, other = RunDir(config.distill.teacher).read_config(own)
-    if other.name != family.name:
+    run = find_teacher(config, family)
+    if run.family.name != family.name:
         raise ConfigError(
-            f"{name}: is of family {other.name} and this run of {family.name}; name a teacher of the same"
+            f"{name}: is of family {run.family.name} and this run of {family.name}; name a teacher of the same"
         )
-    run = load_run(config.distill.teacher, own)
+    run.check_whole()
     _check_vocabulary(run, family, config.model, data, name=name)
-    theirs: Task = family.open_task(run.config.model_copy(update={"parallel": config.parallel}))
-    theirs.check(ranks.size)
-    dtype = teacher_dtype(precision.compute_dtype)
-    teacher = theirs.place(device=precision.device, dtype=dtype, ranks=ranks)
-    load_weights(run.checkpoint, teacher)
+    placed = run.config.model_copy(update={"parallel": config.parallel})
+    opened = open_model(
+        replace(run, config=placed),
+        device=precision.device,
+        dtype=teacher_dtype(precision.compute_dtype),
+        ranks=ranks,
+        is_placed=True,
+    )
     if student is not None and config.distill.init_from_teacher:
-        copy_layers(student, teacher, run.checkpoint)
-    return teacher.eval()
+        copy_layers(student, opened.model, opened.run.open_weights())
+    return opened.model
+
+
+def find_teacher(config: RunConfig, family: Family) -> Run:
+    """What the folder that distill.teacher names says of its model.
+
+    Args:
+        config: of the student's run, that has a teacher.
+        family: of the student.
+
+    Raises:
+        ConfigError: there is no such folder, or its configuration is unreadable.
+    """
+    assert config.distill.teacher is not None
+    return find_model(config.distill.teacher, None if family.name in FAMILIES else family)
 
 
 def teacher_dtype(compute_dtype: torch.dtype) -> torch.dtype:
@@ -87,13 +104,13 @@ def teacher_bytes(
     Raises:
         ConfigError: its configuration is unreadable.
     """
-    if config.distill.teacher is None or not RunDir(config.distill.teacher).config.exists():
+    teacher = config.distill.teacher
+    if teacher is None or not RunDir(teacher).config.exists():
         return 0
-    own = None if family.name in FAMILIES else family
-    theirs, other = RunDir(config.distill.teacher).read_config(own)
-    if other.name != family.name:
+    run = find_teacher(config, family)
+    if run.family.name != family.name:
         return 0
-    theirs = theirs.model_copy(update={"parallel": config.parallel})
+    theirs = run.config.model_copy(update={"parallel": config.parallel})
     costs = family.costs_of(theirs, num_ranks=num_ranks, dtype="float32")
     if costs is None:
         return 0
@@ -117,7 +134,7 @@ def _check_vocabulary(run: Run, family: Family, model: object, data: Data, *, na
             )
 
 
-def copy_layers(student: nn.Module, teacher: nn.Module, checkpoint: Path) -> None:
+def copy_layers(student: nn.Module, teacher: nn.Module, weights: TensorSource) -> None:
     """Set a student's weights to its teacher's: of each layer, those of the layer of the same shapes that is nearest in depth.
 
     A balancing bias and the key of a hash come along where both have one.
@@ -125,7 +142,7 @@ def copy_layers(student: nn.Module, teacher: nn.Module, checkpoint: Path) -> Non
     Args:
         student: spread over ranks, or not at all.
         teacher: usually of more layers; its own weights may be rounded.
-        checkpoint: of the teacher, from which the weights are read.
+        weights: of the teacher.
 
     Raises:
         ConfigError: the student has a layer, or a parameter outside the layers, that the teacher has not in this shape.
@@ -157,12 +174,12 @@ def copy_layers(student: nn.Module, teacher: nn.Module, checkpoint: Path) -> Non
             raise ConfigError(
                 f"{named('distill.init_from_teacher')}: the teacher has no {name} of shape {mine[name]}; leave it out"
             )
-        fresh = next((one for one in rounds if f"model.{source}" not in one), None)
+        fresh = next((one for one in rounds if source not in one), None)
         if fresh is None:
             rounds.append(fresh := {})
-        fresh[f"model.{source}"] = targets[name]
+        fresh[source] = targets[name]
     for one in rounds:
-        read_tensors(checkpoint, one)
+        read_into(weights, one)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -3,10 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from expertmesh.checkpoints.source import Box, whole_box
 from expertmesh.config.model import ModelConfig
-
-Box = tuple[slice, ...]
-"""A part of a tensor; a slice per dimension."""
 
 
 class Piece(NamedTuple):
@@ -50,12 +48,8 @@ def pieces(config: ModelConfig, model_type: str) -> Iterator[Piece]:
         yield _whole("output.weight", "lm_head.weight", (V, D))
 
 
-def _all(shape: tuple[int, ...]) -> Box:
-    return tuple(slice(0, n) for n in shape)
-
-
 def _whole(ours: str, theirs: str, shape: tuple[int, ...]) -> Piece:
-    return Piece(ours, _all(shape), theirs, _all(shape), shape)
+    return Piece(ours, whole_box(shape), theirs, whole_box(shape), shape)
 
 
 def _turned(config: ModelConfig) -> list[tuple[int, int, int]]:
@@ -86,9 +80,9 @@ def _attention(config: ModelConfig, ours: str, theirs: str) -> Iterator[Piece]:
                     row, other = our_head * d + a, their_head * d + b
                     yield Piece(
                         f"{ours}qkv.{kind}",
-                        (slice(row, row + size), *_all(tail)),
+                        (slice(row, row + size), *whole_box(tail)),
                         f"{theirs}{name}_proj.{kind}",
-                        (slice(other, other + size), *_all(tail)),
+                        (slice(other, other + size), *whole_box(tail)),
                         (heads[name] * d, *tail),
                     )
     width = config.num_heads * d
@@ -121,13 +115,13 @@ def _moe(config: ModelConfig, model_type: str, E: int, ours: str, theirs: str) -
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     for e in range(E):
         for branch, name in enumerate((gate, up)):
-            at = (slice(e, e + 1), slice(branch, branch + 1), *_all((F, D)))
+            at = (slice(e, e + 1), slice(branch, branch + 1), *whole_box((F, D)))
             theirs_e = f"{theirs}experts.{e}.{name}.weight"
-            yield Piece(f"{ours}experts.w_in", at, theirs_e, _all((F, D)), (F, D))
+            yield Piece(f"{ours}experts.w_in", at, theirs_e, whole_box((F, D)), (F, D))
     for e in range(E):
-        at = (slice(e, e + 1), *_all((D, F)))
+        at = (slice(e, e + 1), *whole_box((D, F)))
         theirs_e = f"{theirs}experts.{e}.{down}.weight"
-        yield Piece(f"{ours}experts.w_out", at, theirs_e, _all((D, F)), (D, F))
+        yield Piece(f"{ours}experts.w_out", at, theirs_e, whole_box((D, F)), (D, F))
     if config.moe.num_shared_experts:
         gated = model_type == "qwen2_moe"
         hidden = config.moe.num_shared_experts * F
@@ -141,6 +135,6 @@ def _moe(config: ModelConfig, model_type: str, E: int, ours: str, theirs: str) -
 
 def _mlp(ours: str, theirs: str, D: int, F: int) -> Iterator[Piece]:
     for branch, name in enumerate(("gate_proj", "up_proj")):
-        at = (slice(branch, branch + 1), *_all((F, D)))
-        yield Piece(f"{ours}w_in", at, f"{theirs}{name}.weight", _all((F, D)), (F, D))
+        at = (slice(branch, branch + 1), *whole_box((F, D)))
+        yield Piece(f"{ours}w_in", at, f"{theirs}{name}.weight", whole_box((F, D)), (F, D))
     yield _whole(f"{ours}w_out", f"{theirs}down_proj.weight", (D, F))

@@ -1,18 +1,18 @@
 """A GPT of ours with the weights of a hub checkpoint."""
 
 import logging
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from expertmesh.checkpoints.hub.configs import hub_family, model_config, say_left_out
 from expertmesh.checkpoints.hub.layout import Piece, pieces
 from expertmesh.checkpoints.safetensors import READABLE, HubFiles, check_tensors, read_json
-from expertmesh.config.base import expanded
+from expertmesh.checkpoints.source import Box, Stored, overlap, read_into
+from expertmesh.config.base import expanded, parse_json
+from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.run import ParallelConfig
@@ -22,6 +22,8 @@ from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.construct import give_memory
 from expertmesh.text.format import hub_start
 
+_SEQ_LEN = 1024
+"""Of runs with a model of the hub; at most what the model reads."""
 _log = logging.getLogger("expertmesh.integrations")
 
 
@@ -57,6 +59,7 @@ def load_pretrained(
     folder = expanded(folder)
     values = read_config(folder)
     config = model_config(values, start_ids=hub_start(folder))
+    source = HubModel(folder, dtype=dtype)
     say_left_out(values)
     model = GPT(config, device="meta", dtype=dtype or hub_dtype(values, folder))
     if parallel is None:
@@ -67,80 +70,61 @@ def load_pretrained(
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.zero_()
-    fill(model, folder, is_chosen=dtype is not None)
+    read_into(source, model.state_dict())
     return model
 
 
-def fill(model: nn.Module, folder: Path, *, is_chosen: bool = False) -> None:
-    """Write the weights of a hub checkpoint into a model, whole or spread over ranks: each rank reads what it holds.
+class HubModel:
+    """The weights of a hub folder under the names of our GPT; a `TensorSource`.
 
     Args:
-        model: a GPT of the folder's `model_config`, with memory.
         folder: see `load_pretrained`.
-        is_chosen: whether the user chose the parameters' type; what is rounded to it is not said then.
+        dtype: of the weights (the router keeps FP32); None: see `load_pretrained`, and what is rounded to it is said.
 
-    Raises:
-        ConfigError: see `load_pretrained`.
-        CheckpointError: see `load_pretrained`; nothing is written then.
-    """
-    found, files = checked_pieces(folder)
-    state = model.state_dict()
-    if not is_chosen:
-        _say_rounded(found, files, state)
-    copy_pieces(found, files, state)
-
-
-def tensor_maker(
-    model: nn.Module, folder: Path, *, is_chosen: bool = False
-) -> Callable[[str], Tensor]:
-    """Give a function that reads one tensor of a model on the meta device from a hub checkpoint, by its name in the state dict.
-
-    Args:
-        model: a GPT of the folder's `model_config`.
-        folder: see `load_pretrained`.
-        is_chosen: see `fill`.
+    Attributes:
+        path: the folder.
+        config: of the model, but for the start of a text, which the tokenizer tells.
+        tensors: as a GPT of this type has them.
 
     Raises:
         ConfigError: see `load_pretrained`.
         CheckpointError: see `load_pretrained`.
     """
-    found, files = checked_pieces(folder)
-    described = model.state_dict()
-    if not is_chosen:
-        _say_rounded(found, files, described)
-    by_ours: dict[str, list[Piece]] = {name: [] for name in described}
-    for piece in found:
-        by_ours[piece.ours].append(piece)
 
-    def make(name: str) -> Tensor:
-        # what no piece covers is a buffer of ours, which begins with zeros
-        tensor = torch.zeros_like(described[name], device="cpu")
-        copy_pieces(by_ours[name], files, {name: tensor})
-        return tensor
+    def __init__(self, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+        values = read_config(folder)
+        self.path = folder
+        self.config = model_config(values)
+        self._files = HubFiles(folder)
+        found = list(pieces(self.config, hub_family(values).model_type))
+        shapes = {piece.theirs: piece.theirs_shape for piece in found}
+        self._files.leave_out(_ahead(values))
+        if self.config.tie_embeddings:
+            self._files.tie("model.embed_tokens.weight", "lm_head.weight")
+        check_tensors(self._files, shapes)
+        state = GPT(
+            self.config, device="meta", dtype=dtype or hub_dtype(values, folder)
+        ).state_dict()
+        self.tensors = {name: Stored(tuple(t.shape), t.dtype) for name, t in state.items()}
+        self._pieces: dict[str, list[Piece]] = {name: [] for name in state}
+        for piece in found:
+            self._pieces[piece.ours].append(piece)
+        if dtype is None:
+            _say_rounded(found, self._files, state)
 
-    return make
-
-
-def checked_pieces(folder: Path) -> tuple[list[Piece], HubFiles]:
-    """What of the tensors of a folder goes where in ours, and the files, in which all is as it must be.
-
-    Args:
-        folder: see `load_pretrained`.
-
-    Raises:
-        ConfigError: see `load_pretrained`.
-        CheckpointError: see `load_pretrained`.
-    """
-    values = read_config(folder)
-    config, family = model_config(values), hub_family(values)
-    files = HubFiles(folder)
-    found = list(pieces(config, family.model_type))
-    shapes = {piece.theirs: piece.theirs_shape for piece in found}
-    files.leave_out(_ahead(values))
-    if config.tie_embeddings:
-        files.tie("model.embed_tokens.weight", "lm_head.weight")
-    check_tensors(files, shapes)
-    return found, files
+    def read(self, name: str, box: Box, into: Tensor) -> None:
+        """Copy what overlaps with a part out of mapped files; see `TensorSource.read`."""
+        dtype = self.tensors[name].dtype
+        if not self._pieces[name]:
+            into.zero_()  # a buffer of ours, which begins so
+        for piece in self._pieces[name]:
+            shared = overlap(box, piece.ours_at)
+            if shared is None:
+                continue
+            ours, theirs = shared
+            sizes = [at.stop - at.start for at in piece.ours_at]
+            part = self._files.tensor(piece.theirs)[piece.theirs_at].reshape(sizes)[theirs]
+            into[ours].copy_(part if into.dtype == dtype else part.to(dtype))
 
 
 def _say_rounded(found: list[Piece], files: HubFiles, tensors: dict[str, Tensor]) -> None:
@@ -170,31 +154,6 @@ def _ahead(values: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"model.layers.{last + i}." for i in range(more))
 
 
-def copy_pieces(found: Iterable[Piece], files: HubFiles, tensors: dict[str, Tensor]) -> None:
-    """Copy each piece into the tensor of ours that has it, or into the part of it that this rank holds."""
-    with torch.no_grad():
-        for piece in found:
-            source = files.tensor(piece.theirs)[piece.theirs_at]
-            sizes = [at.stop - at.start for at in piece.ours_at]
-            for local, offsets in _chunks(tensors[piece.ours]):
-                ours, theirs = [], []
-                for at, offset, length in zip(piece.ours_at, offsets, local.shape, strict=True):
-                    start, stop = max(at.start, offset), min(at.stop, offset + length)
-                    ours.append(slice(start - offset, max(stop, start) - offset))
-                    theirs.append(slice(start - at.start, max(stop, start) - at.start))
-                if all(at.stop > at.start for at in ours):
-                    local[tuple(ours)].copy_(source.reshape(sizes)[tuple(theirs)])
-
-
-def _chunks(tensor: Tensor) -> Iterable[tuple[Tensor, tuple[int, ...]]]:
-    """What this rank holds of a tensor, and where that lies in the whole."""
-    if not isinstance(tensor, DTensor):
-        return [(tensor, (0,) * tensor.dim())]
-    local: Any = tensor.to_local()
-    chunks = tensor.__create_chunk_list__()
-    return [(local, tuple(chunk.offsets)) for chunk in chunks] if local.numel() else []
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a folder, with the ends of a text as generation_config.json has them, which may be more.
 
@@ -215,6 +174,36 @@ def read_config(folder: Path) -> dict[str, Any]:
         ends = read_json(folder / "generation_config.json").get("eos_token_id")
         values |= {} if ends is None else {"eos_token_id": ends}
     return values
+
+
+def is_hub_folder(folder: Path) -> bool:
+    """Whether a folder has the config.json of a model of the hub, of whatever architecture."""
+    path = folder / "config.json"
+    try:
+        values = parse_json(path.read_bytes()) if path.is_file() else None
+    except (ValueError, OSError):
+        return False
+    return isinstance(values, dict) and "model_type" in values
+
+
+def hub_run_config(folder: Path, *, run_dir: Path | None = None) -> GPTRunConfig:
+    """The configuration of a run with the model of a hub folder, the rest as usual.
+
+    Args:
+        folder: see `load_pretrained`.
+        run_dir: of the run; None: the folder.
+
+    Raises:
+        ConfigError: see `load_pretrained`.
+    """
+    model = model_config(read_config(folder), start_ids=hub_start(folder))
+    return GPTRunConfig.model_validate(
+        {
+            "model": model,
+            "data": {"seq_len": min(model.max_seq_len, _SEQ_LEN)},
+            "train": {"run_dir": str(folder if run_dir is None else run_dir)},
+        }
+    )
 
 
 def hub_dtype(values: dict[str, Any], folder: Path) -> torch.dtype:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import torch
 
-from expertmesh.checkpoints.hub.configs import hub_family, model_config, say_left_out
-from expertmesh.checkpoints.hub.load import hub_dtype, read_config, tensor_maker
+from expertmesh.checkpoints.hub.configs import hub_family, say_left_out
+from expertmesh.checkpoints.hub.load import HubModel, hub_dtype, hub_run_config, read_config
+from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import expanded, saved_run
 from expertmesh.config.family import GPT as GPT_FAMILY
 from expertmesh.config.gpt import GPTRunConfig
@@ -16,16 +17,11 @@ from expertmesh.errors import ConfigError, command
 from expertmesh.integrations.hub.save import save_pretrained
 from expertmesh.models.gpt.model import GPT
 from expertmesh.runs.run_dir import TOKENIZER
-from expertmesh.text.format import EXTRAS, hub_start
+from expertmesh.text.format import hub_files
 from expertmesh.text.tokenizer import load_tokenizer
 from expertmesh.training.begin import save_as_run
 from expertmesh.training.export import find_checkpoint
 from expertmesh.training.state import read_run_state
-
-_BESIDE = (
-    *("config.json", "generation_config.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt"),
-)
 
 
 class Converted(NamedTuple):
@@ -95,7 +91,7 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
     if target.exists():
         raise ConfigError("to", target, "exists already", "choose another folder")
     values = read_config(source)
-    family, model_options = hub_family(values), model_config(values, start_ids=hub_start(source))
+    family, config = hub_family(values), hub_run_config(source, run_dir=target)
     if not (source / TOKENIZER).is_file():
         raise ConfigError(
             "from",
@@ -103,20 +99,19 @@ def _from_hub(source: Path, target: Path, dtype: torch.dtype | None) -> Converte
             "has no tokenizer.json",
             "save the tokenizer there with transformers' save_pretrained",
         )
-    load_tokenizer(source / TOKENIZER, vocab_size=model_options.vocab_size)
+    load_tokenizer(source / TOKENIZER, vocab_size=config.model.vocab_size)
     # without memory: each tensor is read when it is written
-    model = GPT(model_options, device="meta", dtype=dtype or hub_dtype(values, source))
-    make = tensor_maker(model, source, is_chosen=dtype is not None)
+    model = GPT(config.model, device="meta", dtype=dtype or hub_dtype(values, source))
+    weights = HubModel(source, dtype=dtype)
     say_left_out(values)
-    seq_len = min(model.config.max_seq_len, 1024)
-    config = GPTRunConfig.model_validate(
-        {"model": model.config, "data": {"seq_len": seq_len}, "train": {"run_dir": str(target)}}
-    )
     recipe = f"from {family.model_type}"
-    files = {TOKENIZER: source / TOKENIZER}
-    for path in sorted(source.iterdir()):
-        if path.is_file() and ("token" in path.name or path.name in _BESIDE):
-            files[f"{EXTRAS}/{path.name}"] = path
-    save_as_run(model, config, recipe=recipe, files=files, make=make)
+    files = {TOKENIZER: source / TOKENIZER, **hub_files(source)}
+    save_as_run(
+        model,
+        config,
+        recipe=recipe,
+        files=files,
+        make=lambda name: read_whole(weights, name),
+    )
     parameters = sum(p.numel() for p in model.parameters())
     return Converted(target, f"a run {recipe}, {parameters:,} parameters")

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expertmesh.checkpoints.dcp import tensor_dtypes, whole_tensors
+from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.hub.configs import HubFamily
 from expertmesh.checkpoints.hub.layout import Piece, pieces
 from expertmesh.checkpoints.safetensors import INDEX, SINGLE, file_header
+from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import parse_json
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig
@@ -88,8 +89,8 @@ def save_pretrained(
 
 def _dtype_of(checkpoint: Path) -> torch.dtype:
     """Of the experts; the router is FP32 in any case."""
-    found = tensor_dtypes(checkpoint)
-    dtype = next(dtype for name, dtype in found.items() if name.endswith("experts.w_in"))
+    found = Checkpoint(checkpoint, prefix=_MODEL).tensors
+    dtype = next(kept.dtype for name, kept in found.items() if name.endswith("experts.w_in"))
     if dtype != torch.float64:
         return dtype
     _log.warning(
@@ -145,9 +146,9 @@ def _targets(several: list[Piece], dtype: torch.dtype) -> list[_Target]:
 def _values(
     checkpoint: Path, by_ours: list[tuple[str, list[Piece]]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    tensors = whole_tensors(checkpoint, [_MODEL + ours for ours, _ in by_ours])
-    for _, several in by_ours:
-        tensor = next(tensors)
+    source = Checkpoint(checkpoint, prefix=_MODEL)
+    for ours, several in by_ours:
+        tensor = read_whole(source, ours)
         for target in _targets(several, dtype):
             yield _value(target, several, tensor)
         del tensor  # before the next one is read

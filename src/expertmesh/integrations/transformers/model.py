@@ -29,9 +29,7 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.inputs import check_count
 from expertmesh.models.token_losses import token_losses
 from expertmesh.models.vocabulary import resize_vocabulary
-from expertmesh.runs.open import open_trained
-from expertmesh.runs.run_dir import TOKENIZER, load_run
-from expertmesh.text.format import text_format
+from expertmesh.runs.open import open_model
 from expertmesh.training.routing import routing_losses
 
 _log = logging.getLogger("expertmesh.integrations")
@@ -135,24 +133,23 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
         """The model of a run of ours, with the weights of its newest good checkpoint, that ends a text by the run's tokens.
 
         Args:
-            run: the run directory.
+            run: the run directory, or a folder as transformers saves one.
             dtype: of the parameters (the router keeps FP32); None: as the checkpoint has them.
 
         Raises:
             ConfigError: this is no run directory, or not of a GPT.
             CheckpointError: it has no usable checkpoint, or no tokenizer.
         """
-        found = load_run(run)
-        model = open_trained(found).model
+        opened = open_model(run, dtype=dtype)
+        model = opened.model
         if not isinstance(model, GPT):
             raise ConfigError(
-                f"run {run}: is of family {found.family.name}; transformers' door takes a gpt"
+                f"run {run}: is of family {opened.run.family.name}; transformers' door takes a gpt"
             )
-        tokenizer = found.load_tokenizer()
-        text = text_format(tokenizer, found.path / TOKENIZER, model=model)
+        text = opened.text
         first = text.start_ids[0] if text.start_ids else None
         ids: dict[str, Any] = {"bos_token_id": first, "eos_token_id": list(text.end_ids)}
-        return cls(ExpertMeshConfig(gpt=model.config, **ids), model.to(dtype))
+        return cls(ExpertMeshConfig(gpt=model.config, **ids), model)
 
     def forward(
         self,

@@ -1,0 +1,125 @@
+"""The manifest of a checkpoint: sizes and checksums of its files, a checksum per block, so that ranks share the work of comparing them."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from expertmesh.config.base import parse_json
+
+NAME = "manifest.json"
+BLOCK_BYTES = 1 << 26
+"""Of the blocks of a file, which have a checksum each: what is compared at a time, by one rank."""
+_READ_BYTES = 1 << 20
+
+
+class _Unit(NamedTuple):
+    """What one rank compares: a block of a file, or a whole one."""
+
+    name: str
+    file_bytes: int
+    start: int
+    num_bytes: int
+    sha256: str
+
+
+def described(path: Path) -> dict[str, Any]:
+    """Size and checksums of a file: one, or of a file of several blocks that of each."""
+    size = path.stat().st_size
+    starts = range(0, max(size, 1), BLOCK_BYTES)
+    sums = [_sha256(path, start, min(BLOCK_BYTES, size - start)) for start in starts]
+    if len(sums) == 1:
+        return {"size": size, "sha256": sums[0]}
+    return {"size": size, "block_bytes": BLOCK_BYTES, "blocks": sums}
+
+
+def write_manifest(folder: Path, files: Mapping[str, Any], *, version: int) -> Path:
+    """Write the manifest; returns its path.
+
+    Args:
+        folder: the checkpoint.
+        files: `described`, by their names in the folder.
+        version: of the format.
+    """
+    path = folder / NAME
+    path.write_text(json.dumps({"format_version": version, "files": files}, indent=1))
+    return path
+
+
+def find_damage(path: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
+    """Compare a checkpoint with its manifest; reads all of it, or a share.
+
+    The shares are of about as many bytes: at most 1 / n of all and a block. A manifest of before there were blocks has whole files
+    only, each compared by one rank.
+
+    Args:
+        path: the checkpoint.
+        share: (i, n): the i-th of n parts of its blocks.
+
+    Returns:
+        What is wrong, or None.
+    """
+    name = NAME
+    try:
+        files = parse_json((path / name).read_bytes())["files"]
+        units = [unit for name in sorted(files) for unit in _units(name, files[name])]
+        for unit in _share(units, *share):
+            name = unit.name
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != unit.file_bytes:
+                return f"{name} has {file.stat().st_size} bytes, not {unit.file_bytes}"
+            if _sha256(file, unit.start, unit.num_bytes) != unit.sha256:
+                return f"{name} has another checksum"
+    except OSError as error:
+        if name != NAME:
+            return f"{name} cannot be read: {error.strerror or error}"
+        return f"{NAME} is missing or unreadable"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{NAME} is missing or unreadable"
+    return None
+
+
+def _units(name: str, entry: Mapping[str, Any]) -> Iterator[_Unit]:
+    """What there is to compare of a file.
+
+    Raises:
+        KeyError, TypeError, ValueError: the manifest says nothing usable.
+    """
+    size = int(entry["size"])
+    if "blocks" not in entry:
+        yield _Unit(name, size, 0, size, entry["sha256"])
+        return
+    length, sums = int(entry["block_bytes"]), entry["blocks"]
+    starts = range(0, size, length)
+    for start, found in zip(starts, sums, strict=True):
+        yield _Unit(name, size, start, min(length, size - start), found)
+
+
+def _share(units: list[_Unit], position: int, num_parts: int) -> list[_Unit]:
+    """One of several parts of about as many bytes: the next largest goes to the part that has least."""
+    sizes = [0] * num_parts
+    mine = []
+    for unit in sorted(units, key=lambda unit: -unit.num_bytes):
+        part = sizes.index(min(sizes))
+        sizes[part] += unit.num_bytes
+        if part == position:
+            mine.append(unit)
+    return sorted(mine)
+
+
+def _sha256(path: Path, start: int, num_bytes: int) -> str:
+    """Of a part of a file."""
+    found = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_SEQUENTIAL)
+        while data := file.read(min(num_bytes, _READ_BYTES) or 1):
+            found.update(data)
+            num_bytes -= len(data)
+            if num_bytes <= 0:
+                break
+    return found.hexdigest()

@@ -1,0 +1,151 @@
+"""One way from a folder to a model: runs and folders of the hub alike, and nobody goes another."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tests.support.hub_text import byte_tokenizer, hub_folder
+
+import expertmesh as em
+from expertmesh.cli.main import main
+from expertmesh.errors import ConfigError
+from expertmesh.integrations.hub import convert
+from expertmesh.integrations.transformers import ExpertMeshForCausalLM
+from expertmesh.runs.open import LoadedModel, find_model, open_model
+from expertmesh.training.loop import train
+
+SOURCE = Path(em.__file__).parent
+PROMPT = "few words"
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def folders(request, tmp_path_factory):
+    """A model of the hub, and the run that it is converted to."""
+    at = tmp_path_factory.mktemp("hub")
+    start = "<|begin|>" if request.param == torch.float32 else None
+    hub_folder(at / "hub", tokenizer=byte_tokenizer(start=start), dtype=request.param)
+    convert(at / "hub", at / "run")
+    return at / "hub", at / "run"
+
+
+def printed(folder, capsys, *words):
+    assert main(["generate", str(folder), PROMPT, "--max-tokens", "8", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_hub_folder_is_what_it_would_be_converted(folders, capsys):
+    hub, run = folders
+    direct, converted = open_model(hub), open_model(run)
+    ours, theirs = direct.model.state_dict(), converted.model.state_dict()
+    assert list(ours) == list(theirs)
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]), name
+    assert direct.model.config == converted.model.config
+    for name in ("start_ids", "end_ids"):
+        assert getattr(direct.text, name) == getattr(converted.text, name), name
+    assert printed(hub, capsys) == printed(run, capsys)
+    assert printed(hub, capsys, "--greedy") == printed(run, capsys, "--greedy")
+    model, tokenizer = em.load(hub)
+    assert em.generate(model, tokenizer, PROMPT, max_tokens=8) == printed(run, capsys)[9:-1]
+    door = ExpertMeshForCausalLM.from_run(hub)
+    assert door.config.eos_token_id == list(direct.text.end_ids)
+    assert sorted(path.name for path in hub.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ], "nothing is written there"
+
+
+def test_a_run_begins_with_a_hub_folder_as_with_the_run_of_it(folders, tmp_path):
+    for i in range(20):
+        (tmp_path / f"{i}.txt").write_text(f"{i} words of text. " * 9)
+    found = []
+    for begin in folders:
+        changes = {
+            "data.path": str(tmp_path / "*.txt"),
+            "data.cache_dir": str(tmp_path / "cache"),
+            "data.seq_len": 16,
+            "train.init_from": str(begin),
+            "train.run_dir": str(tmp_path / f"from_{begin.name}"),
+            "train.steps": 1,
+            "train.tensorboard": False,
+            "train.device": "cpu",
+            "train.dtype": "float32",
+        }
+        train(em.recipe("gpt-moe-test", changes), console=Console(quiet=True))
+        found.append(open_model(tmp_path / f"from_{begin.name}"))
+    one, other = (loaded.model.state_dict() for loaded in found)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert found[0].text.start_ids == found[1].text.start_ids
+    kept = [sorted(p.name for p in (loaded.run.path / "hub").iterdir()) for loaded in found]
+    assert kept[0] == kept[1], "what goes back to the hub with it"
+
+
+def test_type_and_device_are_no_options_of_the_training(folders):
+    before = find_model(folders[1])
+    opened = open_model(folders[1], device="cpu", dtype=torch.float64)
+    assert opened.run.config == before.config
+    assert opened.precision.compute_dtype == opened.precision.master_dtype == torch.float64
+    assert opened.model.embedding.weight.dtype == torch.float64
+    with pytest.raises(ConfigError, match="^device=mps: must be auto, cpu, cuda or cuda:N"):
+        em.load(folders[1], device="mps")
+
+
+def test_a_loaded_model_is_model_and_tokenizer(folders):
+    loaded = em.load(folders[1])
+    model, tokenizer = loaded
+    assert isinstance(loaded, LoadedModel) and model is loaded.model
+    assert tokenizer is loaded.tokenizer and loaded.text.tokenizer is tokenizer
+
+
+WHO_MAY = {
+    # who reads tensors of folders: what opens models, what goes on from checkpoints, and what turns files into others
+    ("Checkpoint", "HubModel", "load_weights"): {
+        *("runs/run_dir.py", "training/state.py", "training/export.py"),
+        *("integrations/hub/convert.py", "integrations/hub/save.py"),
+    },
+    # who says in what a trained model computes, beside two that tell what training would
+    ("resolve_precision",): {"runs/open.py", "cli/doctor.py", "cli/train.py"},
+    ("Precision.of",): {"runs/open.py"},
+    # who puts tokenizer and model together: em.generate and lm_eval, which are given both
+    ("text_format",): {"runs/open.py", "api.py", "integrations/evaluation.py"},
+    ("told_by_files",): {"runs/open.py"},
+    ("spread_for_inference",): {"runs/open.py"},
+}
+"""Calls by which a model was put together in nine places, and who makes them."""
+
+
+def test_models_are_opened_in_one_place():
+    found = {names: set() for names in WHO_MAY}
+    for path in SOURCE.rglob("*.py"):
+        place = path.relative_to(SOURCE).as_posix()
+        if place.startswith(("checkpoints/", "testing/")) or place == "runs/precision.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            for names in WHO_MAY:
+                if called in names:
+                    found[names].add(place)
+    assert found == WHO_MAY
+
+
+def test_between_a_folder_and_its_model_is_one_container():
+    """Of five (Run, Precision, Trained, Decoder, Loaded); run and precision are fields of it."""
+    holders = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                fields = {
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                }
+                if "model" in fields and fields & {"tokenizer", "precision", "task", "run"}:
+                    holders.append(node.name)
+    assert holders == ["LoadedModel"]
