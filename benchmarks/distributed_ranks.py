@@ -10,6 +10,7 @@ import torch.distributed as dist
 from benchmarks.layer import FAR_OFF
 from benchmarks.layer_peers import Case, DeepSpeedMoE, EinsumMoE, make_layer
 from benchmarks.peer_parts import choose
+from tests.oracle.numerics import assert_two_times
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +18,6 @@ from expertmesh import MoELayer
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.comm.world import World
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.testing.numerics import assert_two_times
 
 OURS, DROPLESS, CAPACITY = "expertmesh", "DeepSpeed MoE, dropless", "DeepSpeed MoE, capacity 1.0"
 NUM_BATCHES = 5

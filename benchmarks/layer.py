@@ -36,9 +36,8 @@ from benchmarks.harness import (
 from benchmarks.layer_peers import Case, EinsumMoE, make_layer, peers_of
 from benchmarks.race.adapters import OWN_ROUTER
 from benchmarks.race.peers import versions
+from tests.oracle.numerics import assert_two_times
 from torch import Tensor, nn
-
-from expertmesh.testing.numerics import assert_two_times
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NUM_BATCHES = 7

@@ -20,7 +20,7 @@ from tests.support.memory import peak_bytes
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from expertmesh.integrations.transformers import apply
-from expertmesh.testing import numerics
+from tests.oracle import numerics
 
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 

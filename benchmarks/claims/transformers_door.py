@@ -16,7 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from expertmesh.integrations.transformers import register
-from expertmesh.testing import numerics
+from tests.oracle import numerics
 
 CLASSES = {"qwen3_moe": Qwen3MoeExperts, "gpt_oss": GptOssExperts}
 E, K = 64, 8

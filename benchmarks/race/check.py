@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from benchmarks.race.contenders import OURS, Racer, WeightSet
 from benchmarks.race.shapes import RaceShape
+from tests.oracle.numerics import assert_two_times
 from torch import Tensor
-
-from expertmesh.testing.numerics import assert_two_times
 
 FAR_OFF = 0.05
 """A peer whose results are further off than this, relatively, computes something else."""

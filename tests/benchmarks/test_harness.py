@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.oracle.numerics import assert_close_fp64
 from tests.support import stand_ins
 
 from benchmarks import harness, layer, routing_scaling
 from benchmarks.race import adapters
-from expertmesh.testing.numerics import assert_close_fp64
 
 
 def test_wrong_results_are_not_reported():

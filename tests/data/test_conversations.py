@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from rich.console import Console
+from tests.oracle.numerics import FP64_RELATIVE, relative_error
 from tests.support.calls import calls_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -23,7 +24,6 @@ from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 from expertmesh.text.chat import (
     MARKS,
     OWN_TEMPLATE,

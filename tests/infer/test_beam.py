@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
+from tests.oracle.numerics import FP64_RELATIVE, relative_error
 from torch.overrides import TorchFunctionMode
 
 from expertmesh.errors import ConfigError
 from expertmesh.infer.beam import beam_search, length_penalty_of
 from expertmesh.infer.engine import generate_batch
-from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 VOCAB, END, LONGEST = 4, 0, 4
 

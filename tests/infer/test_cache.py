@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.oracle.numerics import assert_close_fp64
 from torch import Tensor
 
 from expertmesh.config.model import ModelConfig, MoEConfig
@@ -13,7 +14,6 @@ from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import pad_left
 from expertmesh.models.cache import KVCache
 from expertmesh.models.gpt.model import GPT
-from expertmesh.testing.numerics import assert_close_fp64
 
 VOCAB, SEQ = 50, 14
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle.numerics import assert_close_fp64
 from torch import nn
 
 from expertmesh.config.model import ModelConfig
@@ -13,7 +14,6 @@ from expertmesh.models.attention import Attention, rope_tables
 from expertmesh.models.cache import KVCache
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.models.gpt.model import GPT
-from expertmesh.testing.numerics import assert_close_fp64
 
 CONFIG = ModelConfig(
     vocab_size=50, max_seq_len=24, dim=16, num_layers=1, num_heads=2, num_kv_heads=1

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh.errors import ConfigError
 from expertmesh.infer.sampling import (
@@ -13,7 +14,6 @@ from expertmesh.infer.sampling import (
     next_token_probs,
     sequence_generators,
 )
-from expertmesh.testing.numerics import assert_close_fp64
 
 VOCAB = 7
 LOGITS = torch.tensor([[0.3, 2.0, -1.0, 1.5, 2.0, -torch.inf, 0.0]], dtype=torch.float64)

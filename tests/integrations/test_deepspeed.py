@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64, assert_differs
 from tests.support.plain_moe import assert_plain, plain_moe, plain_signature
 from torch import nn
 
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.deepspeed import MoE
 from expertmesh.moe.experts import ExpertList, GroupedExperts
-from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 
 D, E = 6, 5
 SIGNATURE = (

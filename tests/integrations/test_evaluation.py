@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from tests.oracle import numerics
 from tests.support.hub_text import byte_tokenizer, hub_folder
 from tests.support.real_text import DOCS
 
 from expertmesh.cli.main import main
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.testing import numerics
 
 lm_eval = pytest.importorskip("lm_eval")
 pytestmark = [

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.oracle import numerics
 from tests.support.hub_models import tiny_model
 from tests.support.memory import peak_bytes
 from tests.support.sentencepiece_vocabulary import END, START, sentencepiece_tokenizer
@@ -17,7 +18,6 @@ from expertmesh.checkpoints.hub.configs import end_ids
 from expertmesh.costs.parameters import count_parameters
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
-from expertmesh.testing import numerics
 from expertmesh.text.tokenizer import end_of_text_id, train_tokenizer
 
 VOCAB = 300

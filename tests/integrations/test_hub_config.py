@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from tests.oracle import numerics
 from tests.support.hub_models import tiny_model
 from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -15,7 +16,6 @@ from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import load_pretrained
 from expertmesh.integrations.hub.exports import export_family, hub_config, loss_coefficient
 from expertmesh.integrations.hub.exports import left_out as left_out_of_ours
-from expertmesh.testing import numerics
 
 SIZES = {
     "vocab_size": 61,

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.oracle import numerics
 from tests.support.hub_models import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +16,6 @@ from expertmesh.config.model import ModelConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
 from expertmesh.models.gpt.model import GPT
-from expertmesh.testing import numerics
 from expertmesh.text.tokenizer import train_tokenizer
 from expertmesh.training.begin import save_as_run
 

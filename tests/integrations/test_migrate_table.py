@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64, assert_two_times
 from torch import nn
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from expertmesh import MoELayer
-from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
 T, D, E, L, W = 23, 6, 5, 3, 0.7  # L layers, a loss of weight W

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.oracle import numerics
 from torch import nn
 
 import expertmesh as em
@@ -17,7 +18,6 @@ from expertmesh.integrations.transformers import (
     ExpertMeshForCausalLM,
     apply,
 )
-from expertmesh.testing import numerics
 
 SMALL = {"vocab_size": 300, "max_seq_len": 16, "dim": 16, "num_layers": 2, "num_heads": 2, "ffn_hidden_dim": 16}  # fmt: skip
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from tests.oracle import numerics
 from tests.support.hub_models import (
     EXPERTS,
     FUSED,
@@ -23,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.transformers import apply, gate, register
 from expertmesh.integrations.transformers.experts import fused_activation
-from expertmesh.testing import numerics
 
 
 def draw(num_tokens, dtype, *, dead=()):

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.oracle import numerics
 from tests.support.hub_models import logits_and_gradients, tiny_model
 from tests.support.real_text import byte_windows
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,6 @@ from expertmesh.integrations.hub import load_pretrained
 from expertmesh.integrations.peft import load_adapters, save_adapters
 from expertmesh.integrations.transformers import ExpertMeshConfig, ExpertMeshForCausalLM, apply
 from expertmesh.models.token_losses import token_losses
-from expertmesh.testing import numerics
 
 peft = pytest.importorskip("peft")
 # peft 0.21 asks transformers 5.23 for an attribute by its old name

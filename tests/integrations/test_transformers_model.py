@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tests.oracle import numerics
 from tests.support.real_text import byte_windows
 from transformers import AutoModelForCausalLM, StaticCache, Trainer, TrainingArguments
 
@@ -18,7 +19,6 @@ from expertmesh.integrations.transformers import (
     ExpertMeshConfig,
     ExpertMeshForCausalLM,
 )
-from expertmesh.testing import numerics
 
 
 def config_of(**moe):

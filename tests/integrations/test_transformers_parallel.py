@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.oracle import numerics
 from tests.support.hub_models import D, tiny_experts
 from torch.distributed.device_mesh import DeviceMesh
-
-from expertmesh.testing import numerics
 
 EXPERTS = 4
 PLAN = {"0": "ep_dispatch_experts"}

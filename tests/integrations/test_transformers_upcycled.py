@@ -7,13 +7,13 @@ import pickle
 import pytest
 import torch
 import transformers
+from tests.oracle import numerics
 
 import expertmesh as em
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import load_pretrained
 from expertmesh.integrations.transformers import as_moe_model
 from expertmesh.models.upcycle import collect_stats
-from expertmesh.testing import numerics
 
 LLAMA3 = {
     "rope_type": "llama3",

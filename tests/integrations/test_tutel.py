@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 from tests.support.plain_moe import assert_plain, plain_moe, plain_signature
 from torch.nn import functional as F
 
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.tutel import MOELayer, moe_layer
-from expertmesh.testing.numerics import assert_close_fp64
 
 D, E = 5, 4
 FFN = {

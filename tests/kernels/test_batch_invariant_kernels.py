@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times, sums_of_product
 from tests.support.launches import as_on
 
 from expertmesh import MoELayer
 from expertmesh.kernels import tiles
 from expertmesh.ops.invariant import operators as invariant
-from expertmesh.testing.numerics import assert_two_times, sums_of_product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's products are NumPy's, whose rows may differ by their place in a tile, so there a row keeps its place.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times
 from tests.support.experts_builds import GPU_DTYPES, GPU_HOT_SHAPE, GPU_SHAPES, gpu_options
 from tests.support.experts_case import ExpertsCase
 from tests.support.poison import poisoned_empty
@@ -10,7 +11,6 @@ from expertmesh.kernels import tiles
 from expertmesh.ops import reference
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.route_metadata import RouteMetadata, route_metadata
-from expertmesh.testing.numerics import assert_two_times
 
 # what CUDA's part of PyTorch warns of (TF32, the synchronisation debug mode) is no failure
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

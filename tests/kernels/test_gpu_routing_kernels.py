@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times
 from tests.support.experts_case import ExpertsCase, draw_ids
 from tests.support.memory import saved_bytes
 from tests.support.poison import poisoned_empty
@@ -13,7 +14,6 @@ from expertmesh.kernels import route_metadata as kernels
 from expertmesh.moe.random import key_noise
 from expertmesh.ops import reference
 from expertmesh.ops.topk import choose_experts
-from expertmesh.testing.numerics import assert_two_times
 
 # what CUDA's part of PyTorch and its compiler warn of is no failure
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

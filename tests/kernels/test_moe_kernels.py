@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_differs
 from tests.support.experts_case import ExpertsCase, check_together
 from tests.support.memory import saved_bytes
 from tests.support.poison import poisoned_empty
@@ -15,7 +16,6 @@ from expertmesh.ops.activation import _INNER
 from expertmesh.ops.experts import triton_backend as moe_mlp_triton
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.experts.weights import ExpertSlice, Needs
-from expertmesh.testing.numerics import assert_differs
 
 SMALL = Tile(16, 16, 16, 4, 1, group_m=3)
 

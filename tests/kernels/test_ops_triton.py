@@ -4,13 +4,13 @@ import sys
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64, assert_two_times
 
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.functional import combine, permute, route_metadata, unpermute
 from expertmesh.ops import backend as backends
 from expertmesh.ops.backend import explain_backends, resolve_backend
-from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times
 from tests.support.poison import poisoned_empty
 
 from expertmesh.kernels import topk as kernels
 from expertmesh.kernels.topk import Rule
 from expertmesh.ops import reference
-from expertmesh.testing.numerics import assert_two_times
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUNCTIONS = ["softmax", "sigmoid", "softmax_after_topk"]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.testing.numerics import assert_close_fp64
 
 VOCAB = 31
 CONFIG = ModelConfig(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle.numerics import assert_close_fp64, assert_differs, assert_two_times
 from tests.support.memory import saved_bytes
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.models.gpt.model import GPT, GPTOutput
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.random import key_noise
-from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
 
 VOCAB, SEQ = 61, 12
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle import numerics
 from torch import Tensor
 
 from expertmesh.config.model import ModelConfig, MoEConfig
@@ -13,7 +14,6 @@ from expertmesh.models.cache import KVCache
 from expertmesh.models.gpt.model import GPT
 from expertmesh.ops.attention.invariant import attention
 from expertmesh.ops.attention.visible import Visible
-from expertmesh.testing import numerics
 
 VOCAB, LONGEST = 43, 150
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64, assert_differs
 
 from expertmesh.models.attention import Attention, DenseContext, apply_rope, rope_tables
 from expertmesh.models.layers import RMSNorm
-from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 
 DIM, HEADS, HEAD_DIM, SEQ = 24, 4, 6, 9
 

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle.numerics import assert_close_fp64, assert_two_times
 from tests.support.memory import saved_bytes
 from tests.support.waits import waits
 
@@ -21,7 +22,6 @@ from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes.translation import RECIPES
-from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 from expertmesh.training.roles import parameter_roles
 
 SOURCES = [[2, 30, 14, 50, 9, 0], [3, 7, 0], [2, 8, 8, 61, 0]]

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle.numerics import assert_close_fp64, assert_two_times, magnitude
 
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.swin import SwinConfig, SwinRunConfig
@@ -15,7 +16,6 @@ from expertmesh.models.swin.drop_path import DropPath
 from expertmesh.models.swin.model import Swin
 from expertmesh.moe.random import key_noise
 from expertmesh.recipes.vision import RECIPES
-from expertmesh.testing.numerics import assert_close_fp64, assert_two_times, magnitude
 from expertmesh.training.roles import parameter_roles
 
 MILLIONS = {

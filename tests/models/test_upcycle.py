@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64, assert_differs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -11,7 +12,6 @@ from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.upcycle import MoEBlock, collect_stats, moeify, upcycle
-from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 
 
 class Layer(nn.Module):

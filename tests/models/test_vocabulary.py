@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from tests.oracle import numerics
 from tokenizers import Tokenizer
 from torch import nn
 
@@ -14,7 +15,6 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.seq2seq.model import Seq2Seq
 from expertmesh.models.vocabulary import resize_vocabulary
-from expertmesh.testing import numerics
 from expertmesh.text.tokenizer import train_tokenizer
 
 SMALL = {"vocab_size": 300, "max_seq_len": 16, "dim": 16, "num_heads": 2, "ffn_hidden_dim": 16}

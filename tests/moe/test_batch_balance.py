@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import FP64_RELATIVE, relative_error
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.errors import ConfigError
 from expertmesh.moe.batch_balance import BatchBalance
 from expertmesh.moe.layer import MoELayer
-from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 D, E, K, T = 6, 5, 2, 24
 KINDS = {

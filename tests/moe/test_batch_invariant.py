@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.oracle import numerics
 from torch import nn
 
 from expertmesh import ConfigError, MoELayer, Routing
 from expertmesh.config.model import ModelConfig, MoEConfig
-from expertmesh.testing import numerics
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 VARIANTS = {

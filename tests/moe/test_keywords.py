@@ -8,6 +8,8 @@ from typing import Literal, get_args, get_origin
 import numpy as np
 import pytest
 import torch
+from tests.oracle import numerics
+from tests.oracle.numerics import as_fp64
 from tests.support.memory import saved_bytes
 from tests.support.operators import Operators
 from torch import nn
@@ -19,8 +21,6 @@ from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Dispatched, LocalDispatcher
 from expertmesh.moe.random import key_noise
-from expertmesh.testing import numerics
-from expertmesh.testing.numerics import as_fp64
 
 T, D, F, E, K = 24, 8, 12, 4, 2
 BASE = {

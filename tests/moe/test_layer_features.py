@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from tests.oracle.numerics import assert_close_fp64, assert_differs
 from tests.support.operators import Operators
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from expertmesh import MoELayer, Routing, RoutingStats
 from expertmesh.moe.dispatch import Dispatched, LocalDispatcher
 from expertmesh.moe.random import key_noise
-from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 
 D, F, E, T = 7, 5, 6, 11
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tests.oracle import numerics
 from tests.support.memory import saved_bytes
 from tests.support.real_text import byte_windows
 
@@ -16,7 +17,6 @@ from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.peft import load_adapters, save_adapters
 from expertmesh.ops.activation import activate
-from expertmesh.testing import numerics
 
 KINDS = [
     {"activation": "swiglu"},

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh import ConfigError, MoELayer
 from expertmesh.functional import count_choices, importance_load_loss, switch_loss
-from expertmesh.testing.numerics import assert_close_fp64
 
 T, E = 30, 5
 

@@ -5,13 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tests.oracle import numerics
+from tests.oracle.loop_layer import LoopInputs, loop_forward, shuffled
+from tests.oracle.oracle import oracle_backward, oracle_forward
+from tests.oracle.oracle_rounding import rounding_of_results
+from tests.oracle.oracle_types import OracleInputs, OracleOptions
 from tests.support.poison import poisoned_empty
-
-from expertmesh.testing import numerics
-from expertmesh.testing.loop_layer import LoopInputs, loop_forward, shuffled
-from expertmesh.testing.oracle import oracle_backward, oracle_forward
-from expertmesh.testing.oracle_rounding import rounding_of_results
-from expertmesh.testing.oracle_types import OracleInputs, OracleOptions
 
 T, D, F, E, K = 9, 5, 6, 4, 2
 COSINE_DIM = 3

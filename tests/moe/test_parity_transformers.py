@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from tests.oracle import numerics
 
 from expertmesh import MoELayer
-from expertmesh.testing import numerics
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")

@@ -4,13 +4,13 @@ from typing import ClassVar, get_args
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 from torch import nn
 from torch.nn import functional as F
 
 from expertmesh.config.moe_rules import Activation
 from expertmesh.moe.recognize import recognize_activation, recognize_mlp
 from expertmesh.ops.activation import activate, num_branches
-from expertmesh.testing.numerics import assert_close_fp64
 
 
 class Gated(nn.Module):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.oracle import numerics
 
 from expertmesh import MoELayer, Routing
 from expertmesh.config.moe_rules import NOT_READ_BY
 from expertmesh.moe.random import key_noise
-from expertmesh.testing import numerics
 
 T, D, F, E, K = 20, 7, 9, 6, 2
 BASE = {

@@ -5,6 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle.numerics import (
+    assert_close_fp64,
+    assert_two_times,
+    assert_weights,
+    sums_of_product,
+)
 from torch import nn
 
 from expertmesh import ConfigError, MoELayer, Routing
@@ -12,12 +18,6 @@ from expertmesh.moe.router import CosineRouter
 from expertmesh.moe.selection import chosen_probability, hash_experts
 from expertmesh.moe.types import RouterOutput
 from expertmesh.ops.router_linear import router_linear
-from expertmesh.testing.numerics import (
-    assert_close_fp64,
-    assert_two_times,
-    assert_weights,
-    sums_of_product,
-)
 
 D, F_, E, T = 6, 4, 8, 40
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64, assert_close_to_difference
 from torch.autograd import forward_ad
 
 from expertmesh import MoELayer, functional
 from expertmesh.errors import ConfigError
 from expertmesh.ops.experts.adapted_linear import adapted_linear
 from expertmesh.ops.experts.weighted_activation import weighted_activation
-from expertmesh.testing.numerics import assert_close_fp64, assert_close_to_difference
 
 # torch's own forward-mode differentiation uses what torch itself calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh.ops.activation import activate, inner_name, num_branches
 from expertmesh.ops.attention.invariant import attention
 from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.invariant import operators as invariant
-from expertmesh.testing.numerics import assert_close_fp64
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WIDE = (torch.float32, torch.float64)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times, sums_of_terms
 from tests.support.poison import poisoned_empty
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import combine, permute, route_metadata, unpermute
-from expertmesh.testing.numerics import assert_two_times, sums_of_terms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(0, 2, 3, 4), (1, 1, 1, 1), (7, 3, 5, 5), (40, 2, 4, 33), (9, 8, 8, 16)]

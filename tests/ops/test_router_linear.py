@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times, two_times_bound
 from tests.support.calls import calls_of
 
 from expertmesh.ops import router_linear as ops
 from expertmesh.ops.router_linear import FEWEST_SPLIT_ROWS, router_linear
-from expertmesh.testing.numerics import assert_two_times, two_times_bound
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle.numerics import Sums, assert_two_times
 
 from expertmesh.ops.attention import short as short_attention
-from expertmesh.testing.numerics import Sums, assert_two_times
 
 
 def fused(q, k, v):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import choose_experts
-from expertmesh.testing.numerics import assert_two_times
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUNCTIONS = ["softmax", "sigmoid", "softmax_after_topk"]

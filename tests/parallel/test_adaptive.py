@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from tests.oracle.numerics import FP64_RELATIVE, relative_error
 from tests.support.replicas import world_of
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,6 @@ from expertmesh.parallel.experts import tuning_cache as cache
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.load import Chosen, Repetitions
 from expertmesh.parallel.experts.tuner import Effort
-from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 NODES = (0, 0, 1, 1)
 D, T, STEPS = 8, 12, 12

@@ -6,6 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from tests.oracle.numerics import (
+    FP64_RELATIVE,
+    assert_two_times,
+    magnitude,
+    max_error,
+    relative_error,
+)
 from tests.support import spread_case
 from tests.support.replicas import assert_said, messages_of, world_of
 from tests.support.spread_case import D, E, SpreadCase, run_spread, run_whole
@@ -17,13 +24,6 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.apply import follow_optimizer, parallelize
 from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.testing.numerics import (
-    FP64_RELATIVE,
-    assert_two_times,
-    magnitude,
-    max_error,
-    relative_error,
-)
 
 
 class Expert(nn.Module):

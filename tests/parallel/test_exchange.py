@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.oracle.numerics import assert_close_fp64
 from tests.support.spread_case import D, E, SpreadCase, build, compare, world_of
 
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.exchange import Alone, Fixed, Ragged
-from expertmesh.testing.numerics import assert_close_fp64
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 KINDS = {Ragged: {}, Fixed: {"fixed_tokens": 4}, Alone: {"route_degree": 1}}

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64, assert_two_times
 from tests.support.replicas import messages_of, world_of
 from tests.support.spread_case import D, SpreadCase, build
 
@@ -17,7 +18,6 @@ from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.inference import first_chooses, spread_for_inference
 from expertmesh.recipes import RECIPES
 from expertmesh.recipes.translation import translate_test
-from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 
 LAYERS = {
     "gated": {},

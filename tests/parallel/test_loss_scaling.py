@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times
 from tests.support.replicas import dense_or_moe, trainer_steps, whole, world_of
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -10,7 +11,6 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.numerics import assert_two_times
 
 B, S = 8, 16
 MODEL = {

@@ -6,6 +6,7 @@ The cases cover every pair of values of all factors (`tests.support.form_case`) 
 from itertools import combinations, product
 
 import pytest
+from tests.oracle.numerics import FP64_RELATIVE
 from tests.support.form_case import (
     CONSTRAINED,
     FormCase,
@@ -17,8 +18,6 @@ from tests.support.form_case import (
     run_form,
 )
 from tests.support.pairwise import covering
-
-from expertmesh.testing.numerics import FP64_RELATIVE
 
 FACTORS = covering_factors()
 ROWS = covering(FACTORS, allowed, cost=cost)

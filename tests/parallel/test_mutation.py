@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.oracle.numerics import FP64_RELATIVE
 from tests.support.form_case import FormCase, differences, run_form
 from tests.support.replicas import world_of
 from torch import nn
@@ -20,7 +21,6 @@ from expertmesh.comm.world import World
 from expertmesh.ops.experts import late
 from expertmesh.parallel import clip, ranks, tensor
 from expertmesh.parallel.experts import dispatcher, exchange, hierarchical, shadow, storage
-from expertmesh.testing.numerics import FP64_RELATIVE
 
 CLEARLY = 1e4 * FP64_RELATIVE
 

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from tests.oracle.numerics import assert_close_fp64, relative_error
 from tests.support.spread_case import D, E, SpreadCase, build, world_of
 
 from expertmesh.comm.all_to_all.flat import Counts, in_flight_all_to_all
@@ -16,7 +17,6 @@ from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Dispatched
 from expertmesh.parallel.apply import degrees_of, parallelize
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.testing.numerics import assert_close_fp64, relative_error
 
 KINDS = ["int8", "float8_e4m3"]
 NODES = (0, 0, 1, 1)

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.oracle.numerics import FP64_RELATIVE, relative_error
 from tests.support.replicas import whole, world_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +14,6 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.gather import Gather
 from expertmesh.parallel.experts.prefetch import Prefetcher
-from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 D, F, E, LAYERS = 8, 12, 8, 3
 PARAMETERS = E * F * D * 3

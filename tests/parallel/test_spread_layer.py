@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from tests.oracle.numerics import FP64_RELATIVE, relative_error
 from tests.support.replicas import whole, world_of
 from tests.support.spread_case import D, SpreadCase, build, compare, compare_all
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 LAYERS = {
     "gated": {},

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
+from tests.oracle.numerics import FP64_RELATIVE, assert_two_times, relative_error
 from tests.support import spread_case
 from tests.support.replicas import whole, world_of
 from tests.support.spread_case import SpreadCase, build
 
 from expertmesh.ops.experts.weights import WeightGradients
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
 
 MICRO_BATCHES = 3
 NAMES = ("w_in", "w_out", "b_in", "b_out")

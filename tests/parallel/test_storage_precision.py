@@ -5,12 +5,12 @@ import itertools
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times
 from tests.support import spread_case
 from tests.support.replicas import whole, world_of
 from tests.support.spread_case import D, E, F, SpreadCase, build
 
 from expertmesh.parallel.experts.dispatcher import spread_experts
-from expertmesh.testing.numerics import assert_two_times
 
 PARAMETERS = E * F * D * 3
 TOKENS = 6

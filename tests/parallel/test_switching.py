@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import FP64_RELATIVE, relative_error
 
 from expertmesh.comm.world import World
 from expertmesh.config.dispatch import DispatchOptions
@@ -12,7 +13,6 @@ from expertmesh.moe.random import key_noise
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.numerics import FP64_RELATIVE, relative_error
 
 B, S = 4, 8
 ELEMENT = 8

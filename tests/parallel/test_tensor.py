@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle.numerics import FP64_RELATIVE, assert_two_times, relative_error
 from tests.support.replicas import (
     assert_said,
     batches,
@@ -33,7 +34,6 @@ from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.tensor import Sliced, Whole, tensor_group
 from expertmesh.recipes import RECIPES
 from expertmesh.runs.precision import resolve_precision
-from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
 from expertmesh.training.step import accumulate_gradients
 
 B, S, STEPS = 8, 16, 2

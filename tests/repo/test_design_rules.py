@@ -155,7 +155,8 @@ def test_few_tests_replace_what_they_test():
 
 
 def test_test_files_have_unique_names_in_their_folder_tree():
-    packages = [ROOT / "tests" / "__init__.py", ROOT / "tests" / "support" / "__init__.py"]
+    folders = (ROOT / "tests", ROOT / "tests" / "oracle", ROOT / "tests" / "support")
+    packages = [folder / "__init__.py" for folder in folders]
     assert sorted((ROOT / "tests").rglob("__init__.py")) == packages
 
 

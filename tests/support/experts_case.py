@@ -12,7 +12,7 @@ from expertmesh.ops import reference
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.experts.moe_mlp import moe_mlp
 from expertmesh.ops.route_metadata import RouteMetadata
-from expertmesh.testing.numerics import Sums, assert_two_times
+from tests.oracle.numerics import Sums, assert_two_times
 
 NAMES = ("x", "w_in", "w_out", "weights", "b_in", "b_out")
 ORDERS = 3

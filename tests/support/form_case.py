@@ -19,8 +19,8 @@ from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.testing.numerics import assert_two_times, relative_error
 from expertmesh.training.optim import build_optimizer
+from tests.oracle.numerics import assert_two_times, relative_error
 from tests.support.replicas import fill_biases, whole, world_of
 
 S, V = 8, 24

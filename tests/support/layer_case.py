@@ -20,13 +20,13 @@ from expertmesh.moe.random import (
     key_noise,
 )
 from expertmesh.moe.types import Routing, RoutingStats
-from expertmesh.testing import numerics, oracle_random
-from expertmesh.testing.loop_layer import LoopInputs, loop_forward, shuffled
-from expertmesh.testing.numerics import as_fp64
-from expertmesh.testing.oracle import oracle_backward, oracle_forward
-from expertmesh.testing.oracle_rounding import loss_scales, rounding_of_results
-from expertmesh.testing.oracle_router import has_load
-from expertmesh.testing.oracle_types import OracleInputs, OracleOptions, OracleOutput
+from tests.oracle import numerics, oracle_random
+from tests.oracle.loop_layer import LoopInputs, loop_forward, shuffled
+from tests.oracle.numerics import as_fp64
+from tests.oracle.oracle import oracle_backward, oracle_forward
+from tests.oracle.oracle_rounding import loss_scales, rounding_of_results
+from tests.oracle.oracle_router import has_load
+from tests.oracle.oracle_types import OracleInputs, OracleOptions, OracleOutput
 from tests.support.poison import poisoned_empty
 
 DEFAULTS: dict[str, Any] = {

@@ -4,7 +4,7 @@ import inspect
 
 import torch
 
-from expertmesh.testing.numerics import assert_close_fp64
+from tests.oracle.numerics import assert_close_fp64
 
 
 def plain_signature(function):

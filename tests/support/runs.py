@@ -11,9 +11,9 @@ from rich.console import Console
 
 from expertmesh.config.run import RunConfig
 from expertmesh.models.family import Task
-from expertmesh.testing.numerics import relative_error
 from expertmesh.training.loop import TrainResult, train
 from expertmesh.training.metrics import read_metrics
+from tests.oracle.numerics import relative_error
 
 RELATIVE = 1e-9
 """Between FP64 runs whose sums are taken in another order."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle.numerics import FP64_RELATIVE, assert_two_times, relative_error
 from tests.support.calls import calls_of
 from tests.support.runs import lines_of, train_quietly
 
@@ -22,7 +23,6 @@ from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes import RECIPES
 from expertmesh.runs.precision import resolve_precision
-from expertmesh.testing.numerics import FP64_RELATIVE, assert_two_times, relative_error
 from expertmesh.training.begin import save_as_run
 from expertmesh.training.teacher import open_teacher, teacher_bytes, teacher_dtype
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64, assert_differs
 from tests.support.runs import losses_of, train_quietly
 
 from expertmesh.config.gpt import GPTRunConfig
@@ -15,7 +16,6 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 

@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 from tests.support.calls import calls_of
 from tests.support.waits import waits
 from torch import nn
@@ -19,7 +20,6 @@ from expertmesh.models.gpt.task import GPTTask, bits_per_byte
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.recipes.translation import translate_test
 from expertmesh.runs.precision import resolve_precision
-from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.evaluate import _on_device, evaluate
 
 PRECISION = resolve_precision(TrainConfig(device="cpu", dtype="float64"))

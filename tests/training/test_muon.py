@@ -5,6 +5,7 @@ import inspect
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64, assert_differs
 from tests.support.runs import losses_of
 from torch import nn
 
@@ -13,7 +14,6 @@ from expertmesh.config.run import OptimConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.recipes import RECIPES
-from expertmesh.testing.numerics import assert_close_fp64, assert_differs
 from expertmesh.training import muon
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.roles import parameter_roles

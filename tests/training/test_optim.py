@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 from torch import nn
 
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.config.run import OptimConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.optim import balance_experts, build_optimizer, learning_rate
 
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 from tests.support.pictures import stripes, write_folder
 from tests.support.runs import train_quietly
 from torch import nn
@@ -17,7 +18,6 @@ from expertmesh.recipes.translation import translate_test
 from expertmesh.recipes.vision import swin_test
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
-from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.begin import begun
 from expertmesh.training.expert_use import read_use
 from expertmesh.training.metrics import read_metrics

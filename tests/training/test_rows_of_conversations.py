@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 from tests.support.runs import losses_of, train_quietly
 
 from expertmesh.config.gpt import GPTRunConfig
@@ -15,7 +16,6 @@ from expertmesh.models.gpt.task import GPTTask
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import resolve_precision
-from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.training.evaluate import evaluate
 from expertmesh.training.step import accumulate_gradients
 

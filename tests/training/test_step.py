@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64, assert_differs, assert_two_times
 
 from expertmesh.config.seq2seq import Seq2SeqRunConfig
 from expertmesh.models import token_losses as objective
@@ -12,7 +13,6 @@ from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise
 from expertmesh.runs.precision import resolve_precision
-from expertmesh.testing.numerics import assert_close_fp64, assert_differs, assert_two_times
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.step import accumulate_gradients, training_step
 

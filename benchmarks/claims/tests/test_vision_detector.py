@@ -11,7 +11,7 @@ from tests.support.pictures import stripes, write_folder
 from benchmarks.claims import detection, vision_detector
 from expertmesh.config.swin import SwinConfig
 from expertmesh.models.swin.model import Swin
-from expertmesh.testing.numerics import assert_close_fp64
+from tests.oracle.numerics import assert_close_fp64
 
 TINY = {
     "model.dim": 8,

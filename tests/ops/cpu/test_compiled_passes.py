@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times
 from tests.support.calls import calls_of
 from tests.support.experts_case import ExpertsCase
 from tests.support.poison import poisoned_empty
@@ -11,7 +12,6 @@ from expertmesh.ops.activation import num_branches, pointwise, pointwise_backwar
 from expertmesh.ops.cpu import compiled_passes
 from expertmesh.ops.cpu.activation_passes import Passes, passes_for
 from expertmesh.ops.cpu.compiled_passes import CompiledPasses, serves
-from expertmesh.testing.numerics import assert_two_times
 
 KINDS = [(name, torch.bfloat16) for name in Activation.__args__]
 KINDS += [(name, torch.float32) for name in ("swiglu", "gelu")]

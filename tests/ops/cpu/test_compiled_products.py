@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times, sums_of_product
 
 from expertmesh.ops.cpu import compiled_products
 from expertmesh.ops.cpu.compiled import DTYPES
 from expertmesh.ops.cpu.compiled_products import ROWS, product, rows_at_once
-from expertmesh.testing.numerics import assert_two_times, sums_of_product
 
 needs_compiler = pytest.mark.usefixtures("cpp_compiler")
 

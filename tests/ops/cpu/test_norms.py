@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle.numerics import assert_close_fp64, assert_two_times
 
 from expertmesh.models import attention
 from expertmesh.ops.cpu import norms
-from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 
 EPS = 1e-5
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times, sums_of_product
 from tests.support.calls import calls_of
 
 from expertmesh.ops.cpu import products as cpu_products
-from expertmesh.testing.numerics import assert_two_times, sums_of_product
 
 
 @pytest.fixture(params=["blas", "onednn"])

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from tests.oracle import numerics
 from torch.profiler import ProfilerActivity, profile
 
 from expertmesh.errors import ConfigError
 from expertmesh.ops.cpu import adapted_linear as cpu_loop
 from expertmesh.ops.experts.adapted_linear import adapted_linear
 from expertmesh.ops.experts.grouped_linear import grouped_linear
-from expertmesh.testing import numerics
 
 R, SIZES, N, K, RANK, SCALING = 90, (35, 0, 1, 41), 17, 9, 3, 1.75
 LIVE = sum(SIZES)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times
 
 import expertmesh
 from expertmesh.functional import route_metadata
@@ -14,7 +15,6 @@ from expertmesh.ops.experts.call import ExpertsCall, LowRank
 from expertmesh.ops.experts.inputs import checked
 from expertmesh.ops.experts.moe_mlp import compute
 from expertmesh.ops.experts.weights import FORMATS, ExpertWeights, WeightFormat
-from expertmesh.testing.numerics import assert_two_times
 
 SOURCE = Path(expertmesh.__file__).parent
 E, D, F, T, K = 5, 32, 48, 7, 2

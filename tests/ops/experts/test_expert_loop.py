@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times, sums_of_product
 from tests.support.poison import poisoned_empty
 
 from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.ops.cpu import products
 from expertmesh.ops.experts import torch_forward as expert_loop
-from expertmesh.testing.numerics import assert_two_times, sums_of_product
 
 
 def make_call(*, num_tokens, num_experts, top_k, dim, hidden_dim, dtype):

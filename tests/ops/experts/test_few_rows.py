@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times
 from tests.support.calls import calls_of
 from tests.support.experts_case import sums_of_experts
 from tests.support.poison import poisoned_empty
@@ -11,7 +12,6 @@ from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.ops.cpu import compiled_products
 from expertmesh.ops.experts import few_rows
-from expertmesh.testing.numerics import assert_two_times
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 

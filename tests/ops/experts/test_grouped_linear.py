@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.oracle import numerics
 from tests.support.launches import as_on, recorded_launches
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -9,7 +10,6 @@ from expertmesh.errors import ConfigError
 from expertmesh.functional import grouped_linear
 from expertmesh.kernels import moe_forward, moe_wgrad, route_metadata
 from expertmesh.ops import triton_linear
-from expertmesh.testing import numerics
 
 R, SIZES = 23, (5, 0, 1, 11)
 

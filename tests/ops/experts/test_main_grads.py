@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_two_times
 from tests.support.experts_case import ExpertsCase
 
 from expertmesh import MoELayer
 from expertmesh.errors import ConfigError
 from expertmesh.functional import WeightGradients, moe_mlp
-from expertmesh.testing.numerics import assert_two_times
 
 NAMES = ("w_in", "w_out", "b_in", "b_out")
 PLACES = (1, 2, 4, 5)

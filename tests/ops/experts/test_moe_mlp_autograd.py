@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 from tests.support.calls import calls_of
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.ops.experts import torch_forward as expert_loop
-from expertmesh.testing.numerics import assert_close_fp64
 
 T, K, E, D, F = 24, 2, 4, 16, 12
 

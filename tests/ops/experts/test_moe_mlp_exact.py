@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.oracle.expert_oracle import experts_per_token
+from tests.oracle.numerics import assert_close_fp64, assert_two_times
 from tests.support.poison import poisoned_empty
 
 from expertmesh.config.model import Activation
 from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.experts import torch_forward as expert_loop
-from expertmesh.testing.expert_oracle import experts_per_token
-from expertmesh.testing.numerics import assert_close_fp64, assert_two_times
 
 ACTIVATIONS = list(Activation.__args__)
 NAMES = ("x", "w_in", "w_out", "weights", "b_in", "b_out")

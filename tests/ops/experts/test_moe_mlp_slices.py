@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 from tests.support.experts_case import ExpertsCase
 from tests.support.memory import saved_bytes
 from tests.support.poison import poisoned_empty
 
 from expertmesh.errors import ConfigError
 from expertmesh.functional import moe_mlp
-from expertmesh.testing.numerics import assert_close_fp64
 
 SHAPE = (40, 16, 24, 5, 2)
 

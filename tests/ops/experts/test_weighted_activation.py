@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from tests.oracle import numerics
 
 from expertmesh.ops.activation import activate, num_branches
 from expertmesh.ops.cpu.activation_passes import BLOCK_ELEMENTS
 from expertmesh.ops.experts.weighted_activation import weighted_activation
-from expertmesh.testing import numerics
 
 F = 13
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from expertmesh.testing.oracle_losses import (
+from tests.oracle.oracle_losses import (
     balance_loss,
     balance_loss_backward,
     z_loss,
     z_loss_backward,
 )
-from expertmesh.testing.oracle_mlp import MLP, mlp_of
-from expertmesh.testing.oracle_router import (
+from tests.oracle.oracle_mlp import MLP, mlp_of
+from tests.oracle.oracle_router import (
     Routed,
     capacity_of,
     load_backward,
@@ -25,7 +25,7 @@ from expertmesh.testing.oracle_router import (
     softmax,
     softmax_backward,
 )
-from expertmesh.testing.oracle_types import Array, OracleInputs, OracleOptions, OracleOutput
+from tests.oracle.oracle_types import Array, OracleInputs, OracleOptions, OracleOutput
 
 
 def oracle_forward(inputs: OracleInputs, options: OracleOptions) -> OracleOutput:

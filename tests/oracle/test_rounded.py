@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from expertmesh.testing.numerics import as_fp64, assert_close_fp64, errors
-from expertmesh.testing.oracle_mlp import FUNCTIONS
-from expertmesh.testing.rounded import Rounded, softmax_backward_of, softmax_of
+from tests.oracle.numerics import as_fp64, assert_close_fp64, errors
+from tests.oracle.oracle_mlp import FUNCTIONS
+from tests.oracle.rounded import Rounded, softmax_backward_of, softmax_of
 
 UNIT = torch.finfo(torch.float32).eps / 2
 ROWS, INNER, COLUMNS = 16, 48, 6

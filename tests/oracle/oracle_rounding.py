@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expertmesh.testing.oracle import weights_backward
-from expertmesh.testing.oracle_losses import balance_loss_backward, loss_groups, z_loss_backward
-from expertmesh.testing.oracle_mlp import FUNCTIONS, GATED_BY, MLP, mlp_of, sigmoid
-from expertmesh.testing.oracle_router import (
+from tests.oracle.oracle import weights_backward
+from tests.oracle.oracle_losses import balance_loss_backward, loss_groups, z_loss_backward
+from tests.oracle.oracle_mlp import FUNCTIONS, GATED_BY, MLP, mlp_of, sigmoid
+from tests.oracle.oracle_router import (
     COSINE_EPS,
     MAX_LOG_SCALE,
     Routed,
@@ -21,8 +21,8 @@ from expertmesh.testing.oracle_router import (
     probability_of_choice,
     scores_backward,
 )
-from expertmesh.testing.oracle_types import Array, OracleInputs, OracleOptions, OracleOutput
-from expertmesh.testing.rounded import (
+from tests.oracle.oracle_types import Array, OracleInputs, OracleOptions, OracleOutput
+from tests.oracle.rounded import (
     FUNCTION_ROUNDINGS,
     Rounded,
     softmax_backward_of,

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from expertmesh.testing.oracle_router import Routed, routing_groups, softmax
-from expertmesh.testing.oracle_types import Array, OracleOptions
+from tests.oracle.oracle_router import Routed, routing_groups, softmax
+from tests.oracle.oracle_types import Array, OracleOptions
 
 
 def loss_groups(mask_T: Array, options: OracleOptions) -> Iterator[tuple[list[int], float]]:

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from expertmesh.testing.oracle_mlp import sigmoid
-from expertmesh.testing.oracle_types import Array, OracleInputs, OracleOptions
+from tests.oracle.oracle_mlp import sigmoid
+from tests.oracle.oracle_types import Array, OracleInputs, OracleOptions
 
 
 def softmax(z: Array) -> Array:

@@ -11,7 +11,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from expertmesh.testing.numerics import roundoff_of_sums
+from tests.oracle.numerics import roundoff_of_sums
 
 Array = np.ndarray
 FUNCTION_ROUNDINGS = 8.0

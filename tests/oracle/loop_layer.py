@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.testing.oracle_mlp import GATED_BY
-from expertmesh.testing.oracle_router import COSINE_EPS, MAX_LOG_SCALE, routing_groups
-from expertmesh.testing.oracle_types import OracleOptions
+from tests.oracle.oracle_mlp import GATED_BY
+from tests.oracle.oracle_router import COSINE_EPS, MAX_LOG_SCALE, routing_groups
+from tests.oracle.oracle_types import OracleOptions
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from expertmesh.testing.numerics import assert_two_times, rounding_bound, sums_of_product
+from tests.oracle.numerics import assert_two_times, rounding_bound, sums_of_product
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, COLUMNS = 8, 32

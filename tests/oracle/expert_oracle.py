@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from expertmesh.testing.loop_layer import loop_mlp
+from tests.oracle.loop_layer import loop_mlp
 
 
 def experts_per_token(
