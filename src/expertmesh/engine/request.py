@@ -179,6 +179,8 @@ class Request:
         params: how its answers are chosen.
         arrival: place in the order of all requests.
         max_tokens: most tokens of an answer, settled when the request was taken.
+        end_ids: tokens that end an answer, settled then, too.
+        seed: of its random numbers.
         sequences: one per answer; the first one computes the prompt, from which the others go on.
     """
 
@@ -187,6 +189,8 @@ class Request:
     params: SamplingParams
     arrival: int
     max_tokens: int
+    end_ids: frozenset[int] = frozenset()
+    seed: int = 0
     sequences: list["Sequence"] = field(default_factory=list)
 
     def __post_init__(self) -> None:

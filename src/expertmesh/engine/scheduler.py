@@ -220,7 +220,9 @@ class Scheduler:
     def _take_prefix(self, sequence: Sequence) -> None:
         """Share the blocks of the longest known prefix; at least one token is left, so that a logit exists."""
         ids = sequence.token_ids
-        if not self.reuses_prefixes or sequence.request.params.prompt_logprobs is not None:
+        params = sequence.request.params
+        wants_all = params.prompt_logprobs is not None or params.return_routed_experts
+        if not self.reuses_prefixes or wants_all:
             return
         self.counters.prefix_queries += len(ids)
         blocks = self.pool.match(ids, most=len(ids) - 1)

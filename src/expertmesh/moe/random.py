@@ -1,4 +1,4 @@
-"""Counter-based randomness for routing: Philox4x32-10 in torch operations.
+"""Counter-based randomness for routing, by Philox4x32-10.
 
 Noise is a pure function of (seed, step, layer, stream, token index, column): the same on any number of ranks, in
 eager mode and under torch.compile, and when activation checkpointing recomputes a layer. The layout of the counter
@@ -10,10 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-# Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), and the Random123 library.
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+from expertmesh.ops.random import philox4x32
+
 _MASK32 = 0xFFFFFFFF
 _MASK16 = 0xFFFF
 
@@ -23,38 +21,6 @@ STREAM_INPUT_DROPOUT = 2
 STREAM_RANDOM_DROP = 3
 STREAM_HASH = 4
 STREAM_OUTPUT_MASK = 5
-
-
-# Opaque to torch.compile: fused, the ten rounds become one expression that takes a C++ compiler minutes, and one in
-# which it may assume that the products below never overflow. Step by step they wrap, which keeps all 64 bits.
-@torch.library.custom_op("expertmesh::philox4x32", mutates_args=())
-def philox4x32(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
-    """Philox4x32-10 of four words of the counter and two of the key.
-
-    Args:
-        c0: int64 of values in [0, 2^32), broadcast together with all that follow.
-        c1: see there.
-        c2: see there.
-        c3: see there.
-        k0: scalar int64 in [0, 2^32).
-        k1: scalar int64 in [0, 2^32).
-
-    Returns:
-        (..., 4) int64, uniform in [0, 2^32). Does not synchronise.
-    """
-    c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)
-    for _ in range(_ROUNDS):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0 = ((product1 >> 32) & _MASK32).bitwise_xor_(c1).bitwise_xor_(k0)
-        c2 = ((product0 >> 32) & _MASK32).bitwise_xor_(c3).bitwise_xor_(k1)
-        c1, c3 = product1.bitwise_and_(_MASK32), product0.bitwise_and_(_MASK32)
-        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
-    return torch.stack((c0, c1, c2, c3), -1)
-
-
-@philox4x32.register_fake
-def _(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
-    return c0.new_empty((*torch.broadcast_shapes(c0.shape, c1.shape, c2.shape, c3.shape), 4))
 
 
 def random_bits(

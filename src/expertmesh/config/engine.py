@@ -1,0 +1,38 @@
+"""Options of the inference engine."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from expertmesh.config.base import Config
+
+
+class EngineConfig(Config):
+    """How much the engine holds and computes at once; every field is a keyword of `Engine`."""
+
+    max_len: int | None = Field(default=None, gt=0)
+    """Tokens of a sequence, prompt and answer together, at most; none: as many as the model has places for."""
+    block_size: int = Field(default=32, gt=0)
+    """Tokens of a block of the key-value cache; a prefix is found again by whole blocks."""
+    num_blocks: int | None = Field(default=None, gt=0)
+    """Blocks of the key-value cache; none: enough for max_sequences of max_len, within cache_bytes."""
+    cache_bytes: int = Field(default=2**30, gt=0)
+    """Bytes of the key-value cache, at most, where num_blocks does not say it."""
+    token_budget: int = Field(default=2048, gt=0)
+    """Tokens of a step, at most; longer prompts are cut into several steps."""
+    max_sequences: int = Field(default=64, gt=0)
+    """Sequences that are computed in one step, at most."""
+    prefix_caching: bool = True
+    """Whether blocks of earlier requests are taken up again by requests that begin alike."""
+    deterministic: bool = False
+    """Whether tokens and logprobs have the same bits alone and in any batch; the model's config must have batch_invariant."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.require(
+            self.token_budget >= 1 and self.block_size <= 4096,
+            "block_size",
+            "must be at most 4096",
+            "use 16, 32 or 64",
+        )
+        return self

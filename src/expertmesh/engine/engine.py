@@ -1,0 +1,497 @@
+"""The engine: requests in, answers out; continuous batching over a paged key-value cache."""
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from expertmesh.config.engine import EngineConfig
+from expertmesh.engine.blocks import BlockPool
+from expertmesh.engine.kv_cache import PagedCache
+from expertmesh.engine.output import Logprob, RequestOutput
+from expertmesh.engine.request import Request, SamplingParams, Sequence, State
+from expertmesh.engine.runner import Runner, StepResult
+from expertmesh.engine.scheduler import Scheduler, Step
+from expertmesh.engine.stops import AnswerText
+from expertmesh.errors import ConfigError
+from expertmesh.ops.dtypes import autocast_dtype
+
+Prompt = str | Seq[int]
+
+
+@dataclass
+class _Answer:
+    """What is known of a sequence beside what the scheduler needs."""
+
+    text: AnswerText
+    logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: dict[int, Logprob] = field(default_factory=dict)
+    experts: dict[int, Tensor] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine is doing, and has done.
+
+    Attributes:
+        num_running: sequences that hold blocks.
+        num_waiting: sequences that wait.
+        num_blocks: blocks of the cache.
+        num_used_blocks: blocks that sequences hold.
+        num_cached_blocks: blocks that nobody holds, whose prefix is known.
+        num_steps: steps so far.
+        num_prompt_tokens: tokens of prompts that were computed.
+        num_generated_tokens: tokens that were drawn.
+        num_preemptions: sequences that gave their blocks back.
+        prefix_queries: tokens that were looked for in the cache.
+        prefix_hits: tokens that were found.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+
+
+class Engine:
+    """Answers many requests at once with one model.
+
+    Args:
+        model: a GPT in evaluation mode.
+        tokenizer: of the model; None: prompts are token ids, and answers have no text.
+        end_ids: tokens that end an answer, beside those of the model.
+        start_ids: tokens put before a prompt that is text.
+        config: options; None: the default ones.
+        **options: fields of `EngineConfig`, instead of `config`.
+
+    Raises:
+        ConfigError: a value breaks a rule, or the model cannot be served.
+
+    Example:
+        >>> engine = Engine(em.GPT(em.recipe("gpt-moe-test").model, seed=0).eval(), num_blocks=8)
+        >>> (answer,) = engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
+        >>> len(answer.token_ids), answer.finish_reason
+        (4, 'length')
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        end_ids: Seq[int] = (),
+        start_ids: Seq[int] = (),
+        config: EngineConfig | None = None,
+        **options: Any,
+    ) -> None:
+        if config is not None and options:
+            raise ConfigError(
+                f"{next(iter(options))}: is given beside config; put it into the config"
+            )
+        self.config = EngineConfig(**options) if config is None else config
+        _check_model(model, self.config)
+        self.model, self.tokenizer = model, tokenizer
+        self._start_ids = tuple(start_ids)
+        self._end_ids = frozenset({*end_ids, *model.end_ids})
+        self.max_len = min(self.config.max_len or model.max_seq_len, model.max_seq_len)
+        device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
+        num_blocks = self._num_blocks(dtype)
+        cache = PagedCache(
+            model.config,
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+            device=device,
+            dtype=dtype,
+        )
+        self._runner = Runner(model, cache)
+        self._scheduler = Scheduler(
+            BlockPool(num_blocks, block_size=self.config.block_size),
+            token_budget=self.config.token_budget,
+            max_sequences=self.config.max_sequences,
+            reuses_prefixes=self.config.prefix_caching,
+        )
+        self._requests: dict[str, Request] = {}
+        self._answers: dict[Sequence, _Answer] = {}
+        self._arrivals = self._steps = self._prompt_tokens = self._generated = 0
+
+    def _num_blocks(self, dtype: torch.dtype) -> int:
+        if self.config.num_blocks is not None:
+            return self.config.num_blocks
+        size, model = self.config.block_size, self.model.config
+        block_bytes = (
+            2 * model.num_layers * model.kv_heads * model.head_size * size * dtype.itemsize
+        )
+        most = self.config.max_sequences * -(-self.max_len // size)
+        return max(1, min(most, self.config.cache_bytes // block_bytes))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended."""
+        return self._scheduler.has_work
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+    ) -> str:
+        """Take a request; `step` computes it.
+
+        Args:
+            prompt: text, or token ids, before which nothing is put.
+            params: how to answer; None: as `SamplingParams()`.
+            request_id: a name that no unfinished request has; None: a number.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            ConfigError: a value breaks a rule, or the request could never run; no other request is touched.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"params is a {type(params).__name__}; give SamplingParams(...)")
+        ids = self._prompt_ids(prompt)
+        self._check_ids(ids, params)
+        request_id = str(self._arrivals) if request_id is None else request_id
+        if request_id in self._requests:
+            raise ConfigError(f"request_id={request_id!r}: is still being answered; choose another")
+        ends = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else self._end_ids
+        )
+        request = Request(
+            request_id,
+            tuple(ids),
+            params,
+            self._arrivals,
+            self._room(ids, params),
+            end_ids=ends,
+            seed=_fresh_seed() if params.seed is None else params.seed,
+        )
+        self._scheduler.add(request)
+        self._arrivals += 1
+        self._requests[request_id] = request
+        for sequence in request.sequences:
+            self._answers[sequence] = _Answer(AnswerText(self.tokenizer, params.stop))
+        return request_id
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request now, in whatever state it is; one that has ended, or is unknown, is no error.
+
+        Returns:
+            Its answers, those that had not ended with finish_reason "abort".
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        self._scheduler.abort(request)
+        return self._leave(request)
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step.
+
+        Returns:
+            The present state of every answer that got a token or ended; those of a request whose answers have all ended
+            come once, whole, and are then forgotten.
+
+        Raises:
+            ConfigError: the model is in training mode.
+        """
+        if self.model.training:
+            raise ConfigError(
+                "the model is in training mode: the engine would drop and draw; call model.eval()"
+            )
+        step = self._scheduler.schedule()
+        if not step.chunks:
+            return []
+        result = self._runner.run(step)
+        self._steps += 1
+        self._generated += len(result.tokens)
+        self._prompt_tokens += sum(
+            min(c.start + c.count, c.sequence.num_prompt) - min(c.start, c.sequence.num_prompt)
+            for c in step.chunks
+        )
+        return self._settle(step, result)
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        told: Callable[[int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts and return when all answers have ended; other requests go on meanwhile.
+
+        Args:
+            prompts: texts or lists of token ids; or one of them.
+            params: for all, or one for each.
+            told: called with the number of finished requests, for a progress bar.
+
+        Returns:
+            n answers of the first prompt, then those of the next, and so on.
+
+        Raises:
+            ConfigError: as `add`, before anything is computed; nothing is left behind.
+        """
+        many = _as_prompts(prompts)
+        each = [params] * len(many) if not isinstance(params, Seq) else list(params)
+        if len(each) != len(many):
+            raise ConfigError(
+                f"params: {len(each)} for {len(many)} prompts; give one for each, or one for all"
+            )
+        names: list[str] = []
+        try:
+            for prompt, one in zip(many, each, strict=True):
+                names.append(self.add(prompt, one))
+            found: dict[str, dict[int, RequestOutput]] = {name: {} for name in names}
+            waiting = set(names)
+            while waiting:
+                for output in self.step():
+                    if output.request_id in found:
+                        found[output.request_id][output.index] = output
+                ended = {name for name in waiting if name not in self._requests}
+                waiting -= ended
+                if ended and told is not None:
+                    told(len(names) - len(waiting))
+        finally:  # also where a later prompt is refused, or the caller interrupts
+            for name in names:
+                self.abort(name)
+        return [found[name][index] for name in names for index in sorted(found[name])]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Answer one prompt, and give the answer so far after each of its tokens; closing the iterator aborts it.
+
+        The text so far never takes back what was given: what may be the beginning of a stop string is held back.
+
+        Raises:
+            ConfigError: as `add`, at once.
+        """
+        name = self.add(prompt, params)
+        return self._streamed(name)
+
+    def _streamed(self, name: str) -> Iterator[RequestOutput]:
+        try:
+            while name in self._requests:
+                yield from [output for output in self.step() if output.request_id == name]
+        finally:
+            self.abort(name)
+
+    @torch.no_grad()
+    def update_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Copy new weights into the model; known prefixes are forgotten, and answers in work go on with the new weights.
+
+        Args:
+            state: tensors by name, as `model.state_dict()` has them; names may be left out.
+
+        Raises:
+            ConfigError: a name or a shape that the model has not; then nothing is changed.
+        """
+        own = self.model.state_dict()
+        for name, tensor in state.items():
+            if name not in own:
+                raise ConfigError(
+                    f"{name}: the model has no such tensor; give those of its state_dict()"
+                )
+            if own[name].shape != tensor.shape:
+                raise ConfigError(
+                    f"{name}: has shape {tuple(tensor.shape)}, the model's has {tuple(own[name].shape)}; give weights of this model"
+                )
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
+        self._scheduler.forget_prefixes()
+
+    def stats(self) -> EngineStats:
+        """Numbers for a log or metrics."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        return EngineStats(
+            len(scheduler.running),
+            len(scheduler.waiting),
+            pool.num_blocks,
+            pool.num_used,
+            pool.num_cached,
+            self._steps,
+            self._prompt_tokens,
+            self._generated,
+            scheduler.counters.preemptions,
+            scheduler.counters.prefix_queries,
+            scheduler.counters.prefix_hits,
+        )
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(i) if isinstance(i, int) or hasattr(i, "__index__") else i for i in prompt]
+        if self.tokenizer is None:
+            raise ConfigError("prompt: is text, and the engine has no tokenizer; give token ids")
+        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        return [*self._start_ids, *ids]
+
+    def _check_ids(self, ids: list[int], params: SamplingParams) -> None:
+        if not ids:
+            raise ConfigError("prompt='': is empty; give at least one token")
+        vocab = self.model.vocab_size
+        for what, some in (
+            ("prompt", ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            for i in some:
+                if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < vocab:
+                    raise ConfigError(
+                        f"{what}: token id {i!r} must be from 0 to {vocab - 1}; give ids of this model"
+                    )
+        if params.stop and self.tokenizer is None:
+            raise ConfigError("stop: is text, and the engine has no tokenizer; use stop_token_ids")
+
+    def _room(self, ids: list[int], params: SamplingParams) -> int:
+        """Most tokens of an answer."""
+        left = self.max_len - len(ids)
+        if left < 1:
+            raise ConfigError(
+                f"prompt of {len(ids)} tokens: must be shorter than max_len={self.max_len}; shorten the prompt"
+            )
+        if params.max_tokens is None:
+            held = self._scheduler.pool.num_blocks * self.config.block_size
+            return max(min(left, held + 1 - len(ids)), 1)
+        if params.max_tokens > left:
+            raise ConfigError(
+                f"max_tokens={params.max_tokens}: with a prompt of {len(ids)} tokens it passes max_len={self.max_len}; ask for at most {left}"
+            )
+        return params.max_tokens
+
+    def _settle(self, step: Step, result: StepResult) -> list[RequestOutput]:
+        """Put a step into the books, end what has ended, and say what is new."""
+        self._scheduler.commit(step, result.tokens)
+        for sequence, position, logprob in result.logprobs:
+            answer = self._answers.get(sequence)
+            if answer is None:
+                continue
+            if position < sequence.num_prompt:
+                answer.prompt_logprobs[position] = logprob
+            else:
+                answer.logprobs.append(logprob)
+        for chunk, ids in result.experts:
+            answer = self._answers[chunk.sequence]
+            answer.experts.update(
+                zip(range(chunk.start, chunk.start + chunk.count), ids, strict=True)
+            )
+        touched = []
+        for sequence, token in result.tokens.items():
+            if sequence.state is State.FINISHED:
+                continue
+            self._answer(sequence, token, is_broken=sequence in result.broken)
+            touched.append(sequence)
+        outputs = []
+        for sequence in touched:
+            outputs.append(self._output(sequence))
+        for request in {id(s.request): s.request for s in touched}.values():
+            if request.is_finished:
+                self._leave(request)
+        return outputs
+
+    def _answer(self, sequence: Sequence, token: int, *, is_broken: bool) -> None:
+        """One more token of an answer."""
+        answer, request = self._answers[sequence], sequence.request
+        num_new = len(sequence.new_ids)
+        may_end = num_new > request.params.min_tokens
+        if is_broken:
+            answer.error = (
+                f"logits after {len(sequence.token_ids) - 1} tokens are not finite: the weights are damaged, or the compute dtype is "
+                "too small for them; use another checkpoint or float32"
+            )
+            sequence.token_ids.pop()
+            self._scheduler.finish(sequence, "error")
+        elif token in request.end_ids and may_end:
+            self._scheduler.finish(sequence, "stop")
+        else:
+            answer.text.feed(token, may_stop=may_end)
+            if answer.text.is_stopped:
+                self._scheduler.finish(sequence, "stop")
+            elif num_new == request.max_tokens:
+                self._scheduler.finish(sequence, "length")
+        if sequence.state is State.FINISHED:
+            answer.text.finish()
+
+    def _output(self, sequence: Sequence) -> RequestOutput:
+        answer, request = self._answers[sequence], sequence.request
+        params = request.params
+        is_finished = sequence.state is State.FINISHED
+        prompt_logprobs = None
+        first = self._answers[request.sequences[0]]
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = tuple(
+                first.prompt_logprobs.get(i) for i in range(sequence.num_prompt)
+            )
+        experts = None
+        if params.return_routed_experts and is_finished:
+            known = first.experts | answer.experts
+            rows = [known[i] for i in range(len(sequence.token_ids) - 1) if i in known]
+            experts = torch.stack(rows) if rows else None
+        return RequestOutput(
+            request.request_id,
+            sequence.index,
+            request.prompt_ids,
+            tuple(sequence.new_ids),
+            answer.text.text if is_finished else answer.text.settled,
+            sequence.finish_reason,
+            answer.error,
+            None if params.logprobs is None else tuple(answer.logprobs),
+            prompt_logprobs,
+            experts,
+            sequence.num_cached or 0,
+        )
+
+    def _leave(self, request: Request) -> list[RequestOutput]:
+        """Forget a request whose answers have all ended."""
+        outputs = [self._output(sequence) for sequence in request.sequences]
+        del self._requests[request.request_id]
+        for sequence in request.sequences:
+            del self._answers[sequence]
+        return outputs
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    many = list(prompts)
+    return [many] if many and all(hasattr(one, "__index__") for one in many) else many
+
+
+def _fresh_seed() -> int:
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+
+
+def _check_model(model: Any, config: EngineConfig) -> None:
+    """Raise ConfigError unless the engine can serve the model."""
+    wanted = ("end_ids", "vocab_size", "max_seq_len", "device", "config")
+    if not all(hasattr(model, name) for name in wanted) or not hasattr(model.config, "moe"):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: the engine serves a GPT; give one, as em.load does"
+        )
+    if model.training:
+        raise ConfigError(
+            "the model is in training mode: the engine would drop and draw; call model.eval()"
+        )
+    moe = model.config.moe
+    if any(model.config.experts_per_layer()) and moe.router == "expert_choice":
+        raise ConfigError(
+            "router=expert_choice: its experts choose among all tokens of a step, later ones included; serve another router"
+        )
+    if config.deterministic and not model.config.batch_invariant:
+        raise ConfigError(
+            "deterministic=True: the model computes by the order of its batch; build it with batch_invariant=True"
+        )

@@ -1,0 +1,125 @@
+"""Keys and values in blocks, and the attention of a step's tokens over them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.ops.attention.visible import visible
+from expertmesh.ops.row_arithmetic import RowArithmetic
+
+
+class PagedCache:
+    """Keys and values of all layers for num_blocks blocks of block_size tokens, in one allocation each.
+
+    Args:
+        config: of the model: its num_layers, kv_heads and head_size are read.
+        num_blocks: blocks.
+        block_size: tokens of a block.
+        device: of the cache.
+        dtype: of keys and values: the type that the model computes in.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.block_size = block_size
+        shape = (config.num_layers, num_blocks * block_size, config.kv_heads, config.head_size)
+        self.k = torch.zeros(shape, device=device, dtype=dtype)
+        self.v = torch.zeros(shape, device=device, dtype=dtype)
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks, (from, to), one after the other."""
+        size = self.block_size
+        for source, target in pairs:
+            for memory in (self.k, self.v):
+                memory[:, target * size : (target + 1) * size] = memory[
+                    :, source * size : (source + 1) * size
+                ]
+
+    def places(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
+        """Where the tokens start ... stop - 1 of a sequence with this block table lie."""
+        size = self.block_size
+        return [blocks[i // size] * size + i % size for i in range(start, stop)]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows of one sequence in a step.
+
+    Attributes:
+        first: its first row.
+        count: its rows, the last of its tokens.
+        num_keys: keys that the last of them sees.
+        begin: where its keys begin, if they lie in one piece; else -1.
+        places_L: (num_keys,) where each of its keys lies; None: in one piece.
+    """
+
+    first: int
+    count: int
+    num_keys: int
+    begin: int
+    places_L: Tensor | None
+
+
+@dataclass(frozen=True)
+class PagedContext:
+    """What the tokens of a step see: an `expertmesh.models.attention.AttentionContext`.
+
+    Attributes:
+        cache: keys and values so far, which gets those of these tokens.
+        positions: (T,) position of each token in its sequence.
+        places_T: (T,) where its key and value go.
+        spans: the sequences, in the order of their rows.
+    """
+
+    cache: PagedCache
+    positions: Tensor
+    places_T: Tensor
+    spans: tuple[Span, ...]
+
+    def attend(
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_Thd: Tensor,
+        v_Thd: Tensor,
+        *,
+        arithmetic: RowArithmetic,
+    ) -> Tensor:
+        """See `AttentionContext.attend`; each sequence by itself, so that none sees how many others there are."""
+        k_all, v_all = self.cache.k[layer_index], self.cache.v[layer_index]
+        k_all.index_copy_(0, self.places_T, k_Thd.to(k_all.dtype))
+        v_all.index_copy_(0, self.places_T, v_Thd.to(v_all.dtype))
+        y_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+        for span in self.spans:
+            rows = slice(span.first, span.first + span.count)
+            if span.places_L is None:
+                keys = slice(span.begin, span.begin + span.num_keys)
+                k, v = k_all[keys], v_all[keys]
+            else:
+                k, v = (t.index_select(0, span.places_L) for t in (k_all, v_all))
+            q, k, v = (t.transpose(0, 1)[None] for t in (q_THd[rows], k, v))
+            seen = visible(span.count, span.num_keys, device=q.device)
+            y_THd[rows] = arithmetic.attention(q, k, v, seen)[0].transpose(0, 1)
+        return y_THd.flatten(1)
+
+
+def span_of(
+    blocks: Sequence[int], *, first: int, start: int, count: int, cache: PagedCache
+) -> Span:
+    """The rows of a sequence that computes tokens start ... start + count - 1."""
+    num_keys = start + count
+    used = blocks[: -(-num_keys // cache.block_size)]
+    if all(b == a + 1 for a, b in zip(used, used[1:], strict=False)):
+        return Span(first, count, num_keys, used[0] * cache.block_size, None)
+    places = torch.tensor(cache.places(used, 0, num_keys), device=cache.k.device)
+    return Span(first, count, num_keys, -1, places)

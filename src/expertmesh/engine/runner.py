@@ -1,0 +1,228 @@
+"""One step on this device: tokens into the model, logits out, tokens drawn."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, span_of
+from expertmesh.engine.output import Logprob
+from expertmesh.engine.request import Sequence
+from expertmesh.engine.scheduler import Chunk, Step
+from expertmesh.ops.sampling import SamplingBatch, draw, logprobs, penalised
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of logits that somebody waits for.
+
+    Attributes:
+        token: its place among the tokens of the step.
+        sequence: who waits.
+        position: of the token that follows, in the sequence.
+        is_drawn: whether a token is drawn; else it is known, and its logprob is wanted.
+    """
+
+    token: int
+    sequence: Sequence
+    position: int
+    is_drawn: bool
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+        tokens: the drawn token of each sequence.
+        logprobs: (sequence, position, logprob) of drawn and known tokens, where they were asked for.
+        broken: sequences whose logits are not finite.
+        experts: per chunk of the step whose request wants them, (count, layers, K) expert ids.
+    """
+
+    tokens: dict[Sequence, int]
+    logprobs: list[tuple[Sequence, int, Logprob]]
+    broken: set[Sequence]
+    experts: list[tuple[Chunk, Tensor]]
+
+
+class Runner:
+    """The model and its cache.
+
+    Args:
+        model: takes flat tokens with an `AttentionContext`, as GPT does.
+        cache: of the model.
+    """
+
+    def __init__(self, model: Any, cache: PagedCache) -> None:
+        self.model, self.cache = model, cache
+        self.device = cache.k.device
+
+    @torch.no_grad()
+    def run(self, step: Step) -> StepResult:
+        """Compute a step. Synchronises with the device once."""
+        self.cache.copy(step.copies)
+        ids: list[int] = []
+        positions: list[int] = []
+        places: list[int] = []
+        spans: list[Span] = []
+        rows: list[Row] = []
+        for chunk in step.chunks:
+            sequence, stop = chunk.sequence, chunk.start + chunk.count
+            first = len(ids)
+            ids += sequence.token_ids[chunk.start : stop]
+            positions += range(chunk.start, stop)
+            places += self.cache.places(sequence.blocks, chunk.start, stop)
+            spans.append(
+                span_of(
+                    sequence.blocks,
+                    first=first,
+                    start=chunk.start,
+                    count=chunk.count,
+                    cache=self.cache,
+                )
+            )
+            rows += _rows(chunk, first)
+        context = PagedContext(
+            self.cache, self._tensor(positions), self._tensor(places), tuple(spans)
+        )
+        output = self.model(
+            self._tensor(ids),
+            context=context,
+            logit_rows_R=self._tensor([row.token for row in rows]),
+            capacity_factor=self.model.config.moe.dropless_factor,
+        )
+        experts = [
+            (chunk, _experts_of(output.stats, span.first, span.count))
+            for chunk, span in zip(step.chunks, spans, strict=True)
+            if chunk.sequence.request.params.return_routed_experts
+        ]
+        return self._result(output.logits_BSV, rows, experts)
+
+    def _result(
+        self, logits_RV: Tensor, rows: list[Row], experts: list[tuple[Chunk, Tensor]]
+    ) -> StepResult:
+        if not rows:
+            return StepResult({}, [], set(), experts)
+        drawn = [i for i, row in enumerate(rows) if row.is_drawn]
+        drawing = [rows[i].sequence for i in drawn]
+        tokens: dict[Sequence, int] = {}
+        broken: set[Sequence] = set()
+        if drawn:
+            own_RV = logits_RV if len(drawn) == len(rows) else logits_RV[self._tensor(drawn)]
+            is_finite_R = own_RV.isfinite().all(-1)
+            changed_RV = self._changed(own_RV, drawing)
+            drawn_R = draw(changed_RV, self._batch(drawing, own_RV.shape[-1]))
+            both = torch.stack((drawn_R, is_finite_R.long())).tolist()
+            tokens = dict(zip(drawing, both[0], strict=True))
+            broken = {s for s, ok in zip(drawing, both[1], strict=True) if not ok}
+        return StepResult(tokens, self._logprobs(logits_RV, rows, tokens), broken, experts)
+
+    def _logprobs(
+        self, logits_RV: Tensor, rows: list[Row], tokens: dict[Sequence, int]
+    ) -> list[tuple[Sequence, int, Logprob]]:
+        wanted = []
+        for i, row in enumerate(rows):
+            params = row.sequence.request.params
+            count = params.logprobs if row.is_drawn else params.prompt_logprobs
+            if count is not None:
+                known = row.sequence.token_ids
+                token = tokens[row.sequence] if row.is_drawn else known[row.position]
+                wanted.append((i, row, token, count))
+        if not wanted:
+            return []
+        own_RV = logprobs(logits_RV[self._tensor([i for i, *_ in wanted])])
+        chosen_R = own_RV.gather(1, self._tensor([token for *_, token, _ in wanted])[:, None])[:, 0]
+        most = min(max(count for *_, count in wanted), own_RV.shape[-1])
+        top = own_RV.topk(most, dim=-1)
+        values, best, best_ids = chosen_R.tolist(), top.values.tolist(), top.indices.tolist()
+        found = []
+        for (_, row, token, count), value, scores, names in zip(
+            wanted, values, best, best_ids, strict=True
+        ):
+            pairs = tuple(zip(names[:count], scores[:count], strict=True))
+            found.append((row.sequence, row.position, Logprob(token, value, pairs)))
+        return found
+
+    def _changed(self, logits_RV: Tensor, sequences: list[Sequence]) -> Tensor:
+        """Logits with penalties, biases, and end tokens that may not come yet."""
+        pairs: list[tuple[int, int, int]] = []
+        biases: list[tuple[int, int]] = []
+        added: list[float] = []
+        banned: list[tuple[int, int]] = []
+        for row, sequence in enumerate(sequences):
+            params = sequence.request.params
+            if (
+                params.repetition_penalty != 1
+                or params.presence_penalty
+                or params.frequency_penalty
+            ):
+                times = Counter(sequence.new_ids)
+                pairs += [(row, t, times[t]) for t in {*sequence.token_ids}]
+            biases += [(row, t) for t in params.logit_bias]
+            added += map(float, params.logit_bias.values())
+            if len(sequence.new_ids) < params.min_tokens:
+                banned += [(row, t) for t in sequence.request.end_ids]
+        if pairs:
+            rows, ids, times_N = (self._tensor(list(t)) for t in zip(*pairs, strict=True))
+            each = [sequence.request.params for sequence in sequences]
+            logits_RV = penalised(
+                logits_RV.double(),
+                rows,
+                ids,
+                times_N=times_N,
+                is_generated_N=times_N > 0,
+                repetition_R=self._reals([p.repetition_penalty for p in each]),
+                presence_R=self._reals([p.presence_penalty for p in each]),
+                frequency_R=self._reals([p.frequency_penalty for p in each]),
+            )
+        if biases:
+            index = tuple(self._tensor([one[i] for one in biases]) for i in range(2))
+            logits_RV = logits_RV.double().index_put(index, self._reals(added), accumulate=True)
+        if banned:
+            index = tuple(self._tensor([one[i] for one in banned]) for i in range(2))
+            logits_RV = logits_RV.index_put(index, logits_RV.new_full((), -torch.inf))
+        return logits_RV
+
+    def _batch(self, sequences: list[Sequence], vocab_size: int) -> SamplingBatch:
+        each = [sequence.request.params for sequence in sequences]
+        return SamplingBatch(
+            temperature_R=self._reals([0.0 if p.is_greedy else p.temperature for p in each]),
+            top_k_R=self._tensor([vocab_size if p.top_k is None else p.top_k for p in each]),
+            top_p_R=self._reals([1.0 if p.top_p is None else p.top_p for p in each]),
+            min_p_R=self._reals([p.min_p for p in each]),
+            seed_R=self._tensor([sequence.request.seed for sequence in sequences]),
+            answer_R=self._tensor([sequence.index for sequence in sequences]),
+            position_R=self._tensor([len(sequence.token_ids) for sequence in sequences]),
+            all_greedy=all(p.is_greedy for p in each),
+            none_filters=all(p.top_k is None and p.top_p is None and not p.min_p for p in each),
+        )
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def _reals(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.device)
+
+
+def _rows(chunk: Chunk, first: int) -> list[Row]:
+    """The rows of logits that a chunk has to give; `first` is the place of its first token in the step."""
+    sequence, stop = chunk.sequence, chunk.start + chunk.count
+    rows = []
+    if sequence.request.params.prompt_logprobs is not None:
+        known = range(chunk.start, min(stop, sequence.num_prompt - 1))
+        rows += [Row(first + i - chunk.start, sequence, i + 1, False) for i in known]
+    rows += [Row(first + chunk.count - 1, one, stop, True) for one in chunk.samples]
+    return rows
+
+
+def _experts_of(stats: tuple[Any, ...], first: int, count: int) -> Tensor:
+    """(count, layers, most K) expert ids of some tokens; where a layer has fewer choices, -1 fills up."""
+    layers = [one.topk_expert_ids_TK[first : first + count] for one in stats]
+    if not layers:
+        return torch.empty(count, 0, 0, dtype=torch.int64)
+    most = max(ids.shape[1] for ids in layers)
+    padded = [torch.nn.functional.pad(ids, (0, most - ids.shape[1]), value=-1) for ids in layers]
+    return torch.stack(padded, 1).cpu()

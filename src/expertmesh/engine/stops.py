@@ -1,0 +1,57 @@
+"""The text of an answer as its tokens come: whole characters, nothing of a stop string, nothing eaten before it."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from expertmesh.infer.text import TextStream
+
+
+class AnswerText:
+    """Text of one answer, and whether a stop string has come.
+
+    Args:
+        tokenizer: of the model; None: there is no text.
+        stops: strings before which the text ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
+        self._stream = None if tokenizer is None else TextStream(tokenizer)
+        self._stops, self._most = tuple(stops), max(map(len, stops), default=0)
+        self.text, self.is_stopped = "", False
+        self._first = 0  # stop strings count from here on
+
+    def feed(self, token_id: int, *, may_stop: bool = True) -> None:
+        """Add a token; a stop string that it completes ends the text, the earliest one where several do.
+
+        Args:
+            token_id: the token.
+            may_stop: whether stop strings count yet; those of text before them never do.
+        """
+        if self._stream is not None and not self.is_stopped:
+            self._append(self._stream.feed(token_id), may_stop=may_stop)
+
+    def finish(self) -> None:
+        """No token follows: what is left of a character becomes U+FFFD."""
+        if self._stream is not None and not self.is_stopped:
+            self._append(self._stream.finish(), may_stop=True)
+
+    @property
+    def settled(self) -> str:
+        """The text that no later token takes back: all but what may be the beginning of a stop string."""
+        if self.is_stopped:
+            return self.text
+        for size in range(min(self._most - 1, len(self.text)), 0, -1):
+            if any(stop.startswith(self.text[-size:]) for stop in self._stops):
+                return self.text[:-size]
+        return self.text
+
+    def _append(self, piece: str, *, may_stop: bool) -> None:
+        begin = max(len(self.text) - self._most + 1, self._first)
+        self.text += piece
+        if not may_stop:
+            self._first = len(self.text)
+            return
+        found = [at for stop in self._stops if (at := self.text.find(stop, begin)) >= 0]
+        if found:
+            self.text, self.is_stopped = self.text[: min(found)], True
