@@ -20,6 +20,8 @@ recipe        a complete configuration by its name; RunConfig: one of your own
 train         train a configuration, or a module of your own
 load          a trained model and its tokenizer
 generate      continue a text
+Engine        answers many requests at once; SamplingParams: how; RequestOutput: what it answers
+token_logprobs  logprobs of given tokens with gradients, to the bit those that the engine drew with
 add_tokens    more tokens for a trained model and its tokenizer
 report        a page about one run or several
 parallelize   spread a module of your own over ranks
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from expertmesh.api import train as train
     from expertmesh.config.dispatch import DispatchOptions as DispatchOptions
     from expertmesh.config.run import RunConfig as RunConfig
+    from expertmesh.engine.engine import Engine as Engine
+    from expertmesh.engine.on_policy import token_logprobs as token_logprobs
+    from expertmesh.engine.output import RequestOutput as RequestOutput
+    from expertmesh.engine.request import SamplingParams as SamplingParams
     from expertmesh.errors import CheckpointError as CheckpointError
     from expertmesh.errors import CollectiveError as CollectiveError
     from expertmesh.errors import ConfigError as ConfigError
@@ -62,11 +68,14 @@ _HOME = {
     "CollectiveError": "errors",
     "ConfigError": "errors",
     "DispatchOptions": "config.dispatch",
+    "Engine": "engine.engine",
     "GPT": "models.gpt.model",
     "MoELayer": "moe.layer",
+    "RequestOutput": "engine.output",
     "Routing": "moe.types",
     "RoutingStats": "moe.types",
     "RunConfig": "config.run",
+    "SamplingParams": "engine.request",
     "TrainingDivergedError": "errors",
     "add_tokens": "models.vocabulary",
     "generate": "api",
@@ -75,6 +84,7 @@ _HOME = {
     "parallelize": "parallel.apply",
     "recipe": "recipes",
     "report": "reporting.page",
+    "token_logprobs": "engine.on_policy",
     "train": "api",
     "upcycle": "models.upcycle",
 }
@@ -84,11 +94,14 @@ __all__ = [
     "CollectiveError",
     "ConfigError",
     "DispatchOptions",
+    "Engine",
     "GPT",
     "MoELayer",
+    "RequestOutput",
     "Routing",
     "RoutingStats",
     "RunConfig",
+    "SamplingParams",
     "TrainingDivergedError",
     "add_tokens",
     "functional",
@@ -99,6 +112,7 @@ __all__ = [
     "parallelize",
     "recipe",
     "report",
+    "token_logprobs",
     "train",
     "upcycle",
 ]
