@@ -156,7 +156,7 @@ def test_own_text(tmp_path, monkeypatch, capsys):
 
 
 def test_training_on_policy_sees_the_logprobs_of_the_rollouts_to_the_bit(capsys):
-    lines = said_by("rl_on_policy.py", capsys, "--updates", "20")
+    lines = said_by("rl_on_policy.py", capsys, "20")
     found = [line.split() for line in lines]
     assert [words[::2] for words in found] == [["update", "reward", "difference"]] * 20
     assert {words[5] for words in found} == {"0"}
