@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from expertmesh.config.model import ModelConfig
-from expertmesh.data.tokenizer import train_tokenizer
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
-from expertmesh.infer.text import TextStream
 from expertmesh.models.gpt.model import GPT
 from expertmesh.testing.numerics import assert_close_fp64
+from expertmesh.text.stream import TextStream
+from expertmesh.text.tokenizer import train_tokenizer
 
 VOCAB = 64
 PROMPTS = [[5, 6, 7], [9] * 17, [1, 2], list(range(20, 45)), [9] * 17 + [3], [5, 6, 7, 8, 1]]

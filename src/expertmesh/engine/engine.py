@@ -19,6 +19,7 @@ from expertmesh.engine.scheduler import Scheduler, Step
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.text.format import text_format
 
 Prompt = str | Seq[int]
 
@@ -71,8 +72,7 @@ class Engine:
     Args:
         model: a GPT in evaluation mode.
         tokenizer: of the model; None: prompts are token ids, and answers have no text.
-        end_ids: tokens that end an answer, beside those of the model.
-        start_ids: tokens put before a prompt that is text.
+        end_ids: tokens that end an answer, beside those of the model and of its text.
         config: options; None: the default ones.
         **options: fields of `EngineConfig`, instead of `config`.
 
@@ -92,7 +92,6 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         end_ids: Seq[int] = (),
-        start_ids: Seq[int] = (),
         config: EngineConfig | None = None,
         **options: Any,
     ) -> None:
@@ -103,8 +102,9 @@ class Engine:
         self.config = EngineConfig(**options) if config is None else config
         _check_model(model, self.config)
         self.model, self.tokenizer = model, tokenizer
-        self._start_ids = tuple(start_ids)
-        self._end_ids = frozenset({*end_ids, *model.end_ids})
+        self._text = None if tokenizer is None else text_format(tokenizer, model=model)
+        known = model.end_ids if self._text is None else self._text.end_ids
+        self._end_ids = frozenset({*end_ids, *known})
         self.max_len = min(self.config.max_len or model.max_seq_len, model.max_seq_len)
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
         num_blocks = self._num_blocks(dtype)
@@ -335,10 +335,9 @@ class Engine:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return [int(i) if isinstance(i, int) or hasattr(i, "__index__") else i for i in prompt]
-        if self.tokenizer is None:
+        if self._text is None:
             raise ConfigError("prompt: is text, and the engine has no tokenizer; give token ids")
-        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
-        return [*self._start_ids, *ids]
+        return self._text.prompt_ids(prompt) if prompt else []
 
     def _check_ids(self, ids: list[int], params: SamplingParams) -> None:
         if not ids:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from expertmesh.infer.text import TextStream
+from expertmesh.text.stream import TextStream
 
 
 class AnswerText:
