@@ -1,6 +1,6 @@
 """Options of the inference engine."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,10 @@ from expertmesh.config.base import Config
 class EngineConfig(Config):
     """How much the engine holds and computes at once; every field is a keyword of `Engine`."""
 
+    device: str | None = None
+    """Of a model that is opened: auto, cpu, cuda or cuda:N; none: that of the training."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
+    """Of a model that is opened: of its weights and products; none: that of its files."""
     max_len: int | None = Field(default=None, gt=0)
     """Tokens of a sequence, prompt and answer together, at most; none: as many as the model has places for."""
     block_size: int = Field(default=32, gt=0)
@@ -25,7 +29,7 @@ class EngineConfig(Config):
     prefix_caching: bool = True
     """Whether blocks of earlier requests are taken up again by requests that begin alike."""
     deterministic: bool = False
-    """Whether tokens and logprobs have the same bits alone and in any batch; the model's config must have batch_invariant."""
+    """Whether tokens and logprobs have the same bits alone and in any batch; a model that is given must have batch_invariant in its config."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

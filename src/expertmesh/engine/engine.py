@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from expertmesh.engine.scheduler import Scheduler, Step
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
 from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.runs.open import find_model, open_model
 from expertmesh.text.format import text_format
 
 Prompt = str | Seq[int]
@@ -70,8 +72,8 @@ class Engine:
     """Answers many requests at once with one model.
 
     Args:
-        model: a GPT in evaluation mode.
-        tokenizer: of the model; None: prompts are token ids, and answers have no text.
+        model: a run directory or a folder of the hub; or a GPT in evaluation mode.
+        tokenizer: of a GPT that is given; None: prompts are token ids, and answers have no text.
         end_ids: tokens that end an answer, beside those of the model and of its text.
         config: options; None: the default ones.
         **options: fields of `EngineConfig`, instead of `config`.
@@ -80,8 +82,8 @@ class Engine:
         ConfigError: a value breaks a rule, or the model cannot be served.
 
     Example:
-        >>> engine = Engine(em.GPT(em.recipe("gpt-moe-test").model, seed=0).eval(), num_blocks=8)
-        >>> (answer,) = engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
+        >>> engine = em.Engine(em.GPT(em.recipe("gpt-moe-test").model, seed=0).eval(), num_blocks=8)
+        >>> (answer,) = engine.generate([[1, 2, 3]], em.SamplingParams(temperature=0, max_tokens=4))
         >>> len(answer.token_ids), answer.finish_reason
         (4, 'length')
     """
@@ -100,6 +102,17 @@ class Engine:
                 f"{next(iter(options))}: is given beside config; put it into the config"
             )
         self.config = EngineConfig(**options) if config is None else config
+        if isinstance(model, str | Path):
+            model, tokenizer = _opened(model, tokenizer, self.config)
+        else:
+            for name in ("device", "dtype"):
+                if getattr(self.config, name) is not None:
+                    raise ConfigError(
+                        name,
+                        getattr(self.config, name),
+                        "is for a folder; this is a model",
+                        "move the model with model.to(...)",
+                    )
         _check_model(model, self.config)
         self.model, self.tokenizer = model, tokenizer
         self._text = None if tokenizer is None else text_format(tokenizer, model=model)
@@ -472,6 +485,22 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
 
 def _fresh_seed() -> int:
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+
+
+def _opened(path: str | Path, tokenizer: Tokenizer | None, config: EngineConfig) -> tuple[Any, Any]:
+    """The model and the tokenizer of a folder."""
+    if tokenizer is not None:
+        raise ConfigError("tokenizer: the folder has its own; leave it out")
+    run = find_model(path)
+    if not run.family.generates_text:
+        raise ConfigError(
+            f"{path}: is of family {run.family.name}, which writes no text; the engine serves a gpt"
+        )
+    if config.deterministic:
+        run = replace(run, config=run.config.updated({"model.batch_invariant": True}))
+    dtype = None if config.dtype is None else getattr(torch, config.dtype)
+    model, tokenizer = open_model(run, device=config.device, dtype=dtype)
+    return model, tokenizer
 
 
 def _check_model(model: Any, config: EngineConfig) -> None:

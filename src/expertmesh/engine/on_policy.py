@@ -30,7 +30,7 @@ def token_logprobs(model: Any, ids: Sequence[Sequence[int]]) -> list[Tensor]:
 
     Example:
         >>> model = em.GPT(em.recipe("gpt-moe-test").model, seed=0)
-        >>> (scores,) = token_logprobs(model, [[5, 6, 7]])
+        >>> (scores,) = em.token_logprobs(model, [[5, 6, 7]])
         >>> scores.shape, scores.requires_grad
         (torch.Size([2]), True)
     """

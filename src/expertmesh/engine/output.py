@@ -38,6 +38,12 @@ class RequestOutput:
         prompt_logprobs: of each prompt token behind the first, where they were asked for; None stands for the first.
         routed_experts: (tokens - 1, MoE layers, K) int64 expert ids of prompt and answer but its last token, where asked for.
         num_cached_tokens: prompt tokens that were found in the cache.
+
+    Example:
+        >>> engine = em.Engine(em.GPT(em.recipe("gpt-moe-test").model, seed=0).eval(), num_blocks=8)
+        >>> (answer,) = engine.generate([[1, 2, 3]], em.SamplingParams(max_tokens=2, logprobs=0))
+        >>> isinstance(answer, em.RequestOutput), len(answer.logprobs)
+        (True, 2)
     """
 
     request_id: str

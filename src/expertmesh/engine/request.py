@@ -56,7 +56,7 @@ class SamplingParams:
         ConfigError: a value breaks its rule.
 
     Example:
-        >>> SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64, stop="\\n").stop
+        >>> em.SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64, stop="\\n").stop
         ('\\n',)
     """
 
