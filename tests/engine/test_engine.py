@@ -5,13 +5,13 @@ from collections import Counter
 
 import pytest
 import torch
+from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh.config.model import ModelConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.testing.numerics import assert_close_fp64
 from expertmesh.text.stream import TextStream
 from expertmesh.text.tokenizer import train_tokenizer
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
+from tests.oracle.numerics import assert_close_fp64
 
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.on_policy import token_logprobs
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
-from expertmesh.testing.numerics import assert_close_fp64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
