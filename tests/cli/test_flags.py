@@ -103,7 +103,9 @@ def test_lists_have_blanks_commas_or_the_option_before_each(name, tmp_path, monk
     values, flag = LISTS[name], flag_name(name)
     more = ["--model.num-layers", "6"] if name.startswith("model") else []
     with_commas = (
-        [values] if "c,d.txt" in values else [[",".join(values)], [f"{values[0]},", *values[1:]]]
+        [values]
+        if "c,d.txt" in values
+        else [[",".join(values)], [", ".join(values)], [f"{values[0]},", *values[1:]]]
     )
     for words in (
         [flag, *values],

@@ -68,6 +68,14 @@ def test_the_run_is_the_first_word(words, run, prompts):
             "prompt",
             "run runs/file: is no folder, and the first word is the run: ",
         ),
+        (
+            ["org/model", "a"],
+            "prompt",
+            (
+                "run org/model: does not exist, and the first word is the run: P generate runs/demo PROMPT ...; train one with: P train;"
+                " if it is a model of the hub, download it first: hf download org/model"
+            ),
+        ),
         (["a", "--run", "b"], "", "two runs given, a and b; write one: P generate runs/demo"),
         (["runs", "a"], "", "unrecognized arguments: a; see P generate --help"),
         (["runs", "a", "--sede", "3"], "prompt", "unknown option --sede; did you mean --seed?"),

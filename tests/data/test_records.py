@@ -185,6 +185,17 @@ def test_columns_of_other_types(tmp_path, kind):
     assert found_in(tmp_path / "a.parquet")[1] == values
 
 
+def test_a_column_that_is_there_twice(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    one = pyarrow.array([str(i) for i in NUMBERS])
+    table = pyarrow.Table.from_arrays([one, one, one, one], names=["n", "n", "text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(em.ConfigError, match="a.parquet: has the column 'text' twice"):
+        load_corpus(TextConfig(path=str(tmp_path / "a.parquet")))
+
+
 def test_messages_under_another_name(tmp_path):
     """As the chosen answers of preferences, or `text` as a list."""
     for name, options in (("chosen", {"column": "chosen"}), ("text", {})):
@@ -258,6 +269,12 @@ REFUSED = {
         "a.csv",
         b"text,n\na,1\n\nb, c,2\n",
         "a.csv, line 4: has 3 values for 2 columns; quote what has ','",
+    ),
+    "a column twice": ("a.csv", b"text,n,text\na,1,b\n", "a.csv: has the column 'text' twice"),
+    "an answer that is no text": (
+        "a.jsonl",
+        in_lines([{"instruction": f"q{i}", "output": i} for i in NUMBERS]),
+        "has instruction, output, and 'instruction' with 'output' is no text in any record",
     ),
     "an open quote": ("a.csv", b'text\na\n"b\n', "a.csv: is no table .line 3"),
 }

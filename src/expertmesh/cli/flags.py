@@ -23,6 +23,7 @@ from expertmesh.cli.layout import fitted
 from expertmesh.cli.program import flag_name
 from expertmesh.config.base import expanded, nearest_name, shown
 from expertmesh.config.family import FAMILIES, GPT, Family, Recipes, find_family
+from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.errors import ConfigError, command
 
@@ -126,7 +127,7 @@ class OptionParser(argparse.ArgumentParser):
                 word = shown(found.run) if " " in found.run else found.run
                 raise ConfigError(
                     f"run {word}: {what}, and the first word is the run: {self._example};"
-                    f" train one with: {command('train')}"
+                    f" train one with: {command('train')}{how_to_fetch(found.run, as_run=True)}"
                 )
 
     @property
@@ -429,7 +430,9 @@ def listed(texts: Sequence[str], *, are_paths: bool = False) -> list[str]:
     for text in texts:
         whole = (text, text.rpartition(":")[0]) if are_paths and "," in text else ()
         is_one = any(os.path.exists(os.path.expanduser(name)) for name in whole)  # noqa: PTH110, PTH111
-        values += [text] if is_one else [value for value in text.split(",") if value]
+        values += (
+            [text] if is_one else [value.strip() for value in text.split(",") if value.strip()]
+        )
     return values
 
 

@@ -32,6 +32,8 @@ def run(argv: list[str]) -> int:
     from expertmesh.training.runs import find_runs, look_at, remove_old
 
     options = _parser().parse_args(argv)
+    if not options.folder.strip():
+        raise ConfigError("no folder given; write for example runs/, or . for this one")
     folder = expanded(options.folder)
     paths = find_runs(folder)
     if not paths:
@@ -88,10 +90,11 @@ def _size(number: int) -> str:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1, so that every run can go on")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a whole number of at least 1, so that every run can go on"
+        )
+    return int(text)
 
 
 def _parser() -> OptionParser:

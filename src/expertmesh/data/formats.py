@@ -101,6 +101,7 @@ def _table(path: Path, reading: Reading) -> list[Row]:
         return []
     (_, names), *rows = found
     names = [name.strip() for name in names]
+    _check_once(names, where, reading.column)
     records = (_named(names, cells) for _, cells in rows)
     shape = found_shape(records, names, reading.column, what="its first line")
     for line, cells in rows:
@@ -109,6 +110,13 @@ def _table(path: Path, reading: Reading) -> list[Row]:
                 f"{where}, line {line}: has {len(cells)} values for {len(names)} columns; quote what has {separator!r} in it"
             )
     return [Row(partial(_named, names, cells), shape, "line", line, where) for line, cells in rows]
+
+
+def _check_once(names: list[str], where: str, column: str | None) -> None:
+    """Raises ConfigError where a column that is read is there twice: which one is meant cannot be known."""
+    read = known_fields(column)
+    if twice := next((n for n in names if n in read and names.count(n) > 1), None):
+        raise ConfigError(f"{where}: has the column {twice!r} twice; rename one of the two")
 
 
 def _named(names: list[str], cells: list[str]) -> dict[str, str]:
@@ -127,6 +135,7 @@ def _parquet(path: Path, reading: Reading) -> list[Row]:
         with opened(path) as file:
             table = parquet.ParquetFile(io.BytesIO(file.read()) if is_packed(path) else path)
         names = table.schema_arrow.names
+        _check_once(names, named("data.path", printable(str(path))), reading.column)
         batches = table.read([n for n in names if n in known_fields(reading.column)]).to_batches()
     except ArrowException as error:
         raise ConfigError(

@@ -4,7 +4,7 @@ The seam: a new shape is a row of `SHAPES`. What a file holds is decided by its 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -107,11 +107,24 @@ def found_shape(
             f"{what} has {shown}",
             f", and no text or list of messages in {column!r}; name another: {named('data.column', 'NAME')}",
         )
+    if wrong := _without_text(names):
+        raise NoRecordsError(
+            f"{what} has {shown}",
+            f", and {' with '.join(map(repr, wrong))} is no text in any record; write it as text",
+        )
     known = "; ".join(" with ".join(shape.needed) for shape in (Shape((TEXT,)), *SHAPES))
     raise NoRecordsError(
         f"{what} has {shown}",
         f", and none of what is read ({known}); rename fields, or name the one with the text: {named('data.column', 'NAME')}",
     )
+
+
+def _without_text(names: Collection[str]) -> tuple[str, ...]:
+    """The fields by which records with these names would have a shape, if they held what it needs."""
+    for needed in ((TEXT,), *(shape.needed for shape in SHAPES)):
+        if all(name in names for name in needed):
+            return needed
+    return ()
 
 
 def known_fields(column: str | None = None) -> frozenset[str]:

@@ -171,8 +171,9 @@ class RunDir:
             ConfigError: there is none, it is unreadable, or a model's of the hub.
         """
         if not self.path.is_dir():
+            what = "is no folder" if self.path.exists() else "does not exist"
             raise ConfigError(
-                f"run {self.path}: does not exist; train one with: {command('train')}"
+                f"run {self.path}: {what}; train one with: {command('train')}"
                 f"{how_to_fetch(self.path, as_run=True)}"
             )
         check_only_files(self.path, what=f"run {self.path}")

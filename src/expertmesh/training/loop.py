@@ -398,8 +398,13 @@ class _Trainer:
                 " --train.resume auto"
             )
         elif self.ended_early == "patience":
+            count = (
+                "an evaluation"
+                if config.patience == 1
+                else f"{config.patience} evaluations in a row"
+            )
             report.last_word(
-                f"done after step {progress.step}: {config.patience} evaluations in a row had no validation loss below"
+                f"done after step {progress.step}: {count} had no validation loss below"
                 f" {self.ends.best:.4f}, {saved}"
             )
         elif bad:
