@@ -15,9 +15,12 @@ def test_all_are_found():
 
 
 @pytest.mark.parametrize("name", STARTED)
-def test_each_imports_and_shows_its_help(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_module(f"benchmarks.claims.{name}", run_name="__main__")
+def test_each_imports_and_shows_its_help(name, capsys):
+    words, sys.argv = sys.argv, [name, "--help"]
+    try:
+        with pytest.raises(SystemExit) as stop:
+            runpy.run_module(f"benchmarks.claims.{name}", run_name="__main__")
+    finally:
+        sys.argv = words
     assert stop.value.code == 0
     assert "--help" in capsys.readouterr().out
