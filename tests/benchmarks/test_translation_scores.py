@@ -95,3 +95,17 @@ def test_files_are_scored_and_compared(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: ")
     with pytest.raises(ConfigError, match="^0 "):
         compare([], [], [], language="en")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((["a"], [["a"]]), "references: one is a list"),
+        (([["a"]], ["a"]), "translations: one is a list"),
+        ((["a", None], ["a", "b"]), "translations: one is a NoneType"),
+        ((["a"], [b"a"]), "references: one is a bytes"),
+    ],
+)
+def test_a_score_is_of_texts(given, words):
+    with pytest.raises(ConfigError, match=words):
+        score(*given, language="en")

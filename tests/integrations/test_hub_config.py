@@ -8,12 +8,12 @@ import pytest
 import torch
 from tests.oracle import numerics
 from tests.support.hub_models import tiny_model
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from expertmesh.checkpoints.hub.configs import FAMILIES, left_out, model_config
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.integrations.hub import load_pretrained
+from expertmesh.integrations.hub import convert, load_pretrained
 from expertmesh.integrations.hub.exports import export_family, hub_config, loss_coefficient
 from expertmesh.integrations.hub.exports import left_out as left_out_of_ours
 
@@ -83,7 +83,7 @@ REFUSED = {
     "sliding_window": 8,
     "use_sliding_window": True,  # the window is 4096 tokens of 8192, see below
     "layer_types": ["sliding_attention"] * 4,
-    "mlp_only_layers": [0],
+    "mlp_only_layers": [3],  # of 4: the first ones are read
     "clip_qkv": 3.0,
     "rope_scaling": {"type": "linear", "factor": 2.0},
     "is_causal": False,
@@ -311,7 +311,7 @@ def test_what_is_left_out_is_said_once_per_reading(tmp_path, caplog):
     [
         ("mixtral", {"sliding_window": 8}, "sliding_window=8"),
         ("olmoe", {"clip_qkv": 3.0}, "clip_qkv=3.0"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\]"),
         ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
         (
             "qwen3_moe",
@@ -379,3 +379,31 @@ def test_the_only_choice_of_a_token_keeps_its_probability_outside(options, moe, 
     config = ModelConfig(**options, moe=MoEConfig(num_experts=(4,), top_k=1, **moe))
     values = hub_config(config, export_family(config), dtype="float32")
     assert values["norm_topk_prob"] is words
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("without", "step", "first"),
+    [([0], 1, 1), ([1, 0], 1, 2), ([], 2, 0), ([0], 2, 0), ([1], 2, 2), ([0, 1, 2], 2, 2)],
+)
+def test_dense_layers_that_are_the_first_ones_are_read(name, without, step, first):
+    """transformers' own modules say which layers have experts."""
+    values = values_of(name, mlp_only_layers=without, decoder_sparse_step=step)
+    ours = model_config(values)
+    assert ours.first_dense_layers == first
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    sparse = [hasattr(layer.mlp, "experts") for layer in theirs.model.layers]
+    assert [bool(count) for count in ours.experts_per_layer()] == sparse
+    if name == "qwen3_moe":
+        out = hub_config(ours, export_family(ours), dtype="float32")
+        assert out["model_type"] == name and out["mlp_only_layers"] == list(range(first))
+        assert model_config(out).experts_per_layer() == ours.experts_per_layer()
+
+
+def test_a_model_of_too_few_tokens_for_a_run_is_told_what_convert_can_do(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(values_of("mixtral", vocab_size=256)))
+    with pytest.raises(ConfigError, match="has 256 tokens, and a run at least 257") as caught:
+        convert(tmp_path, tmp_path / "run")
+    assert "vocab-size" not in str(caught.value) and "resize_token_embeddings" in str(caught.value)
+    assert not (tmp_path / "run").exists()

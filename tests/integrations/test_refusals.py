@@ -7,11 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.oracle import numerics
+from tests.support.hub_models import tiny_model
 from torch import nn
 
 import expertmesh as em
+from expertmesh.checkpoints.hub.load import HubModel
+from expertmesh.checkpoints.source import read_into
 from expertmesh.config.model import ModelConfig
 from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.integrations import fairseq, tutel
+from expertmesh.integrations.deepspeed import MoE as DeepSpeedMoE
+from expertmesh.integrations.hub import convert, load_pretrained
 from expertmesh.integrations.peft import CONFIG, WEIGHTS, load_adapters, save_adapters
 from expertmesh.integrations.transformers import (
     ExpertMeshConfig,
@@ -157,6 +163,73 @@ def test_nothing_is_left(name, tmp_path):
     assert before[1:] == after[1:] and before[0].keys() == after[0].keys()
     for key, tensor in before[0].items():
         assert torch.equal(tensor, after[0][key]), key
+
+
+def expert():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+DOORS = {
+    "tutel": lambda: tutel.moe_layer(
+        {"type": "top", "k": 2}, 8, {"type": "ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 16}
+    ),
+    "tutel, cosine": lambda: tutel.moe_layer(
+        {"type": "cosine_top", "k": 1}, 8, {"type": "llama_ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 16}
+    ),
+    "deepspeed": lambda: DeepSpeedMoE(8, expert(), num_experts=4, use_residual=True),
+    "deepspeed, modules": lambda: DeepSpeedMoE(8, nn.Linear(8, 8), num_experts=4),
+    "fairseq": lambda: fairseq.MOELayer(fairseq.Top2Gate(8, 4), nn.ModuleList(expert() for _ in range(4))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
+@pytest.mark.parametrize("change", ["a tensor less", "a tensor more", "another shape"])
+@pytest.mark.parametrize("door", DOORS)
+def test_nothing_is_loaded_where_a_state_dict_is_refused(door, change, inside):
+    model, other = DOORS[door](), DOORS[door]()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1.0)
+    if inside:
+        model, other = nn.Sequential(model), nn.Sequential(other)
+    good = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    bad, last = dict(good), [name for name in good if "experts." in name][-1]
+    if change == "a tensor less":
+        del bad[last]
+    if change == "a tensor more":
+        bad[f"{last}_more"] = torch.zeros(1)
+    if change == "another shape":
+        bad[last] = torch.zeros(3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="experts"):
+        model.load_state_dict(bad)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    model.load_state_dict(good)
+    assert any(not torch.equal(before[name], tensor) for name, tensor in after.items())
+    assert all(torch.equal(good[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_nothing_is_written_where_a_folder_of_the_hub_is_refused(tmp_path):
+    theirs = tiny_model("mixtral", num_experts=2, top_k=1, vocab_size=300)
+    folder = tmp_path / "hub"
+    theirs.save_pretrained(folder)
+    model = load_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: tensor + 1 for name, tensor in tensors.items()}
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][1:]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    before = state_of(model)
+    with pytest.raises(CheckpointError, match="lm_head.weight has shape"):
+        read_into(HubModel(folder), model.state_dict())
+    after = state_of(model)
+    assert before[1:] == after[1:]
+    assert all(torch.equal(tensor, after[0][name]) for name, tensor in before[0].items())
+    there = sorted(p.name for p in tmp_path.rglob("*"))
+    for source, words in ((folder, "no tokenizer.json"), (tmp_path / "none", "is no folder")):
+        with pytest.raises(ConfigError, match=words):
+            convert(source, tmp_path / "new" / "run")
+    assert sorted(p.name for p in tmp_path.rglob("*")) == there
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

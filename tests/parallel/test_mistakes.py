@@ -1,5 +1,6 @@
 """Mistakes on several ranks: one rank says in one line what is wrong, and every rank stops at once."""
 
+import functools
 import io
 import re
 from types import SimpleNamespace
@@ -18,8 +19,12 @@ from expertmesh.cli.program import Flags, flag_name
 from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, PeerError
+from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts.dispatcher import spread_experts
+from expertmesh.parallel.inference import spread_for_inference
+from expertmesh.parallel.tensor import Whole
 from expertmesh.recipes import RECIPES
 from expertmesh.training.fits_ranks import check_ranks
 from expertmesh.training.loop import train
@@ -193,3 +198,64 @@ def test_a_layer(two_ranks):
             "model: 0.temperature is a parameter without an axis, which cannot be cut",
             "model: its parameters on rank 1 are not those on rank 0; call torch.manual_seed",
         )
+
+
+def left_by_refusals():
+    """What a model of two layers is like after each refusal, of which only the second layer is the reason."""
+    world = World()
+
+    def layers(**second):
+        options = {"dim": 8, "hidden_dim": 8, "num_experts": 4, "top_k": 2, "seed": 0}
+        return nn.ModuleList([MoELayer(**options), MoELayer(**options | second, layer_index=1)])
+
+    def gpt(**changes):
+        values = {"model.num_heads": 2, "model.dim": 16, "model.moe.hidden_dim": 8} | changes
+        return GPT(RECIPES["gpt-moe-test"]().updated(values).model, seed=0)
+
+    def shared():
+        model = gpt()
+        model.layers[1].attention_norm.weight = model.layers[0].attention_norm.weight
+        return model
+
+    sliced = ParallelConfig(tp_degree=2)
+    cases = [
+        (layers(num_experts=3), lambda m: parallelize(m, ParallelConfig(es_degree=1), world=world)),
+        (layers(hidden_dim=7), lambda m: parallelize(m, ParallelConfig(es_degree=2), world=world)),
+        (layers(), lambda m: parallelize(m, ParallelConfig(shadow_experts=5), world=world)),
+        (layers(num_experts=2), lambda m: parallelize(m, ParallelConfig(shadow_experts=4), world=world)),
+        (layers(experts=lambda _: nn.Linear(8, 8)), lambda m: parallelize(m, ParallelConfig(es_degree=2), world=world)),
+        (layers(), lambda m: parallelize(m, sliced, world=world, tensor_plan={"no.such": Whole()})),
+        (layers(num_shared_experts=1, shared_hidden_dim=3), lambda m: parallelize(m, sliced, world=world)),
+        (layers(), lambda m: parallelize(m, ParallelConfig(), world=world, blocks=[nn.Linear(2, 2)])),
+        (layers(num_experts=3, hidden_dim=7), lambda m: spread_for_inference(m, world)),
+        (layers(hidden_dim=7), lambda m: spread_for_inference(m, world, es_degree=2)),
+        (shared(), lambda m: parallelize_gpt(m, sliced, world=world)),
+        (gpt(), lambda m: parallelize_gpt(m, ParallelConfig(shadow_experts=99), world=world)),
+    ]  # fmt: skip
+    found = []
+    for model, call in cases:
+        before = state_of(model)
+        messages = messages_of(functools.partial(call, model))
+        after = state_of(model)
+        same = before[1:] == after[1:] and all(map(torch.equal, before[0], after[0]))
+        found.append((messages, same))
+    world.close()
+    return found
+
+
+def state_of(model):
+    attentions = [m for m in model.modules() if hasattr(m, "num_kv_heads")]
+    return (
+        [tensor.clone() for tensor in model.state_dict().values()],
+        [(type(p), p.shape) for p in model.parameters()],
+        [(name, type(m), len(m._forward_pre_hooks)) for name, m in model.named_modules()],
+        [type(m.dispatcher) for m in model.modules() if isinstance(m, MoELayer)],
+        [(m.num_heads, m.num_kv_heads) for m in attentions],
+        getattr(model, "shared", None),
+    )
+
+
+def test_a_refusal_leaves_nothing_spread(two_ranks):
+    for found in two_ranks.run(left_by_refusals):
+        for number, (messages, same) in enumerate(found):
+            assert same, (number, messages)

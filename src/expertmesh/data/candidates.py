@@ -30,6 +30,7 @@ from expertmesh.data.formats import (
     rows_of,
     without_none,
 )
+from expertmesh.data.json_records import holds_lines
 from expertmesh.data.news import Progress
 from expertmesh.data.paths import WeightedPath, find_paths
 from expertmesh.data.records import NoRecordsError, Row, found_shape
@@ -38,6 +39,7 @@ from expertmesh.errors import ConfigError, named
 _PIECE_BYTES = 65_536
 _LEAST_PIECES = 40
 _LEAST_PIECE_BYTES = 512
+_LINES = "files hold JSON objects on lines, which their names do not say"
 _NO_RECORDS = "files hold no records that are read"
 
 
@@ -66,10 +68,12 @@ class Told:
     Attributes:
         left_out: those that are not used.
         as_text: those that may hold records, and are learned as they stand.
+        unnamed: those that hold records, which their names do not say; they are learned as they stand.
     """
 
     left_out: LeftOut = field(default_factory=LeftOut)
     as_text: LeftOut = field(default_factory=lambda: LeftOut(what="learned as text"))
+    unnamed: LeftOut = field(default_factory=lambda: LeftOut(what="learned as text"))
 
 
 def find_documents(config: TextConfig, told: Told) -> tuple[str, list[Candidate]]:
@@ -107,7 +111,7 @@ def _of_place(place: WeightedPath, config: TextConfig, told: Told) -> list[Candi
     if len(place.paths) == 1:
         (root,) = place.paths
         if not root.is_dir():
-            return _of_one_file(root, config)
+            return _of_one_file(root, config, told)
     for path in place.paths:
         if path.is_dir():
             found, without = find_files(path)
@@ -123,7 +127,7 @@ def _of_place(place: WeightedPath, config: TextConfig, told: Told) -> list[Candi
         why = "" if is_whole else f" ({left_out})"
         raise ConfigError(f"{option_of(config)}: the folder has no files{why}; give text files")
     if len(files) == 1 and is_whole:
-        return _of_one_file(files[0], config)
+        return _of_one_file(files[0], config, told)
     names = [path.relative_to(root) for path in files]
     return list(_of_folder(root, names, config, told, ending=ending_of(place.name)))
 
@@ -145,7 +149,7 @@ def _whole(root: Path, found: Iterable[Path], config: TextConfig) -> list[Candid
     return [Candidate(p.as_posix(), TextFile(root / p, encoding=encoding)) for p in found]
 
 
-def _of_one_file(path: Path, config: TextConfig) -> list[Candidate]:
+def _of_one_file(path: Path, config: TextConfig, told: Told) -> list[Candidate]:
     """A single file as many documents; what is wrong with it is the user's business."""
     if not path.is_file():  # a pipe or a device would be waited for, or read for ever
         raise ConfigError(
@@ -159,6 +163,8 @@ def _of_one_file(path: Path, config: TextConfig) -> list[Candidate]:
         rows = _rows(path, path.name, config)
         if rows is not None:
             return rows
+        if holds_lines(path, config.encoding):
+            told.unnamed.add(_LINES, path.name)
         size = TextFile(path).num_bytes()
         return _pieces(path, path.name, _piece_bytes(size, config), size, config.encoding)
     except OSError as error:
@@ -187,6 +193,8 @@ def _of_folder(
             if rows is not None:
                 yield from rows
                 continue
+            if holds_lines(root / path, config.encoding):
+                told.unnamed.add(_LINES, name)
             sizes[path] = TextFile(root / path).num_bytes()
         except OSError as error:
             told.left_out.add(f"{NOT_READABLE}, {error.strerror or error}", name)

@@ -126,9 +126,10 @@ def load_corpus(config: TextConfig) -> Corpus:
         )
     training, validation = split_documents(documents, config.validation_fraction)
     if not training or not validation:
+        different, same = len({d.digest for d in documents}), len(documents) > 1
         raise ConfigError(
-            f"{option_of(config)}: {len(documents)} different documents cannot be split into training and validation; "
-            "give more text"
+            f"{option_of(config)}: {len(documents):,} document{'s' * same} with {different:,} different text{'s' * (different > 1)} "
+            "cannot be split into training and validation, which equal texts do not cross; give more text"
         )
     notes = _note_of_split(training, validation, config)
     if left_out.total:
@@ -136,6 +137,10 @@ def load_corpus(config: TextConfig) -> Corpus:
     if told.as_text.total:
         notes.append(
             f"{option_of(config)}: learned as they stand: {told.as_text}; to read their texts, name the field: {named('data.column', 'NAME')}"
+        )
+    if told.unnamed.total:
+        notes.append(
+            f"{option_of(config)}: learned as they stand: {told.unnamed}; to read their texts, end the names in .jsonl"
         )
     if left_unread and (config.path is not None or config.dataset is not None):
         notes.append(

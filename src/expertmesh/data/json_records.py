@@ -15,6 +15,7 @@ from expertmesh.data.news import Progress
 from expertmesh.data.records import NoRecordsError, Row, found_shape
 from expertmesh.errors import named
 
+_HEAD_BYTES = 4096
 _BLANKS = re.compile(r"[ \t\n\r]*")
 
 
@@ -95,6 +96,27 @@ def _is_object(line: bytes) -> bool:
         return isinstance(parse_json(line), dict)
     except ValueError:
         return False
+
+
+def holds_lines(path: Path, encoding: str | None) -> bool:
+    """Whether the first lines of a file of text are JSON objects, whatever its name says.
+
+    Args:
+        path: of the file.
+        encoding: of the file where no mark says it; None: UTF-8.
+
+    Raises:
+        NotTextError: it is no text.
+        OSError: it cannot be read.
+    """
+    with opened(path) as file:
+        head = file.read(_HEAD_BYTES)
+    name, skipped = encoding_of(head[:MOST_OF_A_MARK], encoding)
+    if not head[skipped:].decode(name, errors="replace").lstrip().startswith("{"):
+        return False
+    with closing(_lines(path, name, skipped)) as lines:
+        first = [line for line in (next(lines, None), next(lines, None)) if line is not None]
+    return bool(first) and all(_is_object(line.read()) for line in first)
 
 
 def _lines(path: Path, name: str, skipped: int) -> Generator[_Part]:

@@ -85,5 +85,11 @@ def check_lines(lines: Sequence[str], references: Sequence[str], what: str) -> N
         raise ConfigError(
             f"{len(lines):,} {what} and {len(references):,} references: must be equally many; give one line for each"
         )
+    for name, given in ((what, lines), ("references", references)):
+        for line in given:
+            if not isinstance(line, str):
+                raise ConfigError(
+                    f"{name}: one is a {type(line).__name__}; there is one text for each, give it"
+                )
     if not lines:
         raise ConfigError(f"0 {what}: no score has a meaning; give at least one")

@@ -21,7 +21,7 @@ from expertmesh.config.moe_rules import DropPolicy, RouterNoise
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import FirstOutput
-from expertmesh.moe.foreign_names import ForeignName, from_foreign, to_foreign
+from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.recognize import RecognizedMLP, recognize_mlp
 from expertmesh.ops.dtypes import accumulate_dtype
@@ -119,6 +119,7 @@ class MoE(nn.Module):
             self._tag(parameter)
         self.register_state_dict_post_hook(_to_theirs)
         self.register_load_state_dict_pre_hook(_to_ours)
+        self.register_load_state_dict_pre_hook(keep_where_refused)
 
     def _fill(self, expert: nn.Module) -> None:
         """Give every expert the weights of the module."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.experts import FirstOutput
+from expertmesh.moe.foreign_names import keep_where_refused
 from expertmesh.moe.layer import MoELayer
 from expertmesh.ops.router_linear import router_linear
 from expertmesh.parallel.experts.dispatcher import spread_experts
@@ -186,6 +187,7 @@ class MOELayer(nn.Module):
             parameter.expert = True  # type: ignore[attr-defined]
         self._hidden = (layer,)  # its modules are registered above, under fairseq's names
         self.metadata: dict[str, Tensor] = {}
+        self.register_load_state_dict_pre_hook(keep_where_refused)
 
     def train(self, mode: bool = True) -> "MOELayer":
         """Switch between training and evaluation."""

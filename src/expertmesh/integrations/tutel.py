@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from expertmesh.comm.world import World
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import LocalDispatcher
-from expertmesh.moe.foreign_names import ForeignName, from_foreign, to_foreign
+from expertmesh.moe.foreign_names import ForeignName, from_foreign, keep_where_refused, to_foreign
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.recognize import recognize_activation
 from expertmesh.parallel.experts.dispatcher import spread_experts
@@ -162,6 +162,7 @@ class MOELayer(nn.Module):
             torch.manual_seed(seeds[2])
         self.register_state_dict_post_hook(_to_theirs)
         self.register_load_state_dict_pre_hook(_to_ours)
+        self.register_load_state_dict_pre_hook(keep_where_refused)
 
     def _starting_r(self, parallel_type: str) -> int:
         named = {"data": 1, "auto": 1, "model": self.sharded_count}

@@ -74,13 +74,41 @@ def from_foreign(
                 f"{prefix + name.theirs} is missing; all of the layer's tensors must be there"
             )
             continue
-        value = value.mT if name.transposed else value
         whole = state.setdefault(prefix + own_prefix + name.ours, torch.zeros_like(own[name.ours]))
-        if whole[name.part].shape != value.shape:
+        part = whole[name.part]
+        part = part.mT if name.transposed else part
+        if part.shape != value.shape:
             problems.append(
-                f"{prefix + name.theirs} has shape {tuple(value.mT.shape if name.transposed else value.shape)}; it does not fit "
-                f"{tuple(whole[name.part].shape)} of {name.ours}"
+                f"{prefix + name.theirs} has shape {tuple(value.shape)}; it does not fit {tuple(part.shape)}, a part of {name.ours}"
             )
             continue
-        whole[name.part] = value
+        part.copy_(value)
     return problems
+
+
+def keep_where_refused(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Before a state dict is loaded: where it will be refused, what fits of it becomes what the module has, so that nothing changes.
+
+    torch copies what fits and raises afterwards. Register it as the last hook of `register_load_state_dict_pre_hook`.
+
+    Args:
+        module: whose modules inside have all of its tensors.
+        state: under our names; changed in place.
+        prefix: of the module's names in it.
+        others: what torch gives such hooks: metadata, whether names must match, missing and unexpected names, messages.
+    """
+    _, strict, _, _, problems = others
+    own = {
+        f"{prefix}{name}.{rest}": tensor
+        for name, child in module.named_children()
+        for rest, tensor in child.state_dict().items()
+    }
+    given = {name for name in state if name.startswith(prefix)}
+    fits = {
+        name
+        for name in given & own.keys()
+        if getattr(state[name], "shape", None) == own[name].shape
+    }
+    if problems or fits != given & own.keys() or (strict and given != own.keys()):
+        for name in fits:
+            state[name] = own[name]

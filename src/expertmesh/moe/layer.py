@@ -33,6 +33,7 @@ from expertmesh.moe.phases import phase
 from expertmesh.moe.reset import reset_layer
 from expertmesh.moe.router import keep_full_precision
 from expertmesh.moe.routing import route
+from expertmesh.moe.sizes import names_large_sizes
 from expertmesh.moe.types import Routing, RoutingStats
 from expertmesh.moe.validation import check_draw, check_dtype, check_parts
 from expertmesh.ops.dtypes import accumulate_dtype
@@ -129,6 +130,7 @@ class MoELayer(nn.Module):
     noise_samples: Tensor
     expert_bias_E: Tensor | None
 
+    @names_large_sizes
     def __init__(
         self,
         *,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.validation import check_module
 from expertmesh.parallel.experts.adaptive import adapt, may_choose
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
+from expertmesh.parallel.experts.fits import check_spread
 from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Prefetcher
 from expertmesh.parallel.experts.storage import Keep
@@ -39,7 +41,7 @@ from expertmesh.parallel.experts.tuning_cache import (
     plans_path,
 )
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.parallel.tensor import TensorPlan, apply_plan, tensor_group
+from expertmesh.parallel.tensor import TensorPlan, apply_plan, check_plan, tensor_group
 
 _KEEP: dict[int, Keep] = {1: "until_step", 2: "until_step", 3: "regather"}
 
@@ -82,7 +84,7 @@ def parallelize(
         The world, which counts bytes and can be closed.
 
     Raises:
-        ConfigError: the degrees do not fit the ranks or the model, the model is spread or wrapped already, has a parameter
+        ConfigError: nothing is changed then: the degrees do not fit the ranks or the model, the model is spread or wrapped already, has a parameter
             without an axis, or has others on another rank.
 
     Example:
@@ -110,7 +112,12 @@ def parallelize(
         world = World(device_type=model_device_type(model), timeout_s=config.timeout_s)
     degrees = degrees_of(config, num_ranks=world.size)
     _check_same(model, world)
-    moe_layers = [m for m in model.modules() if isinstance(m, MoELayer)]
+    blocks, moe_layers = (
+        _blocks_of(model, blocks),
+        [m for m in model.modules() if isinstance(m, MoELayer)],
+    )
+    if degrees.tp > 1:
+        check_plan(model, tensor_plan or {}, num_ranks=degrees.tp)
     topology, network = _spread_layers(moe_layers, config, world, degrees)
     if config.adaptive and topology is not None:
         on_host = config.offload and world.device_type != "cpu"
@@ -134,6 +141,17 @@ def parallelize(
         )
     _sum_gradients(model)
     return world
+
+
+def _blocks_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The blocks, if they are modules of the model."""
+    found, inside = list(blocks), set(model.modules())
+    for index, block in enumerate(found):
+        if not isinstance(block, nn.Module) or block not in inside or block is model:
+            raise ConfigError(
+                f"blocks: number {index}, a {type(block).__name__}, is no module inside the model; give the model's layers"
+            )
+    return found
 
 
 def _check_whole(model: nn.Module, config: ParallelConfig) -> None:
@@ -235,36 +253,60 @@ def _spread_layers(
             "has no effect in a model without grouped experts that have no adapters",
             "leave it out",
         )
-    for index, layer in enumerate(moe_layers):
-        ep_degree = config.ep_degree_of(index, num_moe_layers=len(moe_layers))
-        es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
-        if isinstance(layer.experts, GroupedExperts):
-            plan = expert_plan(
-                config,
-                degrees=degrees,
-                num_experts=layer.num_experts,
-                hidden_dim=layer.experts.w_in.shape[2],
-                ep_degree=ep_degree,
-            )
-            es_degree, route_degree = plan.storage.f, plan.route_degree
+    common: dict[str, Any] = {
+        "num_replicas": degrees.dp_replicate,
+        "order": config.expert_order,
+        "keep": _KEEP[config.zero_stage],
+        "nodes": nodes,
+        "dispatch_dtype": config.dispatch_dtype,
+        "offload": config.offload,
+    }
+    plans = [
+        _plan_of(layer, index, config, degrees, num_moe_layers=len(moe_layers))
+        for index, layer in enumerate(moe_layers)
+    ]
+    for layer, (es_degree, way) in zip(moe_layers, plans, strict=True):  # all before one is changed
+        check_spread(layer, world.size, es_degree=es_degree, way=way, **common)
+    for layer, (es_degree, way) in zip(moe_layers, plans, strict=True):
         spread_experts(
             layer,
             world,
-            num_replicas=degrees.dp_replicate,
             es_degree=es_degree,
-            order=config.expert_order,
-            route_degree=route_degree,
+            route_degree=way.route_degree,
             overlap_degree=config.overlap_degree,
             all_to_all=config.all_to_all,
             shadow_experts=config.shadow_experts,
-            dispatch_dtype=config.dispatch_dtype,
-            nodes=nodes,
             network=network,
-            keep=_KEEP[config.zero_stage],
-            offload=config.offload,
             prefetcher=prefetcher,
+            **common,
         )
     return topology, network
+
+
+def _plan_of(
+    layer: MoELayer,
+    index: int,
+    config: ParallelConfig,
+    degrees: DenseDegrees,
+    *,
+    num_moe_layers: int,
+) -> tuple[int | None, DispatchOptions]:
+    """Slices of each expert of a layer, and how its tokens travel."""
+    ep_degree = config.ep_degree_of(index, num_moe_layers=num_moe_layers)
+    es_degree, route_degree = config.es_degree, config.route_degree or ep_degree
+    if isinstance(layer.experts, GroupedExperts):
+        plan = expert_plan(
+            config,
+            degrees=degrees,
+            num_experts=layer.num_experts,
+            hidden_dim=layer.experts.w_in.shape[2],
+            ep_degree=ep_degree,
+        )
+        es_degree, route_degree = plan.storage.f, plan.route_degree
+    way = DispatchOptions(
+        route_degree, config.overlap_degree, config.all_to_all, config.shadow_experts
+    )
+    return es_degree, way
 
 
 def resting_bytes(model: nn.Module, *, num_parts: int) -> float:

@@ -11,6 +11,7 @@ from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.dispatcher import ExpertDispatcher, spread_experts
 from expertmesh.parallel.experts.exchange import Replicated
+from expertmesh.parallel.experts.fits import check_spread
 
 
 def spread_for_inference(model: nn.Module, world: World, *, es_degree: int | None = None) -> None:
@@ -41,11 +42,20 @@ def spread_for_inference(model: nn.Module, world: World, *, es_degree: int | Non
         ...     y, stats = layer(torch.randn(5, 8))
         >>> torch.distributed.destroy_process_group()
     """
-    for layer in [module for module in model.modules() if isinstance(module, MoELayer)]:
-        slices = es_degree
-        if slices is None and isinstance(layer.experts, GroupedExperts):
-            slices = world.size if layer.experts.w_in.shape[2] % world.size == 0 else None
-        spread_experts(layer, world, es_degree=slices, exchanges=Replicated)
+    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    slices = [_slices(layer, world.size) if es_degree is None else es_degree for layer in layers]
+    for layer, number in zip(layers, slices, strict=True):  # all before one is changed
+        check_spread(layer, world.size, es_degree=number)
+    for layer, number in zip(layers, slices, strict=True):
+        spread_experts(layer, world, es_degree=number, exchanges=Replicated)
+
+
+def _slices(layer: MoELayer, num_ranks: int) -> int | None:
+    """As many as there are ranks, where these divide the experts' hidden size."""
+    experts = layer.experts
+    if isinstance(experts, GroupedExperts) and experts.w_in.shape[2] % num_ranks == 0:
+        return num_ranks
+    return None
 
 
 def first_chooses(model: object) -> Callable[[Tensor], Tensor]:

@@ -205,15 +205,10 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
     Raises:
         ConfigError: a name fits no module, or a parameter cannot be cut evenly.
     """
-    _refuse_shared(model)
+    check_plan(model, plan, num_ranks=group.size)
     modules = dict(model.named_modules())
     for pattern, style in plan.items():
-        found = [name for name in modules if _matches(name, pattern)]
-        if not found:
-            raise ConfigError(
-                f"tensor_plan: {pattern} is no module of the model; name one, with * for anything between two dots"
-            )
-        for name in found:
+        for name in [name for name in modules if _matches(name, pattern)]:
             # Each rank has the same parameters, so nothing needs to be sent.
             parallelize_module(modules[name], mesh, style, src_data_rank=None)
     layers = [module for module in modules.values() if isinstance(module, MoELayer)]
@@ -231,6 +226,52 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, group: RankGroup, plan: Tenso
         own = [p for p in module.parameters(recurse=False) if p not in experts]
         if any(not isinstance(p, DTensor) for p in own):
             parallelize_module(module, mesh, Whole(recurse=False), src_data_rank=None)
+
+
+def check_plan(model: nn.Module, plan: TensorPlan, *, num_ranks: int) -> None:
+    """Whether a model can be given the styles of a plan, before it is; styles of torch's own are not looked into.
+
+    Args:
+        model: as it is before.
+        plan: see `TensorPlan`.
+        num_ranks: that share sequences.
+
+    Raises:
+        ConfigError: a name fits no module, two modules share a parameter, or one cannot be cut evenly.
+    """
+    _refuse_shared(model)
+    modules, cuts = dict(model.named_modules()), dict[str, Mapping[str, int]]()
+    for pattern, style in plan.items():
+        found = [name for name in modules if _matches(name, pattern)]
+        if not found:
+            raise ConfigError(
+                f"tensor_plan: {pattern} is no module of the model; name one, with * for anything between two dots"
+            )
+        if isinstance(style, Sliced | Stored):
+            cuts |= dict.fromkeys(found, style.cut)
+    for name, module in modules.items():
+        if isinstance(module, MoELayer):
+            mlps = [(f"{name}.{own}", own) for own in ("shared_experts", "residual_mlp")]
+            cuts |= {
+                path: _MLP_CUT
+                for path, own in mlps
+                if getattr(module, own) is not None and path not in cuts
+            }
+    for name, cut in cuts.items():
+        parameters = dict(model.get_submodule(name.removeprefix(".")).named_parameters())
+        for own, axis in cut.items():
+            if own in parameters:
+                _check_cut(own, parameters[own], axis, num_ranks=num_ranks)
+
+
+def _check_cut(path: str, full: Tensor, axis: int, *, num_ranks: int) -> None:
+    if full.shape[axis] % num_ranks:
+        raise ConfigError(
+            "tp_degree",
+            num_ranks,
+            f"{path} of shape {tuple(full.shape)} cannot be cut into {num_ranks} equal parts along axis {axis}",
+            "use sizes that it divides",
+        )
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -313,13 +354,7 @@ def _distribute(
     part, placement = full.detach(), cast("Placement", Replicate())
     if axis is not None:
         n = mesh.size()
-        if full.shape[axis] % n:
-            raise ConfigError(
-                "tp_degree",
-                n,
-                f"{path} of shape {tuple(full.shape)} cannot be cut into {n} equal parts along axis {axis}",
-                "use sizes that it divides",
-            )
+        _check_cut(path, full, axis, num_ranks=n)
         size = full.shape[axis] // n
         part = part.narrow(axis, mesh.get_local_rank() * size, size)
         part, placement = part.clone(memory_format=torch.contiguous_format), Shard(axis)

@@ -45,6 +45,7 @@ def _qwen3(v: Values) -> dict[str, Any]:
     return {
         "qk_norm": True,
         "moe_every": v["decoder_sparse_step"],
+        "first_dense_layers": _first_dense(v),
         "moe": _moe(v, "num_experts", "moe_intermediate_size", normalizes=v["norm_topk_prob"]),
     }
 
@@ -59,6 +60,7 @@ def _qwen2(v: Values) -> dict[str, Any]:
     return {
         "qkv_bias": v["qkv_bias"],
         "moe_every": v["decoder_sparse_step"],
+        "first_dense_layers": _first_dense(v),
         "moe": moe | shared,
     }
 
@@ -98,6 +100,17 @@ def _moe(v: Values, experts: str, hidden: str, *, normalizes: bool) -> dict[str,
         "hidden_dim": v[hidden],
         "normalize_weights": "topk" if normalizes else "none",
     }
+
+
+def _first_dense(v: Values) -> int | None:
+    """`first_dense_layers` with which the layers that `mlp_only_layers` leaves have experts; None: there is no such number."""
+    without, step = v.get("mlp_only_layers") or [], v["decoder_sparse_step"]
+    if not without or not isinstance(step, int) or step < 1:
+        return 0
+    possible = range(step - 1, v["num_hidden_layers"], step)
+    sparse = [i for i in possible if i not in without]
+    skipped = len(possible) - len(sparse)
+    return skipped * step if sparse == list(possible[skipped:]) else None
 
 
 def _rope(v: Values) -> Values:
@@ -166,7 +179,6 @@ _ALL_DEFAULTS: Values = {
     "rope_theta": 1e4,
 }
 _PLAIN: Mapping[str, tuple[Any, ...]] = {"attention_bias": (False, None), "clip_qkv": (None,)}
-_ALL_SPARSE: Mapping[str, tuple[Any, ...]] = {"mlp_only_layers": ([], None)}
 _CAUSAL: Mapping[str, tuple[Any, ...]] = {"is_causal": (True, None)}
 
 _TRAINING_ONLY = {
@@ -194,8 +206,8 @@ FAMILIES = {
     family.model_type: family
     for family in (
         _family("mixtral", "MixtralForCausalLM", _mixtral, {}, _always),
-        _family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3, {**_PLAIN, **_ALL_SPARSE}, _if_asked),
-        _family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2, _ALL_SPARSE, _if_asked),
+        _family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3, _PLAIN, _if_asked),
+        _family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2, {}, _if_asked),
         _family("olmoe", "OlmoeForCausalLM", _olmoe, _PLAIN),
         _family("glm4_moe", "Glm4MoeForCausalLM", _glm4, {}),
     )
@@ -266,6 +278,9 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
         raise ConfigError(
             f"{name} has a value of a wrong type ({error}); restore it from the hub"
         ) from None
+    if options.get("first_dense_layers", 0) is None:
+        wanted = "dense layers that are the first ones"
+        raise _other_model(f"mlp_only_layers={v['mlp_only_layers']!r}", family, wanted)
     try:
         config = ModelConfig.model_validate(options)
     except ConfigError as error:

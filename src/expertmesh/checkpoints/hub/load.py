@@ -12,7 +12,7 @@ from expertmesh.checkpoints.hub.layout import Piece, pieces
 from expertmesh.checkpoints.safetensors import READABLE, HubFiles, check_tensors, read_json
 from expertmesh.checkpoints.source import Box, Stored, overlap, read_into
 from expertmesh.config.base import expanded, parse_json
-from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.config.gpt import MIN_VOCAB_SIZE, GPTRunConfig
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.run import ParallelConfig
@@ -197,6 +197,11 @@ def hub_run_config(folder: Path, *, run_dir: Path | None = None) -> GPTRunConfig
         ConfigError: see `load_pretrained`.
     """
     model = model_config(read_config(folder), start_ids=hub_start(folder))
+    if model.vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(
+            f"{folder}: has {model.vocab_size} tokens, and a run at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document; "
+            "add tokens with transformers' resize_token_embeddings, or load it in Python by expertmesh.integrations.hub.load_pretrained"
+        )
     return GPTRunConfig.model_validate(
         {
             "model": model,

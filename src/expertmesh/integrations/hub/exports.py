@@ -45,7 +45,7 @@ def _qwen3(c: ModelConfig) -> dict[str, Any]:
         "moe_intermediate_size": c.moe.hidden_dim,
         "intermediate_size": c.ffn_hidden_dim,
         "decoder_sparse_step": c.moe_every,
-        "mlp_only_layers": [],
+        "mlp_only_layers": list(range(c.first_dense_layers)),
         "norm_topk_prob": _normalizes(c.moe),
         "attention_bias": False,
         "sliding_window": None,
@@ -91,7 +91,7 @@ def export_family(config: ModelConfig) -> HubFamily:
                 f"{rule.way}keep the model in expertmesh, or train one without it",
             )
     moe = config.moe
-    if moe.score_function == "sigmoid" or config.first_dense_layers or config.qkv_bias:
+    if moe.score_function == "sigmoid" or config.qkv_bias:
         return FAMILIES["glm4_moe"]
     return FAMILIES["qwen3_moe" if config.qk_norm else "mixtral"]
 
@@ -198,7 +198,7 @@ def _rules(config: ModelConfig) -> list[_Rule]:
         _Rule("rope_fraction", config.rope_fraction, glm or config.rope_fraction == 1, _AS_GLM),
         _Rule(
             *("first_dense_layers", config.first_dense_layers),
-            glm or not config.first_dense_layers,
+            glm or config.qk_norm or not config.first_dense_layers,
             _AS_GLM,
         ),
         _Rule(

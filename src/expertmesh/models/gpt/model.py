@@ -31,6 +31,7 @@ from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher, check_at_home
 from expertmesh.moe.groups_over_ranks import SharedTokens
 from expertmesh.moe.init import draw_seed
+from expertmesh.moe.sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
 from expertmesh.moe.validation import check_call_factor, check_top_k, python_number
 from expertmesh.ops.dtypes import accumulate_dtype
@@ -189,6 +190,7 @@ class GPT(LanguageModel):
         (torch.Size([2, 16, 512]), 2)
     """
 
+    @names_large_sizes
     def __init__(
         self,
         config: ModelConfig,

@@ -42,8 +42,7 @@ def parallelize_gpt(
     if config.tp_degree > 1:
         group = tensor_group(world, config.tp_degree)
         plan = _tensor_plan(model, group)
-        model.share_sequences(SharedSequences(group))
-    return parallelize(
+    parallelize(
         model,
         config,
         world=world,
@@ -51,6 +50,9 @@ def parallelize_gpt(
         tensor_plan=plan,
         bytes_beside=bytes_beside,
     )
+    if plan is not None:
+        model.share_sequences(SharedSequences(group))
+    return world
 
 
 def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:

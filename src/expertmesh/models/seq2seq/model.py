@@ -28,6 +28,7 @@ from expertmesh.models.seq2seq.positions import UntiedPositions
 from expertmesh.models.token_dropout import TokenDropout
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import draw_seed
+from expertmesh.moe.sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.attention.dense import attention
 from expertmesh.ops.attention.visible import Visible, visible_source
@@ -228,6 +229,7 @@ class Seq2Seq(LanguageModel):
 
     cache_type = Seq2SeqCache
 
+    @names_large_sizes
     def __init__(
         self,
         config: Seq2SeqConfig,

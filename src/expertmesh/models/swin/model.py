@@ -30,6 +30,7 @@ from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import draw_seed, init_normal_
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.learning import learn_as
+from expertmesh.moe.sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype
 
@@ -270,6 +271,7 @@ class Swin(nn.Module):
         (torch.Size([3, 5]), [(3, 8, 16, 16), (3, 16, 8, 8)], 1)
     """
 
+    @names_large_sizes
     def __init__(
         self,
         config: SwinConfig,

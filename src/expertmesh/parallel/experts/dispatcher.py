@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from expertmesh.comm.all_to_all.payload import row_bytes
 from expertmesh.comm.collectives import all_reduce
-from expertmesh.comm.mesh import expert_degrees
 from expertmesh.comm.world import World
 from expertmesh.config.dispatch import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
 from expertmesh.config.run import ExpertOrder
@@ -22,7 +20,6 @@ from expertmesh.costs.communication import (
     faster_all_to_all,
 )
 from expertmesh.costs.layer_time import hottest
-from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Dispatched, Experts, apply_experts
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
@@ -39,6 +36,7 @@ from expertmesh.parallel.experts.exchange import (
     Replicated,
     Route,
 )
+from expertmesh.parallel.experts.fits import check_dispatch, check_spread, check_way
 from expertmesh.parallel.experts.gather import GatheredWeights
 from expertmesh.parallel.experts.hierarchical import Hierarchical, Nodes
 from expertmesh.parallel.experts.load import (
@@ -48,7 +46,7 @@ from expertmesh.parallel.experts.load import (
     Repetitions,
     route_shape,
 )
-from expertmesh.parallel.experts.modules import ExpertModules, module_degrees
+from expertmesh.parallel.experts.modules import ExpertModules
 from expertmesh.parallel.experts.plan import Plan, make_plan
 from expertmesh.parallel.experts.prefetch import Prefetcher, in_backward
 from expertmesh.parallel.experts.shadow import Staying, without_hot
@@ -180,17 +178,9 @@ class ExpertDispatcher:
         self.load = LoadRecord(num_experts, num_ranks=storage.world.size)
         self.chooser: LayerChooser | None = None
         self._repetitions = Repetitions(storage.layer)
-        _check_word("dispatch_dtype", dispatch_dtype, DispatchDtype)
-        if nodes is not None and len(nodes) != storage.world.size:
-            raise ConfigError(
-                f"nodes={tuple(nodes)}: must name the node of each of the {storage.world.size} ranks; leave it out to have "
-                "those of torchrun"
-            )
-        if fixed_tokens is not None and dispatch_dtype != "same":
-            raise ConfigError(
-                f"dispatch_dtype={dispatch_dtype} with fixed_tokens={fixed_tokens}: exchanges of fixed size send tokens as "
-                "they are; leave one out"
-            )
+        check_dispatch(
+            dispatch_dtype, nodes=nodes, fixed_tokens=fixed_tokens, num_ranks=storage.world.size
+        )
         self._check(way)
         usual = DispatchOptions(
             make_plan(storage.degrees, way.route_degree).route_degree,
@@ -293,33 +283,12 @@ class ExpertDispatcher:
         Raises:
             ConfigError: see `start`.
         """
-        if way.overlap_degree is not None and way.overlap_degree < 1:
-            raise ConfigError(
-                "overlap_degree",
-                way.overlap_degree,
-                "must be at least 1",
-                "use 1 to send all tokens at once",
-            )
-        if not 0 <= (way.shadow_experts or 0) <= self.num_experts:
-            raise ConfigError(
-                f"shadow_experts={way.shadow_experts}: must be from 0 to the {self.num_experts} experts; choose fewer"
-            )
-        if way.shadow_experts and self.storage.stay:
-            raise ConfigError(
-                f"shadow_experts={way.shadow_experts} with {self.storage.stay}: they stay where they are; leave it out"
-            )
-        if way.all_to_all is not None:
-            _check_word("all_to_all", way.all_to_all, AllToAll)
-        if self._fixed_tokens is not None and way.all_to_all not in (None, "flat"):
-            raise ConfigError(
-                f"all_to_all={way.all_to_all} with fixed_tokens={self._fixed_tokens}: exchanges of fixed size are flat; "
-                "leave one out"
-            )
-        if self._fixed_tokens is not None and way.shadow_experts:
-            raise ConfigError(
-                f"shadow_experts={way.shadow_experts} with fixed_tokens={self._fixed_tokens}: the host reads which experts are "
-                "hot; leave one out"
-            )
+        check_way(
+            way,
+            num_experts=self.num_experts,
+            stay=self.storage.stay,
+            fixed_tokens=self._fixed_tokens,
+        )
 
     @_never_compiled
     def start(self, tokens: Dispatched, way: DispatchOptions = AS_USUAL) -> SpreadJourney:
@@ -405,12 +374,6 @@ class ExpertDispatcher:
         return faster_all_to_all(route, load, self.network, **sizes, out_bytes=out_bytes)
 
 
-def _check_word(name: str, value: str, words: Any) -> None:
-    """Raise ConfigError unless an option's value is one of its words, a `Literal`."""
-    if value not in get_args(words):
-        raise ConfigError(f"{name}={value!r}: must be {', '.join(get_args(words))}; choose one")
-
-
 def spread_experts(
     layer: MoELayer,
     world: World,
@@ -464,46 +427,34 @@ def spread_experts(
     Raises:
         ConfigError: the degrees do not fit, or the layer is spread already.
     """
-    experts = layer.experts
-    if isinstance(layer.dispatcher, ExpertDispatcher):
-        raise ConfigError(
-            f"the experts of layer {layer.layer_index} are spread already; spread a layer, or a model with it, once"
-        )
-    if num_replicas < 1 or world.size % num_replicas:
-        raise ConfigError(
-            f"num_replicas={num_replicas}: must divide the {world.size} ranks; choose a divisor"
-        )
-    _check_word("order", order, ExpertOrder)
-    _check_word("keep", keep, Keep)
-    num_ranks, name = world.size // num_replicas, f"layer {layer.layer_index}"
+    way = DispatchOptions(route_degree, overlap_degree, all_to_all, shadow_experts)
+    degrees = check_spread(
+        layer,
+        world.size,
+        num_replicas=num_replicas,
+        es_degree=es_degree,
+        order=order,
+        keep=keep,
+        way=way,
+        fixed_tokens=fixed_tokens,
+        nodes=nodes,
+        dispatch_dtype=dispatch_dtype,
+        offload=offload,
+    )
+    experts, name = layer.experts, f"layer {layer.layer_index}"
     storage: ExpertHolder
     if isinstance(experts, GroupedExperts):
-        degrees = expert_degrees(
-            num_ranks,
-            num_experts=layer.num_experts,
-            hidden_dim=experts.w_in.shape[2],
-            es_degree=es_degree,
-            order=order,
-        )
-        make_plan(degrees, route_degree)
         device = compute_device(world.device_type) if offload else None
         storage = ExpertStorage(
             experts, world, degrees, keep=keep, layer=name, prefetcher=prefetcher, device=device
         )
     else:
-        degrees = module_degrees(
-            num_ranks,
-            num_experts=layer.num_experts,
-            es_degree=es_degree,
-            route_degree=route_degree,
-            offload=offload,
-        )
         storage = ExpertModules(experts, world, degrees, layer=name)
         layer.experts = storage.modules
     layer.dispatcher = dispatcher = ExpertDispatcher(
         storage,
         num_experts=layer.num_experts,
-        way=DispatchOptions(route_degree, overlap_degree, all_to_all, shadow_experts),
+        way=way,
         fixed_tokens=fixed_tokens,
         nodes=nodes,
         network=network,

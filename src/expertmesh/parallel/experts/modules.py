@@ -202,6 +202,31 @@ class _SumOverCopies(torch.autograd.Function):
         return None, None, d_x_TD, *summed
 
 
+MODULES_STAY = "experts that are modules of your own"
+"""What keeps such experts where they are."""
+
+
+def check_modules(experts: ExpertList, degrees: ExpertDegrees) -> int:
+    """How many modules each rank keeps.
+
+    Args:
+        experts: all of them.
+        degrees: from `module_degrees`.
+
+    Raises:
+        ConfigError: one rank would have modules without parameters only, and another would not.
+    """
+    count = experts.num_experts // degrees.num_ranks
+    sizes = [len(list(expert.parameters())) for expert in experts]
+    without = [first for first in range(0, len(sizes), count) if not any(sizes[first:][:count])]
+    if without and any(sizes):
+        raise ConfigError(
+            f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would have: "
+            "norms of gradients are sums over ranks that have some; put them between the others"
+        )
+    return count
+
+
 class ExpertModules(ExpertHolder):
     """Holds modules of the user's; nothing is gathered.
 
@@ -216,21 +241,13 @@ class ExpertModules(ExpertHolder):
     """
 
     casts_tokens = False
-    stay = "experts that are modules of your own"
+    stay = MODULES_STAY
 
     def __init__(
         self, experts: ExpertList, world: World, degrees: ExpertDegrees, *, layer: str
     ) -> None:
         super().__init__(world, degrees, layer=layer)
-        count = experts.num_experts // degrees.num_ranks
-        sizes = [len(list(expert.parameters())) for expert in experts]
-        without = [first for first in range(0, len(sizes), count) if not any(sizes[first:][:count])]
-        if without and any(sizes):
-            raise ConfigError(
-                f"experts {without[0]} to {without[0] + count - 1} have no parameter, and are all that one rank would have: "
-                "norms of "
-                "gradients are sums over ranks that have some; put them between the others"
-            )
+        count = check_modules(experts, degrees)
         self.modules = SpreadExpertList(
             experts,
             first=self.rank * count,

@@ -101,6 +101,59 @@ class ExpertHolder(ABC):
         """Begin to bring the weights of some experts to all ranks, in a type (None: the parameters' own)."""
 
 
+ADAPTERS_STAY = "low-rank adapters"
+"""What keeps experts with adapters where they are."""
+
+
+def check_shards(
+    experts: GroupedExperts,
+    degrees: ExpertDegrees,
+    *,
+    num_replicas: int,
+    offload: bool,
+    layer: str,
+) -> None:
+    """Whether the parameters of grouped experts can be sharded so, before any is.
+
+    Args:
+        experts: with their full parameters.
+        degrees: see `ExpertStorage`.
+        num_replicas: copies of the experts.
+        offload: whether shards rest in host memory.
+        layer: name for errors.
+
+    Raises:
+        ConfigError: a parameter cannot be cut evenly, or low-rank adapters do not spread so.
+    """
+    for name, axis in SLICED_AXIS.items():
+        full = getattr(experts, name)
+        for cut, parts in ((0, degrees.e), (axis, degrees.f)):
+            if full is not None and full.shape[cut] % parts:
+                raise ConfigError(
+                    f"{layer}: {name} of shape {tuple(full.shape)} cannot be cut into {parts} equal parts along "
+                    f"axis {cut}; choose another es_degree, or sizes that it divides"
+                )
+    if experts.adapters is None:
+        return
+    reasons = {
+        "es_degree": (degrees.f, degrees.f > 1),
+        "num_replicas": (num_replicas, num_replicas > 1),
+        "offload": (True, offload),
+    }
+    for name, (value, is_given) in reasons.items():
+        if is_given:
+            raise ConfigError(
+                f"{layer}: {name}={value} with low-rank adapters, which stay whole on the one rank of their expert; use as "
+                "many ranks as divide the experts, without copies or offload"
+            )
+    if any(
+        isinstance(adapter, Adapter) and adapter.shared for adapter in experts.adapters.children()
+    ):
+        raise ConfigError(
+            f"{layer}: an adapter that all experts share does not spread over ranks; use shared=False"
+        )
+
+
 class ExpertStorage(ExpertHolder):
     """Shards the parameters of grouped experts, and gathers them as a plan asks.
 
@@ -136,6 +189,13 @@ class ExpertStorage(ExpertHolder):
         device: torch.device | None = None,
     ) -> None:
         super().__init__(world, degrees, layer=layer)
+        check_shards(
+            experts,
+            degrees,
+            num_replicas=self.num_replicas,
+            offload=device is not None,
+            layer=layer,
+        )
         self.experts, self.keep, self.activation = experts, keep, experts.activation
         self._prefetcher = prefetcher or Prefetcher()
         self.host = None if device is None else HostMemory(device)
@@ -163,12 +223,6 @@ class ExpertStorage(ExpertHolder):
         i, j = self.degrees.coordinates(self.rank)
         for name in self.names:
             full, axis = getattr(self.experts, name), SLICED_AXIS[name]
-            for cut, parts in ((0, self.degrees.e), (axis, self.degrees.f)):
-                if full.shape[cut] % parts:
-                    raise ConfigError(
-                        f"{self.layer}: {name} of shape {tuple(full.shape)} cannot be cut into {parts} equal parts along "
-                        f"axis {cut}; choose another es_degree, or sizes that it divides"
-                    )
             rows, columns = full.shape[0] // self.degrees.e, full.shape[axis] // self.degrees.f
             part = full.detach().narrow(0, i * rows, rows).narrow(axis, j * columns, columns)
             shard = DTensor.from_local(
@@ -181,25 +235,10 @@ class ExpertStorage(ExpertHolder):
 
     def _shard_adapters(self, adapters: ExpertAdapters) -> None:
         """Keep the low-rank adapters of the experts that this rank has, which are never gathered."""
-        reasons = {
-            "es_degree": (self.degrees.f, self.degrees.f > 1),
-            "num_replicas": (self.num_replicas, self.num_replicas > 1),
-            "offload": (True, self.host is not None),
-        }
-        for name, (value, is_given) in reasons.items():
-            if is_given:
-                raise ConfigError(
-                    f"{self.layer}: {name}={value} with low-rank adapters, which stay whole on the one rank of their expert; use as "
-                    "many ranks as divide the experts, without copies or offload"
-                )
-        self.stay = "low-rank adapters"
+        self.stay = ADAPTERS_STAY
         mesh, first = expert_mesh(self.world, self.degrees), self.degrees.coordinates(self.rank)[0]
         for adapter in adapters.children():
             assert isinstance(adapter, Adapter)
-            if adapter.shared:
-                raise ConfigError(
-                    f"{self.layer}: an adapter that all experts share does not spread over ranks; use shared=False"
-                )
             adapter.local = _to_local
             for name in ("a", "b"):
                 full = getattr(adapter, name)

@@ -1,0 +1,154 @@
+"""Whether the experts of a layer can be spread as they are asked to be, before anything is changed."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from expertmesh.comm.mesh import ExpertDegrees, expert_degrees
+from expertmesh.config.dispatch import AS_USUAL, AllToAll, DispatchDtype, DispatchOptions
+from expertmesh.config.run import ExpertOrder
+from expertmesh.errors import ConfigError
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.layer import MoELayer
+from expertmesh.parallel.experts.modules import MODULES_STAY, check_modules, module_degrees
+from expertmesh.parallel.experts.plan import make_plan
+from expertmesh.parallel.experts.storage import ADAPTERS_STAY, Keep, check_shards
+
+
+def check_spread(
+    layer: MoELayer,
+    num_ranks: int,
+    *,
+    num_replicas: int = 1,
+    es_degree: int | None = None,
+    order: ExpertOrder = "slices_inner",
+    keep: Keep = "until_backward",
+    way: DispatchOptions = AS_USUAL,
+    fixed_tokens: int | None = None,
+    nodes: Sequence[int] | None = None,
+    dispatch_dtype: DispatchDtype = "same",
+    offload: bool = False,
+) -> ExpertDegrees:
+    """How the experts of a layer lie on the ranks of one copy; see `spread_experts` for the arguments.
+
+    Args:
+        layer: as it is before it is spread.
+        num_ranks: of the world.
+        num_replicas: copies of the experts.
+        es_degree: slices of each expert.
+        order: of the parts.
+        keep: how long gathered weights live.
+        way: how tokens travel.
+        fixed_tokens: bound on the tokens of a call.
+        nodes: the node of each rank.
+        dispatch_dtype: how tokens travel to their experts.
+        offload: whether parameters rest in host memory.
+
+    Raises:
+        ConfigError: the degrees do not fit, an option has no such value, or the layer is spread already.
+    """
+    name, experts = f"layer {layer.layer_index}", layer.experts
+    if hasattr(layer.dispatcher, "storage"):  # an `ExpertDispatcher`, which is above
+        raise ConfigError(
+            f"the experts of layer {layer.layer_index} are spread already; spread a layer, or a model with it, once"
+        )
+    if num_replicas < 1 or num_ranks % num_replicas:
+        raise ConfigError(
+            f"num_replicas={num_replicas}: must divide the {num_ranks} ranks; choose a divisor"
+        )
+    check_word("order", order, ExpertOrder)
+    check_word("keep", keep, Keep)
+    each = num_ranks // num_replicas
+    if isinstance(experts, GroupedExperts):
+        degrees = expert_degrees(
+            each,
+            num_experts=layer.num_experts,
+            hidden_dim=experts.w_in.shape[2],
+            es_degree=es_degree,
+            order=order,
+        )
+        check_shards(experts, degrees, num_replicas=num_replicas, offload=offload, layer=name)
+        stay = "" if experts.adapters is None else ADAPTERS_STAY
+    else:
+        degrees = module_degrees(
+            each,
+            num_experts=layer.num_experts,
+            es_degree=es_degree,
+            route_degree=way.route_degree,
+            offload=offload,
+        )
+        check_modules(experts, degrees)
+        stay = MODULES_STAY
+    make_plan(degrees, way.route_degree)
+    check_dispatch(dispatch_dtype, nodes=nodes, fixed_tokens=fixed_tokens, num_ranks=num_ranks)
+    check_way(way, num_experts=layer.num_experts, stay=stay, fixed_tokens=fixed_tokens)
+    return degrees
+
+
+def check_dispatch(
+    dispatch_dtype: str, *, nodes: Sequence[int] | None, fixed_tokens: int | None, num_ranks: int
+) -> None:
+    """Refuse what no dispatcher can have; see `ExpertDispatcher`.
+
+    Raises:
+        ConfigError: an option has no such value, or does not go with another.
+    """
+    check_word("dispatch_dtype", dispatch_dtype, DispatchDtype)
+    if nodes is not None and len(nodes) != num_ranks:
+        raise ConfigError(
+            f"nodes={tuple(nodes)}: must name the node of each of the {num_ranks} ranks; leave it out to have "
+            "those of torchrun"
+        )
+    if fixed_tokens is not None and dispatch_dtype != "same":
+        raise ConfigError(
+            f"dispatch_dtype={dispatch_dtype} with fixed_tokens={fixed_tokens}: exchanges of fixed size send tokens as "
+            "they are; leave one out"
+        )
+
+
+def check_way(
+    way: DispatchOptions, *, num_experts: int, stay: str, fixed_tokens: int | None
+) -> None:
+    """Refuse what no call can have.
+
+    Args:
+        way: of a call, or the usual one.
+        num_experts: E.
+        stay: what keeps the experts where they are; empty: nothing.
+        fixed_tokens: bound on the tokens of a call; None: none.
+
+    Raises:
+        ConfigError: an option has no such value, or does not go with another.
+    """
+    if way.overlap_degree is not None and way.overlap_degree < 1:
+        raise ConfigError(
+            "overlap_degree",
+            way.overlap_degree,
+            "must be at least 1",
+            "use 1 to send all tokens at once",
+        )
+    if not 0 <= (way.shadow_experts or 0) <= num_experts:
+        raise ConfigError(
+            f"shadow_experts={way.shadow_experts}: must be from 0 to the {num_experts} experts; choose fewer"
+        )
+    if way.shadow_experts and stay:
+        raise ConfigError(
+            f"shadow_experts={way.shadow_experts} with {stay}: they stay where they are; leave it out"
+        )
+    if way.all_to_all is not None:
+        check_word("all_to_all", way.all_to_all, AllToAll)
+    if fixed_tokens is not None and way.all_to_all not in (None, "flat"):
+        raise ConfigError(
+            f"all_to_all={way.all_to_all} with fixed_tokens={fixed_tokens}: exchanges of fixed size are flat; "
+            "leave one out"
+        )
+    if fixed_tokens is not None and way.shadow_experts:
+        raise ConfigError(
+            f"shadow_experts={way.shadow_experts} with fixed_tokens={fixed_tokens}: the host reads which experts are "
+            "hot; leave one out"
+        )
+
+
+def check_word(name: str, value: str, words: Any) -> None:
+    """Raise ConfigError unless an option's value is one of its words, a `Literal`."""
+    if value not in get_args(words):
+        raise ConfigError(f"{name}={value!r}: must be {', '.join(get_args(words))}; choose one")
