@@ -5,6 +5,7 @@ import json
 from collections import Counter
 
 import pytest
+from tests.support.calls import calls_of
 
 from expertmesh.checkpoints import manifest
 from expertmesh.checkpoints.manifest import described, find_damage, write_manifest
@@ -14,11 +15,11 @@ BLOCK = 256
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "BLOCK_BYTES", BLOCK)
+def folder(tmp_path):
     for number, (name, size) in enumerate(SIZES.items()):
         (tmp_path / name).write_bytes(bytes((number + i) % 251 for i in range(size)))
-    write_manifest(tmp_path, {name: described(tmp_path / name) for name in SIZES}, version=1)
+    files = {name: described(tmp_path / name, block_bytes=BLOCK) for name in SIZES}
+    write_manifest(tmp_path, files, version=1)
     return tmp_path
 
 
@@ -31,25 +32,16 @@ def of_before(folder):
     (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "files": files}))
 
 
-def compared(folder, monkeypatch, share):
+def compared(folder, share):
     """What a share reads, as (name, first byte, bytes)."""
-    found, plain = [], manifest._sha256
-
-    def counted(path, start, num_bytes):
-        found.append((path.name, start, num_bytes))
-        return plain(path, start, num_bytes)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest, "_sha256", counted)
+    with calls_of(manifest._sha256) as calls:
         assert find_damage(folder, share=share) is None
-    return found
+    return [(told["path"].name, told["start"], told["num_bytes"]) for told, _ in calls]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_each_rank_compares_its_share_and_all_together_everything_once(
-    folder, monkeypatch, num_ranks
-):
-    shares = [compared(folder, monkeypatch, (i, num_ranks)) for i in range(num_ranks)]
+def test_each_rank_compares_its_share_and_all_together_everything_once(folder, num_ranks):
+    shares = [compared(folder, (i, num_ranks)) for i in range(num_ranks)]
     for share in shares:
         assert sum(size for _, _, size in share) <= sum(SIZES.values()) / num_ranks + BLOCK
     counts = Counter(
@@ -62,9 +54,9 @@ def test_each_rank_compares_its_share_and_all_together_everything_once(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_file_of_before_is_compared_by_one_rank(folder, monkeypatch, num_ranks):
+def test_a_file_of_before_is_compared_by_one_rank(folder, num_ranks):
     of_before(folder)
-    shares = [compared(folder, monkeypatch, (i, num_ranks)) for i in range(num_ranks)]
+    shares = [compared(folder, (i, num_ranks)) for i in range(num_ranks)]
     assert sorted(sum(shares, [])) == [(name, 0, size) for name, size in SIZES.items()]
 
 

@@ -1,12 +1,12 @@
 """What ranks read of a checkpoint that they open together: their own part, and a share of the checksums."""
 
-from unittest import mock
-
 import pytest
 import torch
+from tests.support.calls import calls_of
+from torch.distributed.tensor import DTensor
 
 import expertmesh as em
-from expertmesh.checkpoints import dcp, manifest
+from expertmesh.checkpoints import dcp_files, dcp_index, manifest
 from expertmesh.comm.world import World
 from expertmesh.models.gpt.model import GPT
 from expertmesh.parallel.ranks import Ranks
@@ -27,40 +27,34 @@ def run_dir(tmp_path_factory):
     )
     train_tokenizer(["some words"], vocab_size=config.model.vocab_size).save(str(tokenizer))
     model = GPT(config.model, dtype=torch.float32, seed=0)
-    with mock.patch.object(manifest, "BLOCK_BYTES", BLOCK):
-        save_as_run(model, config, recipe="test", files={"tokenizer.json": tokenizer})
+    save_as_run(model, config, recipe="test", files={"tokenizer.json": tokenizer})
+    checkpoint = next((folder / "checkpoints").iterdir())
+    files = [path for path in checkpoint.iterdir() if path.name != manifest.NAME]
+    sums = {path.name: manifest.described(path, block_bytes=BLOCK) for path in files}
+    manifest.write_manifest(checkpoint, sums, version=1)
     return folder
 
 
 def opened(folder):
     """Bytes compared, bytes copied, bytes of this rank's tensors, times that the index was read."""
-    compared, copied = [], []
-    plain_sum, plain_copy = manifest._sha256, dcp.copy_piece
-
-    def counted_sum(path, start, num_bytes):
-        compared.append(num_bytes)
-        return plain_sum(path, start, num_bytes)
-
-    def counted_copy(target, *args, **kwargs):
-        copied.append(target.numel() * kwargs["dtype"].itemsize)
-        plain_copy(target, *args, **kwargs)
-
     world = World() if torch.distributed.is_initialized() else None
+    calls = []
     try:
-        with (
-            mock.patch.object(manifest, "_sha256", counted_sum),
-            mock.patch.object(dcp, "copy_piece", counted_copy),
-            mock.patch.object(dcp, "read_index", wraps=dcp.read_index) as index,
-        ):
-            loaded = open_model(folder, device="cpu", ranks=Ranks(world))
-        own = 0
-        for tensor in loaded.model.state_dict().values():
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            own += local.nbytes
-        return sum(compared), sum(copied), own, index.call_count
+        for function in (manifest._sha256, dcp_files.copy_piece, dcp_index.read_index):
+            with calls_of(function) as found:
+                loaded = open_model(folder, device="cpu", ranks=Ranks(world))
+            calls.append([told for told, _ in found])
     finally:
         if world is not None:
             world.close()
+    sums, copies, indices = calls
+    state = loaded.model.state_dict().values()
+    return (
+        sum(told["num_bytes"] for told in sums),
+        sum(told["target"].numel() * told["dtype"].itemsize for told in copies),
+        sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in state),
+        len(indices),
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -25,14 +25,14 @@ class _Unit(NamedTuple):
     sha256: str
 
 
-def described(path: Path) -> dict[str, Any]:
+def described(path: Path, *, block_bytes: int = BLOCK_BYTES) -> dict[str, Any]:
     """Size and checksums of a file: one, or of a file of several blocks that of each."""
     size = path.stat().st_size
-    starts = range(0, max(size, 1), BLOCK_BYTES)
-    sums = [_sha256(path, start, min(BLOCK_BYTES, size - start)) for start in starts]
+    starts = range(0, max(size, 1), block_bytes)
+    sums = [_sha256(path, start, min(block_bytes, size - start)) for start in starts]
     if len(sums) == 1:
         return {"size": size, "sha256": sums[0]}
-    return {"size": size, "block_bytes": BLOCK_BYTES, "blocks": sums}
+    return {"size": size, "block_bytes": block_bytes, "blocks": sums}
 
 
 def write_manifest(folder: Path, files: Mapping[str, Any], *, version: int) -> Path:
@@ -113,13 +113,15 @@ def _share(units: list[_Unit], position: int, num_parts: int) -> list[_Unit]:
 
 def _sha256(path: Path, start: int, num_bytes: int) -> str:
     """Of a part of a file."""
-    found = hashlib.sha256()
+    found, left = hashlib.sha256(), num_bytes
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_SEQUENTIAL)
-        while data := file.read(min(num_bytes, _READ_BYTES) or 1):
+        while data := file.read(
+            min(left, _READ_BYTES) or 1
+        ):  # a byte of an empty file: it may be unreadable
             found.update(data)
-            num_bytes -= len(data)
-            if num_bytes <= 0:
+            left -= len(data)
+            if left <= 0:
                 break
     return found.hexdigest()
