@@ -120,6 +120,12 @@ def test_parallel_text(tmp_path, codec, encoding):
         (b"\x93caf\xe9\x94", "is not UTF-8 text, but perhaps cp1252", "cp1252"),
         ("café".encode("utf-16-le"), "is not UTF-8 text, but perhaps utf-16-le", "utf-16-le"),
         ("café".encode("utf-16-be"), "is not UTF-8 text, but perhaps utf-16-be", "utf-16-be"),
+        ("日本語の文章".encode("shift_jis"), "is not UTF-8 text, but of another encoding", "NAME"),
+        (
+            "我们都是人".encode("big5", "ignore") + b"\x81@",
+            "is not UTF-8 text, but of another encoding",
+            "NAME",
+        ),
         (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\xff", "is a binary file", None),
         (b"a\0b\xff", "is a binary file", None),
         (b"\0", "is a binary file", None),
@@ -128,7 +134,7 @@ def test_parallel_text(tmp_path, codec, encoding):
 def test_what_is_no_utf_8(tmp_path, data, said, encoding):
     with pytest.raises(NotTextError, match=said) as found:
         decoded(data)
-    assert found.value.encoding == encoding
+    assert found.value.encoding == (None if encoding == "NAME" else encoding)
     (tmp_path / "a.txt").write_bytes(data)
     fix = "give text" if encoding is None else f"name its encoding, data.encoding={encoding}, or"
     with pytest.raises(em.ConfigError, match=rf"a.txt: {said}.*; {fix}"):
@@ -137,7 +143,8 @@ def test_what_is_no_utf_8(tmp_path, data, said, encoding):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")
     notes = load_corpus(TextConfig(path=str(tmp_path), validation_fraction=0.4)).notes
     (note,) = (one for one in map(str, notes) if "left out" in one)
-    reason = "files are binary" if encoding is None else f"not UTF-8 text, but perhaps {encoding}"
+    perhaps = "not UTF-8 text" + ("" if encoding == "NAME" else f", but perhaps {encoding}")
+    reason = "files are binary" if encoding is None else perhaps
     assert f"{reason} (for example a.txt)" in note
 
 

@@ -196,6 +196,20 @@ def test_a_column_that_is_there_twice(tmp_path):
         load_corpus(TextConfig(path=str(tmp_path / "a.parquet")))
 
 
+def test_texts_of_another_encoding_in_a_table(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    column = pyarrow.array([f"caf\xe9 {i}".encode("latin-1") for i in NUMBERS])
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    says = (
+        "rows are not UTF-8 text, but perhaps latin-1 .*; name its encoding, data.encoding=latin-1"
+    )
+    with pytest.raises(em.ConfigError, match=says):
+        load_corpus(TextConfig(path=str(tmp_path / "a.parquet")))
+    assert found_in(tmp_path / "a.parquet", encoding="latin-1")[1][0].startswith("caf\xe9")
+
+
 def test_messages_under_another_name(tmp_path):
     """As the chosen answers of preferences, or `text` as a list."""
     for name, options in (("chosen", {"column": "chosen"}), ("text", {})):

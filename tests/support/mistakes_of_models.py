@@ -382,7 +382,7 @@ BEGIN = {
     ),
     "a teacher that is a file": Mistake(
         lambda p: p.train("--distill.teacher", p.path("corpus.txt")),
-        ["corpus.txt", "does not exist", "train"],
+        ["corpus.txt", "is no folder", "train"],
     ),
     "a teacher who never speaks": Mistake(
         beginning("--distill.teacher", "@", "--distill.until", "0"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from expertmesh.config.text import TextConfig
 from expertmesh.data.candidates import Told, find_documents, option_of
-from expertmesh.data.encoding import NotTextError
+from expertmesh.data.encoding import NotTextError, remedy
 from expertmesh.data.files import NOT_READABLE
 from expertmesh.data.news import NAMES_ALL, Progress
 from expertmesh.data.paths import find_paths
@@ -85,7 +85,7 @@ def load_corpus(config: TextConfig) -> Corpus:
     told = Told()
     left_out = told.left_out
     source, candidates = find_documents(config, told)
-    documents, num_bytes, left_unread = [], 0, 0
+    documents, num_bytes, left_unread, fix = [], 0, 0, "; give text"
     kinds: dict[bool, str] = {}
     progress = Progress("read", total=config.max_bytes)
     ordered = sorted(candidates, key=lambda c: (_hash("order", c[0]), c[0]))
@@ -103,6 +103,7 @@ def load_corpus(config: TextConfig) -> Corpus:
             continue
         except NotTextError as error:
             left_out.add(error.reason, shown or name)
+            fix = remedy(error) if error.encoding else fix
             continue
         if not data:
             continue
@@ -117,7 +118,7 @@ def load_corpus(config: TextConfig) -> Corpus:
     if not documents:
         why = f"left out: {left_out}" if left_out.total else "it is empty"
         raise ConfigError(
-            f"{option_of(config)}: has no text ({why}); give text (docs/data.md says what is read)"
+            f"{option_of(config)}: has no text ({why}){fix} (docs/data.md says what is read)"
         )
     if len(kinds) > 1:
         raise ConfigError(

@@ -23,6 +23,8 @@ BINARY = "files are binary"
 _AS_WRITTEN = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}
 """Encodings that a mark would tell apart, where there is none; that of Windows and of nearly all files."""
 _LOOKED_AT = 1 << 16
+_OTHER = "other"
+"""What bytes look like that have no control characters, and are in none of the encodings that are told apart."""
 _CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 """Bytes that hardly any text in an encoding of bytes has."""
 
@@ -33,7 +35,7 @@ class NotTextError(ValueError):
     Args:
         said: the message.
         reason: the same of several, which are counted by it: "files are binary".
-        encoding: the one by which they would be text, if that can be seen.
+        encoding: the one by which they would be text, if that can be seen; None also of text in one that cannot.
     """
 
     def __init__(self, said: str, reason: str, encoding: str | None = None) -> None:
@@ -82,21 +84,22 @@ def remedy(error: NotTextError, option: str = "data.encoding") -> str:
         error: that it caused.
         option: names an encoding; "": there is none.
     """
-    if error.encoding is None:
+    if error.reason == BINARY:
         return "; give text"
-    convert = f"convert it to UTF-8, for example with iconv -f {error.encoding} -t UTF-8"
-    return (
-        f"; name its encoding, {named(option, error.encoding)}, or {convert}"
-        if option
-        else f"; {convert}"
-    )
+    name = error.encoding or "NAME"
+    convert = f"convert it to UTF-8, for example with iconv -f {name} -t UTF-8"
+    return f"; name its encoding, {named(option, name)}, or {convert}" if option else f"; {convert}"
 
 
 def _not_text(data: bytes, name: str) -> NotTextError:
     """What bytes are, as far as that can be seen, that are no text in an encoding."""
     shown = name.upper() if name.startswith("utf-") else name
     looks = _looks_like(data[:_LOOKED_AT])
-    if looks is None or looks == name:
+    if looks == _OTHER and name == "utf-8":
+        return NotTextError(
+            "is not UTF-8 text, but of another encoding", "files are not UTF-8 text"
+        )
+    if looks in (None, _OTHER, name):
         return NotTextError(f"is a binary file, and no {shown} text", BINARY)
     return NotTextError(
         f"is not {shown} text, but perhaps {looks}",
@@ -114,4 +117,10 @@ def _looks_like(data: bytes) -> str | None:
             return name
     if _CONTROLS.search(data):
         return None
-    return "cp1252" if re.search(rb"[\x80-\x9f]", data) else "latin-1"
+    if not re.search(rb"[\x80-\x9f]", data):
+        return "latin-1"
+    try:
+        data.decode("cp1252")
+    except UnicodeError:  # it leaves five bytes out, which those of East Asia are full of
+        return _OTHER
+    return "cp1252"

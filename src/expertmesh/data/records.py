@@ -207,7 +207,8 @@ class Row:
             if isinstance(value, bytes):
                 value = decoded(value, self.encoding)
         except NotTextError as error:
-            raise NotTextError(str(error), error.reason.replace("files", units, 1)) from None
+            reason = error.reason.replace("files", units, 1)
+            raise NotTextError(str(error), reason, error.encoding) from None
         except ValueError:
             values = value = None
         if not isinstance(values, Mapping):
