@@ -23,6 +23,7 @@ generate      continue a text
 Engine        answers many requests at once; SamplingParams: how; RequestOutput: what it answers
 token_logprobs  logprobs of given tokens with gradients, to the bit those that the engine drew with
 add_tokens    more tokens for a trained model and its tokenizer
+save          write a changed model as a run
 report        a page about one run or several
 parallelize   spread a module of your own over ranks
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from expertmesh import lora as lora
     from expertmesh.api import generate as generate
     from expertmesh.api import load as load
+    from expertmesh.api import save as save
     from expertmesh.api import train as train
     from expertmesh.config.dispatch import DispatchOptions as DispatchOptions
     from expertmesh.config.run import RunConfig as RunConfig
@@ -84,6 +86,7 @@ _HOME = {
     "parallelize": "parallel.apply",
     "recipe": "recipes",
     "report": "reporting.page",
+    "save": "api",
     "token_logprobs": "engine.on_policy",
     "train": "api",
     "upcycle": "models.upcycle",
@@ -112,6 +115,7 @@ __all__ = [
     "parallelize",
     "recipe",
     "report",
+    "save",
     "token_logprobs",
     "train",
     "upcycle",

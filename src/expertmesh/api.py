@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from expertmesh.comm.world import World
-from expertmesh.config.base import shown
+from expertmesh.config.base import expanded, shown
 from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
@@ -21,8 +22,10 @@ from expertmesh.models.own_module import Module, own_family
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.recipes.changes import changed
 from expertmesh.runs.open import LoadedModel, device_of, find_model, open_model
+from expertmesh.runs.run_dir import TOKENIZER
 from expertmesh.text.format import text_format
 from expertmesh.training import loop
+from expertmesh.training.begin import check_saved, files_beside, save_as_run
 from expertmesh.training.trackers import Tracker
 
 
@@ -154,6 +157,44 @@ def load(
     found = find_model(run, own_family(module) if module is not None else family)
     ranks = Ranks(World(device_type=device_of(found, device).type)) if spread else None
     return open_model(found, device=device, ranks=ranks, es_degree=es_degree)
+
+
+def save(model: Any, tokenizer: Tokenizer, folder: str | Path, *, like: str | Path) -> Path:
+    """Write a language model as a run of no steps, which `load`, every verb and `train.init_from` take.
+
+    For a model that was changed since it was loaded: tokens were added, adapters merged, experts taken away.
+
+    Args:
+        model: a GPT or an encoder-decoder, whole, without adapters.
+        tokenizer: of the model.
+        folder: where to; it must not exist.
+        like: the run, or hub folder, that it came from: the rest of its configuration and the files beside its tokenizer go along.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the folder exists, the model is spread or has adapters, has no room for the tokenizer, or is of another kind than
+            that of `like`.
+        CheckpointError: a file of `like` is missing or damaged.
+
+    Example:
+        >>> model, tokenizer = em.load("runs/text")
+        >>> em.add_tokens(model, tokenizer, ["<plan>"])
+        1
+        >>> path = em.save(model, tokenizer, "runs/more", like="runs/text")
+    """
+    found = find_model(like)
+    check_saved(model, tokenizer, found.config)
+    values = found.config.model_dump()
+    values |= {"model": model.config.model_dump()}
+    values["train"] |= {"run_dir": str(expanded(folder)), "init_from": None}
+    config = type(found.config).model_validate(values)
+    with TemporaryDirectory() as place:
+        own = Path(place) / TOKENIZER
+        tokenizer.save(str(own))
+        files = {TOKENIZER: own, **files_beside(found.path, own)}
+        return save_as_run(model, config, recipe="saved", files=files)
 
 
 def generate(

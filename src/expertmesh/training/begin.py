@@ -4,7 +4,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from tokenizers import Tokenizer
 from torch import nn
 
 from expertmesh.checkpoints.dcp import Make
@@ -14,11 +16,15 @@ from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.output_file import naming
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.decoder import LanguageModel
 from expertmesh.models.family import Data
+from expertmesh.moe.dispatch import LocalDispatcher
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.open import find_model
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
-from expertmesh.text.format import hub_files
+from expertmesh.text.format import EXTRAS, hub_files
 from expertmesh.training.state import RunProgress
 
 _MODEL = "model."
@@ -86,6 +92,47 @@ def kept_files(config: RunConfig, data: Data) -> dict[str, Path]:
 def _can_go_on(own: RunDir, family: Family) -> bool:
     is_whole = own.config.exists() and all((own.path / name).is_file() for name in family.files)
     return is_whole and bool(list_checkpoints(own.checkpoints))
+
+
+def check_saved(model: Any, tokenizer: Tokenizer, config: RunConfig) -> None:
+    """Whether a language model can become a run beside another one.
+
+    Args:
+        model: to be saved.
+        tokenizer: of the model.
+        config: of the other run.
+
+    Raises:
+        ConfigError: it cannot; says why.
+    """
+    wanted: Any = getattr(config, "model", None)
+    if not isinstance(model, LanguageModel) or type(model.config) is not type(wanted):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, and the run that it is saved like has a {type(wanted).__name__}; give that of load()"
+        )
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.get_vocab_size() > model.vocab_size:
+        raise ConfigError(
+            f"tokenizer: is a {type(tokenizer).__name__}, or has more tokens than the model's {model.vocab_size}; give the model's, and "
+            "add tokens to both with add_tokens"
+        )
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and not isinstance(layer.dispatcher, LocalDispatcher):
+            raise ConfigError("model is spread over ranks; save it on one process, loaded whole")
+        if isinstance(layer, GroupedExperts) and layer.adapters is not None:
+            raise ConfigError("model has adapters; merge them first, with expertmesh.lora.merge")
+
+
+def files_beside(folder: Path, tokenizer: Path) -> dict[str, Path]:
+    """The files beside a tokenizer that a run with another one keeps, by their names there.
+
+    Args:
+        folder: a run directory or hub folder.
+        tokenizer: the file of the other one, which takes the place of copies of the old.
+    """
+    extras = folder / EXTRAS
+    kept = {f"{EXTRAS}/{p.name}": p for p in sorted(extras.glob("*")) if p.is_file()}
+    kept |= hub_files(folder)
+    return {name: tokenizer if path.name == TOKENIZER else path for name, path in kept.items()}
 
 
 def save_as_run(
