@@ -70,7 +70,7 @@ DATA = {
         ["cannot be split", "give more text"],
     ),
     "only so many bytes that nothing is left": Mistake(
-        training("--data.max-bytes", "1"), ["1 different documents", "split", "more text"]
+        training("--data.max-bytes", "1"), ["1 different text", "split", "more text"]
     ),
     "a pipe": Mistake(special(os.mkfifo), ["special", "no regular file", "write it to a file"]),
     "a socket": Mistake(special(bind_socket), ["special", "no regular file", "write it"]),
