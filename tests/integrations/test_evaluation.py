@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from tests.oracle import numerics
 from tests.support.hub_text import byte_tokenizer, hub_folder
 from tests.support.real_text import DOCS
@@ -10,6 +11,7 @@ from tests.support.real_text import DOCS
 from expertmesh.cli.main import main
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import ConfigError
+from expertmesh.integrations.hub import convert
 
 lm_eval = pytest.importorskip("lm_eval")
 pytestmark = [
@@ -59,7 +61,6 @@ def judged(tmp_path_factory):
     """A folder with tasks and their data, a short run, and its export."""
     from expertmesh import RunConfig, train
     from expertmesh.config.gpt import GPTRunConfig
-    from expertmesh.integrations.hub import convert
 
     folder = tmp_path_factory.mktemp("judged")
     text = (DOCS / "glossary.md").read_text() + (DOCS / "numerics.md").read_text()
@@ -185,6 +186,18 @@ def test_the_verb_judges_a_run(judged, capsys):
     assert f"quiz  acc  {found['quiz']['acc,none']:.4f}" in shown
     assert 0 < found["text"]["bits_per_byte,none"] < 8
     assert "write  exact_match" in shown
+
+
+def test_the_verb_judges_a_folder_of_the_hub_as_the_run_of_it(judged):
+    """In BF16, the type of the files: what FP32 weights compute in is measured."""
+    convert("run", "as_hub", dtype=torch.bfloat16)
+    convert("as_hub", "as_run")
+    found = []
+    for folder in ("as_hub", "as_run"):
+        where = ["--run", folder, "--output", f"{folder}.json"]
+        assert main(["evaluate", *where, "--tasks", "quiz.yaml", "text.yaml", "--limit", "4"]) == 0
+        found.append(json.loads((judged / f"{folder}.json").read_text())["results"])
+    assert found[0] == found[1] and set(found[0]) == {"quiz", "text"}
 
 
 @pytest.mark.parametrize(
