@@ -321,9 +321,9 @@ TOLD = [  # an error or a line, as Python and as the command line of a verb prin
     ),
     (ConfigError("es_degree", 3, "no"), "generate", "es_degree=3: no", "--es-degree 3: no"),
     (
-        CheckpointError(f"lower {named('train.device', 'x')}"),
+        CheckpointError(f"lower {named('device', 'x')}"),
         "classify",
-        "lower train.device=x",
+        "lower device=x",
         "lower --device x",
     ),
     (ConfigError("num_beams", 0, "no"), "translate", "num_beams=0: no", "--beams 0: no"),

@@ -140,5 +140,5 @@ def test_two_hosts_train_as_one_process(tmp_path, one_process, rate, ranks_per_h
         crossed = [received_bytes(host) for host in hosts]
     assert_same_lines(lines_of(tmp_path / "run"), one_process, "loss", "grad_norm", "eval_loss")
     assert min(crossed) > 1 << 20, f"tokens or gradients crossed the cable: {crossed} bytes"
-    assert sum(f"{2 * ranks_per_host} ranks of 1 thread;" in output for output in outputs) == 1
+    assert sum(f"{2 * ranks_per_host} ranks of 1 thread" in output for output in outputs) == 1
     assert sum("bits per byte" in output for output in outputs) == 1, "one rank of all prints"

@@ -41,13 +41,14 @@ def run(argv: list[str]) -> int:
     with told_of_data(), loading():
         import torch
 
-        from expertmesh.integrations.evaluation import evaluate
         from expertmesh.runs.open import open_model
         from expertmesh.text.tokenizer import end_of_text_id
         from expertmesh.training.threads import threads_of_calls
 
         opened = open_model(options.run, device=options.device, for_autocast=True)
         model, tokenizer, precision = opened.decoder, opened.text.tokenizer, opened.precision
+
+        from expertmesh.integrations.evaluation import evaluate
 
     num_rows = _TOKENS * options.batch_size
     with (

@@ -118,7 +118,8 @@ class DenseContext:
     ) -> Tensor:
         """See `AttentionContext.attend`."""
         S, head_dim = self.visible.num_queries, q_THd.shape[-1]
-        q, k, v = (t.unflatten(0, (-1, S)).transpose(1, 2) for t in (q_THd, k_Thd, v_Thd))
+        B = q_THd.shape[0] // S  # a rank may have no row at all
+        q, k, v = (t.unflatten(0, (B, S)).transpose(1, 2) for t in (q_THd, k_Thd, v_Thd))
         if self.cache is not None:
             k, v = self.cache.update(layer_index, k_BHSD=k, v_BHSD=v)
         if self.places is not None:
@@ -257,7 +258,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x_BSD).view(B * S, self.num_kv_heads, group + 2, self.head_dim)
         q_THd, k_Thd, v_Thd = (t.flatten(1, 2) for t in qkv.split([group, 1, 1], dim=2))
         q_THd, k_Thd = (
-            self._norm_and_rope(t, norm, cos, sin, num_rows=B)
+            self._norm_and_rope(t, norm, cos, sin, rows=(B, S))
             for t, norm in ((q_THd, self.q_norm), (k_Thd, self.k_norm))
         )
         arithmetic = self.arithmetic.in_mode(self.training)
@@ -265,20 +266,26 @@ class Attention(nn.Module):
         return self.out(y).view(x_BSD.shape)
 
     def _norm_and_rope(
-        self, x_THd: Tensor, norm: RMSNorm | None, cos: Tensor, sin: Tensor, *, num_rows: int
+        self,
+        x_THd: Tensor,
+        norm: RMSNorm | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        rows: tuple[int, int],
     ) -> Tensor:
-        """(T, H, head_dim), normalised and turned; the tokens are those of so many rows."""
+        """(T, H, head_dim), normalised and turned; the tokens are those of B rows of S."""
         if norm is not None and not self.norms_heads:
             x_THd, norm = norm(x_THd.flatten(1)).view(x_THd.shape), None
         elif norm is not None and norm.weight.is_meta:  # on disk until it is called
             x_THd, norm = norm(x_THd), None
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         turned = self.arithmetic.in_mode(self.training).norm_and_rope(
-            x_THd.unflatten(0, (num_rows, -1)), weight, eps=eps, cos=cos, sin=sin
+            x_THd.unflatten(0, rows), weight, eps=eps, cos=cos, sin=sin
         )
         if turned is not None:
             return turned.flatten(0, 1)
         x_THd = x_THd if norm is None else norm(x_THd)
         half = cos.shape[-1]
-        cos, sin = (t.expand(num_rows, -1, half).reshape(-1, 1, half) for t in (cos, sin))
+        cos, sin = (t.expand(rows[0], -1, half).reshape(-1, 1, half) for t in (cos, sin))
         return apply_rope(x_THd, cos, sin)

@@ -49,7 +49,7 @@ def check_tensor(name: str, value: Any, *, what: str) -> None:
 def check_ids(
     ids: Any, *, vocab_size: int, max_len: int | None, name: str = "ids_BS", what: str = "sequence"
 ) -> None:
-    """Raise ConfigError unless these are token ids (sequences, tokens) of sequences that are neither empty nor too long.
+    """Raise ConfigError unless these are token ids (sequences, tokens) of sequences that are neither empty nor too long; any number.
 
     Args:
         ids: the argument.
@@ -64,9 +64,9 @@ def check_ids(
             f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; it must be (sequences, tokens) of integer ids (int64); one"
             f" sequence is {name.removesuffix('_BS')}[None], and ids.long() converts"
         )
-    if ids.shape[0] < 1 or ids.shape[1] < 1:
+    if ids.shape[1] < 1:  # no row at all is what a rank may have
         raise ConfigError(
-            f"{name} has shape {tuple(ids.shape)}; it must hold a token in each {what}, and one {what} or more; leave the call out"
+            f"{name} has shape {tuple(ids.shape)}; it must hold a token in each {what}; leave the call out"
         )
     if max_len is not None and ids.shape[1] > max_len:
         limit = "max_seq_len=" if what == "sequence" else ""

@@ -113,10 +113,10 @@ class CrossAttention(nn.Module):
         B, S, _ = x_BSD.shape
         q = self._heads(self.q(x_BSD))
         # Rows of one source look at it together: its keys are neither copied nor read more than once.
-        q = q.unflatten(0, (len(keys), -1)).transpose(1, 2).flatten(2, 3)
+        q = q.unflatten(0, (len(keys), B // max(len(keys), 1))).transpose(1, 2).flatten(2, 3)
         y = attention(q, keys, values, visible)
         y = y.unflatten(2, (-1, S)).transpose(1, 2).flatten(0, 1)
-        return self.out(y.transpose(1, 2).reshape(B, S, -1))
+        return self.out(y.transpose(1, 2).flatten(2))
 
     def _heads(self, x_BSD: Tensor) -> Tensor:
         return x_BSD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
