@@ -34,7 +34,7 @@ class EngineConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.require(
-            self.token_budget >= 1 and self.block_size <= 4096,
+            self.block_size <= 4096,
             "block_size",
             "must be at most 4096",
             "use 16, 32 or 64",

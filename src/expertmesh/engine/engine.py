@@ -223,10 +223,7 @@ class Engine:
         Raises:
             ConfigError: the model is in training mode.
         """
-        if self.model.training:
-            raise ConfigError(
-                "the model is in training mode: the engine would drop and draw; call model.eval()"
-            )
+        _check_mode(self.model)
         step = self._scheduler.schedule()
         if not step.chunks:
             return []
@@ -510,10 +507,7 @@ def _check_model(model: Any, config: EngineConfig) -> None:
         raise ConfigError(
             f"model is a {type(model).__name__}: the engine serves a GPT; give one, as em.load does"
         )
-    if model.training:
-        raise ConfigError(
-            "the model is in training mode: the engine would drop and draw; call model.eval()"
-        )
+    _check_mode(model)
     moe = model.config.moe
     if any(model.config.experts_per_layer()) and moe.router == "expert_choice":
         raise ConfigError(
@@ -522,4 +516,11 @@ def _check_model(model: Any, config: EngineConfig) -> None:
     if config.deterministic and not model.config.batch_invariant:
         raise ConfigError(
             "deterministic=True: the model computes by the order of its batch; build it with batch_invariant=True"
+        )
+
+
+def _check_mode(model: Any) -> None:
+    if model.training:
+        raise ConfigError(
+            "the model is in training mode: the engine would drop and draw; call model.eval()"
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertmesh.ops.attention.visible import visible
+from expertmesh.ops.attention.visible import Visible, visible
 from expertmesh.ops.row_arithmetic import RowArithmetic
 
 
@@ -61,6 +61,7 @@ class Span:
         num_keys: keys that the last of them sees.
         begin: where its keys begin, if they lie in one piece; else -1.
         places_L: (num_keys,) where each of its keys lies; None: in one piece.
+        seen: which of them its rows see, the same in every layer.
     """
 
     first: int
@@ -68,6 +69,7 @@ class Span:
     num_keys: int
     begin: int
     places_L: Tensor | None
+    seen: Visible
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,7 @@ class PagedContext:
             else:
                 k, v = (t.index_select(0, span.places_L) for t in (k_all, v_all))
             q, k, v = (t.transpose(0, 1)[None] for t in (q_THd[rows], k, v))
-            seen = visible(span.count, span.num_keys, device=q.device)
-            y_THd[rows] = arithmetic.attention(q, k, v, seen)[0].transpose(0, 1)
+            y_THd[rows] = arithmetic.attention(q, k, v, span.seen)[0].transpose(0, 1)
         return y_THd.flatten(1)
 
 
@@ -118,8 +119,9 @@ def span_of(
 ) -> Span:
     """The rows of a sequence that computes tokens start ... start + count - 1."""
     num_keys = start + count
+    seen = visible(count, num_keys, device=cache.k.device)
     used = blocks[: -(-num_keys // cache.block_size)]
     if all(b == a + 1 for a, b in zip(used, used[1:], strict=False)):
-        return Span(first, count, num_keys, used[0] * cache.block_size, None)
+        return Span(first, count, num_keys, used[0] * cache.block_size, None, seen)
     places = torch.tensor(cache.places(used, 0, num_keys), device=cache.k.device)
-    return Span(first, count, num_keys, -1, places)
+    return Span(first, count, num_keys, -1, places, seen)
