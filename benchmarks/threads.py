@@ -3,7 +3,7 @@
     python -m benchmarks.threads                        # as the machine is, and with a busy loop on each core
     python -m benchmarks.threads --rounds 7 --what decode
 
-Training (`gpt-moe-test`, and some steps of `gpt-moe-demo`) and decoding (greedy, of the run just trained), each as a command of its own: by
+Training (`gpt-moe-test`, and some steps of `gpt-moe-demo`) and decoding (greedy, by a model of `gpt-moe-demo` after two steps), each as a command of its own: by
 default, and with every number of threads set by hand (OMP_NUM_THREADS, which also has the default's way of waiting). The
 commands take turns, so that what else runs on the machine meets all of them. Tokens per second are those that the program prints,
 or of decoding the tokens of the whole command without what a command of one token takes.
@@ -133,9 +133,10 @@ def main() -> None:
         work = {
             "test": lambda n: train(folder, "gpt-moe-test", options.steps, n),
             "demo": lambda n: train(folder, "gpt-moe-demo", options.demo_steps, n),
-            "decode": lambda n: decode(folder, "gpt-moe-test", n),
+            "decode": lambda n: decode(folder, "gpt-moe-demo", n),
         }
-        train(folder, "gpt-moe-test", 2, 1)  # the cache of tokens, and a run to decode
+        for recipe in ("gpt-moe-test", "gpt-moe-demo"):  # caches of tokens, and a run to decode
+            train(folder, recipe, 2, 1)
         for loops in options.loops:
             with busy(loops):
                 for what in options.what:
