@@ -55,6 +55,7 @@ _HELP = {
     "experts": "fewer experts, or united:     expertmesh experts prune runs/demo --keep 4 --to runs/pruned",
     "evaluate": "lm-evaluation-harness:        expertmesh evaluate runs/demo --tasks quiz.yaml",
     "doctor": "what this machine can do:     expertmesh doctor",
+    "plan": "what a cluster would need:    expertmesh plan --validate",
     "bench": "measure links between ranks:  torchrun ... -m expertmesh bench comm",
 }
 VERBS = {name: (partial(_run_verb, name), text) for name, text in _HELP.items()}

@@ -6,9 +6,10 @@ an expert's share of all choices is known.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,13 @@ class TokenLoad:
         num_tokens: per rank.
         top_k: K.
         shares: part of all choices that falls on each expert; sums to 1 or, where some do not travel, to less.
+        merges: whether a token goes once to a rank that it needs twice; False: each choice is a row, as in plain exchanges.
     """
 
     num_tokens: float
     top_k: int
     shares: tuple[float, ...]
+    merges: bool = True
 
     @staticmethod
     def even(num_tokens: float, top_k: int, num_experts: int) -> "TokenLoad":
@@ -101,11 +104,13 @@ class TokenLoad:
         return TokenLoad(num_tokens, top_k, (1 / num_experts,) * num_experts)
 
     def chance(self, share: float) -> float:
-        """Probability that a token has a choice among experts with a share of all choices.
+        """Probability that a token has a choice among experts with a share of all choices; their mean number without merging.
 
         1 - prod over j < K of (1 - share E / (E - j)): exact for even choices without repetition, (E - n choose K) /
         (E choose K) tokens having none of n experts.
         """
+        if not self.merges:
+            return self.top_k * share
         none, E = 1.0, len(self.shares)
         for j in range(min(self.top_k, E)):
             none *= max(0.0, 1 - share * E / (E - j))
@@ -114,7 +119,7 @@ class TokenLoad:
     def without(self, experts: Sequence[int]) -> "TokenLoad":
         """The load that is left to travel where the choices of some experts stay."""
         left = tuple(0.0 if e in experts else share for e, share in enumerate(self.shares))
-        return TokenLoad(self.num_tokens, self.top_k, left)
+        return replace(self, shares=left)
 
     def block_shares(self, num_blocks: int) -> list[float]:
         """The shares of equal blocks of experts."""
@@ -138,21 +143,40 @@ class Copies:
     inside_messages: int
     across_messages: int
 
-    def seconds(self, network: Network, row_bytes: float, *, parts: int = 1) -> float:
+    def seconds(self, network: Network, row_bytes: float, *, parts: int = 1) -> "TravelTime":
         """Time of one way, in so many parts."""
         inside, across = network.inside, network.across
-        return (
+        return TravelTime(
             parts * self.inside_messages * inside.latency_s
-            + parts * self.across_messages * across.latency_s
-            + self.inside * row_bytes / inside.bytes_per_s
-            + self.across * row_bytes / across.bytes_per_s
+            + self.inside * row_bytes / inside.bytes_per_s,
+            parts * self.across_messages * across.latency_s
+            + self.across * row_bytes / across.bytes_per_s,
         )
+
+
+class TravelTime(NamedTuple):
+    """Seconds that tokens travel.
+
+    Attributes:
+        inside_s: inside of nodes.
+        across_s: between them.
+    """
+
+    inside_s: float
+    across_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both, one after the other."""
+        return self.inside_s + self.across_s
 
 
 def flat_copies(route: RouteShape, load: TokenLoad) -> Copies:
     """Rows of the flat exchange: a token goes once to each rank that it needs."""
     P, T = len(route.nodes), load.num_tokens
-    chances = [load.chance(route_share) for route_share in _place_shares(route, load)]
+    shares = _place_shares(route, load)
+    chance_of = {share: load.chance(share) for share in set(shares)}
+    chances = [chance_of[share] for share in shares]
     total, inside, across = sum(chances), 0.0, 0.0
     for members in route.members.values():
         here = sum(chances[p] for p in members)
@@ -167,13 +191,14 @@ def hierarchical_copies(route: RouteShape, load: TokenLoad) -> Copies:
     """Rows of the hierarchical exchange: a token goes once to each node that it needs, and on inside."""
     P, T = len(route.nodes), load.num_tokens
     places, blocks = _place_shares(route, load), load.block_shares(route.num_blocks)
+    chance_of = {share: load.chance(share) for share in set(places)}
     node_chances = {
         node: load.chance(sum(blocks[b] for b in {route.blocks[p] for p in members}))
         for node, members in route.members.items()
     }
     total, inside, across = sum(node_chances.values()), 0.0, 0.0
     for node, members in route.members.items():
-        n, chances = len(members), [load.chance(places[p]) for p in members]
+        n, chances = len(members), [chance_of[places[p]] for p in members]
         others = total - node_chances[node]
         across = max(across, T * n * others, T * (P - n) * node_chances[node])
         # Tokens of all ranks enter at one rank of the node, each member taking equally many.
@@ -199,7 +224,34 @@ def travel_seconds(
     out_bytes: int | None = None,
     parts: int = 1,
 ) -> float:
-    """Dispatch and combine of one forward; the gradients of a backward take as long again.
+    """Seconds of dispatch and combine of one forward; the gradients of a backward take as long again.
+
+    The sum of `travel_time`, whose arguments it takes.
+    """
+    return travel_time(
+        kind,
+        route,
+        load,
+        network,
+        dim=dim,
+        element_bytes=element_bytes,
+        out_bytes=out_bytes,
+        parts=parts,
+    ).total_s
+
+
+def travel_time(
+    kind: str,
+    route: RouteShape,
+    load: TokenLoad,
+    network: Network,
+    *,
+    dim: int,
+    element_bytes: int,
+    out_bytes: int | None = None,
+    parts: int = 1,
+) -> TravelTime:
+    """Dispatch and combine of one forward, inside of nodes and between them.
 
     Args:
         kind: "flat" or "hierarchical".
@@ -212,12 +264,13 @@ def travel_seconds(
         parts: that they travel in, each with messages of its own.
     """
     if len(route.nodes) == 1:
-        return 0.0
+        return TravelTime(0.0, 0.0)
     two_levels = kind == "hierarchical" and route.has_two_levels
     copies = (hierarchical_copies if two_levels else flat_copies)(route, load)
     home_bytes = dim * element_bytes
     there_bytes = (home_bytes if out_bytes is None else out_bytes) + 2 * load.top_k * 4
-    return sum(copies.seconds(network, size, parts=parts) for size in (there_bytes, home_bytes))
+    there, home = (copies.seconds(network, size, parts=parts) for size in (there_bytes, home_bytes))
+    return TravelTime(there.inside_s + home.inside_s, there.across_s + home.across_s)
 
 
 def faster_all_to_all(

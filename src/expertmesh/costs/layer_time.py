@@ -7,8 +7,9 @@ from expertmesh.costs.communication import (
     Network,
     RouteShape,
     TokenLoad,
+    TravelTime,
     ring_seconds,
-    travel_seconds,
+    travel_time,
 )
 
 ROWS_OF_A_PART = 40
@@ -57,10 +58,12 @@ class Machine:
     Attributes:
         network: its links.
         flops_per_s: of its products.
+        rows_of_a_part: see `ROWS_OF_A_PART`; of a GPU, the rows of a tile, many of which are not full.
     """
 
     network: Network
     flops_per_s: float
+    rows_of_a_part: float = ROWS_OF_A_PART
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,14 @@ class StepTime:
         travel_s: of tokens.
         weights_s: of weights and their gradients.
         num_parts: in which tokens travel.
+        across_s: of tokens, between nodes; a part of travel_s.
     """
 
     products_s: float
     travel_s: float
     weights_s: float
     num_parts: int = 1
+    across_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -119,10 +124,11 @@ def step_time(
     network, W = machine.network, layer.num_ranks
     hot, moving, rows = _rows(way, route, load)
     parts, here = way.overlap_degree or 1, layer.num_experts / len(route.blocks)
-    rows += ROWS_OF_A_PART * parts * here
+    rows += machine.rows_of_a_part * parts * here
     passes = 3 if layer.trains else 1
     products_s = passes * rows * 2 * layer.expert_elements / machine.flops_per_s
-    travel_s = (2 if layer.trains else 1) * travel_seconds(
+    ways = 2 if layer.trains else 1
+    travel = travel_time(
         way.all_to_all or "flat",
         route,
         moving,
@@ -144,7 +150,8 @@ def step_time(
     if layer.trains:
         weights_s += ring_seconds(elements * layer.gradient_bytes, route.num_gathering, link)
         weights_s += 2 * ring_seconds(shadow * layer.gradient_bytes, W, shadow_link)
-    return StepTime(products_s, travel_s, weights_s, parts)
+    travel = TravelTime(ways * travel.inside_s, ways * travel.across_s)
+    return StepTime(products_s, travel.total_s, weights_s, parts, travel.across_s)
 
 
 def extra_bytes(

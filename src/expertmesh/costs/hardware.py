@@ -1,0 +1,118 @@
+"""Known devices, and clusters of them by a short name: `h100x64`. A user's file is laid on top."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from expertmesh.config.base import FieldError, expanded, shown
+from expertmesh.config.cluster import Cluster, Device, HostLink, LinkSpeed
+from expertmesh.costs.communication import Link, Network
+from expertmesh.errors import ConfigError
+
+_OF_CLUSTER = ("ranks_per_node", "inside", "across", "host")
+_RAIL = 64
+"""Of the 72 devices of an NVL72 rack so many are used where a power of two is wanted, as all published runs do."""
+
+
+@cache
+def known_devices() -> Mapping[str, Mapping[str, Any]]:
+    """The table of hardware.toml: of each device its options, and those of a cluster of them."""
+    return tomllib.loads(files("expertmesh.costs").joinpath("hardware.toml").read_text("utf-8"))
+
+
+def find_cluster(name: str, *, num_gpus: int | None = None) -> Cluster:
+    """A cluster by its short name, or from a TOML file.
+
+    Args:
+        name: DEVICExNUMBER, for example "h100x64", or a file's path. A file has the fields of `Cluster`; its `device` is a
+            name or a table, and what it leaves out is taken from the known device.
+        num_gpus: so many devices instead; None: as the name or file says.
+
+    Raises:
+        ConfigError: the device is unknown, the file is not there, or a number is missing or breaks a rule.
+
+    Example:
+        >>> from expertmesh.costs.hardware import find_cluster
+        >>> find_cluster("gb200x256").ranks_per_node
+        64
+    """
+    short = re.fullmatch(r"([a-z0-9-]+?)x([0-9]+)", name.lower())
+    if short and not Path(name).exists():
+        values: dict[str, Any] = {"device": short[1], "num_gpus": int(short[2]), "name": name}
+        where = f"cluster={shown(name)}"
+    elif name.lower() in known_devices() and not Path(name).exists():
+        values = {"device": name.lower(), "num_gpus": num_gpus or 1, "name": name}
+        where = f"cluster={shown(name)}"
+    else:
+        values, where = _read(name), f"cluster={shown(name)}"
+    if num_gpus is not None:
+        values["num_gpus"] = num_gpus
+    try:
+        return Cluster(**_whole(values, where))
+    except FieldError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = expanded(name)
+    try:
+        found = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        hint = f"give DEVICExNUMBER of {', '.join(known_devices())}, or a file"
+        near = difflib.get_close_matches(name.lower().rpartition("x")[0], known_devices(), n=1)
+        hint = f"did you mean {near[0]}x...?" if near else hint
+        raise ConfigError(
+            f"cluster={shown(name)}: unknown device, and no such file; {hint}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cluster={shown(name)}: cannot be read ({error}); give a TOML file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"cluster={shown(name)}: is no TOML ({error}); correct it") from None
+    return {"name": path.stem, **found}
+
+
+def _whole(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The values of a cluster, those of its device in place of the device's name."""
+    device = values.get("device")
+    if isinstance(device, str):
+        known = known_devices().get(device.lower())
+        if known is None:
+            near = difflib.get_close_matches(device.lower(), known_devices(), n=1)
+            hint = (
+                f"did you mean {near[0]}?" if near else f"use one of {', '.join(known_devices())}"
+            )
+            raise ConfigError(f"{where}: unknown device {shown(device)}; {hint}")
+        of_cluster = {key: known[key] for key in _OF_CLUSTER}
+        own = {key: value for key, value in known.items() if key not in _OF_CLUSTER}
+        number, per_node = values.get("num_gpus"), of_cluster["ranks_per_node"]
+        if per_node > _RAIL and isinstance(number, int) and number > per_node and number % per_node:
+            of_cluster["ranks_per_node"] = _RAIL
+        values = {**of_cluster, **values, "device": own}
+    return values
+
+
+def network_of(cluster: Cluster) -> Network:
+    """The links of a cluster as the model of communication has them: a node's devices share its link to the others."""
+    inside, across = cluster.inside, cluster.across
+    return Network(
+        Link(inside.latency_s, inside.bytes_per_s),
+        Link(across.latency_s, across.bytes_per_s * cluster.node_size),
+    )
+
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "HostLink",
+    "LinkSpeed",
+    "find_cluster",
+    "known_devices",
+    "network_of",
+]

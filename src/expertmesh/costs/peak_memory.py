@@ -1,0 +1,196 @@
+"""How much memory a rank needs in training, by part, at the peak of a step."""
+
+from dataclasses import dataclass, fields, replace
+
+from expertmesh.costs.rank_layout import RankLayout, States, Workload
+from expertmesh.costs.sizes import Block, ModelSizes
+from expertmesh.costs.step_time import ONE_HOT_MASK_BYTES
+
+GIB = 2**30
+CONTEXT_BYTES = 0.5 * GIB
+"""Of a CUDA context and its kernels."""
+NCCL_BYTES = 0.37 * GIB
+"""Buffers of one set of communicators (ai-dynamo/aiconfigurator: 342 to 392 MiB)."""
+FRAGMENTS = 0.05
+"""Beside what is live, with expandable segments; three times that without (docs/planner.md)."""
+LOGITS_CHUNKS = 8
+"""Parts in which logits are made where they are never whole."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter.
+
+    Attributes:
+        weight: at rest.
+        gradient: of it.
+        optimizer: moments, and a master copy where the weight is none.
+        gathered: of a gathered dense weight.
+        shards_weights: whether weights and gradients are sharded over data-parallel ranks; False: the optimiser's alone.
+    """
+
+    weight: float
+    gradient: float
+    optimizer: float
+    gathered: float = 4.0
+    shards_weights: bool = True
+
+
+STATES: dict[States, StateBytes] = {
+    "ours": StateBytes(4, 4, 8),
+    "bf16_moments": StateBytes(4, 4, 4),
+    "int8_moments": StateBytes(4, 4, 2.03),
+    "fairseq": StateBytes(2, 2, 4, gathered=2),
+    "megatron": StateBytes(2, 4, 12, gathered=2, shards_weights=False),
+    "deepspeed": StateBytes(2, 2, 12, gathered=2, shards_weights=False),
+}
+"""Ours: weights, gradients and both moments in FP32. fairseq: FP16 without a master copy. The last two: ZeRO-1 with BF16 or FP16 weights."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes of a rank at the peak of a step, and of its part of the host's memory.
+
+    Attributes:
+        weights_bytes: parameters at rest.
+        gradients_bytes: of them.
+        optimizer_bytes: moments and master copies.
+        gathered_bytes: whole weights beside the parts.
+        activations_bytes: kept for the backward.
+        dispatch_bytes: rows on their way, and masks of one-hot dispatch.
+        logits_bytes: with their gradient.
+        communication_bytes: the context and the buffers of collectives.
+        allowance_bytes: fragments.
+        reused_bytes: of all these what is not needed at one time: logits are gone before a layer is computed again.
+        host_bytes: offloaded states of one rank.
+    """
+
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    gathered_bytes: float
+    activations_bytes: float
+    dispatch_bytes: float
+    logits_bytes: float
+    communication_bytes: float
+    allowance_bytes: float
+    reused_bytes: float = 0.0
+    host_bytes: float = 0.0
+
+    @property
+    def live_bytes(self) -> float:
+        """What tensors take: what `torch.cuda.max_memory_allocated` shows."""
+        rest = {"communication_bytes", "allowance_bytes", "host_bytes", "reused_bytes"}
+        names = [f.name for f in fields(self) if f.name not in rest]
+        return sum(getattr(self, name) for name in names) - self.reused_bytes
+
+    @property
+    def device_bytes(self) -> float:
+        """All that the device must have."""
+        return self.live_bytes + self.communication_bytes + self.allowance_bytes
+
+    @property
+    def states_bytes(self) -> float:
+        """What is held between steps."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def peak_memory(sizes: ModelSizes, layout: RankLayout, work: Workload) -> PeakMemory:
+    """The memory of the rank that has most.
+
+    Args:
+        sizes: of the model.
+        layout: of a rank.
+        work: what is trained.
+    """
+    states, b = STATES[work.states], work.element_bytes
+    stages, tp = layout.pp_degree, layout.tp_degree
+    dense = sizes.dense_parameters / stages / tp
+    experts = sizes.expert_parameters / stages / layout.route_degree
+    own = dense / layout.shard_degree + experts / layout.num_replicas
+    held = own if states.shards_weights else dense + experts
+    parts = {
+        "weights_bytes": held * states.weight,
+        "gradients_bytes": held * states.gradient,
+        "optimizer_bytes": own * states.optimizer,
+    }
+    host = sum(parts.values()) if layout.offload else 0.0
+    if layout.offload:
+        parts = dict.fromkeys(parts, 0.0)
+    gathered = _gathered(sizes, layout, states, b)
+    T = layout.micro_batch * work.seq_len / (tp * layout.cp_degree)
+    flight = 1.0
+    if stages > 1:  # passes of which the first stage keeps activations, in stages' worth
+        flight = min(stages, layout.accumulation) * (1 + (layout.virtual_stages > 1) / stages)
+    kept, again, dispatch = _activations(sizes, layout, work, T)
+    kept *= flight / stages
+    logits = T * sizes.vocab_size * (b + 8) / (LOGITS_CHUNKS if work.chunks_logits else 1)
+    found = PeakMemory(
+        **parts,
+        gathered_bytes=gathered,
+        activations_bytes=kept + again,
+        dispatch_bytes=dispatch,
+        logits_bytes=logits,
+        communication_bytes=CONTEXT_BYTES + NCCL_BYTES * (1 + (layout.num_ranks > 1)),
+        allowance_bytes=0.0,
+        reused_bytes=min(logits, again + dispatch),
+        host_bytes=host,
+    )
+    return replace(found, allowance_bytes=FRAGMENTS * found.live_bytes)
+
+
+def _gathered(
+    sizes: ModelSizes, layout: RankLayout, states: StateBytes, element_bytes: int
+) -> float:
+    """Whole weights beside the parts: of two layers at a time where each use gathers, of all where a step keeps them."""
+    if not states.shards_weights:
+        return 0.0
+    stages, tp = layout.pp_degree, layout.tp_degree
+    keeps = layout.zero_stage < 3 and layout.shard_degree > 1
+    dense = max(block.dense_parameters for block in sizes.blocks)
+    routed = [b.num_experts * b.expert_parameters for b in sizes.blocks]
+    two_layers = min(2, sizes.num_layers) * dense
+    all_dense = sum(b.count * b.dense_parameters for b in sizes.blocks) / stages
+    total = 0.0
+    if layout.shard_degree > 1:
+        outside = sizes.outside_parameters / tp + (sizes.outside_parameters if tp > 1 else 0)
+        total += (outside + (all_dense if keeps else two_layers) / tp) * states.gathered
+    if layout.num_replicas > 1:
+        layers = sizes.expert_parameters / stages if keeps else 2 * max(routed)
+        total += layers / layout.route_degree * element_bytes
+    return total
+
+
+def _activations(
+    sizes: ModelSizes, layout: RankLayout, work: Workload, T: float
+) -> tuple[float, float, float]:
+    """Bytes that all layers keep for one pass; of the layer that is computed again; of rows on their way and one-hot masks."""
+    D, b = sizes.dim, work.element_bytes
+    blocks = sizes.blocks
+    each = [_kept_per_token(block, D, layout, work) * T for block in blocks]
+    rows = [block.rows_per_token * work.imbalance * work.capacity_factor * T for block in blocks]
+    moves = layout.route_degree > 1
+    on_their_way = max(r * D * b / layout.overlap_degree for r in rows) if moves else 0.0
+    masks = [ONE_HOT_MASK_BYTES * T * r if work.one_hot else 0.0 for r in rows]
+    if layout.checkpointing == "full":
+        return sizes.num_layers * D * b * T, max(each), max(masks) + on_their_way
+    kept = sum(block.count * one for block, one in zip(blocks, each, strict=True))
+    masked = sum(block.count * one for block, one in zip(blocks, masks, strict=True))
+    return kept, 0.0, masked + on_their_way
+
+
+def _kept_per_token(block: Block, D: int, layout: RankLayout, work: Workload) -> float:
+    """Bytes of one layer: both norms' inputs and outputs, attention, a feed-forward's pre-activations and product."""
+    b, branches = work.element_bytes, block.num_matrices - 1
+    elements = (4 * D if block.attention_elements else D) + block.kept_width
+    elements += (branches + 1) * block.dense_hidden
+    rows = block.rows_per_token * work.imbalance * work.capacity_factor
+    # Ours keeps a token once, and of its rows the pre-activations; others the rows and the product, too.
+    is_ours = STATES[work.states].shards_weights and work.states != "fairseq"
+    wide = (branches + (not is_ours)) * block.hidden_dim
+    if layout.checkpointing in ("experts", "moe"):
+        wide = 0
+    arrived = D if layout.route_degree > 1 or not is_ours else 0
+    if layout.checkpointing == "moe":
+        arrived = 0
+    return b * (elements + rows * (arrived + wide)) + 12 * block.num_experts

@@ -1,0 +1,115 @@
+"""How a step is spread over ranks, and what else decides its time and memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from expertmesh.config.cluster import Precision
+
+Checkpointing = Literal["none", "experts", "moe", "full"]
+Stack = Literal["2021", "eager", "graphs", "fused"]
+States = Literal["ours", "bf16_moments", "int8_moments", "megatron", "deepspeed", "fairseq"]
+Exchange = Literal["flat", "hierarchical"]
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Degrees and batch of one rank.
+
+    Attributes:
+        num_ranks: N.
+        tp_degree: ranks that share sequences, their tokens and the dense matrices.
+        pp_degree: stages of a pipeline; to reproduce published runs, this project has none.
+        virtual_stages: of each stage.
+        cp_degree: ranks that share a sequence's attention; to reproduce published runs.
+        route_degree: ranks that tokens travel over; the rest of the experts' weights is gathered, or kept as a copy.
+        es_degree: slices of each expert.
+        dp_replicate_degree: copies of the model that are not sharded over one another.
+        zero_stage: 1 to 3.
+        offload: whether states lie in the host's memory.
+        checkpointing: what is computed again in the backward: nothing, the hidden rows of experts, whole
+            layers of experts with their exchange (moe), or whole layers.
+        micro_batch: sequences of a data-parallel rank in one pass.
+        accumulation: passes in one step.
+        overlap_degree: parts in which tokens travel.
+        all_to_all: how.
+    """
+
+    num_ranks: int
+    tp_degree: int = 1
+    pp_degree: int = 1
+    virtual_stages: int = 1
+    cp_degree: int = 1
+    route_degree: int = 1
+    es_degree: int = 1
+    dp_replicate_degree: int = 1
+    zero_stage: int = 3
+    offload: bool = False
+    checkpointing: Checkpointing = "none"
+    micro_batch: int = 1
+    accumulation: int = 1
+    overlap_degree: int = 1
+    all_to_all: Exchange = "flat"
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks that hold the layers of one stage."""
+        return self.num_ranks // self.pp_degree
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks with other sequences."""
+        return self.stage_ranks // (self.tp_degree * self.cp_degree)
+
+    @property
+    def shard_degree(self) -> int:
+        """Ranks over which the dense parameters of one tensor-parallel part lie."""
+        return self.stage_ranks // (self.dp_replicate_degree * self.tp_degree)
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that share the experts' weights that one computes with: r_e."""
+        return self.stage_ranks // (self.dp_replicate_degree * self.route_degree)
+
+    @property
+    def passes(self) -> int:
+        """Times a layer's forward is worth: forward, twice that in the backward, and once more where it is recomputed."""
+        return 4 if self.checkpointing == "full" else 3
+
+    def tokens_per_step(self, seq_len: int) -> int:
+        """Of all ranks."""
+        return self.dp_degree * self.micro_batch * self.accumulation * seq_len
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, beside the model.
+
+    Attributes:
+        seq_len: S.
+        precision: of the products.
+        stack: software of 2021; today's PyTorch with a launch per operation (eager); with CUDA graphs of parts of a layer
+            (graphs); with these, fused operators and a fused dispatch (fused).
+        states: what is kept of each parameter.
+        imbalance: rows of the fullest rank over the mean; 1: forced balance.
+        merges: whether a token goes once to a rank that it needs twice.
+        one_hot: whether tokens are dispatched by products with one-hot matrices, as in stacks of 2021.
+        capacity_factor: rows per expert over the mean, padded; 1: dropless, or nothing to pad.
+        chunks_logits: whether logits exist for a part of the tokens at a time.
+        eight_bit_dispatch: whether tokens travel to experts in 8 bits.
+    """
+
+    seq_len: int
+    precision: Precision = "bfloat16"
+    stack: Stack = "eager"
+    states: States = "ours"
+    imbalance: float = 1.0
+    merges: bool = True
+    one_hot: bool = False
+    capacity_factor: float = 1.0
+    chunks_logits: bool = False
+    eight_bit_dispatch: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an activation."""
+        return 4 if self.precision == "float32" else 2

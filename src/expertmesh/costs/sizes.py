@@ -1,0 +1,270 @@
+"""What time and memory of a language model depend on: its layers by kind, from our configuration or the hub's."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from expertmesh.config.model import ModelConfig
+from expertmesh.costs.flops import rows_per_token
+from expertmesh.costs.parameters import GATED_ACTIVATIONS, ParameterShape, parameter_shapes
+from expertmesh.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Block:
+    """Layers that are alike.
+
+    Attributes:
+        count: of them.
+        attention_elements: of the matrices of attention; a token is multiplied by each once.
+        score_width: heads times (size of a key + size of a value): multiply-adds of a token with each token that it sees.
+        kept_width: elements of queries, keys, values and output that attention keeps per token.
+        cache_width: elements that generation keeps per token.
+        window: tokens that attention sees at most; None: all before.
+        dense_hidden: F of all that each token passes beside routed experts: a dense layer, shared experts, a residual MLP.
+        dense_elements: of its matrices, and of small ones like gates.
+        num_experts: E; 0: no routed experts.
+        rows_per_token: of routed experts, K where tokens choose.
+        hidden_dim: F of a routed expert.
+        num_matrices: of an expert: 2, or 3 of a gated one.
+        dense_parameters: all but those of routed experts.
+        expert_parameters: of one routed expert.
+    """
+
+    count: int
+    attention_elements: int
+    score_width: int
+    kept_width: int
+    cache_width: int
+    window: int | None
+    dense_hidden: int
+    dense_elements: int
+    num_experts: int
+    rows_per_token: float
+    hidden_dim: int
+    num_matrices: int
+    dense_parameters: int
+    expert_parameters: int
+
+    def keys_seen(self, seq_len: int) -> float:
+        """Tokens that a token of a causal sequence sees on average, itself among them."""
+        if self.window is None or self.window >= seq_len:
+            return (seq_len + 1) / 2
+        return self.window - self.window * (self.window - 1) / (2 * seq_len)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A decoder.
+
+    Attributes:
+        dim: D.
+        vocab_size: V.
+        outside_parameters: of embedding, output and last norm.
+        blocks: its layers by kind.
+
+    Example:
+        >>> from expertmesh.costs.sizes import sizes_of
+        >>> sizes_of(em.recipe("gpt-1.3b-moe128").model).num_parameters
+        52453017600
+    """
+
+    dim: int
+    vocab_size: int
+    outside_parameters: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return sum(block.count for block in self.blocks)
+
+    @property
+    def dense_parameters(self) -> int:
+        """All but those of routed experts."""
+        return self.outside_parameters + sum(b.count * b.dense_parameters for b in self.blocks)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all routed experts."""
+        return sum(b.count * b.num_experts * b.expert_parameters for b in self.blocks)
+
+    @property
+    def num_parameters(self) -> int:
+        """All."""
+        return self.dense_parameters + self.expert_parameters
+
+    @property
+    def active_parameters(self) -> float:
+        """Those that a token uses, the embedding included."""
+        used = sum(b.count * b.rows_per_token * b.expert_parameters for b in self.blocks)
+        return self.dense_parameters + used
+
+    def training_flops(self, seq_len: int) -> float:
+        """Operations of forward and backward per token of sequences of one length, as is usual: three times the forward."""
+        found: float = 2 * self.dim * self.vocab_size
+        for b in self.blocks:
+            experts = b.rows_per_token * b.num_matrices * self.dim * b.hidden_dim
+            router = self.dim * b.num_experts
+            seen = b.score_width * b.keys_seen(seq_len)
+            products = b.attention_elements + b.dense_elements + experts + router + seen
+            found += b.count * 2 * products
+        return 3 * found
+
+
+def sizes_of(config: ModelConfig) -> ModelSizes:
+    """The sizes of our GPT; its parameters are those of `costs.parameters`.
+
+    Args:
+        config: of the model.
+    """
+    kinds = Counter(config.experts_per_layer())
+    first = {experts: config.experts_per_layer().index(experts) for experts in kinds}
+    shapes: dict[int | None, list[ParameterShape]] = {}
+    for shape in parameter_shapes(config):
+        shapes.setdefault(shape.layer, []).append(shape)
+    outside = sum(shape.num_elements for shape in shapes[None])
+    blocks = tuple(
+        _block(config, experts, count, shapes[first[experts]])
+        for experts, count in sorted(kinds.items())
+    )
+    return ModelSizes(config.dim, config.vocab_size, outside, blocks)
+
+
+def _block(
+    config: ModelConfig, num_experts: int, count: int, shapes: list[ParameterShape]
+) -> Block:
+    moe, head = config.moe, config.head_size
+    attention = sum(s.num_elements for s in shapes if ".attention." in s.name and len(s.shape) > 1)
+    routed = sum(s.num_elements for s in shapes if s.is_expert)
+    router = sum(s.num_elements for s in shapes if ".router." in s.name)
+    dense = sum(s.num_elements for s in shapes if not s.is_expert and len(s.shape) > 1)
+    shared = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
+    hidden = shared + (config.ffn_hidden_dim if moe.residual else 0)
+    if not num_experts:
+        hidden = config.ffn_hidden_dim
+    width, keys = config.num_heads * head, config.kv_heads * head
+    return Block(
+        count=count,
+        attention_elements=attention,
+        score_width=2 * width,
+        kept_width=2 * width + 2 * keys + (width + keys) * (2 if config.qk_norm else 1),
+        cache_width=2 * keys,
+        window=None,
+        dense_hidden=hidden,
+        dense_elements=dense - attention - router,
+        num_experts=num_experts,
+        rows_per_token=rows_per_token(moe, num_experts) if num_experts else 0,
+        hidden_dim=moe.hidden_dim if num_experts else 0,
+        num_matrices=3 if config.activation in GATED_ACTIVATIONS else 2,
+        dense_parameters=sum(s.num_elements for s in shapes if not s.is_expert),
+        expert_parameters=routed // num_experts if num_experts else 0,
+    )
+
+
+_Values = Mapping[str, Any]
+
+
+def sizes_of_hub(values: _Values) -> ModelSizes:
+    """The sizes of a decoder that a config.json of the hub describes, of families too that no layer of ours computes.
+
+    Known are grouped-query attention, multi-head latent attention (`kv_lora_rank`), windows of every second layer, leading
+    dense layers, and shared experts. All layers of one kind count as equal.
+
+    Args:
+        values: of config.json.
+
+    Raises:
+        ConfigError: a size is missing or is no number.
+    """
+    values = values.get("text_config") or values
+    try:
+        return _sizes_of_hub({name: value for name, value in values.items() if value is not None})
+    except KeyError as missing:
+        raise ConfigError(
+            f"config.json has no {missing.args[0]}, without which a model has no size; restore it from the hub"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"config.json has a size that is no number ({error}); correct it"
+        ) from None
+
+
+def _sizes_of_hub(v: _Values) -> ModelSizes:
+    D, L, V = v["hidden_size"], v["num_hidden_layers"], v["vocab_size"]
+    experts = _first(v, "n_routed_experts", "num_local_experts", "num_experts")
+    gated = v.get("hidden_act", "silu") != "gelu_plain"
+    matrices = 3 if gated else 2
+    attention = _attention(v, D)
+    window = v.get("sliding_window") if v.get("use_sliding_window", True) else None
+    every = 2 if window and _first(v, "n_routed_experts", "num_local_experts", "num_experts") else 1
+    kinds: Counter[tuple[bool, int | None]] = Counter()
+    dense_first = v.get("first_k_dense_replace", 0)
+    step = v.get("decoder_sparse_step") or v.get("interleave_moe_layer_step") or 1
+    for layer in range(L):
+        is_moe = bool(experts) and layer >= dense_first and (layer + 1) % step == 0
+        limit = window if window and layer % every == 0 else None
+        kinds[is_moe, limit] += 1
+    blocks = []
+    for (is_moe, limit), count in sorted(kinds.items(), key=str):
+        F = _first(v, "moe_intermediate_size", "intermediate_size") if is_moe else 0
+        dense_hidden = v["intermediate_size"] if not is_moe else _shared(v, F)
+        dense = matrices * D * dense_hidden
+        small = 2 * D + (D * experts if is_moe else 0)
+        blocks.append(
+            Block(
+                count=count,
+                **attention,
+                window=limit,
+                dense_hidden=dense_hidden,
+                dense_elements=dense,
+                num_experts=experts if is_moe else 0,
+                rows_per_token=_first(v, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
+                if is_moe
+                else 0,
+                hidden_dim=F,
+                num_matrices=matrices,
+                dense_parameters=attention["attention_elements"] + dense + small,
+                expert_parameters=matrices * D * F,
+            )
+        )
+    tied = v.get("tie_word_embeddings", False)
+    return ModelSizes(D, V, (1 if tied else 2) * D * V + D, tuple(blocks))
+
+
+def _first(v: _Values, *names: str) -> Any:
+    """The first of several names that is given; 0 where none is."""
+    return next((v[name] for name in names if name in v), 0)
+
+
+def _shared(v: _Values, hidden_dim: int) -> int:
+    if "shared_expert_intermediate_size" in v:
+        return int(v["shared_expert_intermediate_size"])
+    return int(_first(v, "n_shared_experts", "num_shared_experts") * hidden_dim)
+
+
+def _attention(v: _Values, D: int) -> dict[str, int]:
+    H = v["num_attention_heads"]
+    if "kv_lora_rank" in v:
+        rank, rope, value = v["kv_lora_rank"], v["qk_rope_head_dim"], v["v_head_dim"]
+        key = v["qk_nope_head_dim"] + rope
+        q_rank = v.get("q_lora_rank")
+        queries = D * q_rank + q_rank * H * key if q_rank else D * H * key
+        elements = queries + D * (rank + rope)
+        elements += rank * H * (v["qk_nope_head_dim"] + value) + H * value * D
+        return {
+            "attention_elements": elements,
+            "score_width": H * (key + value),
+            "kept_width": 2 * H * key + 2 * H * value + (q_rank or 0) + rank + H * key,
+            "cache_width": rank + rope,
+        }
+    head = v["head_dim"] if "head_dim" in v else D // H
+    keys = v.get("num_key_value_heads", H) * head
+    width = H * head
+    return {
+        "attention_elements": 2 * D * width + 2 * D * keys,
+        "score_width": 2 * width,
+        "kept_width": 2 * width + 2 * keys + width + keys,
+        "cache_width": 2 * keys,
+    }

@@ -1,0 +1,397 @@
+"""How long a training step takes, by part, on one rank of a cluster: a roofline with eight fitted constants (docs/planner.md).
+
+`raw_step` counts at the devices' peaks; `StepTime.of` divides by what software reaches of them (`Efficiency`) and hides what
+overlaps. The layers of experts are those of `layer_time`, the model that chooses at run time, too.
+"""
+
+import math
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+from expertmesh.config.cluster import Cluster
+from expertmesh.config.dispatch import DispatchOptions
+from expertmesh.costs.communication import Link, RouteShape, TokenLoad, ring_seconds
+from expertmesh.costs.hardware import network_of
+from expertmesh.costs.layer_time import LayerShape, Machine, step_time
+from expertmesh.costs.rank_layout import RankLayout, Workload
+from expertmesh.costs.sizes import Block, ModelSizes
+
+HBM = 0.8
+"""Of the memory's bandwidth what element-wise kernels reach (ai-dynamo/aiconfigurator)."""
+ATTENTION = 0.5
+"""Of the peak in BF16 what causal attention reaches."""
+ONE_HOT_MASK_BYTES = 25
+"""Moved and kept per token and slot by one-hot dispatch: Tutel's T5, three sizes."""
+FP8_SHARE = 0.75
+"""Of the peak in FP8 relative to what BF16 reaches of its own: operands are quantised, and the router's and attention's are not."""
+FP8_LAUNCHES = 2.0
+"""Launches of an eager layer in FP8 relative to BF16: both operands of every product are quantised by kernels of their own."""
+ADAM_BYTES = 28
+"""Read and written per parameter: weight, gradient and two moments in FP32, and a copy in BF16."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What software reaches of the hardware: the fitted constants, each with its bounds in `BOUNDS`.
+
+    Attributes:
+        dense: of the peak, large dense products.
+        grouped: of the peak, products of experts whose tiles are full.
+        network: of the links' bandwidth.
+        element_bytes: moved by element-wise kernels per token, layer and element of D, forward and backward.
+        host_s: of the CPU per layer and micro-batch, forward and backward, launching each operation.
+        fused_host: of host_s, what is left with fused operators and CUDA graphs.
+        old: of all compute, what stacks of 2021 reach.
+        hidden: of communication that could overlap, what does.
+    """
+
+    dense: float = 0.494
+    grouped: float = 0.633
+    network: float = 0.901
+    element_bytes: float = 144.1
+    host_s: float = 3.16e-3
+    fused_host: float = 0.314
+    old: float = 0.767
+    hidden: float = 0.797
+
+
+USUAL = Efficiency(0.6, 0.6, 0.85, 130.0, 2e-3, 0.25, 0.85, 0.6)
+"""What is known of each constant apart: measured products, NCCL tables, eager layers of PyTorch. A fit begins here, and is drawn here."""
+
+BOUNDS = {
+    "dense": (0.4, 0.85),
+    "grouped": (0.35, 0.85),
+    "network": (0.6, 1.0),
+    "element_bytes": (60.0, 300.0),
+    "host_s": (0.5e-3, 4e-3),
+    "fused_host": (0.05, 0.8),
+    "old": (0.6, 1.1),
+    "hidden": (0.2, 0.9),
+}
+"""Least and most that a constant can be."""
+
+
+@dataclass(frozen=True)
+class RawStep:
+    """Seconds of one micro-batch at the peaks of the hardware, and of what happens once per step.
+
+    Attributes:
+        dense_s: dense products, the logits among them.
+        grouped_s: products of experts on the fullest rank.
+        attention_s: scores and values.
+        element_s: element-wise kernels, for one byte per token, layer and element of D.
+        rows_s: element-wise kernels on the rows of experts, and on logits.
+        one_hot_s: dispatch by one-hot products.
+        exchange_inside_s: tokens inside of nodes.
+        exchange_across_s: tokens between nodes.
+        tensor_s: collectives of tensor parallelism.
+        gathers_s: weights and gradients for each micro-batch.
+        step_gathers_s: the same once per step.
+        offload_s: copies between host and device, each micro-batch.
+        host_layers: layers whose kernels the CPU launches, in forward and backward.
+        optimizer_s: the update, once per step.
+        bubble: of the micro-batches' time, what a pipeline waits.
+        overlap_degree: parts of tokens.
+        accumulation: micro-batches.
+        stack: see `Workload`.
+    """
+
+    dense_s: float
+    grouped_s: float
+    attention_s: float
+    element_s: float
+    rows_s: float
+    one_hot_s: float
+    exchange_inside_s: float
+    exchange_across_s: float
+    tensor_s: float
+    gathers_s: float
+    step_gathers_s: float
+    offload_s: float
+    host_layers: float
+    optimizer_s: float
+    bubble: float
+    overlap_degree: int
+    accumulation: int
+    stack: str
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one step by part; what overlaps with another part is left out.
+
+    Attributes:
+        dense_s: dense products.
+        grouped_s: products of experts.
+        attention_s: scores and values.
+        element_s: element-wise kernels.
+        one_hot_s: dispatch by one-hot products.
+        exchange_inside_s: tokens inside of nodes.
+        exchange_across_s: tokens between nodes.
+        tensor_s: collectives of tensor parallelism.
+        zero_s: gathers of weights and sums of gradients.
+        optimizer_s: the update.
+        offload_s: copies between host and device.
+        host_s: launches.
+        bubble_s: of a pipeline.
+    """
+
+    dense_s: float
+    grouped_s: float
+    attention_s: float
+    element_s: float
+    one_hot_s: float
+    exchange_inside_s: float
+    exchange_across_s: float
+    tensor_s: float
+    zero_s: float
+    optimizer_s: float
+    offload_s: float
+    host_s: float
+    bubble_s: float
+
+    @property
+    def total_s(self) -> float:
+        """The step."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def raw_step(sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster) -> RawStep:
+    """What a step moves and computes, in seconds at the hardware's peaks.
+
+    Args:
+        sizes: of the model.
+        layout: of a rank.
+        work: what is trained.
+        cluster: on what.
+    """
+    device, stages = cluster.device, layout.pp_degree
+    peak, hbm = device.flops_per_s(work.precision), HBM * device.hbm_bytes_per_s
+    wide = device.flops_per_s("float32" if work.precision == "float32" else "bfloat16")
+    T = layout.micro_batch * work.seq_len / (layout.tp_degree * layout.cp_degree)
+    D, passes, b = sizes.dim, layout.passes, work.element_bytes
+    sums = dict.fromkeys((f.name for f in fields(RawStep) if f.type is float), 0.0)
+    for block in sizes.blocks:
+        n = block.count / stages
+        dense = block.attention_elements + block.dense_elements + D * block.num_experts
+        sums["dense_s"] += n * passes * 2 * T * dense / peak
+        seen = block.keys_seen(work.seq_len)
+        sums["attention_s"] += n * (passes + 0.5) * 2 * T * block.score_width * seen
+        sums["element_s"] += n * passes / 3 * T * D / hbm
+        sums["rows_s"] += n * passes / 3 * T * 4 * block.num_matrices * block.dense_hidden * b / hbm
+        sums["host_layers"] += n * passes / 3
+        sums["tensor_s"] += n * passes / 3 * _tensor_s(T, D * b, layout, cluster)
+        if block.num_experts:
+            for name, seconds in _expert_parts(sizes, block, T, layout, work, cluster).items():
+                sums[name] += n * seconds
+    sums["attention_s"] /= ATTENTION * wide
+    if work.precision == "float8":
+        sums["dense_s"] /= FP8_SHARE
+        sums["grouped_s"] /= FP8_SHARE
+        if work.stack == "eager":
+            sums["host_layers"] *= FP8_LAUNCHES
+    sums["dense_s"] += 3 * 2 * T * D * sizes.vocab_size / wide / stages
+    sums["rows_s"] += T * sizes.vocab_size * 16 / hbm / stages
+    weights = _weights(sizes, layout, work, cluster)
+    bubble = (stages - 1) / (layout.accumulation * layout.virtual_stages)
+    return RawStep(
+        **(sums | weights | {"bubble": bubble}),
+        overlap_degree=layout.overlap_degree,
+        accumulation=layout.accumulation,
+        stack=work.stack,
+    )
+
+
+def _tensor_s(T: float, row_bytes: float, layout: RankLayout, cluster: Cluster) -> float:
+    """Gathers and sums of all tokens around attention and a dense layer, forward and backward: Megatron's with sequence parallelism."""
+    tp = layout.tp_degree
+    if tp == 1:
+        return 0.0
+    network = network_of(cluster)
+    link = network.inside if tp <= cluster.node_size else network.across
+    return 8 * ring_seconds(T * tp * row_bytes, tp, link)
+
+
+@cache
+def route_of(route_degree: int, es_degree: int, node_size: int) -> RouteShape:
+    """Neighbouring ranks as a route, the slices of a block innermost."""
+    blocks = route_degree // es_degree
+    return RouteShape(
+        route_degree=route_degree,
+        blocks=tuple(place // es_degree for place in range(route_degree)),
+        num_blocks=blocks,
+        nodes=tuple(place // node_size for place in range(route_degree)),
+    )
+
+
+@cache
+def _even(top_k: float, num_experts: int, merges: bool) -> TokenLoad:
+    return replace(TokenLoad.even(1.0, max(1, round(top_k)), num_experts), merges=merges)
+
+
+@dataclass(frozen=True)
+class _LayerLine:
+    """Seconds of one layer for each token of a rank, and those that each part of them costs beside: products, travel inside, across."""
+
+    per_token: tuple[float, float, float]
+    per_part: tuple[float, float, float]
+
+
+@cache
+def _layer_line(
+    kind: str, route: RouteShape, load: TokenLoad, shape: LayerShape, machine: Machine
+) -> _LayerLine:
+    """What `layer_time.step_time` says for no token and for many, of which any number follows, for it is linear."""
+    many = 1e6
+    way = DispatchOptions(route.route_degree, 1, kind, 0)  # type: ignore[arg-type]
+    none, some = (
+        step_time(way, route, shape, replace(load, num_tokens=n), machine) for n in (0.0, many)
+    )
+    fixed = none.products_s, none.travel_s - none.across_s, none.across_s
+    found = some.products_s, some.travel_s - some.across_s, some.across_s
+    per_token = tuple((s - f) / many for s, f in zip(found, fixed, strict=True))
+    return _LayerLine(per_token, fixed)  # type: ignore[arg-type]
+
+
+def _expert_parts(
+    sizes: ModelSizes,
+    block: Block,
+    T: float,
+    layout: RankLayout,
+    work: Workload,
+    cluster: Cluster,
+) -> dict[str, float]:
+    """One layer of experts for one micro-batch."""
+    device, D, b = cluster.device, sizes.dim, work.element_bytes
+    hbm = HBM * device.hbm_bytes_per_s
+    peak = device.flops_per_s(work.precision)
+    route = route_of(layout.route_degree, layout.es_degree, cluster.node_size)
+    shape = LayerShape(
+        num_experts=block.num_experts,
+        dim=D,
+        hidden_dim=block.hidden_dim,
+        num_matrices=block.num_matrices,
+        element_bytes=b,
+        gradient_bytes=4,
+        num_ranks=layout.stage_ranks,
+    )
+    line = _layer_line(
+        layout.all_to_all,
+        route,
+        _even(block.rows_per_token, block.num_experts, work.merges),
+        shape,
+        Machine(network_of(cluster), peak, device.rows_of_a_part),
+    )
+    factor, parts = work.imbalance * work.capacity_factor, layout.overlap_degree
+    grouped, inside, across = (
+        factor * T * token + parts * part
+        for token, part in zip(line.per_token, line.per_part, strict=True)
+    )
+    again = 4 / 3 if layout.checkpointing in ("full", "moe") else 1.0
+    first_product = (block.num_matrices - 1) / block.num_matrices / 3
+    products = again + (first_product if layout.checkpointing == "experts" else 0)
+    trips = 1.5 if layout.checkpointing in ("full", "moe") else 1.0
+    trips *= 0.75 if work.eight_bit_dispatch else 1.0  # of four trips two are to the experts
+    rows = T * block.rows_per_token * factor
+    found = {
+        "grouped_s": products * grouped,
+        "rows_s": again * 10 * rows * (D + block.hidden_dim) * b / hbm,
+        "exchange_inside_s": trips * inside,
+        "exchange_across_s": trips * across,
+    }
+    if work.one_hot:  # T x (E C) masks, and products with them in encode and decode
+        found["one_hot_s"] = (
+            layout.passes - 1
+        ) * 4 * T * rows * D / peak + again * ONE_HOT_MASK_BYTES * T * rows / hbm
+    return found
+
+
+def _weights(
+    sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster
+) -> dict[str, float]:
+    """Gathers, sums of gradients, copies and the update of one rank."""
+    network, per_node, device = network_of(cluster), cluster.node_size, cluster.device
+    stages, b = layout.pp_degree, work.element_bytes
+    gradient = 2 if work.states in ("fairseq", "deepspeed") else 4
+    route = layout.route_degree
+    dense = sizes.dense_parameters / stages / layout.tp_degree
+    experts = sizes.expert_parameters / stages / route
+    dense_link = network.inside if layout.stage_ranks <= per_node else network.across
+    replicas = layout.num_replicas
+    expert_link = network.inside if replicas * route <= per_node else network.across
+    shard = layout.shard_degree
+    gathers = (2 + (layout.checkpointing == "full")) if layout.zero_stage == 3 else 1
+
+    def both(parameters: float, ranks: int, link: Link) -> tuple[float, float]:
+        gather = gathers * ring_seconds(parameters * b, ranks, link)
+        return gather, ring_seconds(parameters * gradient, ranks, link)
+
+    dense_gather, dense_sum = both(dense, shard, dense_link)
+    expert_gather, expert_sum = both(experts, replicas, expert_link)
+    copies = layout.dp_replicate_degree
+    sums = 0.0
+    if copies > 1:
+        own = dense / shard + experts / replicas
+        sums = 2 * ring_seconds(own * gradient, copies, network.across)
+    each = step = 0.0
+    if layout.zero_stage == 3:
+        each = dense_gather + dense_sum + expert_gather + expert_sum
+    elif layout.zero_stage == 2:
+        each, step = dense_sum, dense_gather + expert_gather + expert_sum
+    else:
+        step = dense_gather + dense_sum + expert_gather + expert_sum
+    held = dense / shard + experts / replicas
+    update = ADAM_BYTES * held / (HBM * device.hbm_bytes_per_s)
+    offload = 0.0
+    if layout.offload:
+        offload = held * (4 + 4) / (cluster.host.gb_per_s * 1e9)
+        update = held / cluster.host.adam_parameters_per_s
+    return {
+        "gathers_s": each,
+        "step_gathers_s": step + sums,
+        "optimizer_s": update,
+        "offload_s": offload,
+    }
+
+
+def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:
+    """The seconds of a step on software of a known efficiency.
+
+    Args:
+        raw: at the hardware's peaks.
+        e: what is reached of them.
+    """
+    old = e.old if raw.stack == "2021" else 1.0
+    m = raw.accumulation
+    dense, grouped = raw.dense_s / e.dense / old, raw.grouped_s / e.grouped / old
+    attention = raw.attention_s / old
+    element = (raw.element_s * e.element_bytes + raw.rows_s) / old
+    one_hot = raw.one_hot_s / e.dense / old
+    inside, across = raw.exchange_inside_s / e.network, raw.exchange_across_s / e.network
+    travel = inside + across
+    n = raw.overlap_degree
+    hidden = e.hidden * (n - 1) / n * min(travel, grouped + (dense + attention) * (n > 1))
+    left = 1 - hidden / travel if travel else 0.0
+    share = {"fused": e.fused_host, "graphs": math.sqrt(e.fused_host)}.get(raw.stack, 1.0)
+    host = e.host_s * share * raw.host_layers
+    compute = dense + grouped + attention + element + one_hot
+    tensor = raw.tensor_s / e.network
+    zero = max(0.0, raw.gathers_s / e.network - e.hidden * compute) * m
+    zero += max(0.0, raw.step_gathers_s / e.network - e.hidden * compute)
+    offload = max(0.0, raw.offload_s - e.hidden * compute) * m
+    waiting = raw.bubble * m * (compute + travel * left + tensor + host)
+    return StepSeconds(
+        dense_s=m * dense,
+        grouped_s=m * grouped,
+        attention_s=m * attention,
+        element_s=m * element,
+        one_hot_s=m * one_hot,
+        exchange_inside_s=m * inside * left,
+        exchange_across_s=m * across * left,
+        tensor_s=m * tensor,
+        zero_s=zero,
+        optimizer_s=raw.optimizer_s,
+        offload_s=offload,
+        host_s=m * host,
+        bubble_s=waiting,
+    )

@@ -1,0 +1,137 @@
+"""How far the model is from what others measured: errors of the rows that it was not fitted on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from expertmesh.costs.peak_memory import GIB, peak_memory
+from expertmesh.costs.step_time import Efficiency, step_seconds
+from expertmesh.planner.fit import fit
+from expertmesh.planner.published import Point, published_points
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A row and what the model says.
+
+    Attributes:
+        point: the row.
+        predicted: in the row's unit.
+    """
+
+    point: Point
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one; of a rate too: above 0 the model promises too much."""
+        return self.predicted / self.point.measured - 1
+
+    @property
+    def time_error(self) -> float:
+        """The same of time, where the row is a rate."""
+        is_rate = self.point.unit in ("tokens_per_s", "tflops")
+        return self.point.measured / self.predicted - 1 if is_rate else self.error
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Errors of several rows.
+
+    Attributes:
+        count: of them.
+        median: of absolute errors.
+        within: share of rows within `limit`.
+        limit: 40 % for time, 15 % for memory.
+        low: the tenth percentile of measured over predicted time.
+        high: the ninetieth.
+    """
+
+    count: int
+    median: float
+    within: float
+    limit: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(rows: Sequence[Judged], limit: float = 0.4) -> "Summary":
+        """Of some rows, at least one."""
+        errors = [abs(row.time_error) for row in rows]
+        ratios = sorted(1 / (1 + row.time_error) for row in rows)
+        last = len(ratios) - 1
+        return Summary(
+            count=len(rows),
+            median=median(errors),
+            within=sum(error <= limit for error in errors) / len(errors),
+            limit=limit,
+            low=ratios[round(0.1 * last)],
+            high=ratios[round(0.9 * last)],
+        )
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The constants, and all rows.
+
+    Attributes:
+        efficiency: fitted.
+        throughput: rows of training throughput.
+        memory: rows of peaks; nothing is fitted on them.
+        parts: rows of parts of a step; nothing is fitted on them.
+    """
+
+    efficiency: Efficiency
+    throughput: tuple[Judged, ...]
+    memory: tuple[Judged, ...]
+    parts: tuple[Judged, ...]
+
+    @property
+    def fitted(self) -> tuple[Judged, ...]:
+        """Rows that the constants are fitted on."""
+        return tuple(row for row in self.throughput if row.point.is_fitted)
+
+    @property
+    def held_out(self) -> tuple[Judged, ...]:
+        """Rows of throughput that nothing was fitted on."""
+        return tuple(row for row in self.throughput if not row.point.is_fitted)
+
+
+def validate(own: Sequence[Point] = ()) -> Validation:
+    """Fits the constants on the named rows, and the user's own, and compares all others.
+
+    Args:
+        own: measurements beside the published ones; all are fitted on, whatever they say.
+
+    Example:
+        >>> from expertmesh.planner.validation import Summary, validate
+        >>> held_out = Summary.of(validate().held_out)
+        >>> held_out.median < 0.2 and held_out.within > 0.8
+        True
+    """
+    points = (*published_points(), *own)
+    efficiency = fit([point for point in points if point.is_fitted])
+
+    def judged(rows: Sequence[Point]) -> tuple[Judged, ...]:
+        return tuple(Judged(row, predicted(row, efficiency)) for row in rows)
+
+    return Validation(
+        efficiency,
+        judged(points),
+        judged(published_points("memory")),
+        judged(published_points("parts")),
+    )
+
+
+def predicted(point: Point, efficiency: Efficiency) -> float:
+    """What the model says for a row, in the row's unit."""
+    if point.unit in ("live_gib", "device_gib"):
+        memory = peak_memory(point.sizes, point.layout, point.work)
+        found = memory.live_bytes if point.unit == "live_gib" else memory.device_bytes
+        return found / GIB
+    seconds = step_seconds(point.raw(), efficiency)
+    if point.unit == "exchange_ms":
+        return 1e3 * (seconds.exchange_inside_s + seconds.exchange_across_s)
+    if point.unit == "compute_ms":
+        return 1e3 * (seconds.grouped_s + seconds.element_s)
+    return point.measured * point.measured_s / seconds.total_s

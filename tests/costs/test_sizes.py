@@ -1,0 +1,89 @@
+"""Sizes of models: those of our configurations are the model's own, those of the hub reproduce published counts."""
+
+import pytest
+
+from expertmesh.checkpoints.hub.configs import model_config
+from expertmesh.costs.flops import forward_flops
+from expertmesh.costs.parameters import count_parameters
+from expertmesh.costs.sizes import sizes_of, sizes_of_hub
+from expertmesh.errors import ConfigError
+from expertmesh.planner.published import published_models
+from expertmesh.recipes import recipe
+
+RECIPES = ("gpt-moe-demo", "gpt-moe-1b", "gpt-1.3b-moe128", "gpt-350m-prmoe", "gpt-6.7b")
+QWEN = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 500,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_sizes_of_our_recipes_are_those_of_their_models(name):
+    model = recipe(name).model
+    sizes, count = sizes_of(model), count_parameters(model)
+    assert sizes.num_parameters == count.total
+    assert sizes.expert_parameters == count.experts
+    assert sizes.active_parameters == pytest.approx(count.active, rel=1e-6)
+    for seq_len in (128, 2048):
+        expected = forward_flops(model, seq_len=seq_len).training_flops()
+        assert sizes.training_flops(seq_len) == pytest.approx(expected, rel=1e-3)
+
+
+def test_sizes_from_the_hub_are_those_of_the_model_that_we_make_of_it():
+    ours, theirs = sizes_of(model_config(QWEN)), sizes_of_hub(QWEN)
+    assert theirs.expert_parameters == ours.expert_parameters
+    assert theirs.num_parameters == pytest.approx(ours.num_parameters, rel=2e-3)
+    assert theirs.blocks[0].score_width == ours.blocks[0].score_width
+    assert theirs.blocks[0].cache_width == ours.blocks[0].cache_width
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "gflops"),
+    [
+        ("qwen3-30b", 30.5, 23.0),
+        ("qwen3-235b", 235.1, 148.0),
+        ("gpt-oss-120b", 116.8, 32.6),
+        ("deepseek-v3", 671.0, 249.8),
+        ("mixtral-8x7b", 46.7, 79.7),
+        ("mixtral-8x22b", 140.6, 242.0),
+        ("moonlight", 16.0, 17.2),
+    ],
+)
+def test_published_counts(name, billions, gflops):
+    """Parameters, and operations per token that others print for sequences of 4096."""
+    sizes = published_models()[name]
+    assert sizes.num_parameters / 1e9 == pytest.approx(billions, rel=5e-3)
+    assert sizes.training_flops(4096) / 1e9 == pytest.approx(gflops, rel=2e-2)
+
+
+def test_a_window_is_seen_in_part():
+    wide, narrow = sorted(
+        published_models()["gpt-oss-120b"].blocks, key=lambda b: b.window or 10**9, reverse=True
+    )
+    assert wide.keys_seen(4096) == 2048.5
+    assert narrow.keys_seen(4096) == sum(min(i + 1, 128) for i in range(4096)) / 4096
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"num_hidden_layers": "many"}, "no number"),
+    ],
+)
+def test_a_config_without_sizes_is_refused(change, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        sizes_of_hub(QWEN | change)
+    assert "\n" not in str(caught.value)
