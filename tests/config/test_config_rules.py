@@ -184,6 +184,7 @@ OTHER = {
     "score_function": "sigmoid",
     "normalize_weights": "kept",
     "router_noise": "gumbel",
+    "group_score": "max",
     "drop_policy": "first",
     "balance_loss": "gshard",
     "balance_loss_scope": "global",

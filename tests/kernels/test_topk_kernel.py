@@ -60,6 +60,7 @@ def stable_choice(logits, top_k, rule, noise=None, bias=None):
         bias_E=bias,
         num_expert_groups=rule.num_expert_groups,
         num_limited_groups=rule.num_limited_groups,
+        group_score="max" if rule.num_group_scores == 1 else "top2_sum",
     )
 
 

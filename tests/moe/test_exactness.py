@@ -73,6 +73,7 @@ def choices(draw, *, variant):
         )
         options["num_expert_groups"] = groups
         options["num_limited_groups"] = draw(st.integers(-(-K * groups // E), groups - 1))
+        options["group_score"] = draw(st.sampled_from(["top2_sum", "max"]))
     return options
 
 

@@ -133,6 +133,7 @@ FLIPS = {
     "logit_temperature": ({}, 3.0, "eval y"),
     "num_expert_groups": ({}, 2, "eval y"),
     "num_limited_groups": ({"num_expert_groups": 2}, 2, "eval y"),
+    "group_score": ({"num_expert_groups": 2}, "max", "eval y"),
     "bias_update_rate": ({}, 0.1, "bias after update"),
     "cosine_dim": ({"router": "cosine"}, 7, "parameters"),
     "capacity_factor": ({"min_capacity": 1}, 0.6, "y"),
@@ -247,6 +248,7 @@ CHOICE_EXTRAS = {
     "normalize_weights": {**TIGHT, "drop_policy": "first"},
     "drop_policy": TIGHT,
     "balance_loss_scope": {"routing_group_size": 5},
+    "group_score": {"num_expert_groups": 2},
 }
 CHOICE_OBSERVABLE = {"balance_loss": "aux_loss", "balance_loss_scope": "aux_loss"}
 NOT_DISTINCT = {"normalize_weights": {"auto"}}

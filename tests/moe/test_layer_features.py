@@ -30,6 +30,7 @@ VARIANTS = {
         "num_expert_groups": 3,
         "num_limited_groups": 2,
     },
+    "groups_by_max": {"num_expert_groups": 3, "num_limited_groups": 2, "group_score": "max"},
     "softmax_after_topk": {"score_function": "softmax_after_topk"},
     "gumbel": {"router_noise": "gumbel"},
     "gaussian_load": {"router_noise": "gaussian", "balance_loss": "importance_load"},

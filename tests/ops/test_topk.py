@@ -23,7 +23,9 @@ def run(logits, backend, function, d_weights, d_scores, **options):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("options", [{}, GROUPED], ids=["all", "grouped"])
+@pytest.mark.parametrize(
+    "options", [{}, GROUPED, GROUPED | {"group_score": "max"}], ids=["all", "grouped", "by_max"]
+)
 def test_triton_equals_torch(function, options):
     logits = torch.randn(9, 16, device=DEVICE)
     noise, bias = torch.randn_like(logits), torch.randn(16, device=DEVICE)

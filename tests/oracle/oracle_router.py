@@ -186,7 +186,9 @@ def _choose(
         size = options.num_experts // options.num_expert_groups
         strength = np.array(
             [
-                np.sort(criterion[g * size : (g + 1) * size])[::-1][:GROUP_SCORE_TOP].sum()
+                np.sort(criterion[g * size : (g + 1) * size])[::-1][
+                    : GROUP_SCORE_TOP[options.group_score]
+                ].sum()
                 for g in range(options.num_expert_groups)
             ]
         )
@@ -199,7 +201,7 @@ def _choose(
     return chosen
 
 
-GROUP_SCORE_TOP = 2
+GROUP_SCORE_TOP = {"top2_sum": 2, "max": 1}
 """A group of experts is as strong as the sum of its two best scores (DeepSeek-V3)."""
 
 

@@ -26,6 +26,7 @@ class OracleOptions:
     logit_temperature: float = 1.0
     num_expert_groups: int = 1
     num_limited_groups: int = 1
+    group_score: str = "top2_sum"
     capacity_factor: float | None = None
     min_capacity: int = 4
     max_capacity_factor: float | None = None

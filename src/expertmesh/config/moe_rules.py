@@ -20,11 +20,14 @@ ScoreFunction = Literal["softmax", "sigmoid", "softmax_after_topk"]
 RouterKind = Literal["topk", "cosine", "expert_choice", "hash"]
 RouterNoise = Literal["none", "gumbel", "gaussian", "gumbel_after_first"]
 NormalizeWeights = Literal["auto", "none", "topk", "kept"]
+GroupScore = Literal["top2_sum", "max"]
 DropPolicy = Literal["first", "priority", "weight", "random"]
 BalanceLoss = Literal["switch", "gshard", "importance_load", "none"]
 LossScope = Literal["group", "global"]
 Backend = Literal["auto", "triton", "torch", "reference"]
 
+GROUP_SCORES = {"top2_sum": 2, "max": 1}
+"""How many of its best scores make the score of a group of experts."""
 MOST_FACTOR = 1e6
 """Largest capacity factor; as large as the number of experts it drops nothing."""
 _FACTORS = ("capacity_factor", "eval_capacity_factor", "max_capacity_factor")
@@ -64,6 +67,8 @@ class LayerChoices(Config):
     """Groups of experts for group-limited (node-limited) routing; 1: no limit."""
     num_limited_groups: int = Field(default=1, gt=0)
     """Groups that a token may use, when there are several."""
+    group_score: GroupScore = "top2_sum"
+    """What makes a group good: the sum of its two best scores (DeepSeek-V3), or the best one, "max" (DeepSeek-V2)."""
     bias_update_rate: float = Field(default=0.0, ge=0)
     """Step of the aux-loss-free balancing bias; 0: no bias."""
     cosine_dim: int = Field(default=256, gt=0)
@@ -381,6 +386,7 @@ NO_EFFECT = (
         ),
         "without capacity_factor, eval_capacity_factor or max_capacity_factor, or with router=expert_choice",
     ),
+    NoEffect(("group_score",), lambda c: c.num_expert_groups == 1, "with num_expert_groups=1"),
     NoEffect(
         ("shared_gate",),
         lambda c: not c.num_shared_experts and not c.shared_hidden_dim,

@@ -165,7 +165,7 @@ _OF_WEIGHTS = (
 """Options of the model that its weights fix; those of images, windows and classes may change."""
 _OF_EXPERTS = (
     "num_experts", "top_k", "router", "score_function", "normalize_weights", "weight_scale", "logit_temperature", "cosine_dim",
-    "num_expert_groups", "num_limited_groups", "bias_update_rate", "num_shared_experts", "shared_hidden_dim", "shared_gate",
+    "num_expert_groups", "num_limited_groups", "group_score", "bias_update_rate", "num_shared_experts", "shared_hidden_dim", "shared_gate",
     "residual",
 )  # fmt: skip
 

@@ -32,6 +32,7 @@ class Rule:
     weight_scale: float = 1.0
     num_expert_groups: int = 1
     num_limited_groups: int = 1
+    num_group_scores: int = 2
 
 
 @triton.jit
@@ -69,18 +70,25 @@ def _keys(x, real, lane, LANES: tl.constexpr):
 
 @triton.jit
 def _allow_groups(
-    criterion, real, LIMIT: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, S: tl.constexpr
+    criterion,
+    real,
+    LIMIT: tl.constexpr,
+    BEST: tl.constexpr,
+    GROUPS: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
 ):
-    """Lanes of the LIMIT groups with the largest sum of their two best criteria; ties to the lower group."""
+    """Lanes of the LIMIT groups with the largest sum of their BEST (1 or 2) best criteria; ties to the lower group."""
     BLOCK_T: tl.constexpr = criterion.shape[0]
     grouped = tl.reshape(tl.where(real, criterion, float("-inf")), (BLOCK_T, G, S))
     exists = tl.reshape(real, (BLOCK_T, G, S))
-    best = tl.max(grouped, 2)
-    place = tl.argmax(grouped, 2)
-    others = exists & (tl.arange(0, S)[None, None, :] != place[:, :, None])
-    second = tl.max(tl.where(others, grouped, float("-inf")), 2)
-    # a group of one expert has no second
-    strength = tl.where(tl.max(others.to(tl.int32), 2) > 0, best + second, best)
+    strength = tl.max(grouped, 2)
+    if BEST == 2:
+        place = tl.argmax(grouped, 2)
+        others = exists & (tl.arange(0, S)[None, None, :] != place[:, :, None])
+        second = tl.max(tl.where(others, grouped, float("-inf")), 2)
+        # a group of one expert has no second
+        strength = tl.where(tl.max(others.to(tl.int32), 2) > 0, strength + second, strength)
     group = tl.arange(0, G)
     keys = _keys(strength, (group < GROUPS)[None, :], group, G)
     rank = tl.sum((keys[:, None, :] > keys[:, :, None]).to(tl.int32), 2)
@@ -104,6 +112,7 @@ def _choose(
     NORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     LIMIT: tl.constexpr,
+    BEST: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -129,7 +138,7 @@ def _choose(
         if bias_ptr is not None:
             criterion += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)[None, :]
         if GROUPS > 1:
-            allowed = _allow_groups(criterion, real, LIMIT, GROUPS, G, S)
+            allowed = _allow_groups(criterion, real, LIMIT, BEST, GROUPS, G, S)
             criterion = tl.where(allowed, criterion, float("-inf"))
     keys = tl.topk(_keys(criterion, real, lane, LANES), COLUMNS)
 
@@ -279,6 +288,7 @@ def choose(
         NORMALIZE=rule.normalize,
         GROUPS=groups,
         LIMIT=rule.num_limited_groups,
+        BEST=rule.num_group_scores,
         G=group_lanes,
         S=size_lanes,
         COLUMNS=max(next_power_of_2(top_k), 2),

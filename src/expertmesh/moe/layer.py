@@ -71,7 +71,8 @@ class MoELayer(nn.Module):
             1 / (1 - p) else (NLLB's expert output masking, which scales by 1 - p in evaluation instead). Masked rows hold their place.
         logit_temperature: the logits are divided by this.
         num_expert_groups: groups of consecutive experts for group-limited routing; 1: no limit.
-        num_limited_groups: groups that a token may use: those with the largest sum of their two best scores.
+        num_limited_groups: groups that a token may use, the best ones.
+        group_score: what a group's score is: "top2_sum", the sum of its two best scores, or "max", the best one.
         bias_update_rate: step of `update_expert_bias`; above 0 the layer has the buffer `expert_bias_E`, which is added
             to the scores for the choice only.
         cosine_dim: size of the space in which the cosine router compares.

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from expertmesh.config.moe_rules import LayerOptions
+from expertmesh.config.moe_rules import GROUP_SCORES, LayerOptions
 from expertmesh.moe.assignment import Ratio, capacity_of, valid_tokens_per_group
 from expertmesh.moe.random import STREAM_HASH, philox4x32
 from expertmesh.moe.types import Routing
@@ -65,10 +65,11 @@ def weights_at(
 def _limit_groups(selection_TE: Tensor, options: LayerOptions) -> Tensor:
     """Set the scores of all experts outside the token's best groups to -inf (DeepSeek-V3, section 2.1.2).
 
-    A group's score is the sum of the two best (biased) scores in it.
+    A group's score is the sum of the two best (biased) scores in it, or the best one (DeepSeek-V2, section 2.2.2).
     """
     grouped_TXE = selection_TE.unflatten(-1, (options.num_expert_groups, -1))
-    best = grouped_TXE.topk(min(2, grouped_TXE.shape[-1]), dim=-1).values.sum(-1)
+    count = GROUP_SCORES[options.group_score]
+    best = grouped_TXE.topk(min(count, grouped_TXE.shape[-1]), dim=-1).values.sum(-1)
     groups = best.topk(options.num_limited_groups, dim=-1).indices
     allowed_TX = torch.zeros_like(best, dtype=torch.bool).scatter(-1, groups, True)
     return grouped_TXE.masked_fill(~allowed_TX[..., None], -math.inf).flatten(-2)
@@ -137,6 +138,7 @@ def choose_by_token(
             bias_E=bias_E,
             num_expert_groups=options.num_expert_groups,
             num_limited_groups=options.num_limited_groups,
+            group_score=options.group_score,
             backend=options.backend,
         )
     else:

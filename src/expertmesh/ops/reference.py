@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.config.moe_rules import GROUP_SCORES
 from expertmesh.ops.activation import activate
 from expertmesh.ops.dtypes import accumulate_dtype
 
@@ -67,6 +68,7 @@ def choose_experts(
     bias_E: Tensor | None = None,
     num_expert_groups: int = 1,
     num_limited_groups: int = 1,
+    group_score: str = "top2_sum",
 ) -> Tensor:
     """Give the ids (T, K) by full sorts, ties to the lower id; see `ops.topk.choose_experts`."""
     criterion = logits_TE.detach() if noise_TE is None else logits_TE.detach() + noise_TE
@@ -75,7 +77,9 @@ def choose_experts(
     criterion = criterion if bias_E is None else criterion + bias_E
     if num_expert_groups > 1:
         grouped = criterion.unflatten(-1, (num_expert_groups, -1))
-        strength = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
+        strength = (
+            grouped.sort(-1, descending=True).values[..., : GROUP_SCORES[group_score]].sum(-1)
+        )
         order = strength.sort(dim=-1, descending=True, stable=True).indices
         far = order.argsort(-1) >= num_limited_groups
         criterion = grouped.masked_fill(far[..., None], -torch.inf).flatten(-2)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.config.moe_rules import GROUP_SCORES
 from expertmesh.errors import ConfigError
 from expertmesh.ops import reference
 from expertmesh.ops.backend import resolve_backend
@@ -25,14 +26,15 @@ def choose_experts(
     bias_E: Tensor | None = None,
     num_expert_groups: int = 1,
     num_limited_groups: int = 1,
+    group_score: str = "top2_sum",
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Take every token's K best experts, weigh them, and score all experts for the balance loss.
 
     Scores are the softmax or the sigmoid of the logits. The choice is made by the logits plus noise; with a bias
     or a group limit by the scores of that (the logits for softmax_after_topk) plus the bias, where experts outside the
-    `num_limited_groups` groups with the largest sum of their two best values count as -inf (DeepSeek-V3, section
-    2.1.2). Weights are the scores of the chosen, divided by their sum if `normalize`, or for softmax_after_topk the
+    `num_limited_groups` groups with the largest sum of their two best values (DeepSeek-V3, section 2.1.2), or the
+    largest best value (DeepSeek-V2, section 2.2.2), count as -inf. Weights are the scores of the chosen, divided by their sum if `normalize`, or for softmax_after_topk the
     softmax over their logits; all times `weight_scale`. Noise and bias do not enter weights and scores.
 
     Args:
@@ -45,6 +47,7 @@ def choose_experts(
         bias_E: (E,), or None.
         num_expert_groups: groups of consecutive experts; divides E.
         num_limited_groups: groups that a token may use.
+        group_score: "top2_sum" or "max", see above.
         backend: see `resolve_backend`. Triton takes FP32 and up to 2048 experts; auto uses torch beyond.
 
     Returns:
@@ -76,6 +79,10 @@ def choose_experts(
             f"num_expert_groups is {num_expert_groups}, num_limited_groups {num_limited_groups}; the first must divide "
             f"the number of experts, {num_experts}, and not be below the second; change them"
         )
+    if group_score not in GROUP_SCORES:
+        raise ConfigError(
+            f"group_score is {group_score!r}; known are {', '.join(GROUP_SCORES)}; use one of these"
+        )
     for what, tensor, shape in (
         ("noise", noise_TE, logits_TE.shape),
         ("bias", bias_E, (num_experts,)),
@@ -91,7 +98,7 @@ def choose_experts(
             refuse_transforms("choose_experts", lambda: [logits_TE])
             noise = None if noise_TE is None else noise_TE.detach().to(logits_TE.dtype)
             bias = None if bias_E is None else bias_E.detach().to(logits_TE.dtype)
-            groups = [num_expert_groups, num_limited_groups]
+            groups = [num_expert_groups, num_limited_groups, GROUP_SCORES[group_score]]
             how = (score_function, normalize, weight_scale)
             return _choose_experts(logits_TE, noise, bias, top_k, *how, groups)
         if backend == "triton":
@@ -104,6 +111,7 @@ def choose_experts(
         bias_E=bias_E,
         num_expert_groups=num_expert_groups,
         num_limited_groups=num_limited_groups,
+        group_score=group_score,
     )
     weights_TK, scores_TE = reference.weigh_experts(
         logits_TE,
