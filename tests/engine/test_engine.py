@@ -12,6 +12,7 @@ from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
+from expertmesh.recipes import RECIPES
 from expertmesh.text.stream import TextStream
 from expertmesh.text.tokenizer import train_tokenizer
 
@@ -352,3 +353,13 @@ def test_bad_engines_are_refused():
     with pytest.raises(ConfigError, match="is empty"):
         engine.generate([[1], []], GREEDY)
     assert not engine.has_work, "a refused batch leaves nothing"
+
+
+def test_the_load_of_experts_counts_every_token_of_every_layer_with_experts():
+    model = GPT(RECIPES["gpt-moe-test"]().model, seed=0).eval()
+    engine = Engine(model, num_blocks=8)
+    engine.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0, max_tokens=4))
+    computed = 3 + 2 + 2 * 3  # the last token of an answer is drawn, not read
+    moe = model.config.moe
+    assert [len(one) for one in engine.expert_load()] == list(model.config.experts_per_layer())
+    assert [sum(one) for one in engine.expert_load()] == [computed * moe.top_k] * 2

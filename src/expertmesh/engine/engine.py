@@ -21,7 +21,7 @@ from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.runs.open import find_model, open_model
-from expertmesh.text.format import text_format
+from expertmesh.text.format import TextFormat, text_format
 
 Prompt = str | Seq[int]
 
@@ -86,6 +86,13 @@ class Engine:
         >>> (answer,) = engine.generate([[1, 2, 3]], em.SamplingParams(temperature=0, max_tokens=4))
         >>> len(answer.token_ids), answer.finish_reason
         (4, 'length')
+
+    Attributes:
+        model: that answers.
+        config: its options.
+        max_len: tokens of a sequence, at most.
+        tokenizer: of the model; None: prompts are token ids.
+        text: what text is to the model; None without a tokenizer.
     """
 
     def __init__(
@@ -102,8 +109,10 @@ class Engine:
                 f"{next(iter(options))}: is given beside config; put it into the config"
             )
         self.config = EngineConfig(**options) if config is None else config
+        text = None
         if isinstance(model, str | Path):
-            model, tokenizer = _opened(model, tokenizer, self.config)
+            model, text = _opened(model, tokenizer, self.config)
+            tokenizer = text.tokenizer
         else:
             for name in ("device", "dtype"):
                 if getattr(self.config, name) is not None:
@@ -115,8 +124,10 @@ class Engine:
                     )
         _check_model(model, self.config)
         self.model, self.tokenizer = model, tokenizer
-        self._text = None if tokenizer is None else text_format(tokenizer, model=model)
-        known = model.end_ids if self._text is None else self._text.end_ids
+        if text is None and tokenizer is not None:
+            text = text_format(tokenizer, model=model)
+        self.text: TextFormat | None = text
+        known = model.end_ids if text is None else text.end_ids
         self._end_ids = frozenset({*end_ids, *known})
         self.max_len = min(self.config.max_len or model.max_seq_len, model.max_seq_len)
         device, dtype = model.device, autocast_dtype(model.device) or model.embedding.weight.dtype
@@ -342,12 +353,16 @@ class Engine:
             scheduler.counters.prefix_hits,
         )
 
+    def expert_load(self) -> list[list[int]]:
+        """Tokens that each expert has served so far, layer by layer of those with experts."""
+        return [load[:-1].tolist() for load in self._runner.expert_load]
+
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return [int(i) if isinstance(i, int) or hasattr(i, "__index__") else i for i in prompt]
-        if self._text is None:
+        if self.text is None:
             raise ConfigError("prompt: is text, and the engine has no tokenizer; give token ids")
-        return self._text.prompt_ids(prompt) if prompt else []
+        return self.text.prompt_ids(prompt) if prompt else []
 
     def _check_ids(self, ids: list[int], params: SamplingParams) -> None:
         if not ids:
@@ -484,8 +499,10 @@ def _fresh_seed() -> int:
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
 
-def _opened(path: str | Path, tokenizer: Tokenizer | None, config: EngineConfig) -> tuple[Any, Any]:
-    """The model and the tokenizer of a folder."""
+def _opened(
+    path: str | Path, tokenizer: Tokenizer | None, config: EngineConfig
+) -> tuple[Any, TextFormat]:
+    """The model of a folder, and what text is to it."""
     if tokenizer is not None:
         raise ConfigError("tokenizer: the folder has its own; leave it out")
     run = find_model(path)
@@ -496,8 +513,8 @@ def _opened(path: str | Path, tokenizer: Tokenizer | None, config: EngineConfig)
     if config.deterministic:
         run = replace(run, config=run.config.updated({"model.batch_invariant": True}))
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    model, tokenizer = open_model(run, device=config.device, dtype=dtype)
-    return model, tokenizer
+    opened = open_model(run, device=config.device, dtype=dtype)
+    return opened.model, opened.text
 
 
 def _check_model(model: Any, config: EngineConfig) -> None:

@@ -54,11 +54,19 @@ class Runner:
     Args:
         model: takes flat tokens with an `AttentionContext`, as GPT does.
         cache: of the model.
+
+    Attributes:
+        expert_load: (E + 1,) int64 of each layer with experts: tokens that they have served so far; the last one stands for none.
     """
 
     def __init__(self, model: Any, cache: PagedCache) -> None:
         self.model, self.cache = model, cache
         self.device = cache.k.device
+        self.expert_load = [
+            torch.zeros(num + 1, dtype=torch.int64, device=self.device)
+            for num in model.config.experts_per_layer()
+            if num
+        ]
 
     @torch.no_grad()
     def run(self, step: Step) -> StepResult:
@@ -94,12 +102,19 @@ class Runner:
             logit_rows_R=self._tensor([row.token for row in rows]),
             capacity_factor=self.model.config.moe.dropless_factor,
         )
+        self._count(output.stats)
         experts = [
             (chunk, _experts_of(output.stats, span.first, span.count))
             for chunk, span in zip(step.chunks, spans, strict=True)
             if chunk.sequence.request.params.return_routed_experts
         ]
         return self._result(output.logits_BSV, rows, experts)
+
+    def _count(self, stats: tuple[Any, ...]) -> None:
+        """Add a step's choices to `expert_load`, without a wait for the device."""
+        for load, one in zip(self.expert_load, stats, strict=True):
+            ids = one.topk_expert_ids_TK.flatten()
+            load.scatter_add_(0, ids, load.new_ones(()).expand_as(ids))
 
     def _result(
         self, logits_RV: Tensor, rows: list[Row], experts: list[tuple[Chunk, Tensor]]

@@ -51,6 +51,13 @@ class TextStream:
             return ""
         return self._decoder.decode(self._bytes(token))
 
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token stands for, whatever stands around it; of a special one its name, of an unknown id nothing."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        return token.encode() if token_id in self._special else self._bytes(token)
+
     def _bytes(self, token: str) -> bytes:
         """What a token of the vocabulary stands for."""
         if self._is_byte_level:
