@@ -12,7 +12,7 @@ from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.config.run import OptimConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.memory import estimate_memory
-from expertmesh.costs.parameters import count_parameters, parameter_shapes
+from expertmesh.costs.parameters import count_parameters, gpt_spec
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.token_losses import token_losses
 from expertmesh.training.optim import build_optimizer
@@ -80,7 +80,7 @@ def test_parameters_equal_the_model(name: str) -> None:
     assert count.experts == sum_of(".experts.")
     assert count.shared == sum_of(".shared_experts.", ".shared_gate.")
     assert count.residual == sum_of(".residual_")
-    shapes = {p.name: p.shape for p in parameter_shapes(cfg)}
+    shapes = {p.name: p.shape for p in gpt_spec(cfg)}
     assert shapes == {n: tuple(p.shape) for n, p in model.named_parameters()}
 
 

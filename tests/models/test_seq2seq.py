@@ -11,7 +11,7 @@ from tests.support.waits import waits
 
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.seq2seq import Seq2SeqConfig, Seq2SeqRunConfig
-from expertmesh.costs.seq2seq import forward_flops, parameter_shapes, seq2seq_costs
+from expertmesh.costs.seq2seq import forward_flops, seq2seq_costs, seq2seq_spec
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder
 from expertmesh.models.family import Part
@@ -212,7 +212,7 @@ OF_A_LAYER = [
 def test_every_parameter_is_counted(moe):
     options = {"tie_embeddings": False, "positions": "untied"}
     cfg = config(moe=MoEConfig(**moe), **options)
-    found = {p.name: p.shape for p in parameter_shapes(cfg)}
+    found = {p.name: p.shape for p in seq2seq_spec(cfg)}
     model = Seq2Seq(cfg, device="meta")
     assert found == {name: tuple(p.shape) for name, p in model.named_parameters()}
     run = Seq2SeqRunConfig(model=cfg)
@@ -240,7 +240,7 @@ def test_operations_are_those_of_the_matrices(moe, positions):
     D, S, T, B = cfg.dim, 9, 6, 4
     width = 2 * D if positions == "untied" else D
     of_source = of_target = 0
-    for parameter in parameter_shapes(cfg):
+    for parameter in seq2seq_spec(cfg):
         size = parameter.num_elements
         if parameter.is_expert:
             size //= parameter.shape[0]

@@ -8,7 +8,7 @@ Under a capacity this is an upper bound, because dropped rows are not computed.
 from dataclasses import dataclass
 
 from expertmesh.config.model import ModelConfig, MoEConfig
-from expertmesh.costs.parameters import HasFeedForwards, mlp_parameters
+from expertmesh.layout.feed_forward import HasFeedForwards, mlp_parameters
 
 
 @dataclass(frozen=True)

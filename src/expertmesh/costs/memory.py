@@ -9,12 +9,9 @@ from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import Optimizer, ParallelConfig
 from expertmesh.costs.flops import rows_per_token
-from expertmesh.costs.parameters import (
-    GATED_ACTIVATIONS,
-    ParameterShape,
-    count_parameters,
-    parameter_shapes,
-)
+from expertmesh.costs.parameters import gpt_spec
+from expertmesh.layout.feed_forward import num_branches
+from expertmesh.layout.spec import Parameter
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -51,7 +48,7 @@ class MemoryEstimate:
 
 def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
     """Elements that a dense feed-forward network keeps per token: input, pre-activations, branches, product."""
-    branches = 2 if config.activation in GATED_ACTIVATIONS else 1
+    branches = num_branches(config.activation)
     kept = branches * hidden_dim + (2 * hidden_dim if branches == 2 else hidden_dim)
     return config.dim + kept
 
@@ -91,7 +88,7 @@ def layer_activation_bytes(
         bytes_per_token += width * compute  # the queries before norm and rotation
     if not num_experts:
         return bytes_per_token + _mlp_elements(config.ffn_hidden_dim, config) * compute
-    branches = 2 if config.activation in GATED_ACTIVATIONS else 1
+    branches = num_branches(config.activation)
     rows = 0 if moe.recompute_h else rows_per_token(moe, num_experts)
     elements = config.dim + round(rows * branches * moe.hidden_dim)
     if moe.num_shared_experts or moe.shared_hidden_dim:
@@ -129,7 +126,7 @@ def estimate_memory(
     """
     compute = DTYPE_BYTES[dtype]
     master = max(compute, 4)
-    parameters = count_parameters(config).total
+    parameters = gpt_spec(config).num_parameters
     tokens = micro_batch_size * seq_len
     per_layer = [
         layer_activation_bytes(config, num_experts=experts, dtype=dtype, seq_len=seq_len)
@@ -144,15 +141,13 @@ def estimate_memory(
         weights_bytes=parameters * master,
         compute_copy_bytes=parameters * compute if compute < master else 0,
         gradients_bytes=parameters * master,
-        optimizer_bytes=sum(
-            _num_moments(p, optimizer) * p.num_elements for p in parameter_shapes(config)
-        )
+        optimizer_bytes=sum(_num_moments(p, optimizer) * p.num_elements for p in gpt_spec(config))
         * master,
         activations_bytes=tokens * (layers + head),
     )
 
 
-def _num_moments(parameter: ParameterShape, optimizer: Optimizer) -> int:
+def _num_moments(parameter: Parameter, optimizer: Optimizer) -> int:
     return 1 if optimizer == "muon" and parameter.is_matrix else 2
 
 
@@ -225,7 +220,7 @@ def rank_memory(
     W, kept = dp_shard * tp, parallel.zero_stage < 3
     held, moments, outside = 0, 0, 0
     dense, experts = Counter[int](), Counter[int]()
-    for parameter in parameter_shapes(config):
+    for parameter in gpt_spec(config):
         part = _largest_part(parameter, dp_shard=dp_shard, tp=tp)
         if parameter.is_expert:
             part = parameter.num_elements // W
@@ -317,12 +312,12 @@ def _most_at_once(sizes: Sequence[int], number: int) -> int:
     return max((sum(sizes[i : i + number]) for i in range(len(sizes))), default=0)
 
 
-def _tensor_axis(parameter: ParameterShape, tp: int) -> int | None:
+def _tensor_axis(parameter: Parameter, tp: int) -> int | None:
     axis = parameter.tensor_axis
     return axis if axis is not None and tp > 1 and parameter.shape[axis] % tp == 0 else None
 
 
-def _largest_part(parameter: ParameterShape, *, dp_shard: int, tp: int) -> int:
+def _largest_part(parameter: Parameter, *, dp_shard: int, tp: int) -> int:
     """Elements of the rank that has most."""
     taken = _tensor_axis(parameter, tp)
     local = [size // tp if axis == taken else size for axis, size in enumerate(parameter.shape)]

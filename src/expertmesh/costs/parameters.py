@@ -1,20 +1,82 @@
-"""Exact parameter counts and shapes of a GPT, from its configuration alone."""
+"""Exact parameter counts of a GPT, from its configuration alone."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Protocol
+from functools import lru_cache
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.model import ModelConfig
+from expertmesh.layout.feed_forward import feed_forward
+from expertmesh.layout.spec import ModelSpec, Parameter, parameter
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu"})
+
+@lru_cache(maxsize=16)
+def gpt_spec(config: ModelConfig) -> ModelSpec:
+    """Every parameter of a GPT, without building it.
+
+    Args:
+        config: the model.
+
+    Raises:
+        ConfigError: the numbers of experts do not fit the layers.
+    """
+    return ModelSpec(tuple(_parameters(config)), experts_per_token=config.moe.top_k)
 
 
-def mlp_parameters(*, dim: int, hidden_dim: int, activation: str, bias: bool) -> int:
-    """Parameters of one feed-forward network or expert: w_in (G, F, D), w_out (D, F), and their biases."""
-    branches = 2 if activation in GATED_ACTIVATIONS else 1
-    matrices = (branches + 1) * dim * hidden_dim
-    return matrices + (branches * hidden_dim + dim if bias else 0)
+def _parameters(config: ModelConfig) -> Iterator[Parameter]:
+    D, V = config.dim, config.vocab_size
+    # the vocabulary's matrices are cut along the width, for storage only: who uses them gathers them
+    yield parameter(
+        "embedding.weight",
+        "embedding",
+        "embedding",
+        vocab=V,
+        model=D,
+        cut="model",
+        hub="model.embed_tokens.weight",
+    )
+    for layer, num_experts in enumerate(config.experts_per_layer()):
+        for one in _layer(config, num_experts):
+            yield one.inside(f"layers.{layer}.", f"model.layers.{layer}.", layer=layer)
+    yield parameter("final_norm.weight", "norm", "norms", model=D, hub="model.norm.weight")
+    if not config.tie_embeddings:
+        yield parameter(
+            "output.weight", "head", "output", vocab=V, model=D, cut="model", hub="lm_head.weight"
+        )
+
+
+def _layer(config: ModelConfig, num_experts: int) -> Iterator[Parameter]:
+    D = config.dim
+    yield parameter("attention_norm.weight", "norm", "norms", model=D, hub="input_layernorm.weight")
+    yield from (one.inside("attention.", "self_attn.") for one in _attention(config))
+    yield parameter(
+        "ffn_norm.weight", "norm", "norms", model=D, hub="post_attention_layernorm.weight"
+    )
+    yield from feed_forward(config, num_experts)
+
+
+def _attention(config: ModelConfig) -> Iterator[Parameter]:
+    D, head, part = config.dim, config.head_size, "attention"
+    width, keys = config.num_heads * head, config.kv_heads * head
+    rows = width + 2 * keys
+    weights, biases = (tuple(f"{x}_proj.{kind}" for x in "qkv") for kind in ("weight", "bias"))
+    yield parameter("qkv.weight", "matrix", part, heads=rows, model=D, cut="heads", hub=weights)
+    if config.qkv_bias:
+        yield parameter("qkv.bias", "bias", part, heads=rows, cut="heads", hub=biases)
+    yield parameter(
+        "out.weight",
+        "matrix",
+        part,
+        model=D,
+        heads=width,
+        cut="heads",
+        is_output=True,
+        hub="o_proj.weight",
+    )
+    if config.qk_norm:
+        whole = config.qk_norm_scope == "projection"
+        for x, size in (("q", width), ("k", keys)):
+            name = f"{x}_norm.weight"
+            yield parameter(name, "norm", part, heads=size if whole else head, hub=name)
 
 
 @dataclass(frozen=True)
@@ -57,32 +119,6 @@ class ParameterCount:
         return self.total - self.inactive_experts
 
 
-_PART_OF = {
-    "embedding": "embedding",
-    "output": "output",
-    "attention": "attention",
-    "attention_norm": "norms",
-    "ffn_norm": "norms",
-    "final_norm": "norms",
-    "ffn": "dense_ffn",
-    "router": "router",
-    "experts": "experts",
-    "shared_experts": "shared",
-    "shared_gate": "shared",
-    "residual_mlp": "residual",
-    "residual_coefficient": "residual",
-}
-"""What the parameters of a module count as."""
-
-
-_MATRICES = (
-    *(f"attention.{name}.weight" for name in ("q", "kv", "qkv", "out")),
-    *(f"places.{name}.weight" for name in ("q", "k")),
-    *("w_in", "w_out"),
-)
-"""What the names of matrices that Muon takes end in, of a GPT and an encoder-decoder."""
-
-
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Counts the parameters of a GPT exactly, without building it.
 
@@ -95,145 +131,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     Raises:
         ConfigError: the numbers of experts do not fit the layers.
     """
-    counts, inactive = dict.fromkeys(_PART_OF.values(), 0), 0
-    for parameter in parameter_shapes(config):
-        module = parameter.name.removeprefix(f"layers.{parameter.layer}.").removeprefix("moe.")
-        counts[_PART_OF[module.partition(".")[0]]] += parameter.num_elements
-        if parameter.is_expert:
-            experts = parameter.shape[0]
-            unused = max(experts - config.moe.top_k, 0)
-            inactive += parameter.num_elements // experts * unused
-    return ParameterCount(**counts, inactive_experts=inactive)
-
-
-@dataclass(frozen=True)
-class ParameterShape:
-    """One parameter of a GPT.
-
-    Attributes:
-        name: in the model.
-        shape: its sizes.
-        layer: number of its layer; None: it is outside the layers.
-        tensor_axis: along which tensor parallelism cuts it (even the size permitting); None: every rank has it whole.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    layer: int | None
-    tensor_axis: int | None = None
-
-    @property
-    def num_elements(self) -> int:
-        """Product of the sizes."""
-        return math.prod(self.shape)
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether it is one of routed experts."""
-        return ".moe.experts." in self.name
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether Muon is for it: the matrices of attention, dense layers and experts."""
-        return self.name.endswith(_MATRICES)
-
-
-def parameter_shapes(config: ModelConfig) -> Iterator[ParameterShape]:
-    """Every parameter of a GPT in the order of the model, without building it.
-
-    Args:
-        config: the model.
-
-    Raises:
-        ConfigError: the numbers of experts do not fit the layers.
-    """
-    D, V = config.dim, config.vocab_size
-    yield ParameterShape("embedding.weight", (V, D), None, 1)
-    for layer, num_experts in enumerate(config.experts_per_layer()):
-        for name, shape, axis in _layer_shapes(config, num_experts):
-            yield ParameterShape(f"layers.{layer}.{name}", shape, layer, axis)
-    yield ParameterShape("final_norm.weight", (D,), None)
-    if not config.tie_embeddings:
-        yield ParameterShape("output.weight", (V, D), None, 1)
-
-
-_Shape = tuple[str, tuple[int, ...], int | None]
-
-
-def _layer_shapes(config: ModelConfig, num_experts: int) -> Iterator[_Shape]:
-    D, head = config.dim, config.head_size
-    width = config.num_heads * head
-    yield "attention_norm.weight", (D,), None
-    rows = width + 2 * config.kv_heads * head
-    yield "attention.qkv.weight", (rows, D), 0
-    if config.qkv_bias:
-        yield "attention.qkv.bias", (rows,), 0
-    yield "attention.out.weight", (D, width), 1
-    if config.qk_norm:
-        whole = config.qk_norm_scope == "projection"
-        yield "attention.q_norm.weight", (width if whole else head,), None
-        yield "attention.k_norm.weight", (config.kv_heads * head if whole else head,), None
-    yield "ffn_norm.weight", (D,), None
-    yield from feed_forward_shapes(config, num_experts)
-
-
-class HasFeedForwards(Protocol):
-    """What the feed-forward layers of a model depend on; the configurations of transformers have it."""
-
-    @property
-    def dim(self) -> int:
-        """D."""
-
-    @property
-    def ffn_hidden_dim(self) -> int:
-        """F of dense layers."""
-
-    @property
-    def activation(self) -> str:
-        """Of experts and dense layers."""
-
-    @property
-    def moe(self) -> MoEConfig:
-        """The mixture-of-experts layers."""
-
-
-def feed_forward_shapes(config: HasFeedForwards, num_experts: int) -> Iterator[_Shape]:
-    """Name, shape and axis of tensor parallelism of each parameter of one layer's feed-forward, dense or MoE.
-
-    Args:
-        config: the model.
-        num_experts: of the layer; 0: dense.
-    """
-    D = config.dim
-    if not num_experts:
-        yield from _mlp_shapes("ffn", config, config.ffn_hidden_dim, bias=False)
-        return
-    moe = config.moe
-    if moe.router == "cosine":
-        yield "moe.router.expert_embeddings", (num_experts, moe.cosine_dim), None
-        yield "moe.router.log_scale", (1,), None
-        yield "moe.router.proj.weight", (moe.cosine_dim, D), None
-    elif moe.router != "hash":
-        yield "moe.router.proj.weight", (num_experts, D), None
-    experts = _mlp_shapes("moe.experts", config, moe.hidden_dim, bias=moe.bias)
-    yield from ((name, (num_experts, *shape), None) for name, shape, _ in experts)
-    if moe.num_shared_experts or moe.shared_hidden_dim:
-        hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
-        yield from _mlp_shapes("moe.shared_experts", config, hidden_dim, bias=moe.bias)
-        if moe.shared_gate:
-            yield "moe.shared_gate.weight", (1, D), None
-    if moe.residual:
-        yield from _mlp_shapes("moe.residual_mlp", config, config.ffn_hidden_dim, bias=moe.bias)
-        yield "moe.residual_coefficient.weight", (2, D), None
-        yield "moe.residual_coefficient.bias", (2,), None
-
-
-def _mlp_shapes(
-    name: str, config: HasFeedForwards, hidden_dim: int, *, bias: bool
-) -> Iterator[_Shape]:
-    branches = 2 if config.activation in GATED_ACTIVATIONS else 1
-    yield f"{name}.w_in", (branches, hidden_dim, config.dim), 1
-    yield f"{name}.w_out", (config.dim, hidden_dim), 1
-    if bias:
-        yield f"{name}.b_in", (branches, hidden_dim), 1
-        yield f"{name}.b_out", (config.dim,), None
+    spec = gpt_spec(config)
+    parts = [f.name for f in fields(ParameterCount) if f.name != "inactive_experts"]
+    counts = {part: spec.count(part) for part in parts}
+    return ParameterCount(**counts, inactive_experts=spec.num_inactive)

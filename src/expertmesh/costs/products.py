@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.costs.parameters import parameter_shapes
+from expertmesh.costs.parameters import gpt_spec
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ def dominant_products(config: GPTRunConfig, *, num_parts: int = 1) -> tuple[Prod
     rows = config.train.samples_per_pass
     num_tokens = max(1, rows * config.data.seq_len // num_parts)
     found: Counter[Product] = Counter()
-    for parameter in parameter_shapes(model):
+    for parameter in gpt_spec(model):
         shape, rows, count = list(parameter.shape), num_tokens, 1
-        if parameter.name.startswith("embedding.") and not model.tie_embeddings:
+        if parameter.part == "embedding" and not model.tie_embeddings:
             continue  # looked up, not multiplied
         if parameter.is_expert and len(shape) > 2:
             count, *shape = shape
             rows = max(1, num_tokens * min(model.moe.top_k, count) // count)
-        if len(shape) > 1 and "router" not in parameter.name:
+        if len(shape) > 1 and parameter.part != "router":
             *out_sizes, in_features = shape
             out_features = out_sizes[0] * (out_sizes[1] if len(out_sizes) > 1 else 1)
             found[Product(rows, in_features, out_features)] += count

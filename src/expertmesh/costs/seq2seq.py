@@ -6,6 +6,7 @@ and each target token bears its part of reading the source.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from expertmesh.config.seq2seq import Seq2SeqConfig, Seq2SeqRunConfig
 from expertmesh.costs.flops import (
@@ -16,50 +17,61 @@ from expertmesh.costs.flops import (
     shared_flops,
 )
 from expertmesh.costs.memory import memory_by_size
-from expertmesh.costs.parameters import ParameterShape, feed_forward_shapes
 from expertmesh.costs.run import RunCosts
+from expertmesh.layout.feed_forward import feed_forward
+from expertmesh.layout.spec import ModelSpec, Parameter, num_elements, parameter
 
 
-def parameter_shapes(config: Seq2SeqConfig) -> Iterator[ParameterShape]:
-    """Every parameter of an encoder-decoder, without building it.
+@lru_cache(maxsize=16)
+def seq2seq_spec(config: Seq2SeqConfig) -> ModelSpec:
+    """Every parameter of an encoder-decoder, without building it; layers are numbered through both sides.
 
     Args:
         config: the model.
     """
+    return ModelSpec(tuple(_parameters(config)), experts_per_token=config.moe.top_k)
+
+
+def _parameters(config: Seq2SeqConfig) -> Iterator[Parameter]:
     D, V = config.dim, config.vocab_size
-    yield ParameterShape("embedding.weight", (V, D), None)
-    layer = 0
-    for side, counts in zip(("encoder", "decoder"), config.experts_per_layer(), strict=True):
+    yield parameter("embedding.weight", "embedding", "embedding", vocab=V, model=D)
+    sides = config.experts_per_layer()
+    for side, counts, first in zip(("encoder", "decoder"), sides, (0, len(sides[0])), strict=True):
         for index, num_experts in enumerate(counts):
-            for name, shape in _layer_shapes(config, num_experts, reads_source=side == "decoder"):
-                yield ParameterShape(f"{side}.{index}.{name}", shape, layer)
-            layer += 1
-    yield ParameterShape("encoder_norm.weight", (D,), None)
-    yield ParameterShape("final_norm.weight", (D,), None)
+            for one in _layer(config, num_experts, reads_source=side == "decoder"):
+                yield one.inside(f"{side}.{index}.", layer=first + index)
+    yield parameter("encoder_norm.weight", "norm", "norms", model=D)
+    yield parameter("final_norm.weight", "norm", "norms", model=D)
     if not config.tie_embeddings:
-        yield ParameterShape("output.weight", (V, D), None)
+        yield parameter("output.weight", "head", "output", vocab=V, model=D)
     if config.positions == "untied":
         for side, places in (("source", config.max_source_len), ("target", config.max_seq_len)):
-            yield ParameterShape(f"{side}_places.embedding.weight", (places, D), None)
-            yield ParameterShape(f"{side}_places.norm.weight", (D,), None)
-            yield ParameterShape(f"{side}_places.q.weight", (D, D), None)
-            yield ParameterShape(f"{side}_places.k.weight", (D, D), None)
+            of_side = _positions(config.dim, places)
+            yield from (one.inside(f"{side}_places.") for one in of_side)
 
 
-def _layer_shapes(
-    config: Seq2SeqConfig, num_experts: int, *, reads_source: bool
-) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer(config: Seq2SeqConfig, num_experts: int, *, reads_source: bool) -> Iterator[Parameter]:
     D = config.dim
-    yield "attention_norm.weight", (D,)
-    yield "attention.qkv.weight", (3 * D, D)
-    yield "attention.out.weight", (D, D)
+    yield parameter("attention_norm.weight", "norm", "norms", model=D)
+    yield from (one.inside("attention.") for one in _attention(D, qkv=3 * D))
     if reads_source:
-        yield "cross_norm.weight", (D,)
-        yield "cross_attention.q.weight", (D, D)
-        yield "cross_attention.kv.weight", (2 * D, D)
-        yield "cross_attention.out.weight", (D, D)
-    yield "ffn_norm.weight", (D,)
-    yield from ((name, shape) for name, shape, _ in feed_forward_shapes(config, num_experts))
+        yield parameter("cross_norm.weight", "norm", "norms", model=D)
+        yield from (one.inside("cross_attention.") for one in _attention(D, q=D, kv=2 * D))
+    yield parameter("ffn_norm.weight", "norm", "norms", model=D)
+    yield from feed_forward(config, num_experts)
+
+
+def _attention(D: int, **rows: int) -> Iterator[Parameter]:
+    for name, size in rows.items():
+        yield parameter(f"{name}.weight", "matrix", "attention", heads=size, model=D)
+    yield parameter("out.weight", "matrix", "attention", model=D, heads=D, is_output=True)
+
+
+def _positions(D: int, places: int) -> Iterator[Parameter]:
+    yield parameter("embedding.weight", "embedding", "positions", place=places, model=D)
+    yield parameter("norm.weight", "norm", "positions", model=D)
+    for name in ("q", "k"):
+        yield parameter(f"{name}.weight", "matrix", "positions", heads=D, model=D)
 
 
 @dataclass(frozen=True)
@@ -118,35 +130,22 @@ def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> Ru
     """
     model, train = config.model, config.train
     S, T = model.max_source_len, model.max_seq_len
-    total = active = outside = of_muon = 0
-    dense: dict[int, int] = {}
-    for parameter in parameter_shapes(model):
-        total += parameter.num_elements
-        if config.optim.name == "muon" and parameter.is_matrix:
-            of_muon += parameter.num_elements
-        share = 1.0
-        if parameter.is_expert:
-            share = min(model.moe.top_k / parameter.shape[0], 1.0)
-        elif parameter.layer is None:
-            outside += parameter.num_elements
-        else:
-            dense[parameter.layer] = dense.get(parameter.layer, 0) + parameter.num_elements
-        active += round(parameter.num_elements * share)
+    spec = seq2seq_spec(model)
     samples = train.samples_per_pass
     flops = forward_flops(model, source_len=S, target_len=T, batch_size=samples)
     alone, each = memory_by_size(
-        total,
-        outside=outside,
-        layers=list(dense.values()),
-        muon_parameters=of_muon,
+        spec.num_parameters,
+        outside=num_elements(spec.layers[None]),
+        layers=spec.dense_layers,
+        muon_parameters=spec.num_of_muon if config.optim.name == "muon" else 0,
         activation_elements=samples * _activation_elements(model),
         parallel=config.parallel,
         num_ranks=num_ranks,
         dtype=dtype,
     )
     return RunCosts(
-        parameters=total,
-        active=active,
+        parameters=spec.num_parameters,
+        active=spec.num_active,
         num_items=train.steps * train.batch_size * T,
         flops_per_item=3 * (flops.target_flops + flops.source_flops * S // T),
         alone=alone,

@@ -7,8 +7,10 @@ from typing import Any
 
 from expertmesh.config.model import ModelConfig
 from expertmesh.costs.flops import rows_per_token
-from expertmesh.costs.parameters import GATED_ACTIVATIONS, ParameterShape, parameter_shapes
+from expertmesh.costs.parameters import gpt_spec
 from expertmesh.errors import ConfigError
+from expertmesh.layout.feed_forward import num_branches
+from expertmesh.layout.spec import Parameter, num_elements
 
 
 @dataclass(frozen=True)
@@ -121,32 +123,30 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
     """
     kinds = Counter(config.experts_per_layer())
     first = {experts: config.experts_per_layer().index(experts) for experts in kinds}
-    shapes: dict[int | None, list[ParameterShape]] = {}
-    for shape in parameter_shapes(config):
-        shapes.setdefault(shape.layer, []).append(shape)
-    outside = sum(shape.num_elements for shape in shapes[None])
+    layers = gpt_spec(config).layers
+    outside = num_elements(layers[None])
     blocks = tuple(
-        _block(config, experts, count, shapes[first[experts]])
-        for experts, count in sorted(kinds.items())
+        _block(config, experts, number, layers[first[experts]])
+        for experts, number in sorted(kinds.items())
     )
     return ModelSizes(config.dim, config.vocab_size, outside, blocks)
 
 
 def _block(
-    config: ModelConfig, num_experts: int, count: int, shapes: list[ParameterShape]
+    config: ModelConfig, num_experts: int, number: int, layer: tuple[Parameter, ...]
 ) -> Block:
     moe, head = config.moe, config.head_size
-    attention = sum(s.num_elements for s in shapes if ".attention." in s.name and len(s.shape) > 1)
-    routed = sum(s.num_elements for s in shapes if s.is_expert)
-    router = sum(s.num_elements for s in shapes if ".router." in s.name)
-    dense = sum(s.num_elements for s in shapes if not s.is_expert and len(s.shape) > 1)
+    attention = num_elements(p for p in layer if p.part == "attention" and len(p.shape) > 1)
+    routed = num_elements(p for p in layer if p.is_expert)
+    router = num_elements(p for p in layer if p.part == "router")
+    dense = num_elements(p for p in layer if not p.is_expert and len(p.shape) > 1)
     shared = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
     hidden = shared + (config.ffn_hidden_dim if moe.residual else 0)
     if not num_experts:
         hidden = config.ffn_hidden_dim
     width, keys = config.num_heads * head, config.kv_heads * head
     return Block(
-        count=count,
+        count=number,
         attention_elements=attention,
         score_width=2 * width,
         kept_width=2 * width + 2 * keys + (width + keys) * (2 if config.qk_norm else 1),
@@ -157,8 +157,8 @@ def _block(
         num_experts=num_experts,
         rows_per_token=rows_per_token(moe, num_experts) if num_experts else 0,
         hidden_dim=moe.hidden_dim if num_experts else 0,
-        num_matrices=3 if config.activation in GATED_ACTIVATIONS else 2,
-        dense_parameters=sum(s.num_elements for s in shapes if not s.is_expert),
+        num_matrices=num_branches(config.activation) + 1,
+        dense_parameters=num_elements(p for p in layer if not p.is_expert),
         expert_parameters=routed // num_experts if num_experts else 0,
     )
 

@@ -1,0 +1,1 @@
+"""Torch-free types that several layers speak of."""
