@@ -12,6 +12,8 @@ from expertmesh.errors import ConfigError
 def place(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "file").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
     monkeypatch.chdir(tmp_path)
 
 
@@ -41,6 +43,8 @@ def parsed(words, others="prompt"):
         ("-- runs -x", "runs", ["-x"]),
         ("--run runs -- -x", "runs", ["-x"]),
         ("runs a -- --", "runs", ["a", "--"]),
+        ("--run runs -- model", "runs", ["model"]),
+        ("runs model", "runs", ["model"]),
     ],
 )
 def test_the_run_is_the_first_word(words, run, prompts):
@@ -77,6 +81,14 @@ def test_the_run_is_the_first_word(words, run, prompts):
             ),
         ),
         (["a", "--run", "b"], "", "two runs given, a and b; write one: P generate runs/demo"),
+        *(
+            (words, "prompt", "two runs given, model and runs; leave one out, or write -- before")
+            for words in (
+                ["model", "--run", "runs"],
+                ["model", "--run-dir", "runs", "a"],
+                ["--run", "runs", "a", "model"],
+            )
+        ),
         (["runs", "a"], "", "unrecognized arguments: a; see P generate --help"),
         (["runs", "a", "--sede", "3"], "prompt", "unknown option --sede; did you mean --seed?"),
         (

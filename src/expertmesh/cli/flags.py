@@ -100,6 +100,8 @@ class OptionParser(argparse.ArgumentParser):
         # no word that is typed begins with NUL, nor with what makes it an option then
         shielded = [f"\0{word}" for word in args[cut + 1 :]]
         found = self.parse_intermixed_args([*args[:cut], *shielded])
+        if self._takes_run and self._words and None not in (found.run, found.folder):
+            self._check_one_run(found)
         for action in self._actions:
             if not action.option_strings:
                 value = getattr(found, action.dest)
@@ -111,6 +113,15 @@ class OptionParser(argparse.ArgumentParser):
         if self._takes_run:
             self._find_run(found)
         return found
+
+    def _check_one_run(self, found: Any) -> None:
+        """Whether no word beside `--run` is a run, too; words behind `--` may be what they like."""
+        for word in (found.folder, *getattr(found, self._words)):
+            if word and not word.startswith("\0") and _holds_model(word):
+                raise ConfigError(
+                    f"two runs given, {word} and {found.run}; leave one out, or write -- before a word that is none:"
+                    f" {self._example}"
+                )
 
     def _find_run(self, found: Any) -> None:
         if found.run is not None and found.folder is not None:
@@ -173,6 +184,14 @@ class OptionParser(argparse.ArgumentParser):
             hint = f"did you mean {near[0]}?" if near else f"see {self._help}"
             raise ConfigError(f"unknown option {word}; {hint}")
         raise ConfigError(f"{message}; see {self._help}")
+
+
+def _holds_model(word: str) -> bool:
+    """Whether a word names a run's folder or a hub's."""
+    try:
+        return (expanded(word) / "config.json").is_file()
+    except (OSError, ConfigError):  # a text, too long or odd for a path
+        return False
 
 
 def check_least(options: Any, **least: float) -> None:
