@@ -30,6 +30,15 @@ def attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible) 
     if mask is not None and masked.serves(q_BHSd, k_BHLd):
         return masked.masked_attention(q_BHSd, k_BHLd, v_BHLd, mask)
     is_grouped = q_BHSd.shape[1] > k_BHLd.shape[1]
+    if is_grouped and not causal and q_BHSd.shape[2] == 1 and q_BHSd.device.type == "cpu":
+        return _one_query(q_BHSd, k_BHLd, v_BHLd, mask)
     return F.scaled_dot_product_attention(
         q_BHSd, k_BHLd, v_BHLd, attn_mask=mask, is_causal=causal, enable_gqa=is_grouped
     )
+
+
+def _one_query(q_BH1d: Tensor, k_BhLd: Tensor, v_BhLd: Tensor, mask: Tensor | None) -> Tensor:
+    """The query heads of a key head are its queries: keys are read once, and not widened for each of them (docs/log.md)."""
+    q_BhGd = q_BH1d.squeeze(2).unflatten(1, (k_BhLd.shape[1], -1))
+    y_BhGd = F.scaled_dot_product_attention(q_BhGd, k_BhLd, v_BhLd, attn_mask=mask)
+    return y_BhGd.flatten(1, 2).unsqueeze(2)
