@@ -46,6 +46,7 @@ _HELP = {
     "train": "train a model from a recipe:  expertmesh train gpt-moe-demo --train.steps 100",
     "sweep": "one run per learning rate:    expertmesh sweep gpt-moe-demo --rates 6e-3,12e-3,24e-3",
     "generate": 'continue a text:              expertmesh generate runs/demo "def main"',
+    "serve": "OpenAI's interface, and a page: expertmesh serve runs/demo",
     "translate": 'translate a text:             expertmesh translate runs/translate-multi30k --to de "a dog"',
     "classify": "classify images:              expertmesh classify runs/swin-mnist a.png",
     "runs": "list runs, remove old parts:  expertmesh runs runs/ --keep 1",

@@ -161,6 +161,11 @@ class Engine:
         return max(1, min(most, self.config.cache_bytes // block_bytes))
 
     @property
+    def num_tokens_held(self) -> int:
+        """Tokens that the cache has room for."""
+        return self._scheduler.pool.num_blocks * self.config.block_size
+
+    @property
     def has_work(self) -> bool:
         """Whether a request has not ended."""
         return self._scheduler.has_work
@@ -389,8 +394,7 @@ class Engine:
                 f"prompt of {len(ids)} tokens: must be shorter than max_len={self.max_len}; shorten the prompt"
             )
         if params.max_tokens is None:
-            held = self._scheduler.pool.num_blocks * self.config.block_size
-            return max(min(left, held + 1 - len(ids)), 1)
+            return max(min(left, self.num_tokens_held + 1 - len(ids)), 1)
         if params.max_tokens > left:
             raise ConfigError(
                 f"max_tokens={params.max_tokens}: with a prompt of {len(ids)} tokens it passes max_len={self.max_len}; ask for at most {left}"
@@ -461,7 +465,7 @@ class Engine:
                 first.prompt_logprobs.get(i) for i in range(sequence.num_prompt)
             )
         experts = None
-        if params.return_routed_experts and is_finished:
+        if params.return_routed_experts:
             known = first.experts | answer.experts
             rows = [known[i] for i in range(len(sequence.token_ids) - 1) if i in known]
             experts = torch.stack(rows) if rows else None

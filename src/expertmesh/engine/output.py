@@ -36,7 +36,7 @@ class RequestOutput:
         error: why, where finish_reason is "error".
         logprobs: of each generated token, where they were asked for.
         prompt_logprobs: of each prompt token behind the first, where they were asked for; None stands for the first.
-        routed_experts: (tokens - 1, MoE layers, K) int64 expert ids of prompt and answer but its last token, where asked for.
+        routed_experts: (tokens - 1, MoE layers, K) int64 expert ids of prompt and answer so far but its last token, where asked for.
         num_cached_tokens: prompt tokens that were found in the cache.
 
     Example:

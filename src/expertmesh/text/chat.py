@@ -74,6 +74,7 @@ class OwnFormat:
 
     Attributes:
         identity: of all that the tokens depend on beside the tokenizer.
+        source: the same as a chat template.
         ends: tokens with which an answer ends, never none.
     """
 
@@ -81,6 +82,7 @@ class OwnFormat:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._end = tokenizer, end_of_text_id(tokenizer)
+        self.source = OWN_TEMPLATE
         self.ends: tuple[int, ...] = (self._end,)
 
     def problem(self, conversation: Conversation) -> str | None:
@@ -141,19 +143,20 @@ class TemplateFormat:
 
     Attributes:
         identity: of all that the tokens depend on beside the tokenizer.
+        source: the template.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, variables: Mapping[str, str]) -> None:
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False
-        self._source, self._variables = template, dict(variables)
+        self.source, self._variables = template, dict(variables)
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if token.special}
 
     @cached_property
     def identity(self) -> str:
         """Of template and variables."""
-        told = json.dumps([self._source, self._variables], sort_keys=True)
+        told = json.dumps([self.source, self._variables], sort_keys=True)
         digest = hashlib.sha256(told.encode()).hexdigest()
         # of templates that write an end behind every answer the tokens never changed: the caches of old runs are theirs
         return f"template {digest}" + (" ends" if any(self._ends.values()) else "")
@@ -162,7 +165,7 @@ class TemplateFormat:
     def _template(self) -> Any:
         from expertmesh.text.chat_template import compiled
 
-        return compiled(self._source)
+        return compiled(self.source)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -202,7 +205,7 @@ class TemplateFormat:
 
     def writes(self, field: str) -> bool:
         """Whether the template names a field of messages."""
-        return field in self._source
+        return field in self.source
 
     def problem(self, conversation: Conversation) -> str | None:
         """Whether anything in it quotes a special token, which the template would write as that token."""

@@ -1,0 +1,1 @@
+"""The server: an OpenAI-compatible interface over one engine."""

@@ -1,0 +1,132 @@
+"""An answer on its way to a client: whole or as a stream, ended as soon as nobody reads it."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from expertmesh.engine.output import RequestOutput
+from expertmesh.errors import ConfigError
+from expertmesh.serve.faults import RequestError
+from expertmesh.serve.worker import EngineFailedError, EngineWorker, Ticket
+from expertmesh.serve.writing import Writer
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class Answer(Response):
+    """Submits a ticket when it is sent, and closes it whatever happens.
+
+    Args:
+        worker: that answers.
+        ticket: not submitted yet.
+        writer: of its answer.
+        is_stream: whether pieces go out as they come.
+        admit: raises RequestError where there is no room.
+        watch: told each newer state of an answer, for metrics.
+    """
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        ticket: Ticket,
+        writer: Writer,
+        *,
+        is_stream: bool,
+        admit: Callable[[Ticket], None],
+        watch: Callable[[dict[int, RequestOutput]], None],
+    ) -> None:
+        super().__init__()
+        self._worker, self._ticket, self._writer = worker, ticket, writer
+        self._is_stream, self._admit, self._watch = is_stream, admit, watch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the answer, until it has ended or the client is gone."""
+        self._admit(self._ticket)
+        self._worker.submit(self._ticket)
+        work = self._stream(send) if self._is_stream else self._whole(scope, receive, send)
+        sending = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._worker.close(self._ticket)
+            gone.cancel()
+            sending.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+        await asyncio.gather(sending, return_exceptions=True)
+        if not sending.cancelled() and (error := sending.exception()) is not None:
+            raise error
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        last: dict[int, RequestOutput] = {}
+        try:
+            async for news in self._ticket.changes():
+                self._watch(news)
+                last |= news
+        except (ConfigError, EngineFailedError) as error:
+            raise _as_fault(error) from error
+        _check(last)
+        body = await asyncio.to_thread(self._writer.whole, last)
+        await JSONResponse(body)(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        """Events; the head goes out with the first of them, so that a refusal still has its status."""
+        has_begun = False
+
+        async def begin() -> None:
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        try:
+            async for news in self._ticket.changes():
+                self._watch(news)
+                _check(news)
+                events = [c for i in sorted(news) for c in self._writer.chunks(i, news[i])]
+                if not has_begun:
+                    await begin()
+                    has_begun = True
+                if events:
+                    await _send_body(send, b"".join(map(_event, events)))
+        except (ConfigError, EngineFailedError, RequestError) as error:
+            fault = _as_fault(error)
+            if not has_begun:
+                raise fault from error
+            await _send_body(send, _event(fault.body) + _DONE, more=False)
+            return
+        end = b"".join(map(_event, self._writer.last())) + _DONE
+        await _send_body(send, end, more=False)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()
+
+
+def _as_fault(error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    return RequestError(400 if isinstance(error, ConfigError) else 500, str(error))
+
+
+def _check(outputs: dict[int, RequestOutput]) -> None:
+    """Raise RequestError where an answer could not be computed."""
+    for output in outputs.values():
+        if output.finish_reason == "error":
+            raise RequestError(500, output.error or "the answer could not be computed")

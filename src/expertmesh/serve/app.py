@@ -1,0 +1,273 @@
+"""The paths of the server."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from expertmesh.config.server import ServerConfig
+from expertmesh.engine.engine import Engine
+from expertmesh.errors import ConfigError
+from expertmesh.serve.answer import Answer
+from expertmesh.serve.description import ANSWERS, describe
+from expertmesh.serve.faults import RequestError
+from expertmesh.serve.gate import Gate
+from expertmesh.serve.metrics import Metrics
+from expertmesh.serve.page import PAGE
+from expertmesh.serve.reading import Job, RequestReader
+from expertmesh.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
+from expertmesh.serve.worker import EngineWorker, Ticket
+from expertmesh.serve.writing import TokenTexts, Writer
+
+_READERS = 2
+"""Threads that turn requests into tokens."""
+
+
+class ServerApp:
+    """The application over one engine.
+
+    Args:
+        engine: that answers; the application's from now on.
+        config: of the server.
+        model_name: as clients write it.
+        keys: that clients must send one of; none: all are answered.
+        version: of the program.
+
+    Attributes:
+        worker: the engine's thread; `start` begins it.
+        gate: the ASGI application.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: ServerConfig,
+        *,
+        model_name: str,
+        keys: tuple[str, ...] = (),
+        version: str,
+    ) -> None:
+        self.config, self.model_name, self.version = config, model_name, version
+        self.engine, self.created = engine, int(time.time())
+        self.reader = RequestReader(engine, config, model_name)
+        self.metrics = Metrics(engine, model_name)
+        self.worker = EngineWorker(engine, self.metrics.stepped)
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="reading")
+        self._most = engine.config.max_sequences + config.max_waiting
+        self.gate = Gate(self._routes(), config, keys)
+        if config.allow_origin:
+            from starlette.middleware.cors import CORSMiddleware
+
+            self.asgi: Any = CORSMiddleware(
+                self.gate,
+                allow_origins=config.allow_origin,
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type"],
+            )
+        else:
+            self.asgi = self.gate
+
+    def start(self) -> None:
+        """Begin to answer; in the event loop."""
+        self.worker.start(asyncio.get_running_loop())
+
+    def stop(self) -> None:
+        """End the engine's thread."""
+        self.worker.stop()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _routes(self) -> FastAPI:
+        app = FastAPI(
+            title="ExpertMesh",
+            version=self.version,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+        )
+        app.add_exception_handler(RequestError, _on_fault)
+        app.add_exception_handler(RequestValidationError, _on_wrong_body)
+        app.add_exception_handler(HTTPException, _on_wrong_path)
+        app.get("/", response_class=HTMLResponse, include_in_schema=False)(self.page)
+        app.get("/health", responses=ANSWERS["health"])(self.health)
+        app.get("/version", responses=ANSWERS["version"])(self.show_version)
+        app.get("/metrics", responses=ANSWERS["metrics"])(self.show_metrics)
+        app.get("/v1/models", responses=ANSWERS["models"])(self.models)
+        app.get("/v1/models/{model:path}", responses=ANSWERS["model"])(self.model)
+        app.get("/tokenizer_info", responses=ANSWERS["tokenizer_info"])(self.tokenizer_info)
+        app.post("/tokenize", responses=ANSWERS["tokenize"])(self.tokenize)
+        app.post("/detokenize", responses=ANSWERS["detokenize"])(self.detokenize)
+        app.post("/v1/completions", responses=ANSWERS["completions"])(self.completions)
+        app.post("/v1/chat/completions", responses=ANSWERS["chat"])(self.chat)
+        describe(app, vocab_size=self.reader.vocab_size, config=self.config)
+        return app
+
+    async def page(self) -> Response:
+        """The page on which one types and sees tokens and their experts."""
+        return HTMLResponse(PAGE)
+
+    async def health(self) -> Response:
+        """Whether requests are answered."""
+        if self.worker.error is not None:
+            raise RequestError(503, self.worker.error, code="failed")
+        if self.gate.is_draining:
+            raise RequestError(503, "the server is ending", code="draining")
+        if not self.worker.is_ready:
+            raise RequestError(503, "the engine has not begun", code="starting")
+        return JSONResponse({"status": "ready"})
+
+    async def show_version(self) -> Response:
+        """Version of the program."""
+        return JSONResponse({"version": self.version})
+
+    async def show_metrics(self) -> Response:
+        """Numbers for Prometheus."""
+        text, kind = self.metrics.text()
+        return Response(text, headers={"content-type": kind})
+
+    async def models(self) -> Response:
+        """The model that is served."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, model: str) -> Response:
+        """One model."""
+        self.reader.check_model(model)
+        return JSONResponse(self._card())
+
+    async def tokenizer_info(self) -> Response:
+        """Special tokens and the chat template, as lm-evaluation-harness asks for them."""
+        tokenizer = self.reader.text.tokenizer
+        ends = [tokenizer.id_to_token(i) for i in self.reader.text.end_ids]
+        start = [tokenizer.id_to_token(i) for i in self.reader.text.start_ids]
+        values = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": ends[0],
+            "bos_token": start[0] if start else None,
+            "pad_token": ends[0],
+            "model_max_length": self.reader.max_len,
+            "vocab_size": self.reader.vocab_size,
+            "chat_template": self.reader.text.chat.source if self.reader.can_chat else None,
+        }
+        return JSONResponse(values)
+
+    async def tokenize(self, request: TokenizeRequest) -> Response:
+        """Text or a conversation as tokens."""
+        ids = await self._aside(self.reader.tokenize, request)
+        tokenizer = self.reader.text.tokenizer
+        names = [tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
+        body = {"count": len(ids), "max_model_len": self.reader.max_len, "tokens": ids}
+        return JSONResponse(body | {"token_strs": names})
+
+    async def detokenize(self, request: DetokenizeRequest) -> Response:
+        """Tokens as text."""
+        self.reader.check_model(request.model)
+        self.reader.check_ids(request.tokens, "tokens")
+        decode = self.reader.text.tokenizer.decode
+        text = await self._aside(lambda: decode(request.tokens, skip_special_tokens=False))
+        return JSONResponse({"prompt": text})
+
+    async def completions(self, request: CompletionRequest) -> Response:
+        """Continue a text."""
+        job = await self._aside(self.reader.completion, request)
+        return self._answer(request, job, wants_logprobs=request.logprobs is not None)
+
+    async def chat(self, request: ChatRequest) -> Response:
+        """Answer a conversation."""
+        job = await self._aside(self.reader.chat, request)
+        return self._answer(request, job, wants_logprobs=bool(request.logprobs), is_chat=True)
+
+    def _answer(
+        self, request: Sampling, job: Job, *, wants_logprobs: bool, is_chat: bool = False
+    ) -> Answer:
+        as_ids = bool(request.return_tokens_as_token_ids)
+        options = request.stream_options
+        ticket = Ticket(job.prompts, job.params)
+        writer = Writer(
+            job,
+            self.model_name,
+            TokenTexts(self.reader.text.tokenizer, as_ids=as_ids),
+            wants_logprobs=wants_logprobs,
+            wants_ids=bool(request.return_token_ids),
+            is_chat=is_chat,
+            has_usage=options is not None and bool(options.include_usage),
+        )
+        return Answer(
+            self.worker,
+            ticket,
+            writer,
+            is_stream=bool(request.stream),
+            admit=self._admit,
+            watch=self.metrics.watch(ticket),
+        )
+
+    def _admit(self, ticket: Ticket) -> None:
+        """Raise RequestError where there is no room, now or ever."""
+        if self.worker.error is not None:
+            raise RequestError(503, self.worker.error, code="failed")
+        if ticket.num_answers > self._most:
+            self.metrics.rejected("too_many_answers")
+            raise RequestError(
+                400,
+                f"{ticket.num_answers} answers: this server takes {self._most} at once; ask for fewer",
+                param="n",
+            )
+        if self.worker.num_answers + ticket.num_answers > self._most:
+            self.metrics.rejected("queue_full")
+            raise RequestError(
+                429,
+                "too many requests wait; try again later",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+
+    async def _aside(self, call: Callable[..., Any], *args: Any) -> Any:
+        """What a call gives, computed beside the event loop."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, call, *args)
+        except ConfigError as error:
+            raise RequestError(400, str(error), param=error.option) from None
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "expertmesh",
+            "max_model_len": self.reader.max_len,
+        }
+
+
+async def _on_fault(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error.response()
+
+
+async def _on_wrong_body(_: Request, error: Exception) -> Response:
+    """The first thing that is wrong with a body."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return RequestError(400, "the body is no JSON").response()
+    name = str(place[0])[:60] if place else None
+    where = f"{name}: " if name else ""
+    return RequestError(400, f"{where}{first['msg']}", param=name).response()
+
+
+async def _on_wrong_path(request: Request, error: Exception) -> Response:
+    """Paths and methods that there are none of."""
+    assert isinstance(error, HTTPException)
+    text = {404: "there is no such path", 405: "this path has no such method"}
+    message = text.get(error.status_code, str(error.detail))
+    return RequestError(error.status_code, message, headers=dict(error.headers or {})).response()

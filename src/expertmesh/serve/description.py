@@ -1,0 +1,240 @@
+"""The OpenAPI description: what each path answers, and bounds that depend on the model."""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from expertmesh.config.server import ServerConfig
+from expertmesh.serve.faults import TYPES
+
+_TEXT, _NUMBER, _COUNT = {"type": "string"}, {"type": "number"}, {"type": "integer"}
+_FLAG = {"type": "boolean"}
+
+
+def _object(required: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": required | (optional or {}),
+        "required": list(required),
+    }
+
+
+def _list(of: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": of}
+
+
+def _or_null(kind: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [kind, {"type": "null"}]}
+
+
+_ERROR = _object(
+    {
+        "error": _object(
+            {
+                "message": {"type": "string", "maxLength": 500},
+                "type": _TEXT,
+                "param": _or_null(_TEXT),
+                "code": _or_null(_TEXT),
+            }
+        )
+    }
+)
+_USAGE = _object(
+    {
+        "prompt_tokens": _COUNT,
+        "completion_tokens": _COUNT,
+        "total_tokens": _COUNT,
+        "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+    }
+)
+_CARD = _object(
+    {
+        "id": _TEXT,
+        "object": {"const": "model"},
+        "created": _COUNT,
+        "owned_by": _TEXT,
+        "max_model_len": _COUNT,
+    }
+)
+_EXTRAS = {"token_ids": _list(_COUNT), "routed_experts": _TEXT}
+_ENDS = {"enum": ["stop", "length"]}
+_SCORES = {"type": "object", "additionalProperties": _NUMBER}
+_LOGPROBS = _object(
+    {
+        "tokens": _list(_TEXT),
+        "token_logprobs": _list(_or_null(_NUMBER)),
+        "top_logprobs": _list(_or_null(_SCORES)),
+        "text_offset": _list(_COUNT),
+    }
+)
+_SCORED = {"token": _TEXT, "logprob": _NUMBER, "bytes": _list(_COUNT)}
+_CHAT_LOGPROBS = _object(
+    {
+        "content": _list(_object(_SCORED | {"top_logprobs": _list(_object(_SCORED))})),
+        "refusal": {"type": "null"},
+    }
+)
+
+
+def _answer(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+    return _object(
+        {
+            "id": _TEXT,
+            "object": {"const": kind},
+            "created": _COUNT,
+            "model": _TEXT,
+            "choices": _list(choice),
+            "usage": _USAGE,
+        }
+    )
+
+
+_COMPLETION = _answer(
+    "text_completion",
+    _object(
+        {"index": _COUNT, "text": _TEXT, "logprobs": _or_null(_LOGPROBS), "finish_reason": _ENDS},
+        _EXTRAS,
+    ),
+)
+_CHAT = _answer(
+    "chat.completion",
+    _object(
+        {
+            "index": _COUNT,
+            "message": _object({"role": {"const": "assistant"}, "content": _TEXT}),
+            "logprobs": _or_null(_CHAT_LOGPROBS),
+            "finish_reason": _ENDS,
+        },
+        _EXTRAS,
+    ),
+)
+_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+_RETRY = {"retry-after": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}
+_SAYS = {
+    400: "a field is wrong, or cannot be obeyed",
+    401: "the key is missing or wrong",
+    403: "the host is not this machine",
+    404: "there is no such model",
+    408: "the body came too slowly",
+    413: "the body is too large",
+    415: "the body is no JSON",
+    429: "too many requests wait",
+    500: "the answer could not be computed",
+    503: "the server is ending, or its engine failed",
+}
+
+
+def _responses(
+    schema: dict[str, Any] | None,
+    *faults: int,
+    says: str,
+    content: dict[str, Any] | None = None,
+) -> dict[int | str, dict[str, Any]]:
+    """What a path answers."""
+    kinds = {} if schema is None else {"application/json": {"schema": schema}}
+    found: dict[int | str, dict[str, Any]] = {
+        200: {"description": says, "content": kinds | (content or {})}
+    }
+    for status in (401, 403, *faults):
+        assert status in TYPES
+        found[status] = {
+            "description": _SAYS[status],
+            "content": {"application/json": {"schema": _ERROR}},
+        }
+        if status == 429:
+            found[status]["headers"] = _RETRY
+    return found
+
+
+_OF_BODIES = (400, 404, 408, 413, 415, 500, 503)
+ANSWERS = {
+    "health": _responses(_object({"status": _TEXT}), 503, says="requests are answered"),
+    "version": _responses(_object({"version": _TEXT}), says="version of the program"),
+    "metrics": _responses(
+        None, says="numbers for Prometheus", content={"text/plain": {"schema": _TEXT}}
+    ),
+    "models": _responses(
+        _object({"object": {"const": "list"}, "data": _list(_CARD)}), says="all models"
+    ),
+    "model": _responses(_CARD, 404, says="the model"),
+    "tokenizer_info": _responses(
+        _object({"tokenizer_class": _TEXT, "eos_token": _TEXT, "model_max_length": _COUNT}),
+        says="the tokenizer",
+    ),
+    "tokenize": _responses(
+        _object({"tokens": _list(_COUNT), "count": _COUNT, "max_model_len": _COUNT}),
+        *_OF_BODIES,
+        says="the tokens",
+    ),
+    "detokenize": _responses(_object({"prompt": _TEXT}), *_OF_BODIES, says="the text"),
+    "completions": _responses(_COMPLETION, *_OF_BODIES, 429, says="the answers", content=_EVENTS),
+    "chat": _responses(_CHAT, *_OF_BODIES, 429, says="the answers", content=_EVENTS),
+}
+"""What each path answers."""
+
+
+def describe(app: FastAPI, *, vocab_size: int, config: ServerConfig) -> None:
+    """Make the application's description say what holds for this model: ids of tokens, most answers, keys."""
+    made: dict[str, Any] = {}
+    original = app.openapi
+
+    def description() -> dict[str, Any]:
+        if not made:
+            made.update(original())
+            _bound(made, vocab_size, config)
+        return made
+
+    app.openapi = description  # type: ignore[method-assign]
+
+
+def _bound(made: dict[str, Any], vocab_size: int, config: ServerConfig) -> None:
+    schemas = made["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    for name in ("CompletionRequest", "ChatRequest", "DetokenizeRequest"):
+        _limit_ids(schemas[name]["properties"], vocab_size - 1)
+    for name in ("CompletionRequest", "ChatRequest"):
+        fields = schemas[name]["properties"]
+        fields["n"]["anyOf"][0]["maximum"] = min(config.max_n, 128)
+        biases = fields["logit_bias"]["anyOf"][0]
+        biases["propertyNames"] = {"pattern": f"^({below(vocab_size)})$"}
+        score = "logprobs" if name == "CompletionRequest" else "top_logprobs"
+        fields[score]["anyOf"][0]["maximum"] = min(config.max_logprobs, 20)
+    for path in made["paths"].values():
+        for one in path.values():
+            one["responses"].pop("422", None)
+    if config.api_key_file is not None:
+        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for place, path in made["paths"].items():
+            for one in path.values():
+                one["security"] = [] if place == "/health" else [{"key": []}]
+
+
+def _limit_ids(node: Any, largest: int) -> None:
+    """Bound every list of token ids."""
+    if isinstance(node, dict):
+        items = node.get("items")
+        if isinstance(items, dict) and items.get("type") == "integer":
+            items["maximum"] = largest
+        for value in node.values():
+            _limit_ids(value, largest)
+    elif isinstance(node, list):
+        for value in node:
+            _limit_ids(value, largest)
+
+
+def below(size: int) -> str:
+    """A pattern of the whole numbers from 0 to size - 1, without zeros before them."""
+    last = str(size - 1)
+    found = []
+    if len(last) > 1:
+        found.append("[0-9]")
+        found += [f"[1-9][0-9]{{{length - 1}}}" for length in range(2, len(last))]
+    for place, digit in enumerate(last):  # as long as the last one, and smaller from this digit on
+        low = 1 if place == 0 and len(last) > 1 else 0
+        if int(digit) > low:
+            rest = len(last) - place - 1
+            found.append(
+                f"{last[:place]}[{low}-{int(digit) - 1}]" + (f"[0-9]{{{rest}}}" if rest else "")
+            )
+    return "|".join([*found, last])

@@ -1,0 +1,264 @@
+"""From what a client sent to what the engine is asked: tokens, sampling parameters, and what cannot be obeyed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from expertmesh.config.server import ServerConfig
+from expertmesh.engine.engine import Engine
+from expertmesh.engine.request import SamplingParams
+from expertmesh.errors import ConfigError
+from expertmesh.serve.faults import RequestError
+from expertmesh.serve.schema import (
+    HARMLESS,
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    Sampling,
+    TokenizeRequest,
+)
+from expertmesh.text.chat import MARKS, OwnFormat
+from expertmesh.text.format import TextFormat
+
+_DEFAULT_TOKENS = 16
+"""Of a completion, as OpenAI has it."""
+_SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, read.
+
+    Attributes:
+        prompts: token ids of each.
+        shown: text of each prompt, where it is asked for again.
+        params: of each.
+        drops_token: whether the one token that is computed is not wanted: only the prompt is.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    shown: Sequence[str]
+    params: Sequence[SamplingParams]
+    drops_token: bool = False
+
+
+class RequestReader:
+    """Reads requests; its methods may run in any thread.
+
+    Args:
+        engine: that will answer.
+        config: of the server.
+        model_name: as clients write it.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig, model_name: str) -> None:
+        assert engine.text is not None
+        self.text: TextFormat = engine.text
+        self.max_len, self.vocab_size = engine.max_len, engine.model.vocab_size
+        self._config, self._name = config, model_name
+        self._held = engine.num_tokens_held
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether the model's folder says how a conversation is written."""
+        form = self.text.chat
+        return (
+            not isinstance(form, OwnFormat) or self.text.tokenizer.token_to_id(MARKS[0]) is not None
+        )
+
+    def check_model(self, name: str | None) -> None:
+        """Raise RequestError unless the name is the model's, or none is given."""
+        if name is not None and name != self._name:
+            shown = name if len(name) < 60 else name[:57] + "..."
+            raise RequestError(
+                404,
+                f"model: there is no {shown!r}; this server has {self._name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def completion(self, request: CompletionRequest) -> Job:
+        """A text to continue.
+
+        Raises:
+            RequestError: a field cannot be obeyed.
+        """
+        self._check(request)
+        if request.logprobs is not None and request.logprobs > self._config.max_logprobs:
+            raise _over("logprobs", request.logprobs, self._config.max_logprobs)
+        given: list[Any] = _as_prompts(request.prompt)
+        prompts = [self.prompt_ids(one) if isinstance(one, str) else one for one in given]
+        wanted = _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
+        shown = [
+            one if isinstance(one, str) else self.text.tokenizer.decode(one) for one in given
+        ] * bool(request.echo)
+        params = [
+            self._params(
+                request,
+                ids,
+                max(wanted, 1),
+                logprobs=request.logprobs,
+                prompt_logprobs=request.logprobs if request.echo else None,
+            )
+            for ids in prompts
+        ]
+        return Job(prompts, shown, params, wanted == 0)
+
+    def chat(self, request: ChatRequest) -> Job:
+        """A conversation to answer.
+
+        Raises:
+            RequestError: a field cannot be obeyed, or there is no chat template.
+        """
+        self._check(request)
+        count = request.top_logprobs
+        if count is not None and not request.logprobs:
+            raise RequestError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
+        if count is not None and count > self._config.max_logprobs:
+            raise _over("top_logprobs", count, self._config.max_logprobs)
+        ids = self.chat_ids(request.messages)
+        wanted = (
+            request.max_tokens
+            if request.max_completion_tokens is None
+            else request.max_completion_tokens
+        )
+        most = self.max_len if wanted is None else max(wanted, 1)
+        params = self._params(
+            request, ids, most, logprobs=(count or 0) if request.logprobs else None
+        )
+        return Job([ids], [], [params], wanted == 0)
+
+    def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of a conversation.
+
+        Raises:
+            RequestError: there is no template, or it refuses the messages.
+        """
+        if not self.can_chat:
+            raise RequestError(
+                400,
+                "messages: this model has no chat template, and did not learn conversations; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        said = []
+        for number, message in enumerate(messages):
+            if (message.model_extra or {}).get("tool_calls"):
+                name = f"messages.{number}.tool_calls"
+                raise RequestError(400, f"{name}: calls of tools are not supported", param=name)
+            role = "system" if message.role == "developer" else message.role
+            said.append({"role": role, "content": message.text})
+        try:
+            return self.text.chat.prompt(said)
+        except ConfigError as error:
+            raise RequestError(400, f"messages: {error}", param="messages") from None
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Tokens of a text to continue."""
+        return self.text.prompt_ids(text)
+
+    def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """Tokens of a text or of a conversation.
+
+        Raises:
+            RequestError: neither or both are given.
+        """
+        self.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError(400, "prompt: give prompt or messages, one of them", param="prompt")
+        if request.messages is not None:
+            return self.chat_ids(request.messages)
+        assert request.prompt is not None
+        if request.add_special_tokens:
+            return self.prompt_ids(request.prompt)
+        ids: list[int] = self.text.tokenizer.encode(request.prompt, add_special_tokens=False).ids
+        return ids
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """Raise RequestError where an id is no token's."""
+        if ids and max(ids) >= self.vocab_size:
+            raise RequestError(
+                400, f"{param}: token ids must be below {self.vocab_size}", param=param
+            )
+
+    def _check(self, request: Sampling) -> None:
+        self.check_model(request.model)
+        for name, value in (request.model_extra or {}).items():
+            if name in REFUSED and value is not None and value not in HARMLESS.get(name, ()):
+                if name == "best_of" and value == (request.n or 1):
+                    continue
+                raise RequestError(400, f"{name}: {REFUSED[name]}; leave it out", param=name)
+        if request.n is not None and request.n > self._config.max_n:
+            raise _over("n", request.n, self._config.max_n)
+        if request.stream_options is not None and not request.stream:
+            raise RequestError(400, "stream_options: needs stream=true", param="stream_options")
+        self.check_ids(request.stop_token_ids or (), "stop_token_ids")
+
+    def _params(
+        self,
+        request: Sampling,
+        ids: Sequence[int],
+        most: int,
+        *,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        self.check_ids(ids, "prompt")
+        room = min(self.max_len, self._held + 1) - len(ids)
+        if room < 1:
+            raise RequestError(
+                400,
+                f"prompt: has {len(ids)} tokens, and the model has room for {min(self.max_len, self._held + 1)} with the answer; "
+                "shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        max_tokens = min(most, room)
+        top_p = request.top_p
+        top_k = request.top_k if request.top_k is not None and request.top_k > 0 else None
+        if top_p == 0:  # the most likely token alone
+            top_p, top_k = None, 1
+        stop = request.stop or ()
+        return SamplingParams(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=request.min_p or 0.0,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=request.repetition_penalty or 1.0,
+            logit_bias=self._biases(request.logit_bias or {}),
+            n=request.n or 1,
+            seed=None if request.seed is None else request.seed % _SEEDS,
+            max_tokens=max_tokens,
+            min_tokens=min(request.min_tokens or 0, max_tokens),
+            stop=stop if isinstance(stop, str) else tuple(stop),
+            stop_token_ids=tuple(request.stop_token_ids or ()),
+            ignore_eos=bool(request.ignore_eos),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            return_routed_experts=bool(request.return_routed_experts),
+        )
+
+    def _biases(self, given: dict[str, float]) -> dict[int, float]:
+        found = {}
+        for name, value in given.items():
+            if not (name.isascii() and name.isdigit() and len(name) < 12):
+                raise RequestError(
+                    400, "logit_bias: its keys must be token ids", param="logit_bias"
+                )
+            found[int(name)] = value
+        self.check_ids(tuple(found), "logit_bias")
+        return found
+
+
+def _as_prompts(given: Any) -> list[Any]:
+    """Each prompt, as text or tokens."""
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [given]
+    return list(given)
+
+
+def _over(name: str, value: int, most: int) -> RequestError:
+    return RequestError(400, f"{name}={value}: must be at most {most}", param=name)

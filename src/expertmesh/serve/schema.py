@@ -1,0 +1,156 @@
+"""What clients send: OpenAI's fields, and those that vLLM adds. Bounds stand in the OpenAPI description, too."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_STOPS = 16
+MOST_PROMPTS = 1024
+MOST_MESSAGES = 1024
+_SMALLEST, _LARGEST = -(2**63), 2**63 - 1
+
+TokenId = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(max_length=2**23)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+
+REFUSED = {
+    "suffix": "text behind the answer is not supported",
+    "best_of": "answers are not ranked; ask for n of them",
+    "tools": "calls of tools are not supported",
+    "tool_choice": "calls of tools are not supported",
+    "functions": "calls of functions are not supported",
+    "function_call": "calls of functions are not supported",
+    "modalities": "only text is supported",
+    "audio": "only text is supported",
+    "prediction": "predicted outputs are not supported",
+    "web_search_options": "there is no search",
+    "response_format": "answers are free text",
+    "guided_json": "answers are free text",
+    "guided_regex": "answers are free text",
+    "guided_grammar": "answers are free text",
+    "guided_choice": "answers are free text",
+    "structured_outputs": "answers are free text",
+    "use_beam_search": "answers are drawn one by one",
+}
+"""Fields that would change an answer and cannot be obeyed, and why. Other unknown fields are passed over."""
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+}
+"""Values of these that change nothing."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside its text."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+
+
+class Sampling(BaseModel):
+    """What both kinds of requests have."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=_SMALLEST, le=_LARGEST)
+    stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    max_tokens: int | None = Field(None, ge=0, le=_LARGEST)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # vLLM's
+    top_k: int | None = Field(None, ge=-1, le=_LARGEST)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=_LARGEST)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+
+
+class CompletionRequest(Sampling):
+    """A text to continue."""
+
+    prompt: (
+        Text
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1)]],
+            Field(min_length=1, max_length=MOST_PROMPTS),
+        ]
+    )
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+
+
+class TextPart(BaseModel):
+    """A piece of what a message says."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All that it says."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatRequest(Sampling):
+    """A conversation to answer."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=_LARGEST)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class TokenizeRequest(BaseModel):
+    """A text, or a conversation, that becomes tokens."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(BaseModel):
+    """Tokens that become text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    tokens: list[TokenId]

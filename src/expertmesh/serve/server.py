@@ -1,0 +1,150 @@
+"""The process: a socket, uvicorn, and an end in which started answers are finished."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from expertmesh.config.server import ServerConfig
+from expertmesh.errors import ConfigError
+from expertmesh.serve.app import ServerApp
+
+log = logging.getLogger("expertmesh.serve")
+
+_HEADER_BYTES = 2**16
+_LOOK_S = 0.05
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """The socket; nobody is answered before `serve` listens.
+
+    Raises:
+        ConfigError: the address is not to be had.
+    """
+    try:
+        found = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+        place = socket.socket(family, kind, protocol)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            "port",
+            config.port,
+            f"cannot be listened on at {config.host} ({error.strerror})",
+            "choose another",
+        ) from None
+    return place
+
+
+def serve(app: ServerApp, place: socket.socket, told: Callable[[str], None]) -> int:
+    """Answer requests until a signal ends it.
+
+    Args:
+        app: the application.
+        place: bound.
+        told: called with the address when requests are answered.
+
+    Returns:
+        0 after a first SIGTERM or SIGINT, when all answers that had begun have ended; 128 and the signal after a second one.
+    """
+    settings: dict[str, Any] = {
+        "http": _Protocol,
+        "ws": "none",
+        "loop": "asyncio",
+        "lifespan": "off",
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+        "timeout_keep_alive": max(1, round(app.config.idle_s)),
+        "timeout_graceful_shutdown": 1,
+        "h11_max_incomplete_event_size": _HEADER_BYTES,
+        "backlog": 2048,
+    }
+    server = _Server(uvicorn.Config(app.asgi, **settings), app, told)
+    server.run(sockets=[place])
+    return server.code
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's, which closes a connection on which nothing, or half a head, comes."""
+
+    idle_s = 30.0
+
+    def connection_made(self, transport: Any) -> None:
+        """A client is there."""
+        super().connection_made(transport)
+        self._patience = self.loop.call_later(self.idle_s, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has gone."""
+        self._patience.cancel()
+        super().connection_lost(exc)
+
+    def _give_up(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, with an end of our own.
+
+    Attributes:
+        code: of the process.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: ServerApp, told: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._app, self._told, self.code = app, told, 0
+        self._ending: asyncio.Task[None] | None = None
+        _Protocol.idle_s = app.config.idle_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to answer."""
+        assert sockets is not None
+        self._app.start()
+        await super().startup(sockets)
+        host, port = sockets[0].getsockname()[:2]
+        self._told(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends the engine, too."""
+        await super().shutdown(sockets)
+        if not self.force_exit:
+            self._app.stop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal: no new requests; the second one: the end."""
+        if self._app.gate.is_draining:
+            log.warning("a second signal: answers are cut")
+            logging.shutdown()
+            os._exit(128 + sig)
+        self._app.gate.is_draining = True
+        log.info(
+            "%s: answers that have begun are finished, new requests get 503",
+            signal.Signals(sig).name,
+        )
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop: when nothing is being answered any more, or it takes too long."""
+        if self._app.gate.is_draining and self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._drain())
+        return await super().on_tick(counter)
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._app.config.drain_s
+        while self._app.gate.num_open and loop.time() < end:
+            await asyncio.sleep(_LOOK_S)
+        if self._app.gate.num_open:
+            log.warning("%d answers did not end in time and are cut", self._app.gate.num_open)
+        self.should_exit = True

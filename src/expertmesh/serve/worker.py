@@ -1,0 +1,230 @@
+"""The engine in a thread of its own, and what the event loop sees of it.
+
+The loop puts orders into a queue; the thread takes them between two steps and gives what a step brought back in one call. An
+answer that nobody has taken yet is replaced by its newer state, so that a slow client holds one answer, not all of its past.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from expertmesh.engine.engine import Engine, EngineStats
+from expertmesh.engine.output import RequestOutput
+from expertmesh.engine.request import SamplingParams
+from expertmesh.errors import ConfigError
+
+_MOST_FAILURES = 3
+"""Steps in a row that may fail before the engine counts as dead."""
+
+log = logging.getLogger("expertmesh.serve")
+
+
+class EngineFailedError(RuntimeError):
+    """The engine could not compute an answer, or is dead."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request of a client: some prompts, n answers to each.
+
+    Attributes:
+        prompts: token ids of each.
+        params: of all.
+        num_answers: of all prompts together.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    params: Sequence[SamplingParams]
+    _news: dict[int, RequestOutput] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _error: Exception | None = None
+    _names: list[str] = field(default_factory=list)  # the thread's
+
+    @property
+    def num_answers(self) -> int:
+        """Of all prompts together."""
+        return sum(params.n for params in self.params)
+
+    def told(self, index: int, output: RequestOutput) -> None:
+        """A newer state of an answer; in the event loop."""
+        self._news[index] = output
+        self._changed.set()
+
+    def failed(self, error: Exception) -> None:
+        """No answer comes any more; in the event loop."""
+        self._error = error
+        self._changed.set()
+
+    async def changes(self) -> AsyncIterator[dict[int, RequestOutput]]:
+        """The newest state of answers that changed, by index (prompt times n, plus answer), until all have ended.
+
+        Raises:
+            ConfigError: the engine refused the request.
+            EngineFailedError: it failed.
+        """
+        num_left = self.num_answers
+        while num_left:
+            await self._changed.wait()
+            self._changed.clear()
+            news, self._news = self._news, {}
+            if self._error is not None:
+                raise self._error
+            num_left -= sum(output.finish_reason is not None for output in news.values())
+            yield news
+
+
+class EngineWorker:
+    """A thread that steps an engine.
+
+    Args:
+        engine: which nobody else uses from now on.
+        observe: called in the event loop with what each step brought, for metrics.
+
+    Attributes:
+        engine: of this thread.
+        error: why the engine is dead; None: it lives.
+        num_answers: answers of tickets that have not been closed.
+    """
+
+    def __init__(self, engine: Engine, observe: Callable[[int, float], None] | None = None) -> None:
+        self.engine = engine
+        self.error: str | None = None
+        self._orders: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._tickets: dict[str, tuple[Ticket, int]] = {}  # the thread's: where an answer goes
+        self._numbers = itertools.count()
+        self._is_stopping, self._failures = False, 0
+        self._observe = observe
+        self.num_answers = 0
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin; answers come in this loop."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step that it is computing."""
+        self._orders.put(("stop", None))
+        self._thread.join(timeout=60)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are answered."""
+        return self._thread.is_alive() and self.error is None
+
+    def stats(self) -> EngineStats:
+        """Numbers of the engine."""
+        return self.engine.stats()
+
+    def submit(self, ticket: Ticket) -> None:
+        """Take a ticket, which has to be closed by `close`."""
+        self.num_answers += ticket.num_answers
+        self._orders.put(("add", ticket))
+
+    def close(self, ticket: Ticket) -> None:
+        """End what is left of a ticket; its blocks are free before the next step."""
+        self.num_answers -= ticket.num_answers
+        self._orders.put(("abort", ticket))
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                self._take_orders()
+                if self.engine.has_work:
+                    begin = time.perf_counter()
+                    outputs = self.engine.step()
+                    self._failures = 0
+                    self._deliver(outputs, time.perf_counter() - begin)
+            except Exception as error:  # whatever it is, the others are to be answered
+                self._fail(error)
+
+    def _take_orders(self) -> None:
+        """All orders that are there; where there is no work, the next one is waited for."""
+        while True:
+            try:
+                what, ticket = self._orders.get(block=not self.engine.has_work)
+            except queue.Empty:
+                return
+            if what == "stop":
+                self._is_stopping = True
+                return
+            if what == "add":
+                self._add(ticket)
+            else:
+                for name in ticket._names:
+                    self.engine.abort(name)
+                    self._tickets.pop(name, None)
+
+    def _add(self, ticket: Ticket) -> None:
+        if self.error is not None:
+            self._tell(ticket.failed, EngineFailedError(self.error))
+            return
+        index = 0
+        try:
+            for prompt, params in zip(ticket.prompts, ticket.params, strict=True):
+                name = f"server-{next(self._numbers)}"
+                self.engine.add(prompt, params, request_id=name)
+                ticket._names.append(name)
+                self._tickets[name] = ticket, index
+                index += params.n
+        except ConfigError as error:
+            for name in ticket._names:
+                self.engine.abort(name)
+                self._tickets.pop(name, None)
+            self._tell(ticket.failed, error)
+
+    def _deliver(self, outputs: Sequence[RequestOutput], seconds: float) -> None:
+        found = []
+        for output in outputs:
+            if output.request_id in self._tickets:
+                ticket, first = self._tickets[output.request_id]
+                found.append((ticket, first + output.index, output))
+        self._tell(self._hand_out, found, seconds)
+
+    def _hand_out(self, found: list[tuple[Ticket, int, RequestOutput]], seconds: float) -> None:
+        for ticket, index, output in found:
+            ticket.told(index, output)
+        if self._observe is not None:
+            self._observe(len(found), seconds)
+
+    def _fail(self, error: Exception) -> None:
+        """A step failed: who waits for it gets an error, and the engine begins anew without them."""
+        self._failures += 1
+        text = f"the engine failed ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        log.error("%s", text, exc_info=error)
+        tickets = {id(ticket): ticket for ticket, _ in self._tickets.values()}
+        names, self._tickets = list(self._tickets), {}
+        if self._failures >= _MOST_FAILURES:
+            self.error = text
+        for ticket in tickets.values():
+            self._tell(ticket.failed, EngineFailedError(text))
+        try:
+            for name in names:
+                self.engine.abort(name)
+            self.engine.update_weights({})  # what the step was writing is no known prefix
+        except Exception as second:
+            self.error = text
+            log.error("the engine cannot be emptied", exc_info=second)
+        if self.error is not None:
+            self._mourn()
+
+    def _mourn(self) -> None:
+        """The engine is dead: all that comes is answered with an error."""
+        while not self._is_stopping:
+            what, ticket = self._orders.get()
+            if what == "stop":
+                self._is_stopping = True
+            elif what == "add":
+                self._tell(ticket.failed, EngineFailedError(str(self.error)))
+
+    def _tell(self, call: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *args)

@@ -1,0 +1,248 @@
+"""From what the engine answers to what a client reads: whole answers and pieces of a stream, as OpenAI writes them."""
+
+import base64
+import io
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from expertmesh.engine.output import Logprob, RequestOutput
+from expertmesh.serve.reading import Job
+from expertmesh.text.stream import TextStream
+
+_LEAST = -9999.0
+"""What stands for a logprob of minus infinity, which JSON has not."""
+
+
+class TokenTexts:
+    """Texts and bytes of single tokens.
+
+    Args:
+        tokenizer: of the model.
+        as_ids: whether clients want `token_id:7` in the place of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
+        self.tokenizer, self._as_ids = tokenizer, as_ids
+        self._stream = TextStream(tokenizer)
+
+    def text(self, token_id: int) -> str:
+        """What a token stands for; bytes that are no whole characters are U+FFFD."""
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return self.bytes(token_id).decode(errors="replace")
+
+    def bytes(self, token_id: int) -> bytes:
+        """What a token stands for."""
+        return self._stream.bytes_of(token_id)
+
+
+@dataclass
+class _Sent:
+    """What a client has of an answer."""
+
+    num_characters: int = 0
+    num_tokens: int = 0
+    num_rows: int = 0
+    has_begun: bool = False
+    stream: TextStream | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is new of an answer.
+
+    Attributes:
+        text: new text.
+        ids: new tokens, of the prompt too where it is shown.
+        entries: logprobs of these; None of the first token of a prompt.
+        experts: rows of experts that were not known before, and place of the first one.
+        finish_reason: of the answer, if it has ended.
+    """
+
+    text: str
+    ids: Sequence[int]
+    entries: Sequence[Logprob | None]
+    experts: tuple[Any, int] | None
+    finish_reason: str | None
+
+
+@dataclass
+class Writer:
+    """Writes the answer to one request.
+
+    Args:
+        job: the request, read.
+        model: name of the model.
+        texts: of tokens.
+        wants_logprobs: whether logprobs go out.
+        wants_ids: whether token ids go out.
+        is_chat: whether it is the answer of a conversation.
+        has_usage: whether a stream ends with its usage.
+    """
+
+    job: Job
+    model: str
+    texts: TokenTexts
+    wants_logprobs: bool
+    wants_ids: bool
+    is_chat: bool
+    has_usage: bool = False
+    _sent: dict[int, _Sent] = field(default_factory=dict)
+    _last: dict[int, RequestOutput] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Takes a name and a time."""
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    def whole(self, outputs: Mapping[int, RequestOutput]) -> dict[str, Any]:
+        """The answer in one piece."""
+        self._last.update(outputs)
+        choices = [self._choice(i, self._piece(i, outputs[i]), "message") for i in sorted(outputs)]
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return self._head(kind) | {"choices": choices, "usage": self.usage()}
+
+    def chunks(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Events of a stream for a newer state of an answer; none where nothing is new."""
+        self._last[index] = output
+        sent = self._sent.setdefault(index, _Sent())
+        found = []
+        if self.is_chat and not sent.has_begun:
+            delta = {"role": "assistant", "content": ""}
+            found.append({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+        piece = self._piece(index, output)
+        is_new = (
+            piece.text or piece.experts or (piece.ids and (self.wants_logprobs or self.wants_ids))
+        )
+        if is_new or piece.finish_reason is not None:
+            found.append(self._choice(index, piece, "delta"))
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        usage = {"usage": None} if self.has_usage else {}
+        return [self._head(kind) | {"choices": [choice]} | usage for choice in found]
+
+    def last(self) -> list[dict[str, Any]]:
+        """What ends a stream: its usage, where it is asked for."""
+        if not self.has_usage:
+            return []
+        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
+        return [self._head(kind) | {"choices": [], "usage": self.usage()}]
+
+    def usage(self) -> dict[str, Any]:
+        """Counts of tokens."""
+        num_prompt = sum(map(len, self.job.prompts))
+        num_new = sum(len(self._new_ids(output)) for output in self._last.values())
+        n = self.job.params[0].n
+        cached = sum(self._last[i].num_cached_tokens for i in self._last if i % n == 0)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _new_ids(self, output: RequestOutput) -> tuple[int, ...]:
+        return () if self.job.drops_token else output.token_ids
+
+    def _piece(self, index: int, output: RequestOutput) -> _Piece:
+        """What has come since the last call."""
+        sent = self._sent.setdefault(index, _Sent())
+        new_ids = self._new_ids(output)
+        text = "" if self.job.drops_token else output.text[sent.num_characters :]
+        ids, entries = new_ids[sent.num_tokens :], (output.logprobs or ())[sent.num_tokens :]
+        if self.job.drops_token:
+            entries = ()
+        sent.num_characters += len(text)
+        sent.num_tokens += len(ids)
+        found: list[Logprob | None] = list(entries)
+        if not sent.has_begun and self.job.shown:
+            text = self.job.shown[index // self.job.params[0].n] + text
+            ids = (*output.prompt_ids, *ids)
+            found = [*(output.prompt_logprobs or ()), *found]
+        sent.has_begun = True
+        experts = None
+        if output.routed_experts is not None and len(output.routed_experts) > sent.num_rows:
+            experts = output.routed_experts[sent.num_rows :], sent.num_rows
+            sent.num_rows = len(output.routed_experts)
+        reason = output.finish_reason
+        if self.job.drops_token and reason is not None:
+            reason = "length"
+        return _Piece(text, ids, found, experts, reason)
+
+    def _choice(self, index: int, piece: _Piece, part: str) -> dict[str, Any]:
+        """A choice of an answer, or of an event."""
+        choice: dict[str, Any] = {"index": index}
+        if self.is_chat:
+            said = {"content": piece.text} if piece.text or part == "message" else {}
+            choice[part] = {"role": "assistant", **said} if part == "message" else said
+            choice["logprobs"] = self._chat_logprobs(piece) if self.wants_logprobs else None
+        else:
+            choice["text"] = piece.text
+            choice["logprobs"] = self._logprobs(index, piece) if self.wants_logprobs else None
+        choice["finish_reason"] = piece.finish_reason
+        if self.wants_ids:
+            choice["token_ids"] = list(piece.ids)
+        if piece.experts is not None:
+            rows, start = piece.experts
+            choice["routed_experts"] = npy(rows.numpy())
+            if part == "delta":
+                choice["routed_experts_start"] = start
+        return choice
+
+    def _logprobs(self, index: int, piece: _Piece) -> dict[str, Any]:
+        """Those of a completion; the most likely tokens, and the one that is there, by their text."""
+        sent = self._sent[index]
+        if sent.stream is None:
+            sent.stream = TextStream(self.texts.tokenizer)
+        offsets = []
+        for token in piece.ids:
+            offsets.append(sent.offset)
+            sent.offset += len(sent.stream.feed(token))
+        tops: list[dict[str, float] | None] = []
+        for entry in piece.entries:
+            if entry is None:
+                tops.append(None)
+                continue
+            top: dict[str, float] = {}
+            for token, value in (*entry.top, (entry.token_id, entry.logprob)):
+                top.setdefault(self.texts.text(token), _finite(value))
+            tops.append(top)
+        return {
+            "tokens": [self.texts.text(token) for token in piece.ids],
+            "token_logprobs": [None if e is None else _finite(e.logprob) for e in piece.entries],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _chat_logprobs(self, piece: _Piece) -> dict[str, Any]:
+        """Those of a conversation's answer."""
+        content = []
+        for entry in piece.entries:
+            assert entry is not None
+            top = [self._one(token, value) for token, value in entry.top]
+            content.append(self._one(entry.token_id, entry.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _one(self, token: int, value: float) -> dict[str, Any]:
+        data = list(self.texts.bytes(token))
+        return {"token": self.texts.text(token), "logprob": _finite(value), "bytes": data}
+
+
+def npy(ids_TLK: np.ndarray) -> str:
+    """(tokens, layers, K) expert ids as a file of NumPy's, in base64."""
+    file = io.BytesIO()
+    np.save(file, ids_TLK.astype("<i2"), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _finite(value: float) -> float:
+    return value if value > _LEAST else _LEAST
