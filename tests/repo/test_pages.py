@@ -35,6 +35,7 @@ TRAINED = {
     "docs/report.md": ["mine", "other"],
     "docs/checkpoints.md": ["gpt-moe-demo"],
     "docs/integrations.md": ["gpt-moe-demo"],
+    "docs/quantization.md": ["gpt-moe-demo"],
     "docs/parallelism.md": ["qwen3"],
 }
 

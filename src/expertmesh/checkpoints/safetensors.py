@@ -25,6 +25,7 @@ DTYPE_NAMES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
     torch.bool: "BOOL",
 }
 """What safetensors files call types."""

@@ -53,6 +53,7 @@ _HELP = {
     "report": "summarise a run:              expertmesh report runs/demo",
     "export": "weights, our names, one file: expertmesh export runs/demo --output demo.safetensors",
     "convert": "from and to the hub's format: expertmesh convert --from models/Qwen3-30B-A3B --to runs/qwen3",
+    "quantize": "experts in 8 or 4 bits:       expertmesh quantize runs/demo --to models/demo-int8 --format int8",
     "experts": "fewer experts, or united:     expertmesh experts prune runs/demo --keep 4 --to runs/pruned",
     "evaluate": "lm-evaluation-harness:        expertmesh evaluate runs/demo --tasks quiz.yaml",
     "doctor": "what this machine can do:     expertmesh doctor",

@@ -15,18 +15,21 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from expertmesh.checkpoints.hub.load import hub_run_config, is_hub_folder
+from expertmesh.checkpoints.quantized import QuantizedModel, quantization_of
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.config.base import expanded
 from expertmesh.config.family import GPT, Family
 from expertmesh.config.run import RunConfig
+from expertmesh.errors import ConfigError
 from expertmesh.models.family import Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.arithmetic import Arithmetic
 from expertmesh.runs.precision import Precision, resolve_device, resolve_precision
+from expertmesh.runs.quantized import arrange, put_quantized
 from expertmesh.runs.room import check_weights
-from expertmesh.runs.run_dir import TOKENIZER, Run, find_run
+from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir, find_run
 from expertmesh.text.format import TextFormat, text_format, told_by_files
 
 
@@ -79,15 +82,20 @@ def find_model(path: str | Path, family: Family | None = None) -> Run:
     """What a folder says of its model; no weights are read.
 
     Args:
-        path: a run directory, or a folder as transformers saves one, of an architecture that runs as our GPT.
+        path: a run directory, or a folder as transformers saves one, of an architecture that runs as our GPT; or one of `expertmesh quantize`.
         family: of a run of a family that is none of this package.
 
     Raises:
         ConfigError: it is neither, or of another family.
     """
     folder = expanded(path)
+    is_quantized = quantization_of(folder) is not None
     if is_hub_folder(folder):
-        return Run(folder, hub_run_config(folder), GPT, folder)
+        config = hub_run_config(folder, is_quantized=is_quantized)
+        return Run(folder, config, GPT, folder, is_quantized)
+    if is_quantized:
+        found, family = RunDir(folder).read_config(family, is_quantized=True)
+        return Run(folder, found, family, folder, is_quantized)
     return find_run(path, family)
 
 
@@ -141,6 +149,8 @@ def open_model(
 
     def build() -> LoadedModel:
         weights = run.open_weights(dtype)
+        if isinstance(weights, QuantizedModel):
+            return _open_quantized(run, weights, tokenizer, precision, ranks, dtype=dtype)
         used = (
             _of_stored(weights, precision)
             if dtype is None
@@ -157,6 +167,31 @@ def open_model(
         return LoadedModel(run, task, model.eval(), tokenizer, used, ranks)
 
     return ranks.each(build)
+
+
+def _open_quantized(
+    run: Run,
+    weights: QuantizedModel,
+    tokenizer: Tokenizer | None,
+    precision: Precision,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype | None,
+) -> LoadedModel:
+    """A model of quantised weights, which never has its experts' matrices any wider."""
+    if ranks.size > 1:
+        raise ConfigError(
+            f"{run.path}: is quantised, and quantised experts are on one process; start one, or give the model that it was made of"
+        )
+    dtype = weights.scale_dtype if dtype is None else dtype
+    used = replace(precision, compute_dtype=dtype, master_dtype=dtype)
+    task: Task = run.family.open_task(_told(run, tokenizer))
+    model = task.build(device=torch.device("meta"), dtype=dtype)
+    put_quantized(model, weights)
+    model.to_empty(device=used.device)
+    read_into(weights, model.state_dict())
+    arrange(model)
+    return LoadedModel(run, task, model.eval(), tokenizer, used, ranks)
 
 
 def device_of(run: Run, device: str | torch.device | None) -> torch.device:

@@ -31,6 +31,7 @@ from expertmesh.config.run import Resume, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, command, named
 from expertmesh.models.own_module import FAMILY_NAME
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.quantized import open_quantized
 from expertmesh.text.tokenizer import load_tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -164,11 +165,14 @@ class RunDir:
                     shutil.copyfile(source, partial)
         self._is_described = True
 
-    def read_values(self) -> tuple[dict[str, Any], str]:
+    def read_values(self, *, is_quantized: bool = False) -> tuple[dict[str, Any], str]:
         """The resolved configuration as plain values, and the recipe's name.
 
+        Args:
+            is_quantized: whether it may be that of a model whose weights are quantised.
+
         Raises:
-            ConfigError: there is none, it is unreadable, or a model's of the hub.
+            ConfigError: there is none, it is unreadable, a model's of the hub, or a quantised one's.
         """
         if not self.path.is_dir():
             what = "is no folder" if self.path.exists() else "does not exist"
@@ -190,6 +194,13 @@ class RunDir:
             raise ConfigError(
                 f"run {self.path}: config.json is unreadable; restore it from a copy"
             ) from None
+        if is_quantized:
+            del values["quantization_config"], values["dtype"]
+        if "quantization_config" in values:
+            raise ConfigError(
+                f"run {self.path}: is quantised: it answers ({command('generate')}, em.Engine), and does nothing else; "
+                "give the run or the model that it was made of"
+            )
         if "model_type" in values:
             raise ConfigError(
                 f"run {self.path}: is a model in the hub's format; make it a run with: "
@@ -197,16 +208,19 @@ class RunDir:
             )
         return values, str(recipe)
 
-    def read_config(self, family: Family | None = None) -> tuple[RunConfig, Family]:
+    def read_config(
+        self, family: Family | None = None, *, is_quantized: bool = False
+    ) -> tuple[RunConfig, Family]:
         """The resolved configuration and its family.
 
         Args:
             family: if it is none of this package: a run's own word is no reason to import a module.
+            is_quantized: see `read_values`.
 
         Raises:
             ConfigError: there is none, it is unreadable, or of another family.
         """
-        values, _ = self.read_values()
+        values, _ = self.read_values(is_quantized=is_quantized)
         name = values.get("family", GPT.name)
         family = FAMILIES.get(name) if family is None else family
         if family is None:
@@ -235,13 +249,15 @@ class Run:
         path: of the folder.
         config: resolved configuration.
         family: of the model.
-        weights: the checkpoint that was chosen, see `with_weights`, or the folder of the hub; None: none yet.
+        weights: the checkpoint that was chosen, see `with_weights`, or the folder of the hub or with quantised weights; None: none yet.
+        is_quantized: whether the folder has quantised weights.
     """
 
     path: Path
     config: RunConfig
     family: Family
     weights: Path | None = None
+    is_quantized: bool = False
 
     @property
     def is_hub(self) -> bool:
@@ -253,6 +269,17 @@ class Run:
         """The chosen checkpoint."""
         assert self.weights is not None
         return self.weights
+
+    def check_trains(self) -> None:
+        """Whether a training may begin with the weights.
+
+        Raises:
+            ConfigError: they are quantised.
+        """
+        if self.is_quantized:
+            raise ConfigError(
+                f"{self.path}: is quantised, and quantised weights do not learn; begin with the model that it was made of"
+            )
 
     def check_whole(self) -> None:
         """Whether there are weights and what belongs to them; nothing is read.
@@ -291,6 +318,8 @@ class Run:
             ConfigError: the files of the hub are not of such a model.
             CheckpointError: the index of the checkpoint is unreadable, or a file of the hub is damaged.
         """
+        if self.is_quantized:
+            return open_quantized(self.path, self.config)
         if self.is_hub:
             return HubModel(self.path, dtype=dtype)
         return Checkpoint(self.checkpoint, prefix="model.")
@@ -299,8 +328,10 @@ class Run:
         """Fill tensors of a model, or what this rank has of them, by their names in its state dict.
 
         Raises:
+            ConfigError: the weights are quantised.
             CheckpointError: the run has not all of these, or in other shapes.
         """
+        self.check_trains()
         read_into(self.open_weights(), targets)
 
     @property

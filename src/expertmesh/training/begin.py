@@ -50,6 +50,7 @@ def begun(config: RunConfig, family: Family) -> RunConfig:
     own = RunDir(config.train.run_dir)
     if config.train.resume == "never" or not _can_go_on(own, family):
         run = find_model(begin, named)
+        run.check_trains()
         run.check_whole()
         return family.begun_with(config, run.config, where=begin)
     saved, _ = own.read_config(named)

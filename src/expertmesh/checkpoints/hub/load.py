@@ -154,8 +154,12 @@ def _ahead(values: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"model.layers.{last + i}." for i in range(more))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
     """The config.json of a folder, with the ends of a text as generation_config.json has them, which may be more.
+
+    Args:
+        folder: the folder.
+        is_quantized: whether its weights may be quantised.
 
     Raises:
         ConfigError: there is no such folder or file, or the weights are quantised.
@@ -166,9 +170,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     check_only_files(folder, what=str(folder), depth=1)
     values = read_json(folder / "config.json")
-    if found := [n for n in ("quantization_config", "compression_config") if values.get(n)]:
+    if not is_quantized and (
+        found := [n for n in ("quantization_config", "compression_config") if values.get(n)]
+    ):
         raise ConfigError(
-            f"{folder}: {found[0]} is set; expertmesh reads float32, bfloat16 and float16, so dequantise it first"
+            f"{folder}: {found[0]} is set: quantised weights answer (expertmesh generate, em.Engine), and do nothing else; "
+            "give the model in float32, bfloat16 or float16"
         )
     if (folder / "generation_config.json").is_file():
         ends = read_json(folder / "generation_config.json").get("eos_token_id")
@@ -186,17 +193,21 @@ def is_hub_folder(folder: Path) -> bool:
     return isinstance(values, dict) and "model_type" in values
 
 
-def hub_run_config(folder: Path, *, run_dir: Path | None = None) -> GPTRunConfig:
+def hub_run_config(
+    folder: Path, *, run_dir: Path | None = None, is_quantized: bool = False
+) -> GPTRunConfig:
     """The configuration of a run with the model of a hub folder, the rest as usual.
 
     Args:
         folder: see `load_pretrained`.
         run_dir: of the run; None: the folder.
+        is_quantized: whether its weights may be quantised.
 
     Raises:
         ConfigError: see `load_pretrained`.
     """
-    model = model_config(read_config(folder), start_ids=hub_start(folder))
+    values = read_config(folder, is_quantized=is_quantized)
+    model = model_config(values, start_ids=hub_start(folder))
     if model.vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
             f"{folder}: has {model.vocab_size} tokens, and a run at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document; "

@@ -2,5 +2,6 @@
 
 from expertmesh.checkpoints.hub.load import load_pretrained
 from expertmesh.integrations.hub.convert import Converted, convert
+from expertmesh.integrations.hub.quantize import Quantized, quantize
 
-__all__ = ["Converted", "convert", "load_pretrained"]
+__all__ = ["Converted", "Quantized", "convert", "load_pretrained", "quantize"]

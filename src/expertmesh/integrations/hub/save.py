@@ -79,7 +79,7 @@ def save_pretrained(
         try:
             written = dtype or _dtype_of(checkpoint)
             _write_weights(checkpoint, config.model, family, partial, written, shard_bytes)
-            _write_rest(run_dir, config.model, family, partial, written)
+            write_rest(run_dir, config.model, family, partial, written)
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -163,9 +163,10 @@ def _value(target: _Target, several: list[Piece], tensor: Tensor) -> Tensor:
     return found
 
 
-def _write_rest(
+def write_rest(
     run_dir: Path, config: ModelConfig, family: HubFamily, folder: Path, dtype: torch.dtype
 ) -> None:
+    """Write all files of a hub folder but the weights; as for the arguments, see `save_pretrained`."""
     values = hub_config(config, family, dtype=str(dtype).removeprefix("torch."))
     extras = run_dir / EXTRAS
     if extras.is_dir():

@@ -16,6 +16,8 @@ from expertmesh.ops.experts import (
     call,
     few_rows,
     invariant,
+    quantized_formats,
+    quantized_rows,
     torch_backward,
     torch_forward,
     triton_backend,
@@ -113,11 +115,13 @@ def _reads(c: ExpertsCall, name: str) -> bool:
     return c.maps is not None and name in FORMATS[c.experts.format].backends
 
 
+assert quantized_formats.QUANTIZED  # which are in FORMATS from here on
 _BY_TORCH = partial(call.backward, torch_backward.backward)
 _BY_TRITON = partial(call.backward, triton_backend.backward)
 
 BACKENDS: dict[str, Backend] = {
     "few_rows": Backend(_has_few_rows, _few_rows),
+    "quantized_rows": Backend(quantized_rows.serves, quantized_rows.forward),
     "adapters": Backend(lambda c: c.maps is not None and c.adapters is not None, adapters.forward),
     "reference": Backend(
         lambda c: c.maps is not None and c.backend == "reference", _reference, trains=True

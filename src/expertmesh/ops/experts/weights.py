@@ -50,9 +50,17 @@ class WeightFormat:
         """The matrices of one expert as they are multiplied, (G * F, D) and (D, F)."""
         return experts.w_in_EGFD[e].flatten(0, 1).to(dtype), experts.w_out_EDF[e].to(dtype)
 
+    def unpack_in(self, experts: "ExpertSlice", e: int, dtype: torch.dtype) -> Tensor:
+        """The first matrix of `unpack` alone."""
+        return self.unpack(experts, e, dtype)[0]
+
+    def unpack_out(self, experts: "ExpertSlice", e: int, dtype: torch.dtype) -> Tensor:
+        """The second."""
+        return self.unpack(experts, e, dtype)[1]
+
 
 FORMATS: dict[str, WeightFormat] = {"dense": WeightFormat()}
-"""All formats by name. A new one is added here."""
+"""All formats by name; `quantized_formats.py` adds those of 8 and 4 bits. A new one is added here."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +95,14 @@ class ExpertSlice:
     def w_in(self, e: int, dtype: torch.dtype) -> Tensor:
         """First weight of one expert as (G * F, D)."""
         if self.format != "dense":
-            return FORMATS[self.format].unpack(self, e, dtype)[0]
+            return FORMATS[self.format].unpack_in(self, e, dtype)
         w = self.w_in_EGFD[e].flatten(0, 1)
         return w if w.dtype == dtype else w.to(dtype)
 
     def w_out(self, e: int, dtype: torch.dtype) -> Tensor:
         """Second weight of one expert, (D, F)."""
         if self.format != "dense":
-            return FORMATS[self.format].unpack(self, e, dtype)[1]
+            return FORMATS[self.format].unpack_out(self, e, dtype)
         w = self.w_out_EDF[e]
         return w if w.dtype == dtype else w.to(dtype)
 

@@ -1,0 +1,341 @@
+"""Quantised weights as compressed-tensors has them: what a config.json says of them, and folders of them as a `TensorSource`.
+
+A matrix `NAME.weight` (N, K) of such a folder is `NAME.weight_packed`, `NAME.weight_scale` and `NAME.weight_shape` where it is int8 or
+int4, and `NAME.weight` and `NAME.weight_scale` in FP8. Matrices of routed experts stay quantised in memory, all others are widened
+when they are read. Folders of two kinds are read: those under the hub's names, and those of models that the hub has nothing like,
+whose tensors have our names, but for an expert's matrices (`own_pieces`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from expertmesh.checkpoints.hub.layout import Piece
+from expertmesh.checkpoints.safetensors import HubFiles, read_json
+from expertmesh.checkpoints.source import Box, Stored, overlap, whole_box
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.ops.quantized.pack import bytes_of_words, from_nibbles, int8_of_bytes
+from expertmesh.ops.quantized.rounding import BLOCK, GROUP_SIZES, Format, Rounded, widened
+
+KEY = "quantization_config"
+"""Of a config.json whose weights are quantised."""
+_BRANCHES = {2: ("gate_proj", "up_proj"), 1: ("up_proj",)}
+_READ = "expertmesh reads int8 per channel, int4 in groups of 32, 64 or 128, and FP8 per block of 128, all symmetric"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How matrices of a folder are rounded.
+
+    Attributes:
+        format: int8, int4 or fp8.
+        group_size: columns of a group of int4.
+    """
+
+    format: Format
+    group_size: int = 64
+
+    def config(self, ignored: list[str]) -> dict[str, Any]:
+        """The `quantization_config` of a config.json; `ignored` are the modules that stay as they are."""
+        grouping: dict[Format, dict[str, Any]] = {
+            "int8": {"strategy": "channel"},
+            "int4": {"strategy": "group", "group_size": self.group_size},
+            "fp8": {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
+        }
+        weights = {
+            "num_bits": 4 if self.format == "int4" else 8,
+            "type": "float" if self.format == "fp8" else "int",
+            "symmetric": True,
+            "dynamic": False,
+            **grouping[self.format],
+        }
+        inputs = None
+        if self.format == "fp8":  # how vLLM multiplies blocks; here tokens keep their type
+            inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
+            inputs |= {"strategy": "group", "group_size": BLOCK}
+        name = "float-quantized" if self.format == "fp8" else "pack-quantized"
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+        return {
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "format": name,
+            "config_groups": {"group_0": group | {"output_activations": None}},
+            "ignore": ignored,
+            "kv_cache_scheme": None,
+        }
+
+    def parts(self, N: int, K: int, scale_dtype: torch.dtype) -> dict[str, Stored]:
+        """What a matrix (N, K) is in a file, by the ends of the names."""
+        if self.format == "fp8":
+            scales = (-(-N // BLOCK), -(-K // BLOCK))
+            return {
+                "weight": Stored((N, K), torch.float8_e4m3fn),
+                "weight_scale": Stored(scales, scale_dtype),
+            }
+        per_word = 8 if self.format == "int4" else 4
+        groups = K // self.group_size if self.format == "int4" else 1
+        return {
+            "weight_packed": Stored((N, -(-K // per_word)), torch.int32),
+            "weight_scale": Stored((N, groups), scale_dtype),
+            "weight_shape": Stored((2,), torch.int64),
+        }
+
+    def check(self, K: int, name: str) -> None:
+        """Whether a matrix of so many columns can be rounded so.
+
+        Raises:
+            ConfigError: its columns are no whole groups; names the sizes that fit.
+        """
+        if self.format != "int4" or K % self.group_size == 0:
+            return
+        fitting = [str(size) for size in GROUP_SIZES if K % size == 0]
+        fix = f"use {' or '.join(fitting)}" if fitting else "use int8"
+        raise ConfigError(
+            "group_size", self.group_size, f"must divide the {K} columns of {name}", fix
+        )
+
+
+def scheme_of(values: Mapping[str, Any], where: Path) -> Scheme:
+    """What a config.json says of how its weights are rounded.
+
+    Args:
+        values: of the config.json, which has `KEY`.
+        where: the folder, for messages.
+
+    Raises:
+        ConfigError: by another method, or in a way that is not read.
+    """
+    found = values[KEY]
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    if method != "compressed-tensors":
+        raise ConfigError(
+            f"{where}: {KEY} is of {method!r}, and expertmesh reads compressed-tensors; quantise the model in BF16 with expertmesh quantize"
+        )
+    groups = found.get("config_groups")
+    weights = [g.get("weights") for g in groups.values()] if isinstance(groups, dict) else []
+    if len(weights) == 1 and isinstance(weights[0], dict):
+        w = weights[0]
+        is_plain = w.get("symmetric", True) is True and not w.get("actorder")
+        kind = (w.get("type", "int"), w.get("num_bits"), w.get("strategy"))
+        if is_plain and kind == ("int", 8, "channel"):
+            return Scheme("int8")
+        if is_plain and kind == ("int", 4, "group") and w.get("group_size") in GROUP_SIZES:
+            return Scheme("int4", w["group_size"])
+        if is_plain and kind[:2] == ("float", 8) and w.get("block_structure") == [BLOCK, BLOCK]:
+            return Scheme("fp8")
+    raise ConfigError(
+        f"{where}: {KEY} has weights in a form that is not read; {_READ}; quantise the model in BF16 with expertmesh quantize"
+    )
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor of ours holds matrices of routed experts."""
+    return name.endswith((".experts.w_in", ".experts.w_out"))
+
+
+def own_pieces(tensors: Mapping[str, Stored]) -> Iterator[Piece]:
+    """Which part of which tensor of a folder under our own names is which part of ours; stacked matrices are single ones there.
+
+    Args:
+        tensors: of the model, as it is without quantisation.
+    """
+    for name, (shape, _) in tensors.items():
+        folder, _, kind = name.rpartition(".")
+        if kind not in ("w_in", "w_out") or len(shape) < 2:
+            yield Piece(name, whole_box(shape), name, whole_box(shape), shape)
+            continue
+        N, K = shape[-2:]
+        stack = range(shape[0]) if is_expert(name) else [None]
+        for e in stack:
+            at = () if e is None else (slice(e, e + 1),)
+            beginning = folder if e is None else f"{folder}.{e}"
+            if kind == "w_out":
+                theirs = f"{beginning}.down_proj.weight"
+                yield Piece(name, (*at, *whole_box((N, K))), theirs, whole_box((N, K)), (N, K))
+                continue
+            for branch, word in enumerate(_BRANCHES[shape[-3]]):
+                of_branch = (*at, slice(branch, branch + 1), *whole_box((N, K)))
+                theirs = f"{beginning}.{word}.weight"
+                yield Piece(name, of_branch, theirs, whole_box((N, K)), (N, K))
+
+
+class QuantizedModel:
+    """The weights of a quantised folder under the names of our model with `QuantizedExperts`; a `TensorSource`.
+
+    Args:
+        folder: with config.json and safetensors files.
+        scheme: of config.json.
+        pieces: of the model.
+        tensors: of the model, as it is without quantisation, in the type that its tensors get.
+        left_out: beginnings of names that the model has not.
+
+    Attributes:
+        path: the folder.
+        scheme: how it is rounded.
+        tensors: experts as they lie in the files, all else as the model has it.
+        scale_dtype: of the scales.
+
+    Raises:
+        ConfigError: there are no safetensors files.
+        CheckpointError: a tensor is missing, extra, of a wrong shape or type, or cut short; names it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        scheme: Scheme,
+        pieces: list[Piece],
+        tensors: Mapping[str, Stored],
+        *,
+        left_out: tuple[str, ...] = (),
+    ) -> None:
+        self.path, self.scheme, self._plain = folder, scheme, tensors
+        self._files = HubFiles(folder)
+        self._files.leave_out(left_out)
+        self._pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
+        for piece in pieces:
+            self._pieces[piece.ours].append(piece)
+        self._check(pieces)
+
+    def _check(self, pieces: list[Piece]) -> None:
+        shapes = {piece.theirs: piece.theirs_shape for piece in pieces}
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
+        of_experts = {piece.theirs for piece in pieces if is_expert(piece.ours)}
+        for name, shape in shapes.items():
+            if name not in of_experts and not self._is_quantized(name):
+                wanted[name] = shape, None
+                continue
+            module = name.removesuffix("weight")
+            rows, columns = shape
+            for end, kept in self.scheme.parts(rows, columns, torch.float32).items():
+                wanted[module + end] = kept.shape, None if end == "weight_scale" else kept.dtype
+        found = self._files.entries
+        if missing := sorted(set(wanted) - set(found)):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(
+                f"{self.path}: has no tensor {missing[0]}{more}; quantise the model again"
+            )
+        if extra := sorted(set(found) - set(wanted)):
+            raise CheckpointError(
+                f"{self.path}: has a tensor {extra[0]} that config.json says nothing of; use the config.json of these files"
+            )
+        for name, (size, dtype) in wanted.items():
+            entry = found[name]
+            is_float = isinstance(entry.dtype, torch.dtype) and entry.dtype.is_floating_point
+            if entry.shape != size or (not is_float if dtype is None else entry.dtype != dtype):
+                kind = str(entry.dtype).removeprefix("torch.")
+                raise CheckpointError(
+                    f"{self.path}: {name} is {kind} of shape {entry.shape}, and {self.scheme.format} needs "
+                    f"{'a floating-point type' if dtype is None else str(dtype).removeprefix('torch.')} of shape {size}; quantise the model again"
+                )
+
+    def _is_quantized(self, name: str) -> bool:
+        """Whether a matrix of the files is rounded."""
+        return f"{name}_scale" in self._files.entries
+
+    @cached_property
+    def scale_dtype(self) -> torch.dtype:
+        """The type of the scales, which is that of all products of these weights."""
+        found = next(e.dtype for n, e in self._files.entries.items() if n.endswith("weight_scale"))
+        assert isinstance(found, torch.dtype)
+        return found
+
+    @cached_property
+    def num_bytes(self) -> dict[str, int]:
+        """Bytes of routed experts and of all else, as they lie in the files."""
+        modules = {
+            piece.theirs.removesuffix("weight")
+            for name, pieces in self._pieces.items()
+            if is_expert(name)
+            for piece in pieces
+        }
+        sums = {"experts": 0, "rest": 0}
+        for name in self._files.entries:
+            is_of_expert = name.rpartition(".")[0] + "." in modules
+            sums["experts" if is_of_expert else "rest"] += self._files.tensor(name).nbytes
+        return sums
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """See the class."""
+        found: dict[str, Stored] = {}
+        for name, stored in self._plain.items():
+            if not is_expert(name):
+                found[name] = stored
+                continue
+            *_, N, K = stored.shape
+            lead = stored.shape[:-1]
+            scales: tuple[int, ...]
+            if self.scheme.format == "fp8":
+                found[name] = Stored(stored.shape, torch.float8_e4m3fn)
+                scales = (*stored.shape[:-2], -(-N // BLOCK), -(-K // BLOCK))
+            elif self.scheme.format == "int8":
+                found[name] = Stored(stored.shape, torch.int8)
+                scales = (*lead, 1)
+            else:
+                found[name] = Stored((*lead, K // 2), torch.uint8)
+                scales = (*lead, K // self.scheme.group_size)
+            found[f"{name}_scale"] = Stored(scales, self.scale_dtype)
+        return found
+
+    def read(self, name: str, box: Box, into: Tensor) -> None:
+        """Copy out of mapped files; of experts whole tensors or whole experts. See `TensorSource.read`."""
+        is_scale = name.endswith("_scale") and is_expert(name.removesuffix("_scale"))
+        ours = name.removesuffix("_scale") if is_scale else name
+        if not self._pieces.get(ours):
+            into.zero_()  # a buffer of ours, which begins so
+            return
+        for piece in self._pieces[ours]:
+            if is_expert(ours):
+                self._read_expert(piece, box, into, is_scale=is_scale)
+                continue
+            shared = overlap(box, piece.ours_at)
+            if shared is None:
+                continue
+            at, theirs = shared
+            sizes = [s.stop - s.start for s in piece.ours_at]
+            part = self._wide(piece.theirs)[piece.theirs_at].reshape(sizes)[theirs]
+            into[at].copy_(part.to(self._plain[ours].dtype))
+
+    def _read_expert(self, piece: Piece, box: Box, into: Tensor, *, is_scale: bool) -> None:
+        e, *rest = piece.ours_at
+        if not box[0].start <= e.start < box[0].stop:
+            return
+        target = into[e.start - box[0].start]
+        if len(piece.ours_at) == 4:
+            target = target[rest[0].start]
+        module = piece.theirs.removesuffix("weight")
+        source = self._files.tensor(f"{module}weight_scale") if is_scale else self._bytes(module)
+        target.copy_(source[..., : target.shape[-1]])
+
+    def _bytes(self, module: str) -> Tensor:
+        """The numbers of a matrix as they lie in memory."""
+        if self.scheme.format == "fp8":
+            return self._files.tensor(f"{module}weight")
+        data = bytes_of_words(self._files.tensor(f"{module}weight_packed"))
+        return int8_of_bytes(data) if self.scheme.format == "int8" else data
+
+    def _wide(self, name: str) -> Tensor:
+        """A tensor of the files that is no expert's, rounded or not."""
+        if not self._is_quantized(name):
+            return self._files.tensor(name)
+        module = name.removesuffix("weight")
+        values, scales = self._bytes(module), self._files.tensor(f"{name}_scale")
+        if self.scheme.format == "int4":
+            values = from_nibbles(values)
+        if self.scheme.format != "fp8":
+            values = values[:, : int(self._files.tensor(f"{module}weight_shape")[1])]
+        return widened(Rounded(values, scales))
+
+
+def quantization_of(folder: Path) -> dict[str, Any] | None:
+    """The values of a folder's config.json where its weights are quantised; else None."""
+    if not (folder / "config.json").is_file():
+        return None
+    values = read_json(folder / "config.json")
+    return values if values.get(KEY) else None

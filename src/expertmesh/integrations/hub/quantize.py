@@ -1,0 +1,306 @@
+"""Quantised folders, made of a run, a checkpoint or a model of the hub: under the hub's names where it has such an architecture."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from expertmesh.checkpoints.dcp import Checkpoint
+from expertmesh.checkpoints.hub.configs import FAMILIES, hub_family
+from expertmesh.checkpoints.hub.layout import Piece, pieces
+from expertmesh.checkpoints.hub.load import HubModel, hub_dtype, read_config
+from expertmesh.checkpoints.quantized import KEY, Scheme, is_expert, own_pieces
+from expertmesh.checkpoints.safetensors import INDEX, SINGLE, file_header
+from expertmesh.checkpoints.source import TensorSource, read_whole
+from expertmesh.config.base import expanded
+from expertmesh.config.model import ModelConfig
+from expertmesh.config.output_file import naming
+from expertmesh.data.tensors import tensor_bytes
+from expertmesh.errors import ConfigError
+from expertmesh.integrations.hub.exports import export_family
+from expertmesh.integrations.hub.save import SHARD_BYTES, write_rest
+from expertmesh.ops.quantized.pack import to_words
+from expertmesh.ops.quantized.rounding import Format, rounded
+from expertmesh.runs.arithmetic import read_arithmetic
+from expertmesh.runs.open import find_model
+from expertmesh.runs.quantized import REPORT
+from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
+from expertmesh.text.format import EXTRAS, hub_files
+
+_KEEP = ("router.", "norm.", "embedding.", "output.", "gate.", "expert_bias")
+"""Parts of names of what stays as it is in any case."""
+
+
+class Quantized(NamedTuple):
+    """What a quantisation made.
+
+    Attributes:
+        path: of the folder.
+        what: in words.
+        report: what `quantization.json` there says.
+    """
+
+    path: Path
+    what: str
+    report: dict[str, Any]
+
+
+class _Part(NamedTuple):
+    """A tensor of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class _Plan(NamedTuple):
+    """What is written, and how.
+
+    Attributes:
+        scheme: of the rounded matrices.
+        by_ours: the parts of each tensor of ours.
+        rounds: names of the files' matrices that are rounded.
+        dtype: of all other tensors, and of the scales.
+    """
+
+    scheme: Scheme
+    by_ours: list[tuple[str, list[Piece]]]
+    rounds: frozenset[str]
+    dtype: torch.dtype
+
+    def parts(self, name: str, shape: tuple[int, ...], ours: str) -> list[_Part]:
+        """The tensors of the files that one matrix becomes."""
+        if name in self.rounds:
+            module = name.removesuffix("weight")
+            rows, columns = shape
+            found = self.scheme.parts(rows, columns, self.dtype)
+            return [_Part(module + end, kept.dtype, kept.shape) for end, kept in found.items()]
+        is_bias = ours.endswith("expert_bias_E")
+        return [_Part(name, torch.float32 if is_bias else self.dtype, shape)]
+
+
+def quantize(
+    source: str | Path,
+    target: str | Path,
+    *,
+    format: Format,
+    group_size: int = 64,
+    layers: str = "experts",
+    dtype: torch.dtype | None = None,
+) -> Quantized:
+    """Quantise a model.
+
+    Args:
+        source: a run directory (its newest good checkpoint), or a folder as transformers saves one.
+        target: a folder that does not exist yet.
+        format: int8 (a scale per row), int4 (one per group of a row) or fp8 (one per block of 128 by 128).
+        group_size: columns of a group of int4: 32, 64 or 128.
+        layers: "experts", or "all": the matrices of attention and of dense MLPs, too.
+        dtype: of all other tensors, of the scales and of the products; None: that of a hub folder, and what a run computes in.
+
+    Returns:
+        What was made.
+
+    Raises:
+        ConfigError: a path breaks a rule, or sizes of the model do not fit the format.
+        CheckpointError: the source is damaged.
+
+    Example:
+        >>> quantize("runs/gpt-moe-demo", "models/demo-int8", format="int8")
+    """
+    source, target = expanded(source), expanded(target)
+    if target.exists():
+        raise ConfigError("to", target, "exists already", "choose another folder")
+    run = find_model(source)
+    if run.is_quantized:
+        raise ConfigError("from", source, "is quantised already", "give what it was made of")
+    if run.family.name != "gpt":
+        raise ConfigError(
+            "from", source, f"is of family {run.family.name}", "quantise a model of family gpt"
+        )
+    run = run.with_weights()
+    weights: TensorSource = (
+        HubModel(run.path, dtype=dtype)
+        if run.is_hub
+        else Checkpoint(run.checkpoint, prefix="model.")
+    )
+    dtype = dtype or _dtype_of(run)
+    scheme = Scheme(format, group_size)
+    plan = _planned(run, weights, scheme, layers, dtype)
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    with naming(target, partial):
+        partial.mkdir(parents=True)
+        try:
+            sizes = _write_weights(weights, plan, partial)
+            what = _write_rest(run, plan, partial)
+            report = {
+                "source": str(source),
+                "format": format,
+                "group_size": group_size if format == "int4" else None,
+                "layers": layers,
+                **sizes,
+            }
+            (partial / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return Quantized(target, what, report)
+
+
+def _dtype_of(run: Run) -> torch.dtype:
+    if run.is_hub:
+        return hub_dtype(read_config(run.path), run.path)
+    found = read_arithmetic(run.arithmetic)
+    is_bfloat16 = found is not None and found.dtype == "bfloat16"
+    return torch.bfloat16 if is_bfloat16 else torch.float32
+
+
+def _model_of(run: Run) -> ModelConfig:
+    """The model's configuration."""
+    config: Any = run.config
+    found: ModelConfig = config.model
+    return found
+
+
+def _hub_type(run: Run) -> str | None:
+    """The `model_type` under whose names a model goes out; None: under ours."""
+    if run.is_hub:
+        return hub_family(read_config(run.path)).model_type
+    try:
+        return export_family(_model_of(run)).model_type
+    except ConfigError:
+        return None
+
+
+def _planned(
+    run: Run, weights: TensorSource, scheme: Scheme, layers: str, dtype: torch.dtype
+) -> _Plan:
+    model_type = _hub_type(run)
+    found = (
+        own_pieces(weights.tensors) if model_type is None else pieces(_model_of(run), model_type)
+    )
+    by_ours = [(ours, list(several)) for ours, several in groupby(found, lambda p: p.ours)]
+    rounds: dict[str, Any] = {}
+    for ours, several in by_ours:
+        is_other = layers == "all" and not any(kept in ours for kept in _KEEP)
+        for piece in several:
+            if is_expert(ours) or (
+                is_other and len(piece.theirs_shape) == 2 and piece.theirs.endswith(".weight")
+            ):
+                rounds[piece.theirs] = piece.theirs_shape
+    if not rounds:
+        raise ConfigError("from", run.path, "has no routed experts", "quantise a mixture")
+    for name, (_, columns) in rounds.items():
+        scheme.check(columns, name)
+    return _Plan(scheme, by_ours, frozenset(rounds), dtype)
+
+
+def _write_weights(weights: TensorSource, plan: _Plan, folder: Path) -> dict[str, int]:
+    """Write the files, tensor by tensor, and give their sizes."""
+    parts = [
+        part
+        for ours, several in plan.by_ours
+        for name, shape in {p.theirs: p.theirs_shape for p in several}.items()
+        for part in plan.parts(name, shape, ours)
+    ]
+    shards: list[list[_Part]] = [[]]
+    for part in parts:
+        if shards[-1] and sum(p.num_bytes for p in shards[-1]) + part.num_bytes > SHARD_BYTES:
+            shards.append([])
+        shards[-1].append(part)
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    names = [SINGLE] if len(shards) == 1 else names
+    values = _values(weights, plan)
+    for name, shard in zip(names, shards, strict=True):
+        header = file_header(shard, {"format": "pt"})
+        with (folder / name).open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            for _ in shard:
+                file.write(tensor_bytes(next(values)))
+            file.flush()
+            os.fsync(file.fileno())
+    total = sum(p.num_bytes for p in parts)
+    if len(shards) > 1:
+        placed = {p.name: n for n, shard in zip(names, shards, strict=True) for p in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": placed}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    before = sum(
+        torch.Size(shape).numel() * plan.dtype.itemsize
+        for _, several in plan.by_ours
+        for shape in {p.theirs: p.theirs_shape for p in several}.values()
+    )
+    return {"bytes": total, "bytes_before": before}
+
+
+def _values(weights: TensorSource, plan: _Plan) -> Iterator[Tensor]:
+    """What the files hold, in their order."""
+    for ours, several in plan.by_ours:
+        tensor = read_whole(weights, ours)
+        for name, shape in {p.theirs: p.theirs_shape for p in several}.items():
+            kept = tensor.dtype if name in plan.rounds else plan.parts(name, shape, ours)[0].dtype
+            found = torch.empty(shape, dtype=kept)
+            for piece in several:
+                if piece.theirs == name:
+                    part = found[piece.theirs_at]
+                    part.copy_(tensor[piece.ours_at].reshape(part.shape))
+            yield from _rounded(found, plan) if name in plan.rounds else [found]
+        del tensor  # before the next one is read
+
+
+def _rounded(matrix: Tensor, plan: _Plan) -> list[Tensor]:
+    scheme = plan.scheme
+    values, scales = rounded(
+        matrix, scheme.format, group_size=scheme.group_size, scale_dtype=plan.dtype
+    )
+    if scheme.format == "fp8":
+        return [values, scales]
+    words = to_words(values, 4 if scheme.format == "int4" else 8)
+    return [words, scales, torch.tensor(matrix.shape)]
+
+
+def _write_rest(run: Run, plan: _Plan, folder: Path) -> str:
+    """Write all but the weights, and say in words what it is."""
+    modules = {
+        p.theirs.removesuffix(".weight")
+        for _, several in plan.by_ours
+        for p in several
+        if p.theirs.endswith(".weight") and len(p.theirs_shape) == 2
+    }
+    ignored = sorted(modules - {name.removesuffix(".weight") for name in plan.rounds})
+    more: dict[str, Any] = {KEY: plan.scheme.config(ignored)}
+    name = str(plan.dtype).removeprefix("torch.")
+    model_type = _hub_type(run)
+    if run.is_hub:
+        for path in hub_files(run.path).values():
+            if path.name != "config.json":
+                shutil.copyfile(path, folder / path.name)
+        if (run.path / TOKENIZER).is_file():
+            shutil.copyfile(run.path / TOKENIZER, folder / TOKENIZER)
+        values = json.loads((run.path / "config.json").read_text())
+        more |= {"dtype": name, "torch_dtype": name}
+        what = hub_family(values).architecture
+    elif model_type is not None:
+        family = FAMILIES[model_type]
+        write_rest(run.path, _model_of(run), family, folder, plan.dtype)
+        values, what = json.loads((folder / "config.json").read_text()), family.architecture
+    else:
+        values, recipe = RunDir(run.path).read_values()
+        values, what = {"recipe": recipe, **values, "dtype": name}, "model under our own names"
+        for path in [run.path / TOKENIZER, run.arithmetic]:
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+        if (run.path / EXTRAS).is_dir():
+            shutil.copytree(run.path / EXTRAS, folder / EXTRAS)
+    (folder / "config.json").write_text(json.dumps({**values, **more}, indent=2) + "\n")
+    return f"{what} in {plan.scheme.format}"

@@ -1,0 +1,138 @@
+"""Routed experts whose matrices are quantised: for inference, in the place of `GroupedExperts`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.moe.experts import ExpertParameters, GroupedExperts
+from expertmesh.ops.experts import quantized_rows
+from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.moe_mlp import compute
+from expertmesh.ops.experts.weights import ExpertWeights
+from expertmesh.ops.quantized.pack import for_cpu
+from expertmesh.ops.quantized.rounding import BLOCK, Format
+from expertmesh.ops.row_arithmetic import RowArithmetic
+
+_VALUES = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+
+
+class QuantizedExperts(nn.Module):
+    """E experts in 8 or 4 bits. All is in buffers, and nothing has a gradient.
+
+    Buffers: w_in and w_out with w_in_scale and w_out_scale, in the forms of `ops/experts/quantized_formats.py`; with bias b_in (E, G, F) and
+    b_out (E, D), dense.
+
+    Args:
+        like: the experts in whose place these come; only sizes and options are read.
+        format: int8, int4 or fp8.
+        group_size: of int4.
+        scale_dtype: of the scales.
+        device: of the buffers.
+    """
+
+    w_in: Tensor
+    w_out: Tensor
+    w_in_scale: Tensor
+    w_out_scale: Tensor
+    b_in: Tensor | None
+    b_out: Tensor | None
+
+    def __init__(
+        self,
+        like: GroupedExperts,
+        *,
+        format: Format,
+        group_size: int,
+        scale_dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        E, G, F, D = like.w_in.shape
+        self.num_experts, self.activation, self.backend = E, like.activation, like.backend
+        self.arithmetic: RowArithmetic = like.arithmetic
+        self.format: str = format
+        for name, shape in {"w_in": (E, G, F, D), "w_out": (E, D, F)}.items():
+            *_, N, K = shape
+            stored = (*shape[:-1], K // 2) if format == "int4" else shape
+            scales = {
+                "int8": (*shape[:-1], 1),
+                "int4": (*shape[:-1], K // group_size),
+                "fp8": (*shape[:-2], -(-N // BLOCK), -(-K // BLOCK)),
+            }[format]
+            values = torch.empty(stored, dtype=_VALUES[format], device=device)
+            self.register_buffer(name, values)
+            empty = torch.empty(scales, dtype=scale_dtype, device=device)
+            self.register_buffer(f"{name}_scale", empty)
+        for name in ("b_in", "b_out"):
+            bias = getattr(like, name)
+            kept = None if bias is None else torch.empty_like(bias, device=device)
+            self.register_buffer(name, kept)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "QuantizedExperts":
+        """Move to another device; types stay, as a scale in another type is another weight."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            found: Tensor = fn(tensor)
+            if found.dtype == tensor.dtype:
+                return found
+            return tensor if found.device == tensor.device else tensor.to(found.device)
+
+        super()._apply(moved, recurse)
+        return self
+
+    @torch.no_grad()
+    def arrange(self) -> None:
+        """Put int4 into the order of the CPU's product, where that takes the sizes; the state dict then lacks the matrices."""
+        w_in, w_out = self.w_in, self.w_out
+        if self.format != "int4" or w_in.device.type != "cpu" or w_in.numel() == 0:
+            return
+        _, G, F, half = w_in.shape
+        if self.w_in_scale.dtype != torch.bfloat16 or not quantized_rows.takes(
+            "int4_cpu", G, F, 2 * half
+        ):
+            return
+        for name, w in (("w_in", w_in), ("w_out", w_out)):
+            scales = getattr(self, f"{name}_scale")
+            for of_expert in w.flatten(1, -2):  # in place: there may be no room for two
+                of_expert.copy_(for_cpu(of_expert))
+            pairs = torch.stack((scales, torch.zeros_like(scales)), -1)
+            pairs = pairs.flatten(1, -3).transpose(1, 2).contiguous()
+            del self._buffers[name], self._buffers[f"{name}_scale"]
+            self.register_buffer(name, w, persistent=False)
+            self.register_buffer(f"{name}_scale", pairs, persistent=False)
+        self.format = "int4_cpu"
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        max_rows: int | None,
+        parameters: ExpertParameters | None = None,
+    ) -> Tensor:
+        """As `GroupedExperts.forward`; for inference alone."""
+        own = self.weights() if parameters is None else parameters.weights
+        call = ExpertsCall(
+            x_TD,
+            weights_TK,
+            own,
+            self.backend,
+            expert_ids_TK,
+            batch_invariant=self.arithmetic.in_mode(self.training).batch_invariant,
+        )
+        return compute(call, max_rows=max_rows)
+
+    def weights(self) -> ExpertWeights:
+        """The buffers as the operators take them."""
+        return ExpertWeights(
+            (self.w_in,),
+            (self.w_out,),
+            self.activation,
+            () if self.b_in is None else (self.b_in,),
+            self.b_out,
+            self.format,
+            (self.w_in_scale,),
+            (self.w_out_scale,),
+        )

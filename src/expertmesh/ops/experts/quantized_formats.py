@@ -1,0 +1,99 @@
+"""The quantised formats of experts' weights, in `FORMATS` of `ops/experts/weights.py`.
+
+| name | w_in, w_out | scales |
+|---|---|---|
+| int8 | int8, as dense | (E, G, F, 1), (E, D, 1) |
+| int4 | two numbers to a byte, (E, G, F, D / 2) and (E, D, F / 2) | (E, G, F, D / g), (E, D, F / g) |
+| int4_cpu | the same bytes in the order of the CPU's product, see `pack.for_cpu` | (E, D / g, G * F, 2), (E, F / g, D, 2), the second of two 0 |
+| fp8 | float8_e4m3fn, as dense | (E, G, F / 128, D / 128), (E, D / 128, F / 128) rounded up |
+"""
+
+import torch
+from torch import Tensor
+
+from expertmesh.ops.experts.weights import FORMATS, ExpertSlice, WeightFormat
+from expertmesh.ops.quantized.pack import from_cpu, from_nibbles
+from expertmesh.ops.quantized.rounding import BLOCK, Rounded, widened
+
+
+class QuantizedFormat(WeightFormat):
+    """A format of values with scales; this one has a byte per number, and scales that `widened` knows."""
+
+    backends: tuple[str, ...] = ("quantized_rows", "torch")
+
+    def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
+        """See `WeightFormat`; dtype is that of the scales."""
+        E, G, F, D = shape
+        return E * ((G + 1) * F * D + (G * F + D) * dtype.itemsize)
+
+    def unpack(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See `WeightFormat`; rounded to the type of the scales first, as compressed-tensors does."""
+        return self.unpack_in(experts, e, dtype), self.unpack_out(experts, e, dtype)
+
+    def unpack_in(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> Tensor:
+        """The first matrix alone."""
+        assert experts.scales_in is not None
+        # branch by branch: a block does not reach from one into the other
+        return self.wide(experts.w_in_EGFD[e], experts.scales_in[e], dtype).flatten(0, 1)
+
+    def unpack_out(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> Tensor:
+        """The second matrix alone."""
+        assert experts.scales_out is not None
+        return self.wide(experts.w_out_EDF[e], experts.scales_out[e], dtype)
+
+    def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """A matrix as it is multiplied."""
+        return widened(Rounded(values, scales), dtype)
+
+
+class Fp8(QuantizedFormat):
+    """FP8 (e4m3) with a scale per block of 128 by 128."""
+
+    def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
+        """See `WeightFormat`; dtype is that of the scales."""
+        E, G, F, D = shape
+        blocks = -(-F // BLOCK) * -(-D // BLOCK)
+        return E * (G + 1) * (F * D + blocks * dtype.itemsize)
+
+
+class Int4(QuantizedFormat):
+    """Four bits per number, with a scale per group of columns."""
+
+    def num_bytes(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
+        """See `WeightFormat`; for groups of 64, and dtype is that of the scales."""
+        E, G, F, D = shape
+        return E * (G + 1) * F * (D // 2 + -(-D // 64) * dtype.itemsize)
+
+    def shape(self, experts: ExpertSlice) -> tuple[int, int, int, int]:
+        """See `WeightFormat`."""
+        E, G, F, half = experts.w_in_EGFD.shape
+        return E, G, F, 2 * half
+
+    def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `QuantizedFormat`."""
+        return widened(Rounded(from_nibbles(values), scales), dtype)
+
+
+class Int4ForCpu(Int4):
+    """The same numbers in the order of PyTorch's product on the CPU; matrices come out transposed in memory."""
+
+    def unpack_in(self, experts: ExpertSlice, e: int, dtype: torch.dtype) -> Tensor:
+        """See `QuantizedFormat`."""
+        assert experts.scales_in is not None
+        return self.wide(experts.w_in_EGFD[e].flatten(0, 1), experts.scales_in[e], dtype)
+
+    def wide(self, values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `QuantizedFormat`."""
+        q_KN, s_GN = from_cpu(values), scales[..., 0]
+        wide = q_KN.to(s_GN.dtype).unflatten(0, (s_GN.shape[0], -1)).mul_(s_GN[:, None])
+        return wide.flatten(0, 1).to(dtype).T
+
+
+QUANTIZED: dict[str, QuantizedFormat] = {
+    "int8": QuantizedFormat(),
+    "int4": Int4(),
+    "int4_cpu": Int4ForCpu(),
+    "fp8": Fp8(),
+}
+"""Those of this module, by name."""
+FORMATS.update(QUANTIZED)

@@ -1,0 +1,118 @@
+"""Few rows times quantised experts on a CPU, by PyTorch's products that widen the weights in registers.
+
+They are as fast as memory gives the bytes, so that 8 bits take half of the time of BF16 and 4 bits a quarter; from some rows of an
+expert on it is better to widen its matrices once and multiply as always (docs/log.md has the times), which is the "torch" backend's
+way. Other sizes than those below are not tried: at an odd number of columns the int8 product reads memory that is not its own.
+"""
+
+import torch
+from torch import Tensor
+
+from expertmesh.ops.activation import inner_name, num_branches, pointwise_
+from expertmesh.ops.dtypes import autocast_dtype, has_products_of
+from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.weights import FORMATS, ExpertSlice
+from expertmesh.ops.plain_call import runs_plainly
+from expertmesh.ops.quantized.pack import cpu_reads_blocks
+from expertmesh.ops.route_metadata import check_range
+
+MOST_ROWS = 16
+"""Of one expert."""
+MOST_SLOTS = 512
+"""From about here on PyTorch orders the slots faster than Python."""
+_COLUMNS = {"int8": 32, "int4_cpu": 32}
+"""Multiples that columns must be of."""
+
+
+def serves(c: ExpertsCall) -> bool:
+    """Whether `forward` may run: few slots, BF16 products, sizes that the products take, nobody differentiates."""
+    w = c.experts
+    if c.maps is not None or c.ids_TK is None or w.format not in _COLUMNS:
+        return False
+    if c.adapters is not None or c.batch_invariant or not w.is_whole or w.b_in:
+        return False
+    if w.b_out is not None or c.backend not in ("auto", "torch") or c.x_TD.dim() != 2:
+        return False
+    one = w.slices()[0]
+    assert one.scales_in is not None
+    return (
+        0 < c.ids_TK.numel() <= MOST_SLOTS
+        and c.ids_TK.shape == c.weights_TK.shape
+        and runs_plainly(c.x_TD, c.weights_TK, one.w_in_EGFD, one.w_out_EDF)
+        and (autocast_dtype(c.x_TD.device) or c.x_TD.dtype) == torch.bfloat16
+        and c.x_TD.dtype != torch.float64
+        and one.scales_in.dtype == torch.bfloat16
+        and has_products_of(torch.bfloat16)
+        and takes(w.format, *FORMATS[w.format].shape(one)[1:])
+        and c.x_TD.shape[1] == one.shape[3]
+    )
+
+
+def takes(format: str, num_branches: int, hidden_dim: int, dim: int) -> bool:
+    """Whether the products take matrices of these sizes.
+
+    Args:
+        format: int8 or int4_cpu.
+        num_branches: G.
+        hidden_dim: F.
+        dim: D.
+    """
+    unit = _COLUMNS[format]
+    if hidden_dim % unit or dim % unit:
+        return False
+    if format == "int8":
+        return hasattr(torch.ops.aten, "_weight_int8pack_mm")
+    return (num_branches * hidden_dim) % 64 == 0 and dim % 64 == 0 and cpu_reads_blocks()
+
+
+def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
+    """y (T, D), or None where an expert has so many rows that the general way is better.
+
+    Raises:
+        ConfigError: an id is out of range.
+    """
+    assert c.ids_TK is not None
+    experts = c.experts.slices()[0]
+    E, G, F, D = experts.shape
+    (T, K), ids = c.ids_TK.shape, c.ids_TK.flatten().tolist()
+    check_range(min(ids), max(ids), E)
+    slots = sorted((i for i, e in enumerate(ids) if e < E), key=ids.__getitem__)
+    rows: dict[int, int] = {}
+    for slot in slots:
+        rows[ids[slot]] = rows.get(ids[slot], 0) + 1
+    if max(rows.values(), default=0) > MOST_ROWS:
+        return None
+    tokens_R = torch.tensor([slot // K for slot in slots])
+    slots_R = torch.tensor(slots, dtype=torch.int64)
+    x_RD = c.x_TD.index_select(0, tokens_R).to(torch.bfloat16)
+    s_R1 = c.weights_TK.reshape(-1).index_select(0, slots_R).float()[:, None]
+    h_RH, y_RD = x_RD.new_empty(len(slots), G * F), x_RD.new_empty(len(slots), D)
+    _multiply(x_RD, experts, rows, h_RH, is_first=True)
+    gate, *up = h_RH.float().chunk(num_branches(experts.activation), 1)
+    a_RF = pointwise_(gate, inner_name(experts.activation))
+    for branch in up:
+        a_RF.mul_(branch)
+    _multiply(a_RF.mul_(s_R1).to(torch.bfloat16), experts, rows, y_RD, is_first=False)
+    y_TD = torch.zeros(T, D).index_add_(0, tokens_R, y_RD.float())
+    return y_TD.to(autocast_dtype(c.x_TD.device) or c.x_TD.dtype)
+
+
+def _multiply(
+    rows_RK: Tensor, experts: ExpertSlice, rows: dict[int, int], out_RN: Tensor, *, is_first: bool
+) -> None:
+    """Write rows times the transposed matrix of their expert."""
+    w, scales = experts.w_out_EDF, experts.scales_out
+    if is_first:
+        w, scales = experts.w_in_EGFD.flatten(1, 2), experts.scales_in
+    assert scales is not None
+    start = 0
+    for e, count in rows.items():
+        stop = start + count
+        x = rows_RK[start:stop]
+        if experts.format == "int8":
+            out = torch._weight_int8pack_mm(x, w[e], scales[e].flatten())
+        else:
+            group = rows_RK.shape[1] // scales.shape[1]
+            out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, w[e], group, scales[e])
+        out_RN[start:stop] = out
+        start = stop

@@ -1,0 +1,140 @@
+"""Rounding of matrices to 8 and 4 bits, with the scales that leave the least squared error.
+
+Three ways: int8 with a scale per row ("channel"), int4 with one per group of a row's columns, FP8 (e4m3) with one per block of 128
+by 128. Zero is zero in all of them. Scales are rounded to their type first, and numbers are rounded for the scale as it is stored,
+so that nothing is lost twice.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Format = Literal["int8", "int4", "fp8"]
+FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")
+"""What a matrix may be rounded to."""
+BLOCK = 128
+"""Rows and columns of a block of FP8."""
+GROUP_SIZES = (32, 64, 128)
+"""Columns of a group of int4."""
+_SHARES = {
+    8: (1.0, 0.99, 0.98, 0.96, 0.94, 0.92),
+    4: (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.73, 0.7, 0.65, 0.6),
+}
+"""Of the scale that fits the largest number: smaller ones cut that off, and round all others more finely."""
+_FP8_LARGEST = 448.0
+_FP8_STEPS = 8
+"""Scales that are tried for FP8, within a factor of two: beyond it the numbers round alike."""
+
+
+class Rounded(NamedTuple):
+    """A rounded matrix, or a stack of them.
+
+    Attributes:
+        values: (..., N, K), int8 in [-128, 127] or in [-8, 7], or float8_e4m3fn.
+        scales: (..., N, 1), (..., N, K / g), or (..., N / 128, K / 128) rounded up; a number is its value times its scale.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+def rounded(
+    w: Tensor,
+    to: Format,
+    *,
+    group_size: int,
+    scale_dtype: torch.dtype,
+    importance_K: Tensor | None = None,
+) -> Rounded:
+    """Round a matrix.
+
+    Args:
+        w: (N, K), of any floating-point type.
+        to: the format.
+        group_size: of int4; must divide K.
+        scale_dtype: of the scales.
+        importance_K: what a squared error in a column counts, (K,); None: all alike. For int8 and int4.
+    """
+    wide = w.detach().float()
+    if to == "fp8":
+        return _fp8(wide, scale_dtype)
+    bits, size = (8, w.shape[-1]) if to == "int8" else (4, group_size)
+    parts = wide.unflatten(-1, (-1, size))
+    counts = None if importance_K is None else importance_K.float().view(-1, size)
+    scales, values = _least_squares(parts, bits, scale_dtype, counts)
+    return Rounded(values.flatten(-2), scales.squeeze(-1))
+
+
+def _least_squares(
+    w: Tensor, bits: int, scale_dtype: torch.dtype, importance: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scales (..., 1) and values of groups along the last dimension."""
+    most = 2 ** (bits - 1)
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    fitting = w.abs().amax(-1, keepdim=True) / (most - 1)
+    for share in _SHARES[bits]:
+        scale = _stored(fitting * share, scale_dtype)
+        q = (w / scale).round_().clamp_(-most, most - 1)
+        # the best scale for these values, and the values again
+        weighted = q if importance is None else q * importance
+        scale = _stored((weighted * w).sum(-1, keepdim=True) / (weighted * q).sum(-1, keepdim=True), scale_dtype)  # fmt: skip
+        q = (w / scale).round_().clamp_(-most, most - 1)
+        off = (w - q * scale).square_()
+        error = (off if importance is None else off.mul_(importance)).sum(-1, keepdim=True)
+        if best is None:
+            best = error, scale, q
+            continue
+        is_better = error < best[0]
+        best = (
+            torch.where(is_better, error, best[0]),
+            torch.where(is_better, scale, best[1]),
+            torch.where(is_better, q, best[2]),
+        )
+    assert best is not None
+    return best[1].to(scale_dtype), best[2].to(torch.int8)
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales as their type holds them, in FP32; 1 where there is nothing but zeros."""
+    kept = scale.to(dtype).float()
+    return torch.where((kept > 0) & kept.isfinite(), kept, torch.ones_like(kept))
+
+
+def _fp8(w: Tensor, scale_dtype: torch.dtype) -> Rounded:
+    N, K = w.shape[-2:]
+    padded = torch.nn.functional.pad(w, (0, -K % BLOCK, 0, -N % BLOCK))
+    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).transpose(-3, -2)
+    fitting = blocks.abs().amax((-2, -1), keepdim=True) / _FP8_LARGEST
+    best: tuple[Tensor, Tensor] | None = None
+    for step in range(_FP8_STEPS):
+        scale = _stored(fitting * 2 ** (step / _FP8_STEPS), scale_dtype)
+        q = (blocks / scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
+        error = (blocks - q.float() * scale).square_().sum((-2, -1), keepdim=True)
+        if best is None:
+            best = error, scale
+            continue
+        best = torch.minimum(error, best[0]), torch.where(error < best[0], scale, best[1])
+    assert best is not None
+    scale = best[1]
+    q = (blocks / scale).clamp_(-_FP8_LARGEST, _FP8_LARGEST)
+    values = q.transpose(-3, -2).flatten(-4, -3).flatten(-2)[..., :N, :K]
+    return Rounded(values.to(torch.float8_e4m3fn), scale[..., 0, 0].to(scale_dtype))
+
+
+def widened(found: Rounded, dtype: torch.dtype | None = None) -> Tensor:
+    """The matrix that a rounded one stands for.
+
+    Args:
+        found: (..., N, K) with its scales.
+        dtype: of the result; None: that of the scales, in which the product is rounded in any case.
+    """
+    values, scales = found
+    N, K = values.shape[-2:]
+    q = values.to(scales.dtype)
+    if values.dtype == torch.float8_e4m3fn:
+        spread = scales.repeat_interleave(BLOCK, -2)[..., :N, :].repeat_interleave(BLOCK, -1)
+        wide = q * spread[..., :K]
+    else:
+        wide = (q.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
+    return wide if dtype is None else wide.to(dtype)

@@ -1,0 +1,90 @@
+"""Quantised folders as models to use: what they hold, and the places for their experts in a model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from expertmesh.checkpoints.hub.configs import hub_family
+from expertmesh.checkpoints.hub.layout import pieces
+from expertmesh.checkpoints.quantized import (
+    QuantizedModel,
+    own_pieces,
+    quantization_of,
+    scheme_of,
+)
+from expertmesh.checkpoints.source import Stored
+from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.model import GPT
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.quantized_experts import QuantizedExperts
+
+REPORT = "quantization.json"
+"""What the quantisation did, in numbers; a file of the folder."""
+
+
+def open_quantized(folder: Path, config: Any) -> QuantizedModel:
+    """The weights of a quantised folder.
+
+    Args:
+        folder: the folder.
+        config: of a run of the family gpt, or of the model of the hub as one.
+
+    Raises:
+        ConfigError: config.json says nothing of a form that is read.
+        CheckpointError: a tensor does not fit.
+    """
+    values = quantization_of(folder)
+    assert values is not None
+    scheme = scheme_of(values, folder)
+    dtype = dtype_of(values, folder)
+    state = GPT(config.model, device="meta", dtype=dtype).state_dict()
+    tensors = {name: Stored(tuple(t.shape), t.dtype) for name, t in state.items()}
+    found = (
+        pieces(config.model, hub_family(values).model_type)
+        if "model_type" in values
+        else own_pieces(tensors)
+    )
+    return QuantizedModel(folder, scheme, list(found), tensors)
+
+
+def dtype_of(values: dict[str, Any], folder: Path) -> torch.dtype:
+    """The type of a quantised folder's other tensors and of its products.
+
+    Raises:
+        ConfigError: config.json says none that is read.
+    """
+    name = str(values.get("dtype") or values.get("torch_dtype")).removeprefix("torch.")
+    dtype = getattr(torch, name, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"{folder}: dtype={name} in config.json; a quantised folder has float32, bfloat16 or float16; quantise the model again"
+        )
+    return dtype
+
+
+def put_quantized(model: nn.Module, source: QuantizedModel) -> None:
+    """Put places for quantised experts where a model has routed ones, on the same device; meta as a rule."""
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, GroupedExperts)
+    ]
+    for parent, name, child in places:
+        made = QuantizedExperts(
+            child,
+            format=source.scheme.format,
+            group_size=source.scheme.group_size,
+            scale_dtype=source.scale_dtype,
+            device=child.w_in.device,
+        )
+        setattr(parent, name, made)
+
+
+def arrange(model: nn.Module) -> None:
+    """Order the experts' numbers for this device, when they are read."""
+    for module in model.modules():
+        if isinstance(module, QuantizedExperts):
+            module.arrange()
