@@ -24,6 +24,7 @@ Engine        answers many requests at once; SamplingParams: how; RequestOutput:
 token_logprobs  logprobs of given tokens with gradients, to the bit those that the engine drew with
 add_tokens    more tokens for a trained model and its tokenizer
 save          write a changed model as a run
+plan          what a model costs on a cluster: memory, time, price
 report        a page about one run or several
 parallelize   spread a module of your own over ranks
 
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from expertmesh.moe.types import Routing as Routing
     from expertmesh.moe.types import RoutingStats as RoutingStats
     from expertmesh.parallel.apply import parallelize as parallelize
+    from expertmesh.planner.plan import plan as plan
     from expertmesh.recipes import recipe as recipe
     from expertmesh.reporting.page import report as report
 
@@ -84,6 +86,7 @@ _HOME = {
     "load": "api",
     "moeify": "models.upcycle",
     "parallelize": "parallel.apply",
+    "plan": "planner.plan",
     "recipe": "recipes",
     "report": "reporting.page",
     "save": "api",
@@ -113,6 +116,7 @@ __all__ = [
     "lora",
     "moeify",
     "parallelize",
+    "plan",
     "recipe",
     "report",
     "save",

@@ -1,9 +1,15 @@
 """`expertmesh plan`: what a mixture costs on a cluster before anyone pays for it. Never imports torch."""
 
-from expertmesh.cli.flags import OptionParser
+from typing import Any
+
+from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.errors import ConfigError, command
 
 _EXAMPLES = """\
 examples:
+  expertmesh plan gpt-1.3b-moe128 --cluster a100-80x128
+  expertmesh plan models/Qwen3-30B-A3B --cluster h100x64 --tokens-per-batch 4194304 --tokens 1e12
+  expertmesh plan deepseek-v3 --cluster mine.toml --goal memory
   expertmesh plan --validate
 """
 
@@ -15,12 +21,22 @@ def run(argv: list[str]) -> int:
         argv: words after `plan`.
 
     Raises:
-        ConfigError: a word breaks a rule.
+        ConfigError: a word breaks a rule, or the model fits nowhere.
     """
     options = _parser().parse_args(argv)
+    check_least(options, imbalance=1, pp=1, vpp=1)
     if options.validate:
+        if options.model is not None:
+            raise ConfigError(
+                f"--validate: compares the published rows, and plans no {options.model}; leave one out"
+            )
         return _validate()
-    return 0
+    if options.model is None:
+        example = command("plan gpt-1.3b-moe128 --cluster a100-80x128")
+        raise ConfigError(f"no model given; write one: {example} (see {command('plan --help')})")
+    if options.cluster is None:
+        raise ConfigError("--cluster: must be given; for example h100x64, or a TOML file")
+    return _plan(options)
 
 
 def _parser() -> OptionParser:
@@ -30,11 +46,68 @@ def _parser() -> OptionParser:
         epilog=_EXAMPLES,
     )
     parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a recipe, a run, a config.json of the hub or its folder, or a published model",
+    )
+    parser.add_argument("--cluster", metavar="NAME", help="DEVICExNUMBER (h100x64), or a TOML file")
+    parser.add_argument(
+        "--goal",
+        choices=["throughput", "memory", "latency"],
+        default="throughput",
+        help="of the search (throughput)",
+    )
+    parser.add_argument(
+        "--tokens-per-batch", type=int, metavar="N", help="of an optimiser step (the recipe's)"
+    )
+    parser.add_argument(
+        "--max-context", type=int, metavar="N", help="tokens of a sequence (the recipe's)"
+    )
+    parser.add_argument(
+        "--tokens", type=float, metavar="N", help="of the whole training (the recipe's)"
+    )
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="X",
+        help="rows of the fullest rank over the mean (1.15); 1: forced balance",
+    )
+    parser.add_argument(
+        "--states",
+        default="ours",
+        metavar="KIND",
+        help="optimiser states to compare with: bf16_moments, int8_moments, fairseq, ... (ours)",
+    )
+    parser.add_argument(
+        "--pp", type=int, default=1, help="pipeline stages of a published run; there are none here"
+    )
+    parser.add_argument("--vpp", type=int, default=1, help="virtual stages of each")
+    parser.add_argument(
         "--validate",
         action="store_true",
         help="fit the model's constants again, and compare all published rows",
     )
     return parser
+
+
+def _plan(options: Any) -> int:
+    from expertmesh.planner.plan import plan
+
+    found = plan(
+        options.model,
+        cluster=options.cluster,
+        goal=options.goal,
+        tokens_per_batch=options.tokens_per_batch,
+        max_context=options.max_context,
+        tokens=options.tokens,
+        imbalance=options.imbalance,
+        states=options.states,
+        pp=options.pp,
+        vpp=options.vpp,
+    )
+    print(found.text())
+    return 0
 
 
 def _validate() -> int:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 
-from expertmesh.costs.rank_layout import RankLayout, States, Workload
+from expertmesh.costs.rank_layout import OURS, RankLayout, States, Workload
 from expertmesh.costs.sizes import Block, ModelSizes
 from expertmesh.costs.step_time import ONE_HOT_MASK_BYTES
 
@@ -25,14 +25,12 @@ class StateBytes:
         weight: at rest.
         gradient: of it.
         optimizer: moments, and a master copy where the weight is none.
-        gathered: of a gathered dense weight.
         shards_weights: whether weights and gradients are sharded over data-parallel ranks; False: the optimiser's alone.
     """
 
     weight: float
     gradient: float
     optimizer: float
-    gathered: float = 4.0
     shards_weights: bool = True
 
 
@@ -40,9 +38,10 @@ STATES: dict[States, StateBytes] = {
     "ours": StateBytes(4, 4, 8),
     "bf16_moments": StateBytes(4, 4, 4),
     "int8_moments": StateBytes(4, 4, 2.03),
-    "fairseq": StateBytes(2, 2, 4, gathered=2),
-    "megatron": StateBytes(2, 4, 12, gathered=2, shards_weights=False),
-    "deepspeed": StateBytes(2, 2, 12, gathered=2, shards_weights=False),
+    "fsdp2": StateBytes(4, 4, 8),
+    "fairseq": StateBytes(2, 2, 4),
+    "megatron": StateBytes(2, 4, 12, shards_weights=False),
+    "deepspeed": StateBytes(2, 2, 12, shards_weights=False),
 }
 """Ours: weights, gradients and both moments in FP32. fairseq: FP16 without a master copy. The last two: ZeRO-1 with BF16 or FP16 weights."""
 
@@ -117,7 +116,7 @@ def peak_memory(sizes: ModelSizes, layout: RankLayout, work: Workload) -> PeakMe
     host = sum(parts.values()) if layout.offload else 0.0
     if layout.offload:
         parts = dict.fromkeys(parts, 0.0)
-    gathered = _gathered(sizes, layout, states, b)
+    gathered = _gathered(sizes, layout, work)
     T = layout.micro_batch * work.seq_len / (tp * layout.cp_degree)
     flight = 1.0
     if stages > 1:  # passes of which the first stage keeps activations, in stages' worth
@@ -139,25 +138,28 @@ def peak_memory(sizes: ModelSizes, layout: RankLayout, work: Workload) -> PeakMe
     return replace(found, allowance_bytes=FRAGMENTS * found.live_bytes)
 
 
-def _gathered(
-    sizes: ModelSizes, layout: RankLayout, states: StateBytes, element_bytes: int
-) -> float:
+def _gathered(sizes: ModelSizes, layout: RankLayout, work: Workload) -> float:
     """Whole weights beside the parts: of two layers at a time where each use gathers, of all where a step keeps them."""
-    if not states.shards_weights:
+    if not STATES[work.states].shards_weights:
         return 0.0
     stages, tp = layout.pp_degree, layout.tp_degree
-    keeps = layout.zero_stage < 3 and layout.shard_degree > 1
-    dense = max(block.dense_parameters for block in sizes.blocks)
+    if layout.stage_ranks == 1:
+        return 0.0
+    keeps = layout.zero_stage < 3
+    widest = max(block.dense_parameters for block in sizes.blocks)
     routed = [b.num_experts * b.expert_parameters for b in sizes.blocks]
-    two_layers = min(2, sizes.num_layers) * dense
+    at_once = sizes.two_layers_parameters if layout.shard_degree > 1 else widest
     all_dense = sum(b.count * b.dense_parameters for b in sizes.blocks) / stages
-    total = 0.0
-    if layout.shard_degree > 1:
-        outside = sizes.outside_parameters / tp + (sizes.outside_parameters if tp > 1 else 0)
-        total += (outside + (all_dense if keeps else two_layers) / tp) * states.gathered
+    outside = sizes.outside_parameters / tp + (sizes.outside_parameters if tp > 1 else 0)
+    whole_gradients = 0.0
+    if layout.zero_stage == 1 and layout.accumulation > 1 and layout.shard_degree > 1:
+        whole_gradients = 4 * (all_dense + sizes.outside_parameters) / tp
+    total = (
+        whole_gradients + (outside + (all_dense if keeps else at_once) / tp) * work.gathered_bytes
+    )
     if layout.num_replicas > 1:
         layers = sizes.expert_parameters / stages if keeps else 2 * max(routed)
-        total += layers / layout.route_degree * element_bytes
+        total += layers / layout.route_degree * work.element_bytes
     return total
 
 
@@ -186,7 +188,7 @@ def _kept_per_token(block: Block, D: int, layout: RankLayout, work: Workload) ->
     elements += (branches + 1) * block.dense_hidden
     rows = block.rows_per_token * work.imbalance * work.capacity_factor
     # Ours keeps a token once, and of its rows the pre-activations; others the rows and the product, too.
-    is_ours = STATES[work.states].shards_weights and work.states != "fairseq"
+    is_ours = work.states in OURS
     wide = (branches + (not is_ours)) * block.hidden_dim
     if layout.checkpointing in ("experts", "moe"):
         wide = 0

@@ -1,5 +1,6 @@
 """How a step is spread over ranks, and what else decides its time and memory."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,7 +8,11 @@ from expertmesh.config.cluster import Precision
 
 Checkpointing = Literal["none", "experts", "moe", "full"]
 Stack = Literal["2021", "eager", "graphs", "fused"]
-States = Literal["ours", "bf16_moments", "int8_moments", "megatron", "deepspeed", "fairseq"]
+States = Literal[
+    "ours", "bf16_moments", "int8_moments", "fsdp2", "megatron", "deepspeed", "fairseq"
+]
+OURS: tuple[States, ...] = ("ours", "bf16_moments", "int8_moments")
+"""States of which dense weights are gathered as they are, in FP32, and rows are kept as this project does; the first is what it has."""
 Exchange = Literal["flat", "hierarchical"]
 
 
@@ -22,7 +27,7 @@ class RankLayout:
         virtual_stages: of each stage.
         cp_degree: ranks that share a sequence's attention; to reproduce published runs.
         route_degree: ranks that tokens travel over; the rest of the experts' weights is gathered, or kept as a copy.
-        es_degree: slices of each expert.
+        es_degree: slices of each expert on these ranks; None: as few as the ranks allow.
         dp_replicate_degree: copies of the model that are not sharded over one another.
         zero_stage: 1 to 3.
         offload: whether states lie in the host's memory.
@@ -40,7 +45,7 @@ class RankLayout:
     virtual_stages: int = 1
     cp_degree: int = 1
     route_degree: int = 1
-    es_degree: int = 1
+    es_degree: int | None = None
     dp_replicate_degree: int = 1
     zero_stage: int = 3
     offload: bool = False
@@ -49,6 +54,15 @@ class RankLayout:
     accumulation: int = 1
     overlap_degree: int = 1
     all_to_all: Exchange = "flat"
+
+    @staticmethod
+    def slices(num_experts: int, num_ranks: int) -> int:
+        """Into how many slices the experts of a layer must be cut to lie on so many ranks."""
+        return num_ranks // math.gcd(num_experts, num_ranks)
+
+    def slices_of(self, num_experts: int) -> int:
+        """Slices of an expert among the ranks that tokens travel over."""
+        return self.es_degree or self.slices(num_experts, self.route_degree)
 
     @property
     def stage_ranks(self) -> int:
@@ -113,3 +127,8 @@ class Workload:
     def element_bytes(self) -> int:
         """Of an activation."""
         return 4 if self.precision == "float32" else 2
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of an element of a dense weight that is gathered."""
+        return 4 if self.states in OURS else self.element_bytes

@@ -65,6 +65,7 @@ class ModelSizes:
         vocab_size: V.
         outside_parameters: of embedding, output and last norm.
         blocks: its layers by kind.
+        two_layers_parameters: of the two neighbouring layers with most beside routed experts.
 
     Example:
         >>> from expertmesh.costs.sizes import sizes_of
@@ -76,6 +77,7 @@ class ModelSizes:
     vocab_size: int
     outside_parameters: int
     blocks: tuple[Block, ...]
+    two_layers_parameters: int
 
     @property
     def num_layers(self) -> int:
@@ -129,7 +131,12 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
         _block(config, experts, number, layers[first[experts]])
         for experts, number in sorted(kinds.items())
     )
-    return ModelSizes(config.dim, config.vocab_size, outside, blocks)
+    dense = [
+        sum(shape.num_elements for shape in shapes[layer] if not shape.is_expert)
+        for layer in range(config.num_layers)
+    ]
+    pair = max(sum(dense[i : i + 2]) for i in range(len(dense)))
+    return ModelSizes(config.dim, config.vocab_size, outside, blocks, pair)
 
 
 def _block(
@@ -200,13 +207,15 @@ def _sizes_of_hub(v: _Values) -> ModelSizes:
     window = v.get("sliding_window") if v.get("use_sliding_window", True) else None
     every = 2 if window and _first(v, "n_routed_experts", "num_local_experts", "num_experts") else 1
     kinds: Counter[tuple[bool, int | None]] = Counter()
+    order = []
     dense_first = v.get("first_k_dense_replace", 0)
     step = v.get("decoder_sparse_step") or v.get("interleave_moe_layer_step") or 1
     for layer in range(L):
         is_moe = bool(experts) and layer >= dense_first and (layer + 1) % step == 0
         limit = window if window and layer % every == 0 else None
         kinds[is_moe, limit] += 1
-    blocks = []
+        order.append((is_moe, limit))
+    blocks, dense_of = [], {}
     for (is_moe, limit), count in sorted(kinds.items(), key=str):
         F = _first(v, "moe_intermediate_size", "intermediate_size") if is_moe else 0
         dense_hidden = v["intermediate_size"] if not is_moe else _shared(v, F)
@@ -229,8 +238,10 @@ def _sizes_of_hub(v: _Values) -> ModelSizes:
                 expert_parameters=matrices * D * F,
             )
         )
+        dense_of[is_moe, limit] = blocks[-1].dense_parameters
     tied = v.get("tie_word_embeddings", False)
-    return ModelSizes(D, V, (1 if tied else 2) * D * V + D, tuple(blocks))
+    pair = max(sum(dense_of[kind] for kind in order[i : i + 2]) for i in range(L))
+    return ModelSizes(D, V, (1 if tied else 2) * D * V + D, tuple(blocks), pair)
 
 
 def _first(v: _Values, *names: str) -> Any:

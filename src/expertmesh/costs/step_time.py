@@ -6,14 +6,14 @@ overlaps. The layers of experts are those of `layer_time`, the model that choose
 
 import math
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 
 from expertmesh.config.cluster import Cluster
 from expertmesh.config.dispatch import DispatchOptions
-from expertmesh.costs.communication import Link, RouteShape, TokenLoad, ring_seconds
+from expertmesh.costs.communication import RouteShape, TokenLoad, ring_seconds
 from expertmesh.costs.hardware import network_of
 from expertmesh.costs.layer_time import LayerShape, Machine, step_time
-from expertmesh.costs.rank_layout import RankLayout, Workload
+from expertmesh.costs.rank_layout import OURS, RankLayout, Workload
 from expertmesh.costs.sizes import Block, ModelSizes
 
 HBM = 0.8
@@ -45,14 +45,14 @@ class Efficiency:
         hidden: of communication that could overlap, what does.
     """
 
-    dense: float = 0.494
-    grouped: float = 0.633
+    dense: float = 0.506
+    grouped: float = 0.642
     network: float = 0.901
-    element_bytes: float = 144.1
+    element_bytes: float = 144.3
     host_s: float = 3.16e-3
     fused_host: float = 0.314
-    old: float = 0.767
-    hidden: float = 0.797
+    old: float = 0.752
+    hidden: float = 0.768
 
 
 USUAL = Efficiency(0.6, 0.6, 0.85, 130.0, 2e-3, 0.25, 0.85, 0.6)
@@ -265,7 +265,8 @@ def _expert_parts(
     device, D, b = cluster.device, sizes.dim, work.element_bytes
     hbm = HBM * device.hbm_bytes_per_s
     peak = device.flops_per_s(work.precision)
-    route = route_of(layout.route_degree, layout.es_degree, cluster.node_size)
+    slices = layout.slices_of(block.num_experts)
+    route = route_of(layout.route_degree, slices, cluster.node_size)
     shape = LayerShape(
         num_experts=block.num_experts,
         dim=D,
@@ -310,37 +311,36 @@ def _weights(
     sizes: ModelSizes, layout: RankLayout, work: Workload, cluster: Cluster
 ) -> dict[str, float]:
     """Gathers, sums of gradients, copies and the update of one rank."""
-    network, per_node, device = network_of(cluster), cluster.node_size, cluster.device
-    stages, b = layout.pp_degree, work.element_bytes
+    device, stages, b = cluster.device, layout.pp_degree, work.element_bytes
     gradient = 2 if work.states in ("fairseq", "deepspeed") else 4
-    route = layout.route_degree
     dense = sizes.dense_parameters / stages / layout.tp_degree
-    experts = sizes.expert_parameters / stages / route
-    dense_link = network.inside if layout.stage_ranks <= per_node else network.across
-    replicas = layout.num_replicas
-    expert_link = network.inside if replicas * route <= per_node else network.across
-    shard = layout.shard_degree
+    experts = sizes.expert_parameters / stages / layout.route_degree
+    shard, replicas, copies = layout.shard_degree, layout.num_replicas, layout.dp_replicate_degree
+    layers = sizes.num_layers / stages
+    moe_layers = sum(block.count for block in sizes.blocks if block.num_experts) / stages
     gathers = (2 + (layout.checkpointing == "full")) if layout.zero_stage == 3 else 1
-
-    def both(parameters: float, ranks: int, link: Link) -> tuple[float, float]:
-        gather = gathers * ring_seconds(parameters * b, ranks, link)
-        return gather, ring_seconds(parameters * gradient, ranks, link)
-
-    dense_gather, dense_sum = both(dense, shard, dense_link)
-    expert_gather, expert_sum = both(experts, replicas, expert_link)
-    copies = layout.dp_replicate_degree
-    sums = 0.0
-    if copies > 1:
-        own = dense / shard + experts / replicas
-        sums = 2 * ring_seconds(own * gradient, copies, network.across)
-    each = step = 0.0
-    if layout.zero_stage == 3:
-        each = dense_gather + dense_sum + expert_gather + expert_sum
-    elif layout.zero_stage == 2:
-        each, step = dense_sum, dense_gather + expert_gather + expert_sum
-    else:
-        step = dense_gather + dense_sum + expert_gather + expert_sum
+    of_dense = partial(_collective_s, cluster, ranks=shard, stride=layout.tp_degree)
+    of_experts = partial(_collective_s, cluster, ranks=replicas, stride=layout.route_degree)
+    dense_gather = gathers * of_dense(dense * work.gathered_bytes, count=layers)
+    dense_sum = of_dense(dense * gradient, count=layers)
+    expert_gather = gathers * of_experts(experts * b, count=moe_layers)
+    expert_sum = of_experts(experts * gradient, count=moe_layers)
     held = dense / shard + experts / replicas
+    sums = 2 * _collective_s(
+        cluster, held * gradient, ranks=copies, stride=layout.stage_ranks // copies, count=layers
+    )
+    # A pass sums the gradients of experts here; where weights stay for a step, others do that once.
+    each, step = 0.0, sums
+    if layout.zero_stage == 3 or work.states in OURS:
+        each += expert_sum
+    else:
+        step += expert_sum
+    if layout.zero_stage == 3:
+        each += dense_gather + dense_sum + expert_gather
+    elif layout.zero_stage == 2:
+        each, step = each + dense_sum, step + dense_gather + expert_gather
+    else:
+        step += dense_gather + dense_sum + expert_gather
     update = ADAM_BYTES * held / (HBM * device.hbm_bytes_per_s)
     offload = 0.0
     if layout.offload:
@@ -348,10 +348,37 @@ def _weights(
         update = held / cluster.host.adam_parameters_per_s
     return {
         "gathers_s": each,
-        "step_gathers_s": step + sums,
+        "step_gathers_s": step,
         "optimizer_s": update,
         "offload_s": offload,
     }
+
+
+def _collective_s(
+    cluster: Cluster, num_bytes: float, *, ranks: int, stride: int, count: float
+) -> float:
+    """Gathers (or sums in parts) of so many bytes in all, over a ring of ranks that are `stride` apart.
+
+    Args:
+        cluster: of the ranks.
+        num_bytes: that each rank has afterwards.
+        ranks: of the ring.
+        stride: from each to the next.
+        count: of collectives, each of which waits for every hop of its ring.
+    """
+    if ranks == 1 or not num_bytes:
+        return 0.0
+    network, per_node = network_of(cluster), cluster.node_size
+    in_node = max(1, min(ranks, per_node // stride))
+    nodes = -(-ranks // in_node)
+    hops = (ranks - nodes) * network.inside.latency_s + nodes * network.across.latency_s
+    if nodes == 1:
+        return num_bytes * (ranks - 1) / ranks / network.inside.bytes_per_s + count * (
+            (ranks - 1) * network.inside.latency_s
+        )
+    # Of the node's links each rank of the ring has its own, and `in_node` rings of others use the rest.
+    share = network.across.bytes_per_s / per_node * in_node
+    return num_bytes * (ranks - 1) / ranks / share + count * hops
 
 
 def step_seconds(raw: RawStep, e: Efficiency) -> StepSeconds:

@@ -1,8 +1,14 @@
 """Tables of the planner as plain text, as wide as they must be and no wider than a terminal."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 
+from expertmesh.costs.peak_memory import GIB, PeakMemory
+from expertmesh.costs.step_time import StepSeconds
+from expertmesh.planner.answer import ERROR_BAR, Answer
+from expertmesh.planner.search import Candidate
 from expertmesh.planner.validation import Judged, Summary, Validation
+from expertmesh.planner.why import why_not, words_of
 
 _UNITS = {
     "tokens_per_s": "tokens/s/GPU",
@@ -77,3 +83,157 @@ def _row(row: Judged) -> tuple[str, ...]:
         f"{100 * row.error:+.0f} %",
         _UNITS[point.unit],
     )
+
+
+_MEMORY_WORDS = {
+    "weights_bytes": "weights",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimiser",
+    "gathered_bytes": "gathered weights",
+    "activations_bytes": "activations",
+    "dispatch_bytes": "dispatch",
+    "logits_bytes": "logits",
+    "communication_bytes": "context, buffers",
+    "allowance_bytes": "fragments",
+    "reused_bytes": "reused",
+}
+SHOWN = 6
+"""Layouts of the front in a table."""
+
+
+def plan_text(plan: Answer) -> str:
+    """The best layout by part, others that are worth a look, why neighbours lost, and what was guessed."""
+    best, cluster = plan.best, plan.problem.cluster
+    sizes, work = plan.problem.sizes, plan.problem.work
+    tokens = plan.problem.batch * work.seq_len
+    lines = [
+        f"{plan.model.name}: {sizes.num_parameters:,} parameters, {sizes.active_parameters / 1e9:,.2f} billion for a token",
+        f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} GiB each",
+        f"a step: {tokens:,} tokens, {plan.problem.batch:,} sequences of {work.seq_len:,}",
+        "",
+        f"best for {plan.goal}: {layout_text(best)}",
+        *("  " + line for line in _totals(plan)),
+        "",
+        *_side_by_side(_memory_lines(best.memory), _time_lines(best.seconds)),
+    ]
+    others = plan.front
+    if len(others) > 1:
+        lines += ["", "less memory takes longer:"]
+        lines += ["  " + line for line in columns(_front_rows(others[:SHOWN]), right="lrrr")]
+    lines += ["", "one choice changed:"]
+    lines += [f"  {line}" for line in why_not(best)]
+    lines += ["", "guessed:"]
+    lines += [f"  {guess}" for guess in plan.guesses]
+    return "\n".join(lines)
+
+
+def layout_text(candidate: Candidate) -> str:
+    """A layout in a few words."""
+    layout = candidate.layout
+    words = [f"zero {layout.zero_stage}"]
+    if layout.pp_degree > 1:
+        words.append(f"pp {layout.pp_degree}x{layout.virtual_stages}")
+    if layout.tp_degree > 1:
+        words.append(f"tp {layout.tp_degree}")
+    if any(block.num_experts for block in candidate.problem.sizes.blocks):
+        words.append(f"route {layout.route_degree}")
+    slices = {
+        layout.slices_of(block.num_experts)
+        for block in candidate.problem.sizes.blocks
+        if block.num_experts
+    }
+    if max(slices, default=1) > 1:
+        words.append(f"{max(slices)} slices")
+    if layout.dp_replicate_degree > 1:
+        words.append(f"{layout.dp_replicate_degree} copies")
+    if layout.route_degree > candidate.problem.cluster.node_size:
+        words.append(layout.all_to_all)
+    if layout.overlap_degree > 1:
+        words.append(f"overlap {layout.overlap_degree}")
+    words += {
+        "none": [],
+        "experts": ["recompute h"],
+        "moe": ["recompute moe"],
+        "full": ["checkpointing"],
+    }[layout.checkpointing]
+    words += ["offload"] if layout.offload else []
+    words.append(f"{layout.micro_batch} x {layout.accumulation} sequences")
+    return ", ".join(words)
+
+
+def _totals(plan: Answer) -> list[str]:
+    best, fast, slow = plan.best, *ERROR_BAR
+    rate, step, days = best.tokens_per_s, best.seconds.total_s, plan.train_s / 86400
+    of_days = f"{days:,.4g} days ({days * fast:,.3g} to {days * slow:,.3g})"
+    lines = [
+        f"tokens/s     {rate:,.0f} ({rate / slow:,.0f} to {rate / fast:,.0f}), {rate / plan.problem.cluster.num_gpus:,.0f} per device",
+        f"step         {_seconds(step)} ({_seconds(step * fast)} to {_seconds(step * slow)})",
+        f"utilisation  {100 * best.utilisation:.1f} % of the peak",
+        f"training     {plan.model.train_tokens:,.4g} tokens: {of_days}, {plan.gpu_hours:,.0f} device hours",
+    ]
+    if plan.usd:
+        low, high = plan.usd[0] * fast, plan.usd[-1] * slow
+        lines.append(f"price        {_usd(low)} to {_usd(high)} USD, at prices of 2026")
+    if plan.flags:
+        lines.append("flags        " + " ".join(plan.flags))
+    else:
+        lines.append(
+            "flags        none: this project has no pipeline and no other optimiser states"
+        )
+    if best.memory.host_bytes:
+        lines.append(f"host         {best.memory.host_bytes / GIB:,.1f} GiB per device")
+    return lines
+
+
+def _usd(value: float) -> str:
+    return (
+        f"{value:,.0f}"
+        if value < 1e4
+        else f"{value / 1e3:,.0f} thousand"
+        if value < 1e6
+        else f"{value / 1e6:,.2f} million"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.2f} s" if value >= 1 else f"{1e3 * value:,.1f} ms"
+
+
+def _memory_lines(memory: PeakMemory) -> list[tuple[str, str]]:
+    rows = []
+    for name, words in _MEMORY_WORDS.items():
+        value = getattr(memory, name) / GIB
+        if value:
+            rows.append((words, f"{-value if name == 'reused_bytes' else value:,.2f}"))
+    return [("memory, GiB", ""), *rows, ("in all", f"{memory.device_bytes / GIB:,.2f}")]
+
+
+def _time_lines(seconds: StepSeconds) -> list[tuple[str, str]]:
+    rows = [
+        (words_of(f.name), f"{1e3 * getattr(seconds, f.name):,.1f}")
+        for f in fields(seconds)
+        if getattr(seconds, f.name)
+    ]
+    return [("time, ms", ""), *rows, ("in all", f"{1e3 * seconds.total_s:,.1f}")]
+
+
+def _side_by_side(left: list[tuple[str, str]], right: list[tuple[str, str]]) -> list[str]:
+    number = max(len(left), len(right))
+    empty = [("", "")]
+    rows = zip(
+        left + empty * (number - len(left)), right + empty * (number - len(right)), strict=True
+    )
+    return columns([(*a, "   ", *b) for a, b in rows], right="lrllr")
+
+
+def _front_rows(candidates: Sequence[Candidate]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [("layout", "GiB", "step", "tokens/s")]
+    return rows + [
+        (
+            layout_text(c),
+            f"{c.memory.device_bytes / GIB:,.1f}",
+            _seconds(c.seconds.total_s),
+            f"{c.tokens_per_s:,.0f}",
+        )
+        for c in candidates
+    ]

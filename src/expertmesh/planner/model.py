@@ -1,0 +1,122 @@
+"""What is planned: a recipe, a run, a config.json of the hub, or a model of the table of published ones."""
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from expertmesh.config.base import expanded, parse_json, saved_run, shown
+from expertmesh.config.family import FAMILIES
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.config.hub_id import how_to_fetch
+from expertmesh.costs.sizes import ModelSizes, sizes_of, sizes_of_hub
+from expertmesh.errors import ConfigError
+from expertmesh.planner.published import published_models
+from expertmesh.recipes import RECIPES
+
+TOKENS_PER_PARAMETER = 20
+"""Of training where nobody said more: Hoffmann et al. 2022, over active parameters."""
+BATCH_TOKENS = 2**22
+"""Of a step where nobody said more."""
+_SEQ_LEN = 4096
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model, and how it is trained.
+
+    Attributes:
+        name: for people, and for the flags to paste.
+        sizes: of it.
+        seq_len: S.
+        batch_tokens: of one step.
+        train_tokens: of the whole training.
+        config: of the run, where it is one of this project; None: it cannot be trained here.
+        guesses: what nobody said.
+    """
+
+    name: str
+    sizes: ModelSizes
+    seq_len: int
+    batch_tokens: int
+    train_tokens: float
+    config: GPTRunConfig | None = None
+    guesses: tuple[str, ...] = ()
+
+
+def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
+    """What a word stands for.
+
+    Args:
+        target: a recipe's name, a run's folder, a config.json of the hub or its folder, a name of
+            planner/published.toml, or a configuration.
+
+    Raises:
+        ConfigError: it is none of these, or a model that is no decoder.
+    """
+    if isinstance(target, GPTRunConfig):
+        return _of_config("configuration", target)
+    name = str(target)
+    if name in RECIPES:
+        return _of_config(name, RECIPES[name]())
+    others = [n for f in FAMILIES.values() for n in f.find_recipes() if n == name]
+    if others:
+        raise ConfigError(
+            f"plan {name}: is no language model with a decoder alone; plan one of {', '.join(RECIPES)}"
+        )
+    path = expanded(target)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        return _of_file(name, file)
+    if name in published_models():
+        return _of_sizes(name, published_models()[name])
+    if path.is_dir():
+        raise ConfigError(f"plan {name}: has no config.json; give a run, or a folder of the hub")
+    known = [*RECIPES, *published_models()]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+    raise ConfigError(
+        f"plan {shown(name)}: no recipe, run or config.json; {hint}{how_to_fetch(name, as_run=False)}"
+    )
+
+
+def _of_config(name: str, config: GPTRunConfig) -> PlannedModel:
+    seq_len = config.data.seq_len
+    batch = config.train.batch_size * seq_len
+    return PlannedModel(
+        name, sizes_of(config.model), seq_len, batch, float(config.train.steps * batch), config
+    )
+
+
+def _of_sizes(name: str, sizes: ModelSizes) -> PlannedModel:
+    return PlannedModel(
+        name,
+        sizes,
+        _SEQ_LEN,
+        BATCH_TOKENS,
+        TOKENS_PER_PARAMETER * sizes.active_parameters,
+        guesses=(
+            f"sequences of {_SEQ_LEN} tokens",
+            f"{BATCH_TOKENS:,} tokens per step",
+            f"{TOKENS_PER_PARAMETER} training tokens per active parameter",
+        ),
+    )
+
+
+def _of_file(name: str, file: Path) -> PlannedModel:
+    try:
+        values: Any = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"plan {name}: {file} is no JSON ({error}); restore it") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"plan {name}: {file} holds {shown(json.dumps(values))}, not options; restore it"
+        )
+    family = values.get("family")
+    if family is None:
+        return _of_sizes(name, sizes_of_hub(values))
+    if family != "gpt":
+        raise ConfigError(f"plan {name}: is of family {shown(family)}; plan a run of family gpt")
+    with saved_run():
+        return _of_config(name, GPTRunConfig.model_validate(values))

@@ -1,0 +1,265 @@
+"""`expertmesh.plan`: the best layouts of a model on a cluster, what each costs, and why others lost."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+from expertmesh.config.cluster import Cluster, Precision
+from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.costs.hardware import find_cluster, known_devices
+from expertmesh.costs.peak_memory import GIB
+from expertmesh.costs.rank_layout import States, Workload
+from expertmesh.costs.step_time import Efficiency
+from expertmesh.errors import ConfigError
+from expertmesh.planner.answer import Answer
+from expertmesh.planner.model import PlannedModel, planned_model
+from expertmesh.planner.search import (
+    Candidate,
+    Goal,
+    Problem,
+    fitting,
+    layouts,
+    powers_of_two,
+    search,
+    with_batch,
+)
+from expertmesh.planner.table import plan_text
+
+IMBALANCE = 1.15
+"""Rows of the fullest rank over the mean in natural routing: 1.1 to 1.25 (docs/planner.md)."""
+_MOST_TIMES_MORE = 1024
+
+
+class Plan(Answer):
+    """An `Answer` that prints itself."""
+
+    def text(self) -> str:
+        """All of it as a table for a terminal."""
+        return plan_text(self)
+
+    def __str__(self) -> str:
+        """As `text`."""
+        return self.text()
+
+
+def plan(
+    model: str | Path | GPTRunConfig,
+    *,
+    cluster: str | Path | Cluster,
+    goal: Goal = "throughput",
+    tokens_per_batch: int | None = None,
+    max_context: int | None = None,
+    tokens: float | None = None,
+    imbalance: float | None = None,
+    states: States = "ours",
+    pp: int = 1,
+    vpp: int = 1,
+) -> Plan:
+    """What a model costs on a cluster: the best layouts, memory and time by part, days and price. Imports no torch.
+
+    Args:
+        model: a recipe's name, a configuration, a run, a config.json of the hub or its folder, or a published model.
+        cluster: "h100x64", a TOML file, or a `Cluster`.
+        goal: "throughput", "memory" or "latency".
+        tokens_per_batch: of one optimiser step; None: the recipe's.
+        max_context: tokens of a sequence; None: the recipe's.
+        tokens: of the whole training, for days and price; None: the recipe's.
+        imbalance: rows of the fullest rank over the mean; None: 1.15, as of natural routing.
+        states: what is kept of each parameter; what is not "ours" cannot be run by this project.
+        pp: stages of a pipeline, to reproduce published runs; this project has none.
+        vpp: virtual stages of each.
+
+    Returns:
+        A `Plan`; `print(plan)` shows it.
+
+    Raises:
+        ConfigError: a value breaks a rule, or the model fits nowhere: says what would make it fit.
+
+    Example:
+        >>> found = em.plan("gpt-1.3b-moe128", cluster="a100-80x128")
+        >>> found.best.fits, found.best.memory.device_bytes < 80 * 2**30
+        (True, True)
+    """
+    found = planned_model(model)
+    where = cluster if isinstance(cluster, Cluster) else find_cluster(str(cluster))
+    problem, guesses = _problem(
+        found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp
+    )
+    if goal not in get_args(Goal):
+        raise ConfigError(f"goal={goal}: must be one of {', '.join(get_args(Goal))}")
+    if tokens is not None:
+        if not 0 < tokens < float("inf"):
+            raise ConfigError(
+                f"tokens={tokens:g}: must be above 0; give the tokens of the training"
+            )
+        found = replace(found, train_tokens=float(tokens))
+        guesses = tuple(g for g in guesses if "training tokens" not in g)
+    candidates = search(problem, goal)
+    if not candidates:
+        raise ConfigError(_nothing_fits(found, problem))
+    return Plan(found, problem, goal, tuple(candidates), guesses)
+
+
+def _problem(
+    model: PlannedModel,
+    cluster: Cluster,
+    tokens_per_batch: int | None,
+    max_context: int | None,
+    imbalance: float | None,
+    states: States,
+    pp: int,
+    vpp: int,
+) -> tuple[Problem, tuple[str, ...]]:
+    """The problem, and what was guessed."""
+    guesses = list(model.guesses)
+    _check(tokens_per_batch, max_context, imbalance, states, pp, vpp, cluster)
+    seq_len = model.seq_len if max_context is None else max_context
+    if max_context is not None:
+        guesses = [g for g in guesses if not g.startswith("sequences of")]
+    if tokens_per_batch is not None:
+        guesses = [g for g in guesses if "tokens per step" not in g]
+        if tokens_per_batch % seq_len:
+            fix = f"use {max(tokens_per_batch // seq_len, 1) * seq_len}"
+            raise ConfigError(
+                f"tokens_per_batch={tokens_per_batch}: must be a multiple of the {seq_len} tokens of a sequence; {fix}"
+            )
+        batch = tokens_per_batch // seq_len
+    else:
+        batch = max(model.batch_tokens // seq_len, 1)
+        if model.config is None and batch < cluster.num_gpus:
+            batch = cluster.num_gpus  # a guess that no layout could use would be none
+            guesses = [g for g in guesses if "tokens per step" not in g]
+            guesses.append(f"{batch * seq_len:,} tokens per step, a sequence for each device")
+    is_cpu = cluster.device.bf16_tflops < 10
+    precision = _precision(model, is_cpu)
+    if model.config is None or model.config.train.dtype == "auto":
+        guesses.append(f"products in {precision}")
+    if imbalance is None:
+        guesses.append(f"the fullest rank has {IMBALANCE:g} times the mean rows (--imbalance)")
+    work = Workload(seq_len, precision=precision, states=states, imbalance=imbalance or IMBALANCE)
+    guesses.append(
+        "the network reaches its nominal bandwidth but for the fitted share (bench comm measures it)"
+    )
+    if cluster.host.memory_gib:
+        guesses.append(
+            f"{cluster.host.memory_gib:g} GiB of host memory per device, and {cluster.host.gb_per_s:g} GB/s to it"
+        )
+    return (
+        Problem(
+            model.sizes,
+            cluster,
+            work,
+            batch,
+            Efficiency(),
+            num_heads=_heads(model),
+            pp_degree=pp,
+            virtual_stages=vpp,
+        ),
+        tuple(guesses),
+    )
+
+
+def _precision(model: PlannedModel, is_cpu: bool) -> Precision:
+    given = "auto" if model.config is None else model.config.train.dtype
+    if given == "float64":
+        raise ConfigError(
+            "train.dtype=float64: is for tests on CPUs; plan float32, bfloat16 or float16"
+        )
+    if given == "auto":
+        return "float32" if is_cpu else "bfloat16"
+    return given
+
+
+def _heads(model: PlannedModel) -> int:
+    """A number that a tensor degree must divide."""
+    if model.config is not None:
+        return model.config.model.num_heads
+    return 2**20  # heads of the hub's models are multiples of 8
+
+
+def _check(
+    tokens_per_batch: int | None,
+    max_context: int | None,
+    imbalance: float | None,
+    states: str,
+    pp: int,
+    vpp: int,
+    cluster: Cluster,
+) -> None:
+    for name, value in (("tokens_per_batch", tokens_per_batch), ("max_context", max_context)):
+        if value is not None and value < 1:
+            raise ConfigError(
+                f"{name}={value}: must be at least 1 token; leave it out, or raise it"
+            )
+    for name, value in (("pp", pp), ("vpp", vpp)):
+        if value < 1:
+            raise ConfigError(f"{name}={value}: must be at least 1; leave it out for no pipeline")
+    if cluster.num_gpus % pp:
+        raise ConfigError(f"pp={pp}: must divide the {cluster.num_gpus} devices; choose a divisor")
+    if vpp > 1 and pp == 1:
+        raise ConfigError(
+            f"vpp={vpp}: divides the stages of a pipeline, and there is none; give pp"
+        )
+    if imbalance is not None and not 1 <= imbalance < float("inf"):
+        raise ConfigError(
+            f"imbalance={imbalance}: must be at least 1, the fullest rank over the mean"
+        )
+    if states not in get_args(States):
+        raise ConfigError(f"states={states}: must be one of {', '.join(get_args(States))}")
+
+
+def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
+    """One line: what is lacking, and what would make it fit."""
+    cluster = problem.cluster
+    smallest = [
+        Candidate(problem, replace(sized, offload=offload))
+        for layout in layouts(problem)
+        if layout.checkpointing == "full" and layout.zero_stage == 3
+        for sized in list(with_batch(problem, layout))[-1:]
+        for offload in (False, True)
+    ]
+    head = f"plan {model.name} on {cluster.name}"
+    if not smallest:
+        least = cluster.num_gpus // max(problem.pp_degree, 1)
+        return (
+            f"{head}: {problem.batch} sequences per step cannot be split over {least} devices;"
+            f" use a multiple of {least * problem.work.seq_len:,} for --tokens-per-batch, or fewer devices"
+        )
+    plain = min((c for c in smallest if not c.layout.offload), key=lambda c: c.memory.device_bytes)
+    has = cluster.device.memory_gib
+    needs = plain.memory.device_bytes / GIB
+    said = f"{head}: fits nowhere: at least {needs:.1f} GiB of a device's {has:.1f} GiB are needed"
+    off = min((c for c in smallest if c.layout.offload), key=lambda c: c.memory.device_bytes)
+    device, host = off.memory.device_bytes / GIB, off.memory.host_bytes / GIB
+    said += (
+        f", with offload {device:.1f} and {host:.1f} of the host's {cluster.host.memory_gib:.1f}"
+    )
+    return f"{said}; {_remedy(problem)}"
+
+
+def _remedy(problem: Problem) -> str:
+    """What would fit: more devices of this kind, or as many of another."""
+    found = []
+    for times in powers_of_two(_MOST_TIMES_MORE)[1:]:
+        number = problem.cluster.num_gpus * times
+        if number > 2**20 or (
+            number > problem.cluster.ranks_per_node and number % problem.cluster.ranks_per_node
+        ):
+            break
+        cluster = problem.cluster.model_copy(update={"num_gpus": number})
+        more = replace(problem, cluster=cluster, batch=problem.batch * times)
+        if next(fitting(more, smallest=True), None) is not None:
+            found.append(f"{number} devices")
+            break
+    for name in known_devices():
+        try:
+            cluster = find_cluster(f"{name}x{problem.cluster.num_gpus}")
+        except ConfigError:
+            continue
+        if cluster.device.memory_gib <= problem.cluster.device.memory_gib:
+            continue
+        if next(fitting(replace(problem, cluster=cluster), smallest=True), None) is not None:
+            found.append(f"{problem.cluster.num_gpus} x {name}")
+    if not found:
+        return "no device known here has enough memory; use a smaller model or shorter sequences"
+    return f"it would fit on {' or '.join(found[:3])}"

@@ -1,0 +1,234 @@
+"""All layouts of a model on a cluster that this project can run, their memory and time, and the best of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from expertmesh.config.cluster import Cluster, Precision
+from expertmesh.costs.peak_memory import GIB, PeakMemory, peak_memory
+from expertmesh.costs.rank_layout import Checkpointing, Exchange, RankLayout, Workload
+from expertmesh.costs.sizes import ModelSizes
+from expertmesh.costs.step_time import Efficiency, StepSeconds, raw_step, step_seconds
+
+Goal = Literal["throughput", "memory", "latency"]
+OVERLAPS = (1, 2, 4)
+TENSOR_DEGREES = (1, 2, 4, 8)
+_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "experts", "full")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a search is over.
+
+    Attributes:
+        sizes: of the model.
+        cluster: of devices.
+        work: what is trained.
+        batch: sequences of one step.
+        efficiency: of the software.
+        num_heads: which a tensor degree must divide.
+        pp_degree: stages; 1 for all that this project runs.
+        virtual_stages: of each.
+    """
+
+    sizes: ModelSizes
+    cluster: Cluster
+    work: Workload
+    batch: int
+    efficiency: Efficiency
+    num_heads: int
+    pp_degree: int = 1
+    virtual_stages: int = 1
+
+    @property
+    def device_bytes(self) -> float:
+        """Memory of one device."""
+        return self.cluster.device.memory_gib * GIB
+
+    @property
+    def host_bytes(self) -> float:
+        """Memory of the host that one device may use."""
+        return self.cluster.host.memory_gib * GIB
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its memory and time.
+
+    Attributes:
+        problem: that it answers.
+        layout: of a rank.
+    """
+
+    problem: Problem
+    layout: RankLayout
+
+    @cached_property
+    def memory(self) -> PeakMemory:
+        """Of a rank."""
+        return peak_memory(self.problem.sizes, self.layout, self.problem.work)
+
+    @cached_property
+    def seconds(self) -> StepSeconds:
+        """Of a step."""
+        p = self.problem
+        return step_seconds(raw_step(p.sizes, self.layout, p.work, p.cluster), p.efficiency)
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host have the memory."""
+        memory, problem = self.memory, self.problem
+        return (
+            memory.device_bytes <= problem.device_bytes and memory.host_bytes <= problem.host_bytes
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all devices."""
+        return self.layout.tokens_per_step(self.problem.work.seq_len) / self.seconds.total_s
+
+    @property
+    def utilisation(self) -> float:
+        """Of the devices' peak in BF16 (FP32 of CPUs), by the operations that the model needs."""
+        work, cluster = self.problem.work, self.problem.cluster
+        flops = self.problem.sizes.training_flops(work.seq_len) * self.tokens_per_s
+        precision: Precision = "float32" if work.precision == "float32" else "bfloat16"
+        return flops / cluster.num_gpus / cluster.device.flops_per_s(precision)
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... up to a number."""
+    return [1 << n for n in range(max(most, 1).bit_length()) if 1 << n <= most]
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending; of a number without large primes, powers of two and three times such are enough."""
+    return (
+        [d for d in range(1, number + 1) if number % d == 0]
+        if number < 4096
+        else [
+            d for d in range(1, number + 1) if number % d == 0 and (d & (d - 1) == 0 or d == number)
+        ]
+    )
+
+
+def layouts(problem: Problem) -> Iterator[RankLayout]:
+    """One layout for each choice but micro-batch, offload and how tokens travel."""
+    N = problem.cluster.num_gpus // problem.pp_degree
+    node = problem.cluster.node_size
+    has_experts = any(block.num_experts for block in problem.sizes.blocks)
+    for tp in TENSOR_DEGREES:
+        if tp > node or N % tp or problem.num_heads % tp or problem.work.seq_len % tp:
+            continue
+        for copies in _copies(N, node):
+            W = N // copies
+            if W % tp:
+                continue
+            routes = [r for r in divisors(W) if _can_route(problem, r, W)] if has_experts else [1]
+            for route in routes:
+                for zero in (3, 2, 1):
+                    for checkpointing in _CHECKPOINTING:
+                        yield RankLayout(
+                            num_ranks=problem.cluster.num_gpus,
+                            tp_degree=tp,
+                            pp_degree=problem.pp_degree,
+                            virtual_stages=problem.virtual_stages,
+                            route_degree=route,
+                            dp_replicate_degree=copies,
+                            zero_stage=zero,
+                            checkpointing=checkpointing,
+                        )
+
+
+def _copies(num_ranks: int, node: int) -> list[int]:
+    """Copies of the model: one, or so many that each lies in one node, two, or eight."""
+    found = [num_ranks // (node * n) for n in (8, 2, 1) if num_ranks % (node * n) == 0]
+    return sorted({1, *(c for c in found if c > 1)})
+
+
+def _can_route(problem: Problem, route: int, W: int) -> bool:
+    """Whether slices are whole, and tokens go to all ranks that hold experts, or powers of two of them."""
+    for block in problem.sizes.blocks:
+        if block.num_experts and block.hidden_dim % RankLayout.slices(block.num_experts, W):
+            return False
+    return route == W or route & (route - 1) == 0
+
+
+def with_batch(problem: Problem, layout: RankLayout) -> Iterator[RankLayout]:
+    """The layout with each micro-batch that divides the step, the largest first."""
+    each, rest = divmod(problem.batch, layout.dp_degree)
+    if rest or not each:
+        return
+    for size in reversed(powers_of_two(each)):
+        if each % size == 0:
+            yield replace(layout, micro_batch=size, accumulation=each // size)
+
+
+def fitting(problem: Problem, *, smallest: bool = False) -> Iterator[Candidate]:
+    """Layouts that fit: of each choice the largest micro-batch without offload, or with it; how tokens travel is open.
+
+    Args:
+        problem: see there.
+        smallest: take the smallest micro-batch instead.
+    """
+    for layout in layouts(problem):
+        sized = list(with_batch(problem, layout))
+        if smallest:
+            sized = sized[-1:]
+        for offload in (False, True) if layout.zero_stage > 1 and problem.host_bytes else (False,):
+            found = next(
+                (
+                    c
+                    for c in (Candidate(problem, replace(s, offload=offload)) for s in sized)
+                    if c.fits
+                ),
+                None,
+            )
+            if found is not None:
+                yield found
+                break
+
+
+def ways(candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with each way for its tokens to travel."""
+    layout, problem = candidate.layout, candidate.problem
+    if layout.route_degree == 1:
+        yield candidate
+        return
+    kinds: tuple[Exchange, ...] = ("flat",)
+    if layout.route_degree > problem.cluster.node_size > 1:
+        kinds = ("flat", "hierarchical")
+    for kind in kinds:
+        for parts in OVERLAPS:
+            yield Candidate(problem, replace(layout, all_to_all=kind, overlap_degree=parts))
+
+
+def search(problem: Problem, goal: Goal = "throughput") -> list[Candidate]:
+    """All that fit, the best first; of one layout only the best way for tokens.
+
+    Args:
+        problem: see there.
+        goal: "throughput": most tokens per second; "memory": least of the device, and of the host; "latency": shortest step.
+    """
+    found = [
+        min(ways(one), key=lambda c: c.seconds.total_s)
+        for one in fitting(problem, smallest=goal == "memory")
+    ]
+    if goal == "memory":
+        return sorted(found, key=lambda c: (_rounded(c.memory.device_bytes), c.seconds.total_s))
+    return sorted(found, key=lambda c: (c.seconds.total_s, c.memory.device_bytes))
+
+
+def _rounded(num_bytes: float) -> int:
+    """In steps of an eighth of a GiB: less decides nothing."""
+    return round(8 * num_bytes / GIB)
+
+
+def front(candidates: list[Candidate]) -> list[Candidate]:
+    """Those that no other beats in both memory and time, the fastest first."""
+    found: list[Candidate] = []
+    for one in sorted(candidates, key=lambda c: (c.seconds.total_s, c.memory.device_bytes)):
+        if not found or one.memory.device_bytes < 0.98 * found[-1].memory.device_bytes:
+            found.append(one)
+    return found

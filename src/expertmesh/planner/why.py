@@ -1,0 +1,109 @@
+"""Why another layout lost: its neighbours by one choice, with what they lack or what takes longer."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from expertmesh.costs.peak_memory import GIB
+from expertmesh.costs.rank_layout import RankLayout
+from expertmesh.costs.step_time import StepSeconds
+from expertmesh.planner.search import Candidate, divisors
+
+_WORDS = {
+    "dense_s": "dense products",
+    "grouped_s": "products of experts",
+    "attention_s": "attention",
+    "element_s": "element-wise",
+    "one_hot_s": "one-hot dispatch",
+    "exchange_inside_s": "exchange inside nodes",
+    "exchange_across_s": "exchange across nodes",
+    "tensor_s": "tensor parallelism",
+    "zero_s": "ZeRO",
+    "optimizer_s": "optimiser",
+    "offload_s": "copies to the host",
+    "host_s": "launches",
+    "bubble_s": "pipeline bubble",
+}
+SAME = 0.005
+"""Steps within this part of one another are equal."""
+
+
+def words_of(part: str) -> str:
+    """A part of `StepSeconds` for people."""
+    return _WORDS[part]
+
+
+def why_not(best: Candidate) -> list[str]:
+    """A line for each neighbour of a layout: what it changes, and what is worse."""
+    lines = []
+    for what, layout in _neighbours(best):
+        other = Candidate(best.problem, layout)
+        lines.append(f"{what}: {_verdict(best, other)}")
+    return lines
+
+
+def _verdict(best: Candidate, other: Candidate) -> str:
+    problem = best.problem
+    needs, has = other.memory.device_bytes / GIB, problem.cluster.device.memory_gib
+    if needs > has:
+        return f"needs {needs:.1f} GiB, the device has {has:.1f}"
+    host, host_has = other.memory.host_bytes / GIB, problem.cluster.host.memory_gib
+    if host > host_has:
+        return f"needs {host:.1f} GiB of the host per device, which has {host_has:.1f}"
+    ratio = other.seconds.total_s / best.seconds.total_s - 1
+    saved = (best.memory.device_bytes - other.memory.device_bytes) / GIB
+    memory = f"{abs(saved):.1f} GiB {'less' if saved > 0 else 'more'}"
+    if abs(ratio) <= SAME:
+        return f"as fast, {memory}"
+    part = _grown(best.seconds, other.seconds) if ratio > 0 else _grown(other.seconds, best.seconds)
+    faster = "slower" if ratio > 0 else "faster"
+    return f"{100 * abs(ratio):.0f} % {faster} ({words_of(part)}), {memory}"
+
+
+def _grown(before: StepSeconds, after: StepSeconds) -> str:
+    """The part of a step that grew most."""
+    return max(
+        (f.name for f in fields(after)), key=lambda n: getattr(after, n) - getattr(before, n)
+    )
+
+
+def _neighbours(best: Candidate) -> Iterator[tuple[str, RankLayout]]:
+    """Layouts that differ by one choice, and what that is."""
+    layout, problem = best.layout, best.problem
+    W = layout.stage_ranks // layout.dp_replicate_degree
+    routes = [r for r in divisors(W) if r & (r - 1) == 0 or r == W]
+    place = routes.index(layout.route_degree) if layout.route_degree in routes else -1
+    has_experts = any(block.num_experts for block in problem.sizes.blocks)
+    if has_experts and place > 0:
+        route = routes[place - 1]
+        yield f"route-degree {route}", replace(layout, route_degree=route)
+    if has_experts and 0 <= place < len(routes) - 1:
+        route = routes[place + 1]
+        yield f"route-degree {route}", replace(layout, route_degree=route)
+    if layout.route_degree > problem.cluster.node_size:
+        other = "flat" if layout.all_to_all == "hierarchical" else "hierarchical"
+        yield f"all-to-all {other}", replace(layout, all_to_all=other)  # type: ignore[arg-type]
+    if layout.route_degree > 1:
+        parts = 1 if layout.overlap_degree > 1 else 2
+        yield f"overlap-degree {parts}", replace(layout, overlap_degree=parts)
+    for checkpointing, what in (
+        ("none", "no checkpointing"),
+        ("experts", "recompute-h"),
+        ("full", "activation-checkpointing"),
+    ):
+        if checkpointing != layout.checkpointing:
+            yield what, replace(layout, checkpointing=checkpointing)  # type: ignore[arg-type]
+    if layout.accumulation % 2 == 0:
+        doubled = replace(
+            layout, micro_batch=2 * layout.micro_batch, accumulation=layout.accumulation // 2
+        )
+        yield f"micro-batch of {doubled.micro_batch} sequences per rank", doubled
+    if not layout.offload and layout.zero_stage > 1 and problem.host_bytes:
+        yield "offload", replace(layout, offload=True)
+    for zero in (3, 2, 1):
+        if zero != layout.zero_stage and not (layout.offload and zero == 1):
+            yield f"zero-stage {zero}", replace(layout, zero_stage=zero)
+    tp = 2 * layout.tp_degree
+    doubled = replace(layout, tp_degree=tp, micro_batch=2 * layout.micro_batch)
+    may_double = problem.num_heads % tp == 0 and tp <= problem.cluster.node_size
+    if may_double and layout.dp_degree % 2 == 0:
+        yield f"tp-degree {tp}", doubled

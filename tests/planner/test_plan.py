@@ -1,0 +1,231 @@
+"""Plans: what is proposed fits and can be run, and every mistake is one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tests.support.patience import PATIENCE_S
+
+import expertmesh as em
+from expertmesh.cli import main as front
+from expertmesh.cli.flags import parse_run_config
+from expertmesh.costs.hardware import find_cluster
+from expertmesh.costs.memory import rank_memory
+from expertmesh.costs.peak_memory import peak_memory
+from expertmesh.costs.rank_layout import RankLayout, Workload
+from expertmesh.costs.sizes import sizes_of
+from expertmesh.planner.answer import ERROR_BAR
+from expertmesh.planner.search import Candidate, Problem, layouts, with_batch
+from expertmesh.planner.validation import Summary, validate
+from expertmesh.planner.why import why_not
+from expertmesh.recipes import recipe
+
+PLANS = [
+    ("gpt-1.3b-moe128", {"cluster": "a100-80x128"}),
+    ("gpt-1.3b-prmoe", {"cluster": "h100x64"}),
+    ("gpt-6.7b", {"cluster": "h100x16", "tokens_per_batch": 64 * 2048}),
+    ("gpt-moe-1b", {"cluster": "a100-40x8", "goal": "memory"}),
+    ("gpt-350m-moe128", {"cluster": "h800x32", "goal": "latency", "max_context": 1024}),
+    ("gpt-moe-demo", {"cluster": "cpux2"}),
+]
+
+
+@pytest.fixture(scope="module", params=PLANS, ids=[name for name, _ in PLANS])
+def found(request):
+    name, options = request.param
+    return em.plan(name, **options)
+
+
+def test_what_is_proposed_fits(found):
+    problem = found.problem
+    for candidate in found.candidates:
+        assert candidate.memory.device_bytes <= problem.device_bytes
+        assert candidate.memory.host_bytes <= problem.host_bytes
+        tokens = candidate.layout.tokens_per_step(problem.work.seq_len)
+        assert tokens == problem.batch * problem.work.seq_len
+        assert candidate.layout.pp_degree == 1
+
+
+def test_flags_make_the_layout(found):
+    """The words to paste are words of the trainer, and mean the layout that was planned."""
+    words = " ".join([found.model.name, *found.flags]).split()
+    config = parse_run_config(words).config
+    layout, parallel = found.best.layout, config.parallel
+    assert config.train.batch_size * config.data.seq_len == layout.tokens_per_step(
+        config.data.seq_len
+    )
+    assert config.train.samples_per_pass == layout.dp_degree * layout.micro_batch
+    assert (parallel.tp_degree, parallel.dp_replicate_degree) == (
+        layout.tp_degree,
+        layout.dp_replicate_degree,
+    )
+    assert (parallel.zero_stage, parallel.offload) == (layout.zero_stage, layout.offload)
+    assert config.train.activation_checkpointing == (layout.checkpointing == "full")
+    assert config.model.moe.recompute_h == (layout.checkpointing == "experts")
+    if config.model.moe.num_experts:
+        assert parallel.route_degree == layout.route_degree
+        assert parallel.all_to_all == layout.all_to_all
+        assert parallel.overlap_degree == layout.overlap_degree
+
+
+def test_the_front_is_undominated(found):
+    front_ = found.front
+    if found.goal == "throughput":
+        assert front_[0].layout == found.best.layout
+    for one in front_:
+        for other in found.candidates:
+            faster = other.seconds.total_s < one.seconds.total_s
+            smaller = other.memory.device_bytes < 0.97 * one.memory.device_bytes
+            assert not (faster and smaller)
+
+
+def test_the_text_has_every_part(found):
+    text = found.text()
+    for part in ("tokens/s", "in all", "one choice changed:", "guessed:", "flags", "days"):
+        assert part in text
+    assert str(found) == text
+
+
+def test_goals_do_what_they_say():
+    of = {
+        g: em.plan("gpt-1.3b-moe128", cluster="a100-40x64", goal=g).best
+        for g in ("throughput", "memory")
+    }
+    assert of["memory"].memory.device_bytes < of["throughput"].memory.device_bytes
+    assert of["memory"].seconds.total_s > of["throughput"].seconds.total_s
+
+
+def test_neighbours_say_the_truth():
+    found = em.plan("gpt-1.3b-moe128", cluster="a100-40x32")
+    lines = why_not(found.best)
+    assert len(lines) >= 6
+    for line in lines:
+        what, verdict = line.split(": ", 1)
+        assert any(w in verdict for w in ("needs", "slower", "faster", "as fast")), line
+        assert "faster" not in verdict or "offload" in what or "zero" in what, line
+
+
+@pytest.mark.parametrize("name", ["gpt-1.3b-moe128", "gpt-350m-prmoe", "gpt-6.7b", "gpt-moe-1b"])
+@pytest.mark.parametrize("num_ranks", [8, 64])
+def test_states_are_those_of_the_trainer(name, num_ranks):
+    """The planner's own sums and `costs.memory.rank_memory`, which the fake world is compared with, within 2 %."""
+    config = recipe(name)
+    cluster = find_cluster(f"h100x{num_ranks}")
+    work = Workload(config.data.seq_len)
+    problem = Problem(sizes_of(config.model), cluster, work, 4096, None, config.model.num_heads)
+    for layout in layouts(problem):
+        layout = next(with_batch(problem, layout))
+        parallel = config.parallel.model_copy(
+            update={
+                "tp_degree": layout.tp_degree,
+                "dp_replicate_degree": layout.dp_replicate_degree,
+                "route_degree": layout.route_degree,
+                "zero_stage": layout.zero_stage,
+            }
+        )
+        ours = peak_memory(problem.sizes, layout, work)
+        theirs = rank_memory(config.model, parallel, num_ranks=num_ranks, dtype="bfloat16")
+        assert ours.states_bytes == pytest.approx(theirs.rest_bytes, rel=0.02)
+        gathered = theirs.gathered_dense_bytes + theirs.gathered_experts_bytes
+        assert ours.gathered_bytes == pytest.approx(gathered, rel=0.05, abs=2**20)
+
+
+def test_a_pipeline_is_accepted_and_never_proposed():
+    found = em.plan("deepseek-v3", cluster="h100x256", pp=4, vpp=8)
+    assert {c.layout.pp_degree for c in found.candidates} == {4}
+    assert found.flags == []
+    assert "no pipeline" in found.text()
+
+
+def test_a_hub_folder_and_a_run_are_planned(tmp_path):
+    hub = {"hidden_size": 512, "num_hidden_layers": 4, "vocab_size": 1000, "num_attention_heads": 8}
+    hub |= {"intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(hub))
+    for target in (tmp_path, tmp_path / "config.json", str(tmp_path)):
+        found = em.plan(target, cluster="h100x8")
+        assert found.problem.sizes.dim == 512
+        assert any("tokens per step" in guess for guess in found.guesses)
+    run = recipe("gpt-moe-demo")
+    (tmp_path / "config.json").write_text(json.dumps(run.model_dump(mode="json")))
+    assert em.plan(tmp_path, cluster="h100x1").model.config == run
+    assert em.plan(run, cluster="h100x1").problem.sizes == sizes_of(run.model)
+
+
+def test_error_bars_are_those_of_the_validation():
+    s = Summary.of(validate().held_out)
+    assert (pytest.approx(s.low, abs=0.01), pytest.approx(s.high, abs=0.01)) == ERROR_BAR
+
+
+WRONG = [
+    (["nothing", "--cluster", "h100x8"], "no recipe, run or config.json"),
+    (["gpt-1.3b-moe12", "--cluster", "h100x8"], "did you mean gpt-1.3b-moe128?"),
+    (["gpt-moe-1b"], "--cluster: must be given"),
+    ([], "no model given"),
+    (["gpt-moe-1b", "--cluster", "h1000x8"], "did you mean h100?"),
+    (["gpt-moe-1b", "--cluster", "h100x0"], "num_gpus=0"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--tokens", "0"], "tokens=0: must be above 0"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--tokens", "nan"], "tokens=nan: must be above 0"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--tokens-per-batch", "0"], "must be at least 1 token"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--tokens-per-batch", "3000"], "use 2048"),
+    (
+        ["gpt-moe-1b", "--cluster", "h100x64", "--tokens-per-batch", "6144"],
+        "cannot be split over 64",
+    ),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--max-context", "-1"], "must be at least 1 token"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--pp", "3"], "must divide the 8 devices"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--vpp", "2"], "there is none; give pp"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--imbalance", "0.5"], "must be at least 1"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--states", "magic"], "must be one of ours"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--goal", "fame"], "invalid choice"),
+    (["deepseek-v3", "--cluster", "h100x8"], "fits nowhere"),
+    (["translate-multi30k", "--cluster", "h100x8"], "no language model"),
+    (["gpt-moe-1b", "--cluster", "h100x8", "--validate"], "leave one out"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=[" ".join(w) for w, _ in WRONG])
+def test_a_mistake_is_one_line(words, said, capsys):
+    assert front.main(["plan", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_what_fits_nowhere_says_what_would(capsys):
+    assert front.main(["plan", "deepseek-v3", "--cluster", "h100x16"]) == 2
+    said = capsys.readouterr().err
+    remedy = said.rpartition("it would fit on ")[2].split()[0]
+    assert int(remedy) > 16
+    assert em.plan(
+        "deepseek-v3", cluster=f"h100x{remedy}", tokens_per_batch=4096 * int(remedy)
+    ).candidates
+
+
+def test_a_plan_needs_no_torch():
+    code = "import sys, expertmesh as em\nprint(em.plan('gpt-moe-1b', cluster='h100x8').text())\n"
+    code += "assert 'torch' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tokens/s" in done.stdout
+
+
+def test_more_devices_are_never_planned_slower():
+    """Each search contains the layouts of a smaller cluster by its copies, so that tokens per second can only grow."""
+    rates = [
+        em.plan("gpt-1.3b-moe128", cluster=f"h100x{n}", tokens_per_batch=2**23).best.tokens_per_s
+        for n in (8, 32, 128, 512)
+    ]
+    assert rates == sorted(rates)
+
+
+def test_layouts_are_of_the_cluster():
+    sizes = sizes_of(recipe("gpt-350m-prmoe").model)
+    problem = Problem(sizes, find_cluster("h100x64"), Workload(2048), 512, None, 16)
+    for layout in layouts(problem):
+        assert isinstance(layout, RankLayout)
+        assert layout.dp_degree * layout.tp_degree == 64
+        assert Candidate(problem, layout).layout.shard_degree >= 1
