@@ -57,7 +57,7 @@ _HELP = {
     "experts": "fewer experts, or united:     expertmesh experts prune runs/demo --keep 4 --to runs/pruned",
     "evaluate": "lm-evaluation-harness:        expertmesh evaluate runs/demo --tasks quiz.yaml",
     "doctor": "what this machine can do:     expertmesh doctor",
-    "plan": "what a cluster would need:    expertmesh plan --validate",
+    "plan": "what a cluster would need:    expertmesh plan gpt-1.1t --cluster a100-80x512",
     "bench": "measure links between ranks:  torchrun ... -m expertmesh bench comm",
 }
 VERBS = {name: (partial(_run_verb, name), text) for name, text in _HELP.items()}

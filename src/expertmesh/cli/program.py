@@ -22,6 +22,8 @@ _OF_VERBS = {
 """Options of the library that a verb has under a name of its own."""
 _ARGUMENTS = {
     *("to", "from", "max_tokens", "output", "page", "plot", "picture", "tasks", "keep", "rates"),
+    *("cluster", "goal", "tokens_per_batch", "max_context", "tokens", "imbalance", "states"),
+    *("pp", "vpp"),
     *("device", "temperature", "top_k", "top_p", "length_penalty", "seed", "family", "split_long"),
 }
 """Arguments of functions that verbs have as options; other names without a section are of a file that was read."""

@@ -62,6 +62,7 @@ class PeakMemory:
         allowance_bytes: fragments.
         reused_bytes: of all these what is not needed at one time: logits are gone before a layer is computed again.
         host_bytes: offloaded states of one rank.
+        checkpoint_bytes: of a rank's part of a checkpoint, which one copy of the model writes.
     """
 
     weights_bytes: float
@@ -75,11 +76,13 @@ class PeakMemory:
     allowance_bytes: float
     reused_bytes: float = 0.0
     host_bytes: float = 0.0
+    checkpoint_bytes: float = 0.0
 
     @property
     def live_bytes(self) -> float:
         """What tensors take: what `torch.cuda.max_memory_allocated` shows."""
         rest = {"communication_bytes", "allowance_bytes", "host_bytes", "reused_bytes"}
+        rest.add("checkpoint_bytes")
         names = [f.name for f in fields(self) if f.name not in rest]
         return sum(getattr(self, name) for name in names) - self.reused_bytes
 
@@ -134,6 +137,7 @@ def peak_memory(sizes: ModelSizes, layout: RankLayout, work: Workload) -> PeakMe
         allowance_bytes=0.0,
         reused_bytes=min(logits, again + dispatch),
         host_bytes=host,
+        checkpoint_bytes=held * states.weight + own * states.optimizer,
     )
     return replace(found, allowance_bytes=FRAGMENTS * found.live_bytes)
 

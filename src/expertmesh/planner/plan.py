@@ -10,7 +10,7 @@ from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.peak_memory import GIB
 from expertmesh.costs.rank_layout import States, Workload
 from expertmesh.costs.step_time import Efficiency
-from expertmesh.errors import ConfigError
+from expertmesh.errors import ConfigError, named
 from expertmesh.planner.answer import Answer
 from expertmesh.planner.model import PlannedModel, planned_model
 from expertmesh.planner.search import (
@@ -86,11 +86,11 @@ def plan(
         found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp
     )
     if goal not in get_args(Goal):
-        raise ConfigError(f"goal={goal}: must be one of {', '.join(get_args(Goal))}")
+        raise ConfigError("goal", goal, f"must be one of {', '.join(get_args(Goal))}", "choose one")
     if tokens is not None:
         if not 0 < tokens < float("inf"):
             raise ConfigError(
-                f"tokens={tokens:g}: must be above 0; give the tokens of the training"
+                "tokens", tokens, "must be above 0", "give the tokens of the training"
             )
         found = replace(found, train_tokens=float(tokens))
         guesses = tuple(g for g in guesses if "training tokens" not in g)
@@ -121,7 +121,10 @@ def _problem(
         if tokens_per_batch % seq_len:
             fix = f"use {max(tokens_per_batch // seq_len, 1) * seq_len}"
             raise ConfigError(
-                f"tokens_per_batch={tokens_per_batch}: must be a multiple of the {seq_len} tokens of a sequence; {fix}"
+                "tokens_per_batch",
+                tokens_per_batch,
+                f"must be a multiple of the {seq_len} tokens of a sequence",
+                fix,
             )
         batch = tokens_per_batch // seq_len
     else:
@@ -135,7 +138,7 @@ def _problem(
     if model.config is None or model.config.train.dtype == "auto":
         guesses.append(f"products in {precision}")
     if imbalance is None:
-        guesses.append(f"the fullest rank has {IMBALANCE:g} times the mean rows (--imbalance)")
+        guesses.append(f"the fullest rank has {IMBALANCE:g} times the mean rows (imbalance)")
     work = Workload(seq_len, precision=precision, states=states, imbalance=imbalance or IMBALANCE)
     guesses.append(
         "the network reaches its nominal bandwidth but for the fitted share (bench comm measures it)"
@@ -163,7 +166,7 @@ def _precision(model: PlannedModel, is_cpu: bool) -> Precision:
     given = "auto" if model.config is None else model.config.train.dtype
     if given == "float64":
         raise ConfigError(
-            "train.dtype=float64: is for tests on CPUs; plan float32, bfloat16 or float16"
+            "train.dtype", given, "is for tests on CPUs", "plan float32, bfloat16 or float16"
         )
     if given == "auto":
         return "float32" if is_cpu else "bfloat16"
@@ -188,24 +191,29 @@ def _check(
 ) -> None:
     for name, value in (("tokens_per_batch", tokens_per_batch), ("max_context", max_context)):
         if value is not None and value < 1:
-            raise ConfigError(
-                f"{name}={value}: must be at least 1 token; leave it out, or raise it"
-            )
+            raise ConfigError(name, value, "must be at least 1 token", "leave it out, or raise it")
     for name, value in (("pp", pp), ("vpp", vpp)):
         if value < 1:
-            raise ConfigError(f"{name}={value}: must be at least 1; leave it out for no pipeline")
+            raise ConfigError(name, value, "must be at least 1", "leave it out for no pipeline")
     if cluster.num_gpus % pp:
-        raise ConfigError(f"pp={pp}: must divide the {cluster.num_gpus} devices; choose a divisor")
+        raise ConfigError(
+            "pp", pp, f"must divide the {cluster.num_gpus} devices", "choose a divisor"
+        )
     if vpp > 1 and pp == 1:
         raise ConfigError(
-            f"vpp={vpp}: divides the stages of a pipeline, and there is none; give pp"
+            "vpp",
+            vpp,
+            "divides the stages of a pipeline, and there is none",
+            f"give {named('pp')}, too",
         )
     if imbalance is not None and not 1 <= imbalance < float("inf"):
         raise ConfigError(
-            f"imbalance={imbalance}: must be at least 1, the fullest rank over the mean"
+            "imbalance", imbalance, "is the fullest rank over the mean", "give at least 1"
         )
     if states not in get_args(States):
-        raise ConfigError(f"states={states}: must be one of {', '.join(get_args(States))}")
+        raise ConfigError(
+            "states", states, f"must be one of {', '.join(get_args(States))}", "choose one"
+        )
 
 
 def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
@@ -223,7 +231,7 @@ def _nothing_fits(model: PlannedModel, problem: Problem) -> str:
         least = cluster.num_gpus // max(problem.pp_degree, 1)
         return (
             f"{head}: {problem.batch} sequences per step cannot be split over {least} devices;"
-            f" use a multiple of {least * problem.work.seq_len:,} for --tokens-per-batch, or fewer devices"
+            f" use a multiple of {least * problem.work.seq_len:,} for {named('tokens_per_batch')}, or fewer devices"
         )
     plain = min((c for c in smallest if not c.layout.offload), key=lambda c: c.memory.device_bytes)
     has = cluster.device.memory_gib

@@ -12,6 +12,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.recipes.changes import changed
 from expertmesh.recipes.gpt_demo import gpt_dense_demo, gpt_moe_demo, gpt_moe_test
 from expertmesh.recipes.gpt_published import PUBLISHED, gpt_moe_1b
+from expertmesh.recipes.gpt_scale import LARGE
 from expertmesh.recipes.gpt_students import gpt_mos_demo, gpt_prmoe_demo
 
 RECIPES: dict[str, Callable[[], GPTRunConfig]] = {
@@ -21,7 +22,7 @@ RECIPES: dict[str, Callable[[], GPTRunConfig]] = {
     "gpt-prmoe-demo": gpt_prmoe_demo,
     "gpt-mos-demo": gpt_mos_demo,
     "gpt-moe-1b": gpt_moe_1b,
-    **{recipe.name: recipe for recipe in PUBLISHED},
+    **{recipe.name: recipe for recipe in (*PUBLISHED, *LARGE)},
 }
 
 
