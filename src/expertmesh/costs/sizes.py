@@ -132,7 +132,7 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
         for experts, number in sorted(kinds.items())
     )
     dense = [
-        sum(shape.num_elements for shape in shapes[layer] if not shape.is_expert)
+        num_elements(p for p in layers[layer] if not p.is_expert)
         for layer in range(config.num_layers)
     ]
     pair = max(sum(dense[i : i + 2]) for i in range(len(dense)))
