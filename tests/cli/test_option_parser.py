@@ -127,9 +127,8 @@ VERBS = [
         ),
     ],
 )
-def test_every_verb_takes_its_run_first(words, tmp_path, monkeypatch, capsys):
+def test_every_verb_takes_its_run_first(words, monkeypatch, capsys):
     """The folder has no run in it, which is what each of them says."""
-    (tmp_path / "lm_eval.py").touch()  # evaluate asks first whether there is one
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("expertmesh.cli.evaluate.find_spec", lambda name: None)
     assert main(words.replace("RUN", "runs").split()) == 2
     assert "runs: has no config.json" in capsys.readouterr().err

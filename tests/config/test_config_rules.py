@@ -112,7 +112,7 @@ BROKEN = [
     ({"model.dim": 2.5}, "model.dim=2.5", "whole number"),
     ({"model.rope_base": 1.0}, "model.rope_base=1.0", "greater than 1"),
     ({"data.seq_len": 512}, "data.seq_len=512", "at most model.max_seq_len, 256"),
-    ({"data.path": "a", "data.dataset": "b"}, "data.dataset=b", "conflicts with path=a"),
+    ({"data.path": "a", "data.dataset": "b"}, "data.dataset=b", "conflicts with data.path=a"),
     ({"data.path": ""}, "data.path=''", "not be empty"),
     ({"data.max_bytes": 0}, "data.max_bytes=0", "greater than 0"),
     ({"data.validation_fraction": 1.0}, "data.validation_fraction=1.0", "less than 1"),
@@ -125,7 +125,7 @@ BROKEN = [
     ({"optim.beta2": 1.0}, "optim.beta2=1.0", "less than 1"),
     ({"optim.schedule": "linear"}, "optim.schedule=linear", "one of cosine, wsd"),
     ({"train.steps": 0}, "train.steps=0", "greater than 0"),
-    ({"train.micro_batch_size": 3}, "train.micro_batch_size=3", "divide batch_size, 16"),
+    ({"train.micro_batch_size": 3}, "train.micro_batch_size=3", "divide train.batch_size, 16"),
     ({"train.seed": -1}, "train.seed=-1", "at least 0"),
     ({"train.device": "tpu"}, "train.device=tpu", "auto, cpu, cuda or cuda:N"),
     ({"train.dtype": "bf16"}, "train.dtype=bf16", "did you mean bfloat16?"),
@@ -275,7 +275,9 @@ def test_decay_fraction_needs_wsd():
     assert (
         GPTRunConfig(optim={"schedule": "wsd", "decay_fraction": 0.5}).optim.decay_fraction == 0.5
     )
-    with pytest.raises(ConfigError, match="decay_fraction=0.5: has no effect with schedule=cosine"):
+    with pytest.raises(
+        ConfigError, match="decay_fraction=0.5: has no effect with optim.schedule=cosine"
+    ):
         GPTRunConfig(optim={"decay_fraction": 0.5})
 
 

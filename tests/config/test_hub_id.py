@@ -1,7 +1,5 @@
 """A model's id of the hub where a folder is meant: every verb and door says how to download it."""
 
-import re
-
 import pytest
 
 import expertmesh as em
@@ -12,7 +10,6 @@ from expertmesh.integrations.hub import convert, load_pretrained
 
 ID = "Qwen/Qwen3-30B-A3B"
 FETCH = f"hf download {ID} --local-dir models/Qwen3-30B-A3B"
-AS_RUN = f"{FETCH} && expertmesh convert --from models/Qwen3-30B-A3B --to runs/Qwen3-30B-A3B"
 
 
 @pytest.mark.parametrize(
@@ -33,27 +30,26 @@ AS_RUN = f"{FETCH} && expertmesh convert --from models/Qwen3-30B-A3B --to runs/Q
 def test_what_looks_like_an_id(tmp_path, monkeypatch, given, is_id):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert bool(how_to_fetch(given, as_run=False)) is is_id
+    assert bool(how_to_fetch(given)) is is_id
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["convert", "--from", ID, "--to", "x"], FETCH),
-        (["generate", "--run", ID, "text"], AS_RUN),
-        (["report", "--run", ID], AS_RUN),
-        (["export", ID, "--output", "x.safetensors"], AS_RUN),
-        (["train", "gpt-moe-test", "--train.init-from", ID, "--data.path", "t.txt"], AS_RUN),
+        ["convert", "--from", ID, "--to", "x"],
+        ["generate", ID, "text"],
+        ["generate", "--run", ID, "text"],
+        ["report", "--run", ID],
+        ["export", ID, "--output", "x.safetensors"],
+        ["train", "gpt-moe-test", "--train.init-from", ID, "--data.path", "t.txt"],
     ],
 )
-def test_verbs_say_how_to_download(tmp_path, monkeypatch, capsys, words, said):
+def test_verbs_say_how_to_download(tmp_path, monkeypatch, capsys, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text("some text\n" * 9)
     assert main(words) != 0
     found = capsys.readouterr().err
-    assert ID in found and said in re.sub(
-        r"&& .*expertmesh convert", "&& expertmesh convert", found
-    )
+    assert found.rstrip().endswith(FETCH), "its folder opens as it is, without convert"
     assert {path.name for path in tmp_path.iterdir()} == {"t.txt"}
 
 

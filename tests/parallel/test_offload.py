@@ -79,7 +79,9 @@ def test_the_stand_in_notices(two_ranks):
 
 
 def test_a_mistake():
-    with pytest.raises(ConfigError, match="offload.*conflicts with zero_stage=1.*use zero_stage=2"):
+    with pytest.raises(
+        ConfigError, match="offload.*conflicts with parallel.zero_stage=1.*use 2 there"
+    ):
         ParallelConfig(offload=True, zero_stage=1)
 
 

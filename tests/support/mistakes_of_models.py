@@ -210,7 +210,19 @@ def judging(*words: str) -> Words:
 
 def without_harness(place: Place) -> list[str]:
     place.patch.setattr("expertmesh.cli.evaluate.find_spec", lambda name: None)
+    Path(place.path("a.yaml")).write_text("task: a\ndataset_path: json\n")
     return judging("--tasks", place.path("a.yaml"))(place)
+
+
+def judging_alone(task: str, *words: str) -> Words:
+    """Without lm-evaluation-harness, which is not asked for where something else is wrong."""
+
+    def prepare(place: Place) -> list[str]:
+        without_harness(place)
+        Path(place.path("a.yaml")).write_text(task)
+        return judging("--tasks", place.path("a.yaml"), *words)(place)
+
+    return with_run(prepare)
 
 
 EVALUATE = {
@@ -230,8 +242,16 @@ EVALUATE = {
         lambda p: judging("--tasks", "a.yaml", "--output", p.path("cache"))(p),
         ["cache", "no regular file", "name a file"],
     ),
+    "a task of nothing": Mistake(judging_alone("task: a"), ["a.yaml", "no dataset_path"]),
+    "a task that would be downloaded": Mistake(
+        judging_alone("task: a\ndataset_path: wiki"), ["a.yaml", "downloaded", "save the data"]
+    ),
+    "judging on no device": Mistake(
+        judging_alone("task: a\ndataset_path: json", "--device", "tpu"), ["tpu", "cpu"]
+    ),
+    "judging nobody": Mistake(without_harness, ["run", "does not exist", "expertmesh train"]),
     "tasks without the harness": Mistake(
-        without_harness, ["needs lm-evaluation-harness", "pip install"]
+        with_run(without_harness), ["needs lm-evaluation-harness", "pip install"]
     ),
 }
 
@@ -355,7 +375,7 @@ BEGIN = {
     ),
     "a branch of a file": Mistake(
         lambda p: p.train("--train.branch-from", p.path("corpus.txt"), *WSD),
-        ["corpus.txt", "does not exist", "trunk"],
+        ["corpus.txt", "is no folder", "trunk"],
     ),
     "a branch of nobody's": Mistake(
         beginning("--train.branch-from", "~nosuchuser/x", *WSD), ["no such user", "whole path"]

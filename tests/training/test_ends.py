@@ -7,6 +7,7 @@ import re
 import pytest
 from rich.console import Console
 
+from expertmesh.cli.report import curve_table
 from expertmesh.config.run import TrainConfig
 from expertmesh.errors import ConfigError
 from expertmesh.runs.run_dir import RunDir
@@ -105,6 +106,22 @@ def test_lines_of_progress(tiny, every, steps):
     assert len(re.findall(r"^step [0-9]+/8: ", said, re.MULTILINE)) == steps
 
 
+DENSE = {"model.moe.num_experts": (), "model.moe.hidden_dim": 512}
+
+
+@pytest.mark.parametrize("options", [DENSE, {}], ids=["dense", "experts"])
+def test_experts_are_spoken_of_where_there_are_some(tiny, options):
+    """In the lines of progress, in the rows, and in the table of a report."""
+    config = tiny(**options)
+    _, said = said_by(config)
+    rows = rows_of(config)
+    has_experts = not options
+    assert ("expert load max/mean" in said) == ("dead experts" in said) == has_experts
+    for name in ("load_imbalance", "dropped_fraction", "dead_experts"):
+        assert (name in rows[-1]) == has_experts
+    assert ("imbalance" in curve_table(rows)) == has_experts
+
+
 def test_gradient_accumulation_by_its_usual_name(tiny, run_quietly, tmp_path):
     runs = [
         tiny(**options, **{"train.run_dir": str(tmp_path / str(i))})
@@ -115,7 +132,7 @@ def test_gradient_accumulation_by_its_usual_name(tiny, run_quietly, tmp_path):
     for run in runs:
         run_quietly(run)
     assert rows_of(runs[0]) == rows_of(runs[1]) != rows_of(runs[2])
-    with pytest.raises(ConfigError, match="must divide batch_size, 4"):
+    with pytest.raises(ConfigError, match="must divide train.batch_size, 4"):
         tiny(**{"train.gradient_accumulation_steps": 3})
-    with pytest.raises(ConfigError, match="conflicts with micro_batch_size=2"):
+    with pytest.raises(ConfigError, match="conflicts with train.micro_batch_size=2"):
         tiny(**{"train.gradient_accumulation_steps": 2, "train.micro_batch_size": 2})

@@ -196,5 +196,7 @@ def test_a_run_goes_on_to_the_bit(tiny, run_quietly, tmp_path):
 
 
 def test_momentum_without_muon_is_refused():
-    with pytest.raises(ConfigError, match="optim.momentum=0.5: has no effect with name=adamw"):
+    with pytest.raises(
+        ConfigError, match="optim.momentum=0.5: has no effect with optim.name=adamw"
+    ):
         RECIPES["gpt-moe-test"]().updated({"optim.momentum": 0.5})

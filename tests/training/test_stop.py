@@ -17,7 +17,7 @@ from expertmesh.cli.main import main
 from expertmesh.config.family import GPT
 from expertmesh.training import loop
 from expertmesh.training.loop import train
-from expertmesh.training.metrics import StepMetrics
+from expertmesh.training.metrics import Load, StepMetrics
 from expertmesh.training.progress import ProgressReport
 from expertmesh.training.stop import StopRequest
 
@@ -99,7 +99,8 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 
 
 def step_metrics(step):
-    return StepMetrics(step, 5.123, 0.1, 0.1, 12.3, 1e-3, 12345.0, 12.3, 0.5, 128, 4, 100 * step)
+    load = Load(12.3, 0.5, 128)
+    return StepMetrics(step, 5.123, 0.1, 0.1, 12.3, 1e-3, 12345.0, load, 4, 100 * step)
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])

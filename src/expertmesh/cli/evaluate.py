@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 from expertmesh.cli.flags import OptionParser, check_least, listed
 from expertmesh.cli.news import loading, told_of_data
+from expertmesh.config.base import expanded
 from expertmesh.config.output_file import output_file, write_whole
 from expertmesh.errors import ConfigError
 
@@ -34,18 +35,26 @@ def run(argv: list[str]) -> int:
     output = None
     if options.output is not None:
         output = output_file("output", options.output, read=options.tasks)
-    if find_spec("lm_eval") is None:
-        raise ConfigError(
-            "evaluate: needs lm-evaluation-harness; install it with: pip install lm_eval datasets"
-        )
     with told_of_data(), loading():
         import torch
 
-        from expertmesh.runs.open import open_model
+        from expertmesh.config.evaluation_task import check_task
+        from expertmesh.runs.open import find_model, open_model
+        from expertmesh.runs.precision import resolve_device
         from expertmesh.text.tokenizer import end_of_text_id
         from expertmesh.training.threads import threads_of_calls
 
-        opened = open_model(options.run, device=options.device, for_autocast=True)
+        run = find_model(options.run)
+        run.check_whole()
+        if options.device is not None:
+            resolve_device(options.device)
+        for task in options.tasks:
+            check_task(expanded(task))
+        if find_spec("lm_eval") is None:
+            raise ConfigError(
+                "evaluate: needs lm-evaluation-harness; install it with: pip install lm_eval datasets"
+            )
+        opened = open_model(run, device=options.device, for_autocast=True)
         model, tokenizer, precision = opened.decoder, opened.text.tokenizer, opened.precision
 
         from expertmesh.integrations.evaluation import evaluate

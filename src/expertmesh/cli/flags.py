@@ -138,7 +138,7 @@ class OptionParser(argparse.ArgumentParser):
                 word = shown(found.run) if " " in found.run else found.run
                 raise ConfigError(
                     f"run {word}: {what}, and the first word is the run: {self._example};"
-                    f" train one with: {command('train')}{how_to_fetch(found.run, as_run=True)}"
+                    f" train one with: {command('train')}{how_to_fetch(found.run)}"
                 )
 
     @property

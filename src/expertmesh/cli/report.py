@@ -277,15 +277,16 @@ def curve_table(metrics: list[dict[str, Any]], family: Family = GPT) -> str:
     if chosen[-1] is not metrics[-1]:
         chosen.append(metrics[-1])
     items, metric = family.items, family.metric
-    head = (
-        f"{'step':>8} {items:>12} {'loss':>8} {metric.short:>10} {items + '/s':>9} {'imbalance':>9}"
-    )
-    lines = [head]
+    has_experts = any("load_imbalance" in m for m in metrics)
+    head = f"{'step':>8} {items:>12} {'loss':>8} {metric.short:>10} {items + '/s':>9}"
+    lines = [head + f" {'imbalance':>9}" * has_experts]
     for m in chosen:
         key = f"eval_{metric.key}"
         lines.append(
             f"{m['step']:>8,} {_count(m, items):>12} {_number(m['loss']):>8} {_number(m[key]) if key in m else '':>10}"
-            f" {_count(m, f'{items}_per_second'):>9} {_number(m.get('load_imbalance'), 2):>9}"
+            f" {_count(m, f'{items}_per_second'):>9}"
+            + f" {_number(m.get('load_imbalance'), 2):>9}"
+            * has_experts
         )
     if skipped := metrics[-1].get("skipped_steps"):
         lines.append(f"{skipped:,} steps were skipped: a loss or gradient was not finite")

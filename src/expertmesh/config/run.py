@@ -80,14 +80,15 @@ class OptimConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> Self:
         idle = {
-            "decay_fraction": ("schedule=cosine", "schedule=wsd", self.schedule == "cosine"),
-            "momentum": ("name=adamw", "name=muon", self.name == "adamw"),
+            "decay_fraction": ("schedule", "wsd", self.schedule == "cosine"),
+            "momentum": ("name", "muon", self.name == "adamw"),
         }
-        for name, (given, needed, is_idle) in idle.items():
+        for name, (cause, needed, is_idle) in idle.items():
             if is_idle:
                 usual = type(self).model_fields[name].default
-                fix = f"leave it at {usual}, or use {needed}"
-                self.refuse_idle(name, f"has no effect with {given}", fix)
+                rule = f"has no effect with {named(f'optim.{cause}', getattr(self, cause))}"
+                fix = f"leave it at {usual}, or use {named(f'optim.{cause}', needed)}"
+                self.refuse_idle(name, rule, fix)
         return self
 
 
@@ -152,13 +153,13 @@ class TrainConfig(Config):
         self.require(
             self.batch_size % count == 0,
             "gradient_accumulation_steps",
-            f"must divide batch_size, {self.batch_size}",
+            f"must divide {named('train.batch_size')}, {self.batch_size}",
             "choose a divisor",
         )
         self.require(
             self.gradient_accumulation_steps is None or self.micro_batch_size is None,
             "gradient_accumulation_steps",
-            f"conflicts with micro_batch_size={self.micro_batch_size}, which says the same thing otherwise",
+            f"conflicts with {named('train.micro_batch_size', self.micro_batch_size)}, which says the same otherwise",
             "give one of them, and none to the other",
         )
         self.require(
@@ -170,7 +171,7 @@ class TrainConfig(Config):
         self.require(
             self.keep_every is None or self.keep_every % self.checkpoint_every == 0,
             "keep_every",
-            f"must be a multiple of checkpoint_every, {self.checkpoint_every}",
+            f"must be a multiple of {named('train.checkpoint_every')}, {self.checkpoint_every}",
             "choose one",
         )
         self.require(
@@ -182,7 +183,7 @@ class TrainConfig(Config):
         self.require(
             self.micro_batch_size is None or self.batch_size % self.micro_batch_size == 0,
             "micro_batch_size",
-            f"must divide batch_size, {self.batch_size}",
+            f"must divide {named('train.batch_size')}, {self.batch_size}",
             "choose a divisor",
         )
         return self
@@ -279,8 +280,9 @@ class ParallelConfig(Config):
         self.require(
             not self.offload or self.zero_stage > 1,
             "offload",
-            "conflicts with zero_stage=1, which keeps the dense layers' whole gradients on the device for a step",
-            "use zero_stage=2, or 3 to keep no weights there either",
+            f"conflicts with {named('parallel.zero_stage', 1)}, which keeps the dense layers' whole gradients on the device for a"
+            " step",
+            "use 2 there, or 3 to keep no weights on it either",
         )
         return self
 
@@ -388,7 +390,7 @@ class RunConfig(Config):
             self.require(
                 getattr(self.train, name) is None or not self.distill.init_from_teacher,
                 "distill.init_from_teacher",
-                f"conflicts with train.{name}, whose weights would take the place of the teacher's",
+                f"conflicts with {named(f'train.{name}')}, whose weights would take the place of the teacher's",
                 "leave one of them out",
             )
         return self

@@ -61,7 +61,7 @@ class TextConfig(Config):
         self.require(
             self.path is None or self.dataset is None,
             "dataset",
-            f"conflicts with path={self.path}",
+            f"conflicts with {named('data.path', self.path)}",
             "give only one of the two",
         )
         return self

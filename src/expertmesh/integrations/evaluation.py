@@ -6,7 +6,6 @@ from typing import Any
 
 import datasets
 import torch
-import yaml
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
@@ -14,6 +13,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from expertmesh.config.evaluation_task import check_task
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import evaluating, generate_batch, pad_right
 from expertmesh.infer.sampling import Sampling
@@ -22,8 +22,6 @@ from expertmesh.text.format import text_format
 from expertmesh.text.stream import TextStream
 from expertmesh.text.tokenizer import own_start
 
-_LOCAL = ("json", "csv", "text", "parquet", "arrow")
-"""Builders of `datasets` that read files."""
 _NEW_TOKENS = 256
 _KNOWN = ("do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks")
 
@@ -231,7 +229,7 @@ def evaluate(
         ConfigError: a file is no task, or its data are not local.
     """
     for task in tasks:
-        _check_task(Path(task))
+        check_task(Path(task))
     judge = ExpertMeshLM(model, tokenizer, end_id=end_id, batch_size=batch_size)
     datasets.disable_progress_bars()
     found = simple_evaluate(
@@ -245,39 +243,6 @@ def evaluate(
     )
     assert found is not None  # other ranks get nothing, and this is the first
     return dict(found)
-
-
-def _check_task(path: Path) -> None:
-    """Whether a file defines a task whose data are here."""
-    if not path.is_file():
-        raise ConfigError("tasks", path, "is no file", "give a YAML file of a task")
-    try:
-        # a task may name functions and other files, which lm-evaluation-harness reads itself
-        events = yaml.compose(path.read_text(encoding="utf-8"))
-        node = {} if events is None else {key.value: value for key, value in events.value}
-        names = {key: getattr(value, "value", None) for key, value in node.items()}
-        files = yaml.serialize(node["dataset_kwargs"]) if "dataset_kwargs" in node else ""
-    except (yaml.YAMLError, UnicodeError, AttributeError, TypeError, ValueError):
-        raise ConfigError(
-            "tasks", path, "is no YAML mapping", "give a task of lm-evaluation-harness"
-        ) from None
-    source = names.get("dataset_path")
-    if "task" not in names or (source is None and "custom_dataset" not in names):
-        raise ConfigError(
-            "tasks",
-            path,
-            "has no task or no dataset_path",
-            "give a task of lm-evaluation-harness, its name and data in this file",
-        )
-    is_local = source is None or source in _LOCAL or Path(str(source)).is_dir()
-    if not is_local or "://" in files:
-        what = "dataset_kwargs" if is_local else f"dataset_path={source}"
-        raise ConfigError(
-            "tasks",
-            path,
-            f"{what} would be downloaded",
-            f"save the data as files, and use {', '.join(_LOCAL)} with dataset_kwargs.data_files",
-        )
 
 
 def _groups(places: Sequence[int], size: int) -> Iterator[Sequence[int]]:

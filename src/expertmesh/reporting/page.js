@@ -80,6 +80,7 @@ function curves() {
     ["Load of the fullest expert", "over the mean; 1 is even", "load_imbalance", {}],
   ];
   for (const [title, note, key, extra] of shown) {
+    if (key === "load_imbalance" && RUNS.every((run) => run.curves[key].every((value) => value == null))) continue; // no experts
     if (key) {
       figure(parent, title, note, () => ({
         traces: RUNS.map((run, i) => line(run.curves.step, run.curves[key], run.name, runColor(i), "lines", runStroke(i))), extra }));

@@ -178,7 +178,7 @@ class RunDir:
             what = "is no folder" if self.path.exists() else "does not exist"
             raise ConfigError(
                 f"run {self.path}: {what}; train one with: {command('train')}"
-                f"{how_to_fetch(self.path, as_run=True)}"
+                f"{how_to_fetch(self.path)}"
             )
         check_only_files(self.path, what=f"run {self.path}")
         try:

@@ -38,7 +38,8 @@ def branch_point(config: RunConfig, *, family: Family) -> Path:
     option = named("train.branch_from", trunk_dir)
     folder = RunDir(trunk_dir)
     if not folder.path.is_dir():
-        raise ConfigError(f"{option}: does not exist; give the run directory of a trunk")
+        what = "is no folder" if folder.path.exists() else "does not exist"
+        raise ConfigError(f"{option}: {what}; give the run directory of a trunk")
     trunk, _ = folder.read_config(family)
     fixed = [f"optim.{name}" for name in OptimConfig.model_fields if name not in _OF_THE_DECAY]
     for name in (*fixed, "train.batch_size", "train.freeze"):

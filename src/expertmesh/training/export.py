@@ -112,7 +112,7 @@ def find_checkpoint(source: Path) -> Path:
     """
     if not source.is_dir():
         raise ConfigError(
-            f"{source}: is no folder; give a run directory, or a checkpoint inside one{how_to_fetch(source, as_run=True)}"
+            f"{source}: is no folder; give a run directory, or a checkpoint inside one{how_to_fetch(source)}"
         )
     if not (source / "manifest.json").is_file() and not (source / ".metadata").is_file():
         return load_run(source).checkpoint

@@ -436,9 +436,7 @@ class _Trainer:
             grad_norm=result.grad_norm,
             lr=lr,
             items_per_second=num_items / seconds,
-            load_imbalance=result.load.load_imbalance,
-            dropped_fraction=result.load.dropped_fraction,
-            dead_experts=result.load.dead_experts,
+            load=result.load,
             skipped_steps=progress.skipped_steps,
             items=progress.items,
         )

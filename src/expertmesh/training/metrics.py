@@ -38,9 +38,7 @@ class StepMetrics:
         grad_norm: global gradient norm before clipping.
         lr: learning rate of this step.
         items_per_second: items (tokens, or what the family counts) of the batch over the wall time of the step.
-        load_imbalance: see `Load`.
-        dropped_fraction: see `Load`.
-        dead_experts: see `Load`.
+        load: of the experts; None where there are none, and then it is no part of the line.
         skipped_steps: steps so far whose update was skipped because the loss or a gradient was not finite.
         items: items trained on so far.
     """
@@ -52,25 +50,27 @@ class StepMetrics:
     grad_norm: float
     lr: float
     items_per_second: float
-    load_imbalance: float
-    dropped_fraction: float
-    dead_experts: int
+    load: Load | None
     skipped_steps: int
     items: int
 
     def named(self, items: str) -> dict[str, float]:
         """The same with the name of the items, as in "tokens" and "tokens_per_second"."""
         names = {"items": items, "items_per_second": f"{items}_per_second"}
-        return {names.get(key, key): value for key, value in asdict(self).items()}
+        values = asdict(self)
+        values |= values.pop("load") or {}
+        return {names.get(key, key): value for key, value in values.items()}
 
 
-def measure_load(counts: list[list[int]], num_dropped: int) -> Load:
-    """Summarise routing.
+def measure_load(counts: list[list[int]], num_dropped: int) -> Load | None:
+    """Summarise routing; None of a dense model.
 
     Args:
         counts: rows chosen per expert, one list per MoE layer; none for a dense model.
         num_dropped: rows dropped in all layers.
     """
+    if not counts:
+        return None
     used = [layer for layer in counts if sum(layer)]
     if not used:
         return Load(1.0, 0.0, sum(len(layer) for layer in counts))

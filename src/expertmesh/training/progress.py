@@ -184,10 +184,13 @@ class ProgressReport:
             (f"{self._family.items}/s", f"{self._rate:,.0f}"),
             ("grad norm", f"{metrics.grad_norm:.3f}"),
             ("lr", f"{metrics.lr:.2e}"),
-            ("expert load max/mean", f"{metrics.load_imbalance:.2f}"),
-            ("dropped", f"{metrics.dropped_fraction:.2%}"),
-            ("dead experts", str(metrics.dead_experts)),
         ]
+        if (load := metrics.load) is not None:
+            cells += [
+                ("expert load max/mean", f"{load.load_imbalance:.2f}"),
+                ("dropped", f"{load.dropped_fraction:.2%}"),
+                ("dead experts", str(load.dead_experts)),
+            ]
         if metrics.skipped_steps:
             cells.append(("skipped steps", str(metrics.skipped_steps)))
         return cells

@@ -27,7 +27,7 @@ class StepResult:
         aux_loss: weighted balance loss.
         z_loss: weighted router z-loss.
         grad_norm: before clipping.
-        load: use of the experts.
+        load: use of the experts; None where there are none.
         is_finite: whether loss and gradient were finite; if not, no parameter was changed.
         experts: what each expert did, in the steps that are recorded; None in others, and for a dense model.
     """
@@ -36,7 +36,7 @@ class StepResult:
     aux_loss: float
     z_loss: float
     grad_norm: float
-    load: Load
+    load: Load | None
     is_finite: bool
     experts: ExpertUse | None = None
 

@@ -166,7 +166,7 @@ def read_config(folder: Path, *, is_quantized: bool = False) -> dict[str, Any]:
     """
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder}: is no folder; give one with config.json and safetensors files{how_to_fetch(folder, as_run=False)}"
+            f"{folder}: is no folder; give one with config.json and safetensors files{how_to_fetch(folder)}"
         )
     check_only_files(folder, what=str(folder), depth=1)
     values = read_json(folder / "config.json")

@@ -59,7 +59,7 @@ def convert(
     """
     source, target = expanded(source), expanded(target)
     if not source.is_dir():
-        fetch = how_to_fetch(source, as_run=False)
+        fetch = how_to_fetch(source)
         raise ConfigError("from", source, "is no folder", f"give a hub model's or a run's{fetch}")
     check_only_files(source, what=str(source))
     if target.suffix == ".safetensors":
