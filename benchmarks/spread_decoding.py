@@ -24,9 +24,9 @@ from tests.support.ranks import RankPool
 from expertmesh.comm.world import World
 from expertmesh.infer.engine import generate_batch
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.inference import spread_for_inference
-from expertmesh.recipes import RECIPES
 
 
 @dataclass(frozen=True)

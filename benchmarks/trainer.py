@@ -37,8 +37,8 @@ from torch import Tensor, nn
 
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
-from expertmesh.recipes import RECIPES
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.optim import build_optimizer, learning_rate, set_learning_rate
 from expertmesh.training.step import training_step

@@ -14,8 +14,8 @@ from expertmesh.comm.world import World
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.registry import recipe
 from expertmesh.moe.experts import DenseMLP
-from expertmesh.recipes import recipe
 
 
 class _Expert(nn.Module):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from expertmesh.config.run import RunConfig
-from expertmesh.recipes import RECIPES
-from expertmesh.recipes.dense_twin import dense_twin
+from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.models.gpt.recipes import dense_twin
 
 SMALL = {
     "model.vocab_size": 512,

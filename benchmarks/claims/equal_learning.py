@@ -21,7 +21,7 @@ from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.parameters import count_parameters
 from expertmesh.models.gpt.task import GPTTask
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.runs.run_dir import RunDir, load_run
 from expertmesh.training.evaluate import Evaluation, evaluate

@@ -16,10 +16,10 @@ import tyro
 from benchmarks.harness import Clock, Contender, checked, circumstances, interleaved, write_report
 from benchmarks.trainer import ours
 
-from expertmesh.models.family import Part
+from expertmesh.models.task import Part
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.training.expert_use import use_of_experts
 from expertmesh.training.metrics import MetricsFile
 from expertmesh.training.routing import LoadCounter, Watched

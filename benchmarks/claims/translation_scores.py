@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from expertmesh.data.parallel_text import read_lines
+from expertmesh.models.seq2seq.parallel_text import read_lines
 from expertmesh.errors import ConfigError
 from expertmesh.infer.translation_scores import TOKENIZERS, check_lines, metrics_of, plain_language
 

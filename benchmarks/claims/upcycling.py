@@ -25,13 +25,13 @@ from benchmarks.curves import plot
 
 from expertmesh.checkpoints.load import load_weights
 from expertmesh.checkpoints.store import list_checkpoints, step_of
-from expertmesh.config.family import GPT as FAMILY
+from expertmesh.models.gpt.family import GPT as FAMILY
 from expertmesh.config.gpt import GPTRunConfig, begun_with
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.parameters import count_parameters
-from expertmesh.models.family import Part
+from expertmesh.models.task import Part
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.token_losses import token_losses

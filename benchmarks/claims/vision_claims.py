@@ -28,13 +28,13 @@ from benchmarks.harness import circumstances
 from benchmarks.markdown import markdown_table
 
 from expertmesh.cli.heap import keep_freed_memory
-from expertmesh.config.family import SWIN
+from expertmesh.models.swin.family import SWIN
 from expertmesh.config.model import MoEConfig
-from expertmesh.config.swin import SwinRunConfig
-from expertmesh.costs.swin import count_multiply_adds, swin_costs
-from expertmesh.data.image_files import read_folder
+from expertmesh.models.swin.config import SwinRunConfig
+from expertmesh.models.swin.costs import count_multiply_adds, swin_costs
+from expertmesh.models.swin.image_files import read_folder
 from expertmesh.errors import ConfigError
-from expertmesh.recipes.vision import swin_mnist
+from expertmesh.models.swin.recipes import swin_mnist
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.begin import begun

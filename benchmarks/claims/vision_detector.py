@@ -36,13 +36,13 @@ from benchmarks.markdown import markdown_table
 import expertmesh as em
 from expertmesh.checkpoints.load import load_weights
 from expertmesh.cli.heap import keep_freed_memory
-from expertmesh.config.family import SWIN
+from expertmesh.models.swin.family import SWIN
 from expertmesh.config.model import MoEConfig
-from expertmesh.config.swin import SwinRunConfig
-from expertmesh.data.image_files import read_folder
+from expertmesh.models.swin.config import SwinRunConfig
+from expertmesh.models.swin.image_files import read_folder
 from expertmesh.errors import ConfigError
 from expertmesh.models.swin.model import Swin
-from expertmesh.recipes.vision import swin_mnist
+from expertmesh.models.swin.recipes import swin_mnist
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.loop import train
 

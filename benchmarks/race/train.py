@@ -39,9 +39,8 @@ from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.memory import estimate_memory
 from expertmesh.costs.parameters import count_parameters
+from expertmesh.models.gpt.recipes import RECIPES, dense_twin
 from expertmesh.models.gpt.task import GPTTask
-from expertmesh.recipes import RECIPES
-from expertmesh.recipes.dense_twin import dense_twin
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.loop import train

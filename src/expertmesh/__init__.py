@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from expertmesh.errors import ConfigError as ConfigError
     from expertmesh.errors import TrainingDivergedError as TrainingDivergedError
     from expertmesh.models.gpt.model import GPT as GPT
+    from expertmesh.models.registry import recipe as recipe
     from expertmesh.models.upcycle import moeify as moeify
     from expertmesh.models.upcycle import upcycle as upcycle
     from expertmesh.models.vocabulary import add_tokens as add_tokens
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
     from expertmesh.moe.types import RoutingStats as RoutingStats
     from expertmesh.parallel.apply import parallelize as parallelize
     from expertmesh.planner.plan import plan as plan
-    from expertmesh.recipes import recipe as recipe
     from expertmesh.reporting.page import report as report
 
 __version__ = "0.1.0"
@@ -87,7 +87,7 @@ _HOME = {
     "moeify": "models.upcycle",
     "parallelize": "parallel.apply",
     "plan": "planner.plan",
-    "recipe": "recipes",
+    "recipe": "models.registry",
     "report": "reporting.page",
     "save": "api",
     "token_logprobs": "engine.on_policy",

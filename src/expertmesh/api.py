@@ -12,15 +12,15 @@ from torch import nn
 
 from expertmesh.comm.world import World
 from expertmesh.config.base import expanded, shown
-from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_texts
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.decoder import CausalLM
+from expertmesh.models.family import Family
 from expertmesh.models.own_module import Module, own_family
+from expertmesh.models.registry import changed, find_family
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.recipes.changes import changed
 from expertmesh.runs.open import LoadedModel, device_of, find_model, open_model
 from expertmesh.runs.run_dir import TOKENIZER
 from expertmesh.text.format import text_format
@@ -54,7 +54,7 @@ def train(
         config: of a module's run: its `train`, `optim` and `parallel` sections count. Options by their dotted names will do:
             `{"train.steps": 200, "optim.lr": 1e-2}`.
         data: of a module: tensors whose first axis is the sample, alone or in a tuple; a map-style dataset; or an
-            `expertmesh.models.family.Data`.
+            `expertmesh.models.task.Data`.
         validation: the same of the samples that evaluations use; None: every twentieth of `data`, not trained on.
         loss: of a module: loss(model, *batch), a scalar mean over the batch's samples. After it may come the `RoutingStats`
             of every `MoELayer` in their order, whose losses are added for you, and a dictionary of other means, which

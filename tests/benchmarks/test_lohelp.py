@@ -8,8 +8,8 @@ import pytest
 import zstandard
 from benchmarks.claims.lohelp import _heading_and_body, extract, main, segments
 
-from expertmesh.config.seq2seq import LANGUAGE
-from expertmesh.data.parallel_text import read_lines
+from expertmesh.models.seq2seq.config import LANGUAGE
+from expertmesh.models.seq2seq.parallel_text import read_lines
 
 PAGE = """<html><head><title>no</title></head><body><p>no id here</p>
 <h1 id="hd_id1" dir="auto">{0} head of page {1} here</h1>

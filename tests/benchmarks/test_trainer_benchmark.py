@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import trainer
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 
 pytest.importorskip("transformers")
 

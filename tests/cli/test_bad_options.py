@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel
 
 from expertmesh.cli.main import main
-from expertmesh.recipes import RECIPES as GPTS
-from expertmesh.recipes.translation import RECIPES as TRANSLATIONS
-from expertmesh.recipes.vision import RECIPES as IMAGES
+from expertmesh.models.gpt.recipes import RECIPES as GPTS
+from expertmesh.models.seq2seq.recipes import RECIPES as TRANSLATIONS
+from expertmesh.models.swin.recipes import RECIPES as IMAGES
 
 RECIPES = {"gpt-moe-test": GPTS, "translate-test": TRANSLATIONS, "swin-test": IMAGES}
 LEAST = 400

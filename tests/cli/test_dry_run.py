@@ -5,10 +5,10 @@ import re
 import pytest
 
 from expertmesh.cli.train import describe, run
-from expertmesh.config.family import GPT
 from expertmesh.costs.memory import rank_memory
 from expertmesh.errors import ConfigError
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.family import GPT
+from expertmesh.models.gpt.recipes import RECIPES
 
 DEGREES = ["--parallel.ep-degree", "4", "--parallel.dp-replicate-degree", "2"]
 

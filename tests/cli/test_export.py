@@ -13,7 +13,7 @@ from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.cli.main import main
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.training.export import export
 
 TINY = {

@@ -8,9 +8,10 @@ import pytest
 from expertmesh.cli.flags import OptionParser, parse_run_config, print_train_help
 from expertmesh.cli.program import Flags, flag_name, program
 from expertmesh.config.base import FieldError, option_names
-from expertmesh.config.family import FAMILIES, GPT
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.errors import CheckpointError, ConfigError, Line, command, named
+from expertmesh.models.gpt.family import GPT
+from expertmesh.models.registry import FAMILIES
 
 RECIPE = "gpt-moe-demo"
 
@@ -20,7 +21,7 @@ def parse(*words):
 
 
 def test_recipe_alone_is_the_recipe():
-    from expertmesh.recipes import RECIPES
+    from expertmesh.models.gpt.recipes import RECIPES
 
     for name, recipe in RECIPES.items():
         assert parse_run_config([name])[:4] == (name, recipe(), False, GPT)
@@ -239,7 +240,7 @@ def test_mistakes(words, message):
 
 
 def test_help_lists_recipes_and_every_option(capsys):
-    from expertmesh.recipes import RECIPES
+    from expertmesh.models.gpt.recipes import RECIPES
 
     with pytest.raises(SystemExit) as stop:
         parse_run_config(["--help"])
@@ -252,7 +253,7 @@ def test_help_lists_recipes_and_every_option(capsys):
 
 
 def test_help_of_a_recipe_shows_its_defaults(capsys):
-    from expertmesh.recipes import RECIPES
+    from expertmesh.models.gpt.recipes import RECIPES
 
     print_train_help("gpt-moe-test", RECIPES)
     text = " ".join(capsys.readouterr().out.split())

@@ -9,8 +9,8 @@ import pytest
 
 from expertmesh.cli.program import Flags, program
 from expertmesh.cli.train import summary
-from expertmesh.config.family import GPT
 from expertmesh.errors import ConfigError, command
+from expertmesh.models.gpt.family import GPT
 from expertmesh.training.loop import TrainResult
 from expertmesh.training.metrics import evaluations
 

@@ -7,8 +7,8 @@ from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.parameters import count_parameters
 from expertmesh.costs.sizes import sizes_of, sizes_of_hub
 from expertmesh.errors import ConfigError
+from expertmesh.models.registry import recipe
 from expertmesh.planner.published import published_models
-from expertmesh.recipes import recipe
 
 RECIPES = ("gpt-moe-demo", "gpt-moe-1b", "gpt-1.3b-moe128", "gpt-350m-prmoe", "gpt-6.7b")
 QWEN = {

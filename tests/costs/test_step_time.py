@@ -18,7 +18,7 @@ from expertmesh.costs.step_time import (
     route_of,
     step_seconds,
 )
-from expertmesh.recipes import recipe
+from expertmesh.models.registry import recipe
 
 SIZES = sizes_of(recipe("gpt-1.3b-moe128").model)
 H100 = find_cluster("h100x64")

@@ -20,10 +20,10 @@ from expertmesh.data.text import text_data
 from expertmesh.errors import ConfigError
 from expertmesh.infer import engine
 from expertmesh.infer.sampling import Sampling
-from expertmesh.models.family import Part
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.task import Part
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.recipes import RECIPES
 from expertmesh.text.chat import (
     MARKS,
     OWN_TEMPLATE,

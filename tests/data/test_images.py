@@ -7,13 +7,13 @@ import pytest
 import torch
 from tests.support.pictures import stripes, write_folder, write_idx
 
-from expertmesh.config.swin import ImagesConfig
-from expertmesh.data.augment import mix_of
-from expertmesh.data.image_files import read_folder, read_image, read_image_or_idx
-from expertmesh.data.images import CLASSES_FILE, ImageData, class_names, fitted
 from expertmesh.errors import ConfigError
-from expertmesh.infer.classify import Classified
-from expertmesh.infer.expert_picture import save_picture
+from expertmesh.models.swin.augment import mix_of
+from expertmesh.models.swin.classify import Classified
+from expertmesh.models.swin.config import ImagesConfig
+from expertmesh.models.swin.expert_picture import save_picture
+from expertmesh.models.swin.image_files import read_folder, read_image, read_image_or_idx
+from expertmesh.models.swin.images import CLASSES_FILE, ImageData, class_names, fitted
 
 Image = pytest.importorskip("PIL.Image")
 CHANGES = {

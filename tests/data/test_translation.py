@@ -11,9 +11,11 @@ import torch
 import zstandard
 from tests.support.calls import calls_of
 
-from expertmesh.config.seq2seq import ParallelTextConfig
 from expertmesh.data.noise import Draws, add_noise, poisson
-from expertmesh.data.parallel_text import (
+from expertmesh.errors import ConfigError
+from expertmesh.models.seq2seq.config import ParallelTextConfig
+from expertmesh.models.seq2seq.data import CHUNK, Examples, Mixture, TranslationData, probabilities
+from expertmesh.models.seq2seq.parallel_text import (
     MASK_ID,
     in_turn,
     languages_of,
@@ -21,8 +23,6 @@ from expertmesh.data.parallel_text import (
     read_lines,
     tag_id,
 )
-from expertmesh.data.translation import CHUNK, Examples, Mixture, TranslationData, probabilities
-from expertmesh.errors import ConfigError
 from expertmesh.text.tokenizer import load_tokenizer, train_tokenizer
 
 LINES = 60

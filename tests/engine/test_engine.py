@@ -12,7 +12,7 @@ from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.text.stream import TextStream
 from expertmesh.text.tokenizer import train_tokenizer
 

@@ -7,7 +7,7 @@ import expertmesh as em
 from expertmesh.checkpoints.store import CheckpointStore
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.tokenizer import train_tokenizer
 

@@ -20,7 +20,7 @@ from expertmesh.cli.main import main
 from expertmesh.infer.engine import generate_text
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.model import GPT
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer

@@ -233,8 +233,8 @@ def test_a_header_that_contradicts_itself_is_refused_by_the_tensor(hub, tmp_path
 def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
     from expertmesh.checkpoints.dcp import Checkpoint
     from expertmesh.checkpoints.source import read_whole
-    from expertmesh.config.family import GPT
     from expertmesh.config.gpt import GPTRunConfig
+    from expertmesh.models.gpt.family import GPT
     from expertmesh.runs.run_dir import load_run
     from expertmesh.training.begin import begun
     from expertmesh.training.loop import train

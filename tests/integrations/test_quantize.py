@@ -13,8 +13,8 @@ from expertmesh.cli.main import main
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, quantize
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.moe.quantized_experts import QuantizedExperts
-from expertmesh.recipes import RECIPES
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.tokenizer import train_tokenizer

@@ -7,11 +7,11 @@ import torch
 
 from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.config.model import ModelConfig
-from expertmesh.config.seq2seq import Seq2SeqConfig
-from expertmesh.config.swin import SwinConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.seq2seq.config import Seq2SeqConfig
 from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh.models.swin.config import SwinConfig
 from expertmesh.models.swin.model import Swin
 
 SMALL = {"vocab_size": 300, "max_seq_len": 16, "dim": 16, "num_heads": 2, "ffn_hidden_dim": 16}

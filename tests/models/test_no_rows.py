@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from expertmesh.config.model import ModelConfig
-from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.seq2seq.config import Seq2SeqConfig
 from expertmesh.models.seq2seq.model import Seq2Seq
 
 IDS = torch.ones(0, 5, dtype=torch.int64)

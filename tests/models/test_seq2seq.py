@@ -10,18 +10,18 @@ from tests.support.memory import saved_bytes
 from tests.support.waits import waits
 
 from expertmesh.config.model import MoEConfig
-from expertmesh.config.seq2seq import Seq2SeqConfig, Seq2SeqRunConfig
-from expertmesh.costs.seq2seq import forward_flops, seq2seq_costs, seq2seq_spec
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder
-from expertmesh.models.family import Part
+from expertmesh.models.seq2seq.config import Seq2SeqConfig, Seq2SeqRunConfig
+from expertmesh.models.seq2seq.costs import forward_flops, seq2seq_costs, seq2seq_spec
 from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh.models.seq2seq.recipes import RECIPES
 from expertmesh.models.seq2seq.task import Seq2SeqTask
-from expertmesh.models.token_dropout import TokenDropout
+from expertmesh.models.seq2seq.token_dropout import TokenDropout
+from expertmesh.models.task import Part
 from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.recipes.translation import RECIPES
 from expertmesh.training.roles import parameter_roles
 
 SOURCES = [[2, 30, 14, 50, 9, 0], [3, 7, 0], [2, 8, 8, 61, 0]]

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from tests.oracle.numerics import assert_close_fp64, assert_two_times, magnitude
 
 from expertmesh.config.model import MoEConfig
-from expertmesh.config.swin import SwinConfig, SwinRunConfig
-from expertmesh.costs.swin import count_multiply_adds, swin_costs
 from expertmesh.errors import ConfigError
+from expertmesh.models.swin.config import SwinConfig, SwinRunConfig
+from expertmesh.models.swin.costs import count_multiply_adds, swin_costs
 from expertmesh.models.swin.drop_path import DropPath
 from expertmesh.models.swin.model import Swin
+from expertmesh.models.swin.recipes import RECIPES
 from expertmesh.moe.random import key_noise
-from expertmesh.recipes.vision import RECIPES
 from expertmesh.training.roles import parameter_roles
 
 MILLIONS = {

@@ -10,9 +10,9 @@ from torch import nn
 
 import expertmesh as em
 from expertmesh.config.model import ModelConfig
-from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.seq2seq.config import Seq2SeqConfig
 from expertmesh.models.seq2seq.model import Seq2Seq
 from expertmesh.models.vocabulary import resize_vocabulary
 from expertmesh.text.tokenizer import train_tokenizer

@@ -5,10 +5,10 @@ import torch
 
 import expertmesh as em
 from expertmesh.config.model import ModelConfig
-from expertmesh.config.seq2seq import Seq2SeqConfig
-from expertmesh.config.swin import SwinConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.seq2seq.config import Seq2SeqConfig
 from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh.models.swin.config import SwinConfig
 from expertmesh.models.swin.model import Swin
 
 LAYER = {"dim": 8, "hidden_dim": 8, "num_experts": 4, "top_k": 2}

@@ -23,11 +23,11 @@ from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, PeerError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.own_module import own_family
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.matrices import own_part
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.recipes import RECIPES
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.state import RunProgress, TrainState
 

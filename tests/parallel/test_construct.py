@@ -9,8 +9,8 @@ from expertmesh.comm.world import World
 from expertmesh.config.run import ParallelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.parallel.construct import give_memory
-from expertmesh.recipes import RECIPES
 
 LAYOUTS = FORMS | {
     "sliced": {"es_degree": 2, "expert_order": "experts_inner"},

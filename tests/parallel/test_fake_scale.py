@@ -15,7 +15,7 @@ from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.sizes import sizes_of
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
-from expertmesh.recipes import recipe
+from expertmesh.models.registry import recipe
 
 TWO_PERCENT = 0.02
 RANKS = (64, 512, 2048)

@@ -12,7 +12,7 @@ import pytest
 from tests.support.patience import PATIENCE_S
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
 
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 
 STEPS = 4
 OPTIONS = {

@@ -13,11 +13,11 @@ from expertmesh.infer.beam import beam_search
 from expertmesh.infer.engine import generate_batch
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.seq2seq.model import Seq2Seq
+from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.parallel.construct import give_memory
 from expertmesh.parallel.inference import first_chooses, spread_for_inference
-from expertmesh.recipes import RECIPES
-from expertmesh.recipes.translation import translate_test
 
 LAYERS = {
     "gated": {},

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.scaler import LossScaler
-from expertmesh.recipes import RECIPES
 
 B, S = 8, 16
 MODEL = {

@@ -8,9 +8,9 @@ from expertmesh.comm.world import World
 from expertmesh.costs.memory import rank_memory
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.matrices import own_part
-from expertmesh.recipes import RECIPES
 from expertmesh.training.optim import build_optimizer
 
 TWO_PERCENT = 0.02

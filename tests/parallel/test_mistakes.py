@@ -21,11 +21,11 @@ from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, PeerError
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.tensor import Whole
-from expertmesh.recipes import RECIPES
 from expertmesh.training.fits_ranks import check_ranks
 from expertmesh.training.loop import train
 

@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from expertmesh.comm.group import Pending, RankGroup, Traffic
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import CollectiveError, ConfigError
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.parallel.experts.dispatcher import spread_experts
 from expertmesh.parallel.experts.gather import Gather, Layout
 from expertmesh.parallel.offload import HostMemory
-from expertmesh.recipes import RECIPES
 
 KEEPS = ("until_step", "until_backward", "regather")
 

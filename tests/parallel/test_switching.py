@@ -9,10 +9,10 @@ from expertmesh.config.dispatch import DispatchOptions
 from expertmesh.config.run import ParallelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.clip import clip_grad_norm_
-from expertmesh.recipes import RECIPES
 
 B, S = 4, 8
 ELEMENT = 8

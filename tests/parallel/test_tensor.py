@@ -26,13 +26,13 @@ from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.apply import parallelize
 from expertmesh.parallel.clip import clip_grad_norm_
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.parallel.tensor import Sliced, Whole, tensor_group
-from expertmesh.recipes import RECIPES
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.step import accumulate_gradients
 

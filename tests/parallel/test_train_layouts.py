@@ -17,13 +17,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from expertmesh.cli.main import main
-from expertmesh.config.family import GPT
 from expertmesh.config.run import RunConfig
+from expertmesh.models.gpt.family import GPT
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.own_module import own_family
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
-from expertmesh.recipes import RECIPES
 from expertmesh.runs.open import open_model
 from expertmesh.training.muon import orthogonalized
 

@@ -15,11 +15,11 @@ from expertmesh.costs.memory import rank_memory
 from expertmesh.costs.peak_memory import peak_memory
 from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.sizes import sizes_of
+from expertmesh.models.registry import recipe
 from expertmesh.planner.answer import ERROR_BAR
 from expertmesh.planner.search import Candidate, Problem, layouts, with_batch
 from expertmesh.planner.validation import Summary, validate
 from expertmesh.planner.why import why_not
-from expertmesh.recipes import recipe
 
 PLANS = [
     ("gpt-1.3b-moe128", {"cluster": "a100-80x128"}),

@@ -10,10 +10,10 @@ import pytest
 from tests.support.pictures import stripes, write_folder
 from tests.support.runs import assert_same_lines, lines_of, train_quietly
 
-from expertmesh.config.family import FAMILIES
 from expertmesh.config.run import DistillConfig
-from expertmesh.recipes.translation import translate_test
-from expertmesh.recipes.vision import swin_test
+from expertmesh.models.registry import FAMILIES
+from expertmesh.models.seq2seq.recipes import translate_test
+from expertmesh.models.swin.recipes import swin_test
 
 STEPS, BROKEN_OFF = 20, 17
 SEQ_LEN = 16

@@ -14,7 +14,7 @@ import torch
 
 from expertmesh.checkpoints.store import CheckpointStore
 from expertmesh.models.gpt.model import GPT
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.chat import MARKS
 from expertmesh.text.tokenizer import train_tokenizer

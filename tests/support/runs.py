@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from expertmesh.config.run import RunConfig
-from expertmesh.models.family import Task
+from expertmesh.models.task import Task
 from expertmesh.training.loop import TrainResult, train
 from expertmesh.training.metrics import read_metrics
 from tests.oracle.numerics import relative_error

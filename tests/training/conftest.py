@@ -8,7 +8,7 @@ import signal
 import pytest
 from rich.console import Console
 
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.training import loop
 from expertmesh.training.loop import train
 

@@ -8,8 +8,8 @@ from expertmesh.config.run import TrainConfig
 from expertmesh.costs.flops import forward_flops
 from expertmesh.costs.products import Product, dominant_products
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.ops.cpu import products as cpu_products
-from expertmesh.recipes import RECIPES
 from expertmesh.runs import arithmetic
 from expertmesh.runs.arithmetic import Way, choose, fastest, measure
 from expertmesh.runs.precision import resolve_precision

@@ -8,8 +8,8 @@ import pytest
 from tests.support.mistakes import reseal
 
 from expertmesh.checkpoints.store import list_checkpoints, step_of
-from expertmesh.config.family import GPT
 from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.models.gpt.family import GPT
 from expertmesh.training.branch import branch_point
 from expertmesh.training.metrics import read_metrics
 

@@ -17,11 +17,12 @@ from tests.support.runs import (
 )
 
 from expertmesh.cli.main import main
-from expertmesh.config.family import SWIN, Family
 from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.family import Family
+from expertmesh.models.swin.family import SWIN
+from expertmesh.models.swin.recipes import swin_test
 from expertmesh.models.swin.task import SwinTask
-from expertmesh.recipes.vision import swin_test
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.optim import freeze

@@ -12,16 +12,17 @@ from tests.support.calls import calls_of
 from tests.support.runs import lines_of, train_quietly
 
 from expertmesh.cli.train import describe
-from expertmesh.config.family import GPT, SEQ2SEQ
 from expertmesh.config.run import DistillConfig
-from expertmesh.config.seq2seq import Seq2SeqRunConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.family import GPT
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
+from expertmesh.models.seq2seq.family import SEQ2SEQ
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.token_losses import Lesson, token_losses
 from expertmesh.parallel.experts.adaptive import adapt
 from expertmesh.parallel.ranks import Ranks
-from expertmesh.recipes import RECIPES
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.begin import save_as_run
 from expertmesh.training.teacher import open_teacher, teacher_bytes, teacher_dtype

@@ -13,8 +13,8 @@ from expertmesh.config.text import TextConfig
 from expertmesh.data.shards import prepare_tokens
 from expertmesh.data.text import TextData
 from expertmesh.errors import ConfigError
-from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.task import Part
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 

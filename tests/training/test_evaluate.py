@@ -17,8 +17,8 @@ from expertmesh.config.run import TrainConfig
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.windows import Windows
 from expertmesh.models.gpt.task import GPTTask, bits_per_byte
+from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.models.seq2seq.task import Seq2SeqTask
-from expertmesh.recipes.translation import translate_test
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.training.evaluate import _on_device, evaluate
 

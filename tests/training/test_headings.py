@@ -6,12 +6,12 @@ import pytest
 from tests.support.runs import train_quietly
 
 from expertmesh.cli.main import main
-from expertmesh.config.family import SEQ2SEQ
-from expertmesh.config.seq2seq import ParallelTextConfig
-from expertmesh.data.parallel_text import languages_of, tag_id
-from expertmesh.data.translation import TranslationData
 from expertmesh.errors import ConfigError
-from expertmesh.recipes.translation import translate_test
+from expertmesh.models.seq2seq.config import ParallelTextConfig
+from expertmesh.models.seq2seq.data import TranslationData
+from expertmesh.models.seq2seq.family import SEQ2SEQ
+from expertmesh.models.seq2seq.parallel_text import languages_of, tag_id
+from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.runs.run_dir import load_run
 from expertmesh.text.tokenizer import load_tokenizer
 

@@ -13,7 +13,7 @@ from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.config.run import OptimConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.model import GPT
-from expertmesh.recipes import RECIPES
+from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.training import muon
 from expertmesh.training.optim import build_optimizer
 from expertmesh.training.roles import parameter_roles

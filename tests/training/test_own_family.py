@@ -20,12 +20,13 @@ from torch import nn
 from expertmesh import MoELayer
 from expertmesh.cli.main import main
 from expertmesh.config.base import Config
-from expertmesh.config.family import Family, Metric, find_family
 from expertmesh.config.run import OptimConfig, RunConfig, TrainConfig
 from expertmesh.data.tensors import TensorData
 from expertmesh.errors import ConfigError
-from expertmesh.models.family import Baseline, Loss, Task
+from expertmesh.models.family import Family, Metric
 from expertmesh.models.own_module import OwnModule
+from expertmesh.models.registry import find_family
+from expertmesh.models.task import Baseline, Loss, Task
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.loop import train

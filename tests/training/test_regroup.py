@@ -11,11 +11,11 @@ from tests.support.runs import train_quietly
 from torch import nn
 
 from expertmesh.cli.main import main
-from expertmesh.config.family import SEQ2SEQ
 from expertmesh.config.model import MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.recipes.translation import translate_test
-from expertmesh.recipes.vision import swin_test
+from expertmesh.models.seq2seq.family import SEQ2SEQ
+from expertmesh.models.seq2seq.recipes import translate_test
+from expertmesh.models.swin.recipes import swin_test
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.begin import begun

@@ -5,9 +5,9 @@ import torch
 import transformers
 from torch import nn
 
-from expertmesh.config.family import FAMILIES, find_family
 from expertmesh.config.run import OptimConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.registry import FAMILIES, find_family
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.learning import learn_as
 from expertmesh.training.optim import build_optimizer

@@ -11,8 +11,8 @@ from tests.support.runs import losses_of, train_quietly
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.data.packing import packed
 from expertmesh.errors import ConfigError
-from expertmesh.models.family import Part
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.task import Part
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import resolve_precision
@@ -159,7 +159,7 @@ def test_a_run_keeps_to_its_rows(tiny, chats, run_quietly, tmp_path):
 
 def test_a_task_of_its_own_computes_whole_batches(tiny, chats):
     """The seam's default."""
-    from expertmesh.models.family import Task
+    from expertmesh.models.task import Task
 
     batch = (torch.zeros(2, 3),)
     assert Task.cut(GPTTask(tiny(**chats)), batch) is batch

@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.training.test_stop import nobody, run_words  # noqa: F401
 
 from expertmesh.cli.main import main
-from expertmesh.config.family import GPT
+from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.loop import train

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tests.oracle.numerics import assert_close_fp64, assert_differs, assert_two_times
 
-from expertmesh.config.seq2seq import Seq2SeqRunConfig
 from expertmesh.models import token_losses as objective
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.token_losses import token_losses
 from expertmesh.moe.random import key_noise

@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.training.conftest import spoil_gradients
 
 from expertmesh.cli.main import main
-from expertmesh.config.family import GPT
+from expertmesh.models.gpt.family import GPT
 from expertmesh.training import loop
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import Load, StepMetrics

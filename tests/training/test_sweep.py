@@ -10,8 +10,9 @@ from tests.support.calls import calls_of
 
 from expertmesh.cli.main import main
 from expertmesh.cli.sweep import table
-from expertmesh.config.family import GPT, Metric
 from expertmesh.errors import ConfigError
+from expertmesh.models.family import Metric
+from expertmesh.models.gpt.family import GPT
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training import sweep as sweeping
 from expertmesh.training.metrics import read_metrics

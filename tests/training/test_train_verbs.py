@@ -17,9 +17,9 @@ from expertmesh.config.model import ModelConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus
 from expertmesh.errors import TrainingDivergedError
-from expertmesh.models.family import Baseline
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.task import GPTTask
+from expertmesh.models.task import Baseline
 from expertmesh.runs.open import open_model
 from expertmesh.text.format import text_format
 from expertmesh.text.tokenizer import train_tokenizer

@@ -15,11 +15,12 @@ from tests.support.runs import (
 )
 
 from expertmesh.cli.main import main
-from expertmesh.config.family import SEQ2SEQ, Family
 from expertmesh.data import files
 from expertmesh.infer.translate import in_pieces, one_line, translate
+from expertmesh.models.family import Family
+from expertmesh.models.seq2seq.family import SEQ2SEQ
+from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.models.seq2seq.task import Seq2SeqTask
-from expertmesh.recipes.translation import translate_test
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import load_run
 from expertmesh.training.expert_use import read_use

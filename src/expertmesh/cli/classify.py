@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, get_args
 from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.config.output_file import output_file
-from expertmesh.config.swin import Fit
 from expertmesh.data.news import notes_known
 from expertmesh.errors import ConfigError
+from expertmesh.models.swin.config import Fit
 
 if TYPE_CHECKING:
-    from expertmesh.infer.classify import Classified
+    from expertmesh.models.swin.classify import Classified
 
 _SHOWN = 3
 _ROWS = 64
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
     check_least(options, top=1, batch_size=1)
     picture = None
     if options.picture is not None:
-        from expertmesh.infer.expert_picture import check_pillow
+        from expertmesh.models.swin.expert_picture import check_pillow
 
         picture = output_file("picture", options.picture, read=options.image)
         check_pillow(picture)
@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     for result in results:
         print(f"{result.name:<{width}}  {_likeliest(result, options.top or _SHOWN)}")
     if picture is not None:
-        from expertmesh.infer.expert_picture import save_picture
+        from expertmesh.models.swin.expert_picture import save_picture
 
         save_picture(results, picture)
         print(f"picture: {picture}")
@@ -112,7 +112,7 @@ def _parser() -> OptionParser:
 
 def _open(options: Any) -> Any:
     """The run, with what its experts may take here."""
-    from expertmesh.config.swin import SwinRunConfig
+    from expertmesh.models.swin.config import SwinRunConfig
     from expertmesh.runs.open import find_model
 
     found = find_model(options.run)
@@ -139,8 +139,8 @@ def _open(options: Any) -> Any:
 def _classify(found: Any, options: Any) -> "list[Classified]":
     """What the run's model says of each image."""
     with loading():
-        from expertmesh.data.images import CLASSES_FILE, class_names
-        from expertmesh.infer.classify import classify, read_images
+        from expertmesh.models.swin.classify import classify, read_images
+        from expertmesh.models.swin.images import CLASSES_FILE, class_names
         from expertmesh.runs.open import open_model
         from expertmesh.training.threads import threads_of_calls
 

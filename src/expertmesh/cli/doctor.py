@@ -269,20 +269,19 @@ def devices() -> list[Finding]:
 def precision() -> list[Finding]:
     """What `--train.dtype auto` means here: on a CPU, measured with the products of two recipes, and threads; on a GPU what it has."""
     from expertmesh.config.run import TrainConfig
-    from expertmesh.costs.products import dominant_products
+    from expertmesh.models.registry import DEFAULT, recipe
     from expertmesh.parallel.ranks import Ranks
-    from expertmesh.recipes import RECIPES
     from expertmesh.runs.precision import resolve_precision
     from expertmesh.training.threads import measure_step, settle_threads
 
     findings = []
-    for recipe in MEASURED_RECIPES:
-        products = dominant_products(RECIPES[recipe]())
+    for name in MEASURED_RECIPES:
+        products = DEFAULT.products_of(recipe(name))
         found = resolve_precision(TrainConfig(), products=products)
-        findings.append(Finding(f"--train.dtype auto, {recipe}", "", found.description))
+        findings.append(Finding(f"--train.dtype auto, {name}", "", found.description))
         if found.device.type == "cpu" and not is_launched():
             threads = settle_threads(Ranks(), partial(measure_step, products, found))
-            findings.append(Finding(f"threads, {recipe}", "", threads.description))
+            findings.append(Finding(f"threads, {name}", "", threads.description))
     return findings
 
 

@@ -22,10 +22,11 @@ from expertmesh.cli.config_file import flat_values, read_config_file
 from expertmesh.cli.layout import fitted
 from expertmesh.cli.program import flag_name
 from expertmesh.config.base import expanded, nearest_name, shown
-from expertmesh.config.family import FAMILIES, GPT, Family, Recipes, find_family
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.run import RunConfig, with_fitting_warmup
 from expertmesh.errors import ConfigError, command
+from expertmesh.models.family import Family, Recipes
+from expertmesh.models.registry import DEFAULT, FAMILIES, find_family
 
 _WIDE = 60
 """Columns in which a whole usage line fits."""
@@ -237,7 +238,7 @@ def parse_run_config(argv: Sequence[str], *, recipes: Recipes | None = None) -> 
     from_file, saved = ({}, None) if file is None else read_config_file(file)
     words_and_saved = [*argv, *([] if saved is None else [saved])]
     named = next((word for word in words_and_saved if word in recipes), None)
-    default = (given or GPT).config() if named is None else recipes[named]()
+    default = (given or DEFAULT).config() if named is None else recipes[named]()
     words, flags, switches = _split(argv, type(default), recipes)
     words = words or ([] if saved is None else [saved])
     if not words and given is not None and len(recipes) == 1:
@@ -287,7 +288,7 @@ def taken(option: str, argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def print_train_help(
-    recipe: str | None, recipes: Recipes, without: Callable[[], RunConfig] = GPT.config
+    recipe: str | None, recipes: Recipes, without: Callable[[], RunConfig] = DEFAULT.config
 ) -> None:
     """Prints the options with the defaults of a recipe (None: with those of `without`)."""
     import tyro

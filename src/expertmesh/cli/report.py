@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 from expertmesh.cli.flags import OptionParser, check_least, listed
 from expertmesh.cli.news import loading, told_of_data
 from expertmesh.cli.samples import measure, prompts_of, sample, shortened
-from expertmesh.config.family import GPT, Family
 from expertmesh.data.news import notes_known
 from expertmesh.errors import CheckpointError, ConfigError, command
+from expertmesh.models.family import Family
+from expertmesh.models.registry import DEFAULT
 
 if TYPE_CHECKING:
     from expertmesh.data.corpus import Corpus
-    from expertmesh.models.family import Data, Task
+    from expertmesh.models.task import Data, Task
     from expertmesh.reporting.page import Tokens
     from expertmesh.runs.open import LoadedModel
     from expertmesh.runs.run_dir import Run
@@ -31,7 +32,7 @@ class _Runs:
     """
 
     def __init__(self, family: str | None, *, keeps_models: bool) -> None:
-        from expertmesh.config.family import find_family
+        from expertmesh.models.registry import find_family
 
         self.family = None if family is None else find_family(family)
         self._keeps_models = keeps_models
@@ -264,7 +265,7 @@ def _print_measures(
     return is_better
 
 
-def curve_table(metrics: list[dict[str, Any]], family: Family = GPT) -> str:
+def curve_table(metrics: list[dict[str, Any]], family: Family = DEFAULT) -> str:
     """Some steps of the learning curve as a table; the rows with an evaluation first of all."""
     if not metrics:
         return "no metrics"

@@ -11,8 +11,8 @@ from expertmesh.cli.layout import fitted
 from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import flag_name
 from expertmesh.config.base import launched_rank
-from expertmesh.config.family import Family
 from expertmesh.errors import ConfigError
+from expertmesh.models.family import Family
 
 if TYPE_CHECKING:
     from expertmesh.training.sweep import SweptRate

@@ -10,8 +10,8 @@ from expertmesh.cli.begin import parse_and_begin, ready_to_train
 from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import program
 from expertmesh.config.base import launched_rank
-from expertmesh.config.family import Family
 from expertmesh.config.run import ParallelConfig, RunConfig
+from expertmesh.models.family import Family
 
 if TYPE_CHECKING:
     from expertmesh.costs.run import RunCosts

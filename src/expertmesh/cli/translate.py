@@ -165,7 +165,7 @@ def _scored(texts: list[str], references: list[str]) -> list[int]:
 
 
 def _lines(name: str, flag: str) -> list[str]:
-    from expertmesh.data.parallel_text import read_lines
+    from expertmesh.models.seq2seq.parallel_text import read_lines
 
     path = expanded(name)
     if not path.is_file():

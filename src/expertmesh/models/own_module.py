@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.family import Family, Metric
 from expertmesh.config.run import RunConfig
 from expertmesh.data.samples import data_of
 from expertmesh.errors import ConfigError
-from expertmesh.models.family import Batch, Data, Loss, Part, Task, num_samples
+from expertmesh.models.family import Family, Metric
+from expertmesh.models.task import Batch, Data, Loss, Part, Task, num_samples
 from expertmesh.models.upcycle import collect_stats
 from expertmesh.moe.random import count_tokens_from
 from expertmesh.moe.types import RoutingStats

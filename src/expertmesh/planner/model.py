@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.config.base import expanded, parse_json, saved_run, shown
-from expertmesh.config.family import FAMILIES
 from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.costs.sizes import ModelSizes, sizes_of, sizes_of_hub
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.models.registry import FAMILIES
 from expertmesh.planner.published import published_models
-from expertmesh.recipes import RECIPES
 
 TOKENS_PER_PARAMETER = 20
 """Of training where nobody said more: Hoffmann et al. 2022, over active parameters."""
@@ -77,7 +77,7 @@ def planned_model(target: str | Path | GPTRunConfig) -> PlannedModel:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
     raise ConfigError(
-        f"plan {shown(name)}: no recipe, run or config.json; {hint}{how_to_fetch(name, as_run=False)}"
+        f"plan {shown(name)}: no recipe, run or config.json; {hint}{how_to_fetch(name)}"
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.config.base import parse_json
-from expertmesh.config.family import FAMILIES
+from expertmesh.models.registry import FAMILIES
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.expert_use import read_use
 from expertmesh.training.metrics import read_metrics

@@ -18,10 +18,11 @@ from expertmesh.checkpoints.hub.load import hub_run_config, is_hub_folder
 from expertmesh.checkpoints.quantized import QuantizedModel, quantization_of
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.config.base import expanded
-from expertmesh.config.family import GPT, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
-from expertmesh.models.family import Task
+from expertmesh.models.family import Family
+from expertmesh.models.gpt.family import GPT
+from expertmesh.models.task import Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from expertmesh.config.base import option_names, ranks_on_host
-from expertmesh.config.family import Family
 from expertmesh.config.run import ParallelConfig, RunConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.family import Family
 
 FAR = 4
 """How far beyond the memory something must be to be refused where it is estimated: a system may swap."""

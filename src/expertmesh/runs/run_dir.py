@@ -23,13 +23,15 @@ from expertmesh.checkpoints.hub.load import HubModel
 from expertmesh.checkpoints.source import TensorSource, read_into
 from expertmesh.checkpoints.store import list_checkpoints, newest_good
 from expertmesh.config.base import expanded, parse_json, saved_run
-from expertmesh.config.family import FAMILIES, GPT, Family
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.output_file import complete, naming, write_whole
 from expertmesh.config.run import Resume, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, command, named
+from expertmesh.models.family import Family
+from expertmesh.models.gpt.family import GPT
 from expertmesh.models.own_module import FAMILY_NAME
+from expertmesh.models.registry import FAMILIES
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.quantized import open_quantized
 from expertmesh.text.tokenizer import load_tokenizer

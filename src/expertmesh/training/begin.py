@@ -12,12 +12,13 @@ from torch import nn
 from expertmesh.checkpoints.dcp import Make
 from expertmesh.checkpoints.store import CheckpointStore, list_checkpoints
 from expertmesh.config.base import expanded
-from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.output_file import naming
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import LanguageModel
-from expertmesh.models.family import Data
+from expertmesh.models.family import Family
+from expertmesh.models.registry import FAMILIES
+from expertmesh.models.task import Data
 from expertmesh.moe.dispatch import LocalDispatcher
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer

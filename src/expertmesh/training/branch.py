@@ -10,9 +10,9 @@ from pathlib import Path
 
 from expertmesh.checkpoints.manifest import find_damage
 from expertmesh.checkpoints.store import list_checkpoints, step_of
-from expertmesh.config.family import Family
 from expertmesh.config.run import OptimConfig, RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, named
+from expertmesh.models.family import Family
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.metrics import read_metrics
 from expertmesh.training.optim import decay_start, learning_rate

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.data.news import Progress
-from expertmesh.models.family import Batch, Data, Part, Task, each_tensor, num_samples
+from expertmesh.models.task import Batch, Data, Part, Task, each_tensor, num_samples
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.precision import Precision
 

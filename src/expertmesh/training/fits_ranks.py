@@ -2,7 +2,7 @@
 
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError, named
-from expertmesh.models.family import Task
+from expertmesh.models.task import Task
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.training.threads import check_threads
 

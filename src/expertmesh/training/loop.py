@@ -18,11 +18,12 @@ from expertmesh.checkpoints.store import (
     step_of,
 )
 from expertmesh.comm.bind import bind_ranks, bound_to
-from expertmesh.config.family import Family, find_family
 from expertmesh.config.run import RunConfig
 from expertmesh.data.news import notes_known
 from expertmesh.errors import TrainingDivergedError, named
-from expertmesh.models.family import Batch, Data, Task
+from expertmesh.models.family import Family
+from expertmesh.models.registry import find_family
+from expertmesh.models.task import Batch, Data, Task
 from expertmesh.parallel.apply import follow_optimizer
 from expertmesh.parallel.ranks import Ranks, open_ranks
 from expertmesh.runs.arithmetic import write_arithmetic

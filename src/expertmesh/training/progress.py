@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from expertmesh.config.family import Family
+from expertmesh.models.family import Family
 from expertmesh.training.evaluate import Evaluation
 from expertmesh.training.metrics import StepMetrics
 

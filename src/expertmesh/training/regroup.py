@@ -18,7 +18,7 @@ from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
 from expertmesh.data.news import notes_known
 from expertmesh.errors import ConfigError, named
-from expertmesh.models.family import Data, Task
+from expertmesh.models.task import Data, Task
 from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats

@@ -12,10 +12,11 @@ from expertmesh.checkpoints.dcp import Checkpoint
 from expertmesh.checkpoints.source import read_into
 from expertmesh.checkpoints.store import read_state
 from expertmesh.config.base import expanded, saved_run
-from expertmesh.config.family import GPT, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import CheckpointError, ConfigError, named
-from expertmesh.models.family import Data
+from expertmesh.models.family import Family
+from expertmesh.models.registry import DEFAULT
+from expertmesh.models.task import Data
 from expertmesh.parallel.ranks import Ranks
 
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
@@ -185,7 +186,7 @@ def check_same_run(
     Raises:
         ConfigError: names the first option that differs.
     """
-    of_family = saved.get("family", GPT.name)
+    of_family = saved.get("family", DEFAULT.name)
     if of_family != family.name:
         raise ConfigError(
             "family",

@@ -7,7 +7,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from expertmesh.models.family import Batch, Part, Task, each_tensor, num_samples
+from expertmesh.models.task import Batch, Part, Task, each_tensor, num_samples
 from expertmesh.moe.batch_balance import BatchBalance
 from expertmesh.moe.random import key_noise
 from expertmesh.parallel.ranks import Ranks

@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from expertmesh.config.base import expanded
-from expertmesh.config.family import Family, Metric, find_family
 from expertmesh.config.output_file import write_whole
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, TrainingDivergedError, named
+from expertmesh.models.family import Family, Metric
+from expertmesh.models.registry import find_family
 from expertmesh.runs.run_dir import RunDir
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics

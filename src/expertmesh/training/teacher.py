@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.checkpoints.source import TensorSource, read_into
-from expertmesh.config.family import FAMILIES, Family
 from expertmesh.config.run import RunConfig
 from expertmesh.errors import ConfigError, named
-from expertmesh.models.family import Data, Task
+from expertmesh.models.family import Family
+from expertmesh.models.registry import FAMILIES
+from expertmesh.models.task import Data, Task
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.open import find_model, open_model

@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks.race import corpus, train
 from expertmesh.costs.flops import forward_flops
-from expertmesh.recipes import RECIPES
-from expertmesh.recipes.dense_twin import dense_twin
+from expertmesh.models.gpt.recipes import RECIPES, dense_twin
 
 
 def test_runs_of_model_and_twin_are_recorded(tmp_path):

@@ -14,9 +14,9 @@ from expertmesh.data.news import Progress
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.text import TextData, text_data
 from expertmesh.models.decoder import CausalLM
-from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task, each_tensor
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
+from expertmesh.models.task import Baseline, Batch, Data, Loss, Part, Task, each_tensor
 from expertmesh.models.token_losses import Lesson, token_losses
 from expertmesh.parallel.ranks import Ranks
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.seq2seq import Seq2SeqConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.attention import Attention, DenseContext, rope_tables
 from expertmesh.models.decoder import LanguageModel
@@ -24,8 +23,9 @@ from expertmesh.models.inputs import (
 )
 from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_transformer
 from expertmesh.models.seq2seq.cache import Seq2SeqCache
+from expertmesh.models.seq2seq.config import Seq2SeqConfig
 from expertmesh.models.seq2seq.positions import UntiedPositions
-from expertmesh.models.token_dropout import TokenDropout
+from expertmesh.models.seq2seq.token_dropout import TokenDropout
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import draw_seed
 from expertmesh.moe.sizes import names_large_sizes

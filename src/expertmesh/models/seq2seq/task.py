@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.seq2seq import Seq2SeqRunConfig
 from expertmesh.data.labels import told_apart
-from expertmesh.data.parallel_text import languages_of, tag_id
-from expertmesh.data.translation import TranslationData
 from expertmesh.models.decoder import CausalLM, Translation
-from expertmesh.models.family import Batch, Loss, Part, Task
+from expertmesh.models.seq2seq.config import Seq2SeqRunConfig
+from expertmesh.models.seq2seq.data import TranslationData
 from expertmesh.models.seq2seq.model import Seq2Seq, Seq2SeqOutput
+from expertmesh.models.seq2seq.parallel_text import languages_of, tag_id
+from expertmesh.models.task import Batch, Loss, Part, Task
 from expertmesh.models.token_losses import token_losses
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.text.tokenizer import END_OF_TEXT_ID

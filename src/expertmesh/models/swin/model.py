@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expertmesh.config.swin import SwinConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.classifier import ImageScores
 from expertmesh.models.inputs import check_home, check_tensor, check_whole
 from expertmesh.models.layers import FeedForward, draw_weights
+from expertmesh.models.swin.config import SwinConfig
 from expertmesh.models.swin.drop_path import DropPath, scaled
 from expertmesh.models.swin.windows import (
     from_windows,
@@ -263,7 +263,7 @@ class Swin(nn.Module):
 
     Example:
         >>> import torch
-        >>> from expertmesh.config.swin import SwinConfig
+        >>> from expertmesh.models.swin.config import SwinConfig
         >>> config = SwinConfig(image_size=32, patch_size=2, window_size=4, dim=8, depths=(2, 2), num_heads=(1, 2),
         ...                     moe_stages=(2,), moe={"num_experts": (4,), "top_k": 1}, num_classes=5)
         >>> output = Swin(config, seed=0)(torch.rand(3, 3, 32, 32))

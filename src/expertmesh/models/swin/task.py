@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from expertmesh.config.base import expanded
 from expertmesh.config.run import RunConfig
-from expertmesh.config.swin import SwinRunConfig
-from expertmesh.data.images import CLASSES_FILE, ImageData, class_names
 from expertmesh.data.labels import told_apart
-from expertmesh.models.family import Baseline, Batch, Data, Loss, Part, Task
+from expertmesh.models.swin.config import SwinRunConfig
+from expertmesh.models.swin.images import CLASSES_FILE, ImageData, class_names
 from expertmesh.models.swin.model import Swin, SwinOutput
+from expertmesh.models.task import Baseline, Batch, Data, Loss, Part, Task
 from expertmesh.models.token_losses import token_losses
 
 _NEIGHBOURS = 5

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from expertmesh.config.output_file import complete
 from expertmesh.errors import ConfigError
-from expertmesh.infer.classify import Classified
+from expertmesh.models.swin.classify import Classified
 
 _SIDE = 160
 _GAP = 8
@@ -22,7 +22,7 @@ def save_picture(results: Sequence[Classified], path: str | Path) -> None:
     """Write a row for each image: the image, then for each MoE block the image tinted by the expert of every patch.
 
     Args:
-        results: of `expertmesh.infer.classify.classify`.
+        results: of `expertmesh.models.swin.classify.classify`.
         path: of the picture; its ending says the format.
 
     Raises:

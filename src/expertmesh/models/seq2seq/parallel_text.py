@@ -15,7 +15,6 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from expertmesh.config.base import cache_root, expanded, nearest_name, parse_json, user_cache_dir
-from expertmesh.config.seq2seq import LANGUAGE, ParallelTextConfig
 from expertmesh.data.cache_entry import INDEX, fill_once
 from expertmesh.data.encoding import (
     MOST_OF_A_MARK,
@@ -28,6 +27,7 @@ from expertmesh.data.files import LeftOut, is_packed, lines_of, opened
 from expertmesh.data.news import NAMES_ALL, note
 from expertmesh.data.order import permutation
 from expertmesh.errors import CheckpointError, ConfigError, named
+from expertmesh.models.seq2seq.config import LANGUAGE, ParallelTextConfig
 from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 FORMAT_VERSION = 1

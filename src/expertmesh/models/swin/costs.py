@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from expertmesh.config.swin import SwinConfig, SwinRunConfig
 from expertmesh.costs.memory import memory_by_size
 from expertmesh.costs.run import RunCosts
+from expertmesh.models.swin.config import SwinConfig, SwinRunConfig
 
 _POSITION_HIDDEN = 512
 

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertmesh.config.seq2seq import ParallelTextConfig
 from expertmesh.data.news import note
 from expertmesh.data.noise import ENDS_OF_SENTENCES, Draws, add_noise
 from expertmesh.data.order import permutation, spread
-from expertmesh.data.parallel_text import (
+from expertmesh.errors import ConfigError, named
+from expertmesh.models.seq2seq.config import ParallelTextConfig
+from expertmesh.models.seq2seq.parallel_text import (
     MASK_ID,
     Corpus,
     ParallelTokens,
@@ -22,7 +23,6 @@ from expertmesh.data.parallel_text import (
     source_ids,
     tag_id,
 )
-from expertmesh.errors import ConfigError, named
 from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer
 
 CHUNK = 4096

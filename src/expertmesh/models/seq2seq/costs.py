@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from expertmesh.config.seq2seq import Seq2SeqConfig, Seq2SeqRunConfig
 from expertmesh.costs.flops import (
     experts_flops,
     mlp_flops,
@@ -20,6 +19,7 @@ from expertmesh.costs.memory import memory_by_size
 from expertmesh.costs.run import RunCosts
 from expertmesh.layout.feed_forward import feed_forward
 from expertmesh.layout.spec import ModelSpec, Parameter, num_elements, parameter
+from expertmesh.models.seq2seq.config import Seq2SeqConfig, Seq2SeqRunConfig
 
 
 @lru_cache(maxsize=16)

@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.config.base import cache_root, parse_json
-from expertmesh.config.swin import Fit, ImagesConfig
-from expertmesh.data.augment import changed, mix_of, mixed
 from expertmesh.data.cache_entry import INDEX, fill_once
-from expertmesh.data.image_files import (
+from expertmesh.data.order import shuffled, spread_batches
+from expertmesh.data.paths import distinct
+from expertmesh.errors import CheckpointError, ConfigError, named
+from expertmesh.models.swin.augment import changed, mix_of, mixed
+from expertmesh.models.swin.config import Fit, ImagesConfig
+from expertmesh.models.swin.image_files import (
     ImageError,
     Images,
     LabelledFolder,
     read_folder,
     refuse_images,
 )
-from expertmesh.data.order import shuffled, spread_batches
-from expertmesh.data.paths import distinct
-from expertmesh.errors import CheckpointError, ConfigError, named
 
 CLASSES_FILE = "classes.json"
 """The file of a run with the names of its classes."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from expertmesh.config.swin import Fit
-from expertmesh.data.image_files import ImageError, read_image_or_idx, refuse_images
-from expertmesh.data.images import model_input
 from expertmesh.data.news import Progress
 from expertmesh.errors import ConfigError
 from expertmesh.models.classifier import Classifier
+from expertmesh.models.swin.config import Fit
+from expertmesh.models.swin.image_files import ImageError, read_image_or_idx, refuse_images
+from expertmesh.models.swin.images import model_input
 
 
 @dataclass(frozen=True)

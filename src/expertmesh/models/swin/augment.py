@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.config.swin import ImagesConfig
 from expertmesh.data.noise import Draws
+from expertmesh.models.swin.config import ImagesConfig
 
 _DEGREE = np.pi / 180
 _NUM_DRAWS = 13

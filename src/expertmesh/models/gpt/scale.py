@@ -13,7 +13,7 @@ from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.config.run import OptimConfig, TrainConfig
 from expertmesh.config.text import TextConfig
-from expertmesh.recipes.gpt_published import TRAIN_TOKENS, WARMUP_TOKENS
+from expertmesh.models.gpt.published import TRAIN_TOKENS, WARMUP_TOKENS
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.run import OptimConfig, TrainConfig
-from expertmesh.config.seq2seq import ParallelTextConfig, Seq2SeqConfig, Seq2SeqRunConfig
+from expertmesh.models.seq2seq.config import ParallelTextConfig, Seq2SeqConfig, Seq2SeqRunConfig
 
 
 def translate_test() -> Seq2SeqRunConfig:

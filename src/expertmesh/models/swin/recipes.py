@@ -6,7 +6,7 @@ from typing import Any
 
 from expertmesh.config.model import MoEConfig
 from expertmesh.config.run import OptimConfig, TrainConfig
-from expertmesh.config.swin import ImagesConfig, SwinConfig, SwinRunConfig
+from expertmesh.models.swin.config import ImagesConfig, SwinConfig, SwinRunConfig
 
 _BATCH_PRIORITISED: dict[str, Any] = {
     "top_k": 1,

@@ -1,0 +1,33 @@
+"""GPT as a family: language models whose next token is one of a text."""
+
+from typing import Any
+
+from expertmesh.config.gpt import GPTRunConfig, begun_with
+from expertmesh.costs.products import dominant_products
+from expertmesh.costs.run import gpt_costs
+from expertmesh.models.family import Family, Metric
+from expertmesh.models.gpt.recipes import RECIPES
+
+
+def _task(config: GPTRunConfig) -> Any:
+    from expertmesh.models.gpt.task import GPTTask
+
+    return GPTTask(config)
+
+
+GPT = Family(
+    name="gpt",
+    task=_task,
+    config=GPTRunConfig,
+    recipes=RECIPES,
+    costs=gpt_costs,
+    products=dominant_products,
+    items="tokens",
+    metric=Metric("bits_per_byte", "bits per byte", "bits/byte"),
+    fixed=("data.seq_len", "data.document_mask", "data.pack"),
+    free=("model.moe.backend",),
+    generates_text=True,
+    files=("tokenizer.json",),
+    begin=begun_with,
+)
+"""Decoders of text."""
