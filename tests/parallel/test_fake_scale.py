@@ -58,11 +58,21 @@ SAMPLE = {
 """Some of all for every run; `exhaustive` has the rest."""
 
 
+def is_possible(model, num_ranks, layout):
+    """Whether there are experts to route to, and slices enough that each rank has a part of one."""
+    experts = recipe(model).model.moe.num_experts
+    if not experts:
+        return not _OF_EXPERTS & layout.keys()
+    W = num_ranks // layout.get("dp_replicate_degree", 1)
+    slices = layout.get("es_degree")
+    return slices is None or experts[0] % (W // slices) == 0
+
+
 def cases():
     for model in MODELS:
         for num_ranks in RANKS:
             for name, layout in LAYOUTS.items():
-                if not recipe(model).model.moe.num_experts and _OF_EXPERTS & layout.keys():
+                if not is_possible(model, num_ranks, layout):
                     continue
                 case = (model, num_ranks, name)
                 yield pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.exhaustive)

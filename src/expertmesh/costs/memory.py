@@ -221,7 +221,7 @@ def rank_memory(
     held, moments, outside = 0, 0, 0
     dense, experts = Counter[int](), Counter[int]()
     for parameter in gpt_spec(config):
-        part = _largest_part(parameter, dp_shard=dp_shard, tp=tp)
+        part = largest_part(parameter, dp_shard=dp_shard, tp=tp)
         if parameter.is_expert:
             part = parameter.num_elements // W
         held += part
@@ -317,8 +317,14 @@ def _tensor_axis(parameter: Parameter, tp: int) -> int | None:
     return axis if axis is not None and tp > 1 and parameter.shape[axis] % tp == 0 else None
 
 
-def _largest_part(parameter: Parameter, *, dp_shard: int, tp: int) -> int:
-    """Elements of the rank that has most."""
+def largest_part(parameter: Parameter, *, dp_shard: int, tp: int) -> int:
+    """Elements of a dense parameter on the rank that has most.
+
+    Args:
+        parameter: it.
+        dp_shard: ranks over which it lies.
+        tp: ranks of tensor parallelism.
+    """
     taken = _tensor_axis(parameter, tp)
     local = [size // tp if axis == taken else size for axis, size in enumerate(parameter.shape)]
     free = [axis for axis in range(len(local)) if axis != taken]

@@ -1,7 +1,9 @@
 """How much memory a rank needs in training, by part, at the peak of a step."""
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
+from expertmesh.costs.memory import largest_part
 from expertmesh.costs.rank_layout import OURS, RankLayout, States, Workload
 from expertmesh.costs.sizes import Block, ModelSizes
 from expertmesh.costs.step_time import ONE_HOT_MASK_BYTES
@@ -109,7 +111,7 @@ def peak_memory(sizes: ModelSizes, layout: RankLayout, work: Workload) -> PeakMe
     stages, tp = layout.pp_degree, layout.tp_degree
     dense = sizes.dense_parameters / stages / tp
     experts = sizes.expert_parameters / stages / layout.route_degree
-    own = dense / layout.shard_degree + experts / layout.num_replicas
+    own = _dense_part(sizes, layout.shard_degree, tp) / stages + experts / layout.num_replicas
     held = own if states.shards_weights else dense + experts
     parts = {
         "weights_bytes": held * states.weight,
@@ -140,6 +142,17 @@ def peak_memory(sizes: ModelSizes, layout: RankLayout, work: Workload) -> PeakMe
         checkpoint_bytes=held * states.weight + own * states.optimizer,
     )
     return replace(found, allowance_bytes=FRAGMENTS * found.live_bytes)
+
+
+@cache
+def _dense_part(sizes: ModelSizes, shard_degree: int, tp_degree: int) -> float:
+    """Dense parameters of the rank with most; an even share where their shapes are not known."""
+    if not sizes.dense:
+        return sizes.dense_parameters / shard_degree / tp_degree
+    return sum(
+        count * largest_part(parameter, dp_shard=shard_degree, tp=tp_degree)
+        for parameter, count in sizes.dense
+    )
 
 
 def _gathered(sizes: ModelSizes, layout: RankLayout, work: Workload) -> float:

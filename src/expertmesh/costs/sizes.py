@@ -66,6 +66,7 @@ class ModelSizes:
         outside_parameters: of embedding, output and last norm.
         blocks: its layers by kind.
         two_layers_parameters: of the two neighbouring layers with most beside routed experts.
+        dense: parameters beside routed experts that are alike, and how many; empty: their shapes are not known.
 
     Example:
         >>> from expertmesh.costs.sizes import sizes_of
@@ -78,6 +79,7 @@ class ModelSizes:
     outside_parameters: int
     blocks: tuple[Block, ...]
     two_layers_parameters: int
+    dense: tuple[tuple[Parameter, int], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -136,7 +138,13 @@ def sizes_of(config: ModelConfig) -> ModelSizes:
         for layer in range(config.num_layers)
     ]
     pair = max(sum(dense[i : i + 2]) for i in range(len(dense)))
-    return ModelSizes(config.dim, config.vocab_size, outside, blocks, pair)
+    alike = Counter(
+        Parameter("", p.shape, p.axes, p.role, p.part, cut=p.cut)
+        for ones in layers.values()
+        for p in ones
+        if not p.is_expert
+    )
+    return ModelSizes(config.dim, config.vocab_size, outside, blocks, pair, tuple(alike.items()))
 
 
 def _block(
