@@ -10,6 +10,7 @@ examples:
   expertmesh plan gpt-1.3b-moe128 --cluster a100-80x128
   expertmesh plan models/Qwen3-30B-A3B --cluster h100x64 --tokens-per-batch 4194304 --tokens 1e12
   expertmesh plan deepseek-v3 --cluster mine.toml --goal memory
+  expertmesh plan qwen3-30b --cluster h100x8 --serve --batch 64 --context 4096
   expertmesh plan --validate
 """
 
@@ -36,6 +37,11 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"no model given; write one: {example} (see {command('plan --help')})")
     if options.cluster is None:
         raise ConfigError("--cluster: must be given; for example h100x64, or a TOML file")
+    if options.serve:
+        return _serve(options)
+    for name in ("batch", "context"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name}: is of generation; give --serve, too, or leave it out")
     return _plan(options)
 
 
@@ -84,6 +90,11 @@ def _parser() -> OptionParser:
     )
     parser.add_argument("--vpp", type=int, default=1, help="virtual stages of each")
     parser.add_argument(
+        "--serve", action="store_true", help="plan generation: time per token, price, memory"
+    )
+    parser.add_argument("--batch", type=int, metavar="B", help="sequences at once on all devices")
+    parser.add_argument("--context", type=int, metavar="N", help="tokens of each of them")
+    parser.add_argument(
         "--validate",
         action="store_true",
         help="fit the model's constants again, and compare all published rows",
@@ -107,6 +118,20 @@ def _plan(options: Any) -> int:
         vpp=options.vpp,
     )
     print(found.text())
+    return 0
+
+
+def _serve(options: Any) -> int:
+    from expertmesh.planner.serve import serve_plan
+    from expertmesh.planner.table import serve_text
+
+    for name in ("batch", "context"):
+        if getattr(options, name) is None:
+            raise ConfigError(f"--{name}: must be given with --serve; for example --{name} 64")
+    found = serve_plan(
+        options.model, cluster=options.cluster, batch=options.batch, context=options.context
+    )
+    print(serve_text(found))
     return 0
 
 

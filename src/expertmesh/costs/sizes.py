@@ -23,6 +23,7 @@ class Block:
         score_width: heads times (size of a key + size of a value): multiply-adds of a token with each token that it sees.
         kept_width: elements of queries, keys, values and output that attention keeps per token.
         cache_width: elements that generation keeps per token.
+        cache_heads: heads that these belong to, which tensor parallelism shares out.
         window: tokens that attention sees at most; None: all before.
         dense_hidden: F of all that each token passes beside routed experts: a dense layer, shared experts, a residual MLP.
         dense_elements: of its matrices, and of small ones like gates.
@@ -39,6 +40,7 @@ class Block:
     score_width: int
     kept_width: int
     cache_width: int
+    cache_heads: int
     window: int | None
     dense_hidden: int
     dense_elements: int
@@ -166,6 +168,7 @@ def _block(
         score_width=2 * width,
         kept_width=2 * width + 2 * keys + (width + keys) * (2 if config.qk_norm else 1),
         cache_width=2 * keys,
+        cache_heads=config.kv_heads,
         window=None,
         dense_hidden=hidden,
         dense_elements=dense - attention - router,
@@ -277,6 +280,7 @@ def _attention(v: _Values, D: int) -> dict[str, int]:
             "score_width": H * (key + value),
             "kept_width": 2 * H * key + 2 * H * value + (q_rank or 0) + rank + H * key,
             "cache_width": rank + rope,
+            "cache_heads": 1,
         }
     head = v["head_dim"] if "head_dim" in v else D // H
     keys = v.get("num_key_value_heads", H) * head
@@ -286,4 +290,5 @@ def _attention(v: _Values, D: int) -> dict[str, int]:
         "score_width": 2 * width,
         "kept_width": 2 * width + 2 * keys + width + keys,
         "cache_width": 2 * keys,
+        "cache_heads": v.get("num_key_value_heads", H),
     }

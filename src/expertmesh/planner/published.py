@@ -87,6 +87,13 @@ def published_points(kind: str = "points") -> tuple[Point, ...]:
     return tuple(point_of(name, values) for name, values in _table()[kind].items())
 
 
+@cache
+def published_serving() -> Mapping[str, Mapping[str, Any]]:
+    """Rows of generation, as they stand in the table."""
+    found: Mapping[str, Mapping[str, Any]] = _table()["serving"]
+    return found
+
+
 def point_of(name: str, values: Mapping[str, Any]) -> Point:
     """A row of the table as a point.
 

@@ -7,6 +7,7 @@ from expertmesh.costs.peak_memory import GIB, PeakMemory
 from expertmesh.costs.step_time import StepSeconds
 from expertmesh.planner.answer import ERROR_BAR, Answer
 from expertmesh.planner.search import Candidate
+from expertmesh.planner.serve import ServePlan, Serving
 from expertmesh.planner.validation import Judged, Summary, Validation
 from expertmesh.planner.why import why_not, words_of
 
@@ -17,6 +18,7 @@ _UNITS = {
     "device_gib": "GiB",
     "exchange_ms": "ms exchange",
     "compute_ms": "ms experts",
+    "token_ms": "ms per token",
 }
 MISS = 0.4
 """Errors beyond this are named with their cause."""
@@ -47,6 +49,7 @@ def validation_text(found: Validation) -> str:
         ("training throughput (f: fitted on)", found.throughput),
         ("parts of a step", found.parts),
         ("peak memory", found.memory),
+        ("generation (nothing is fitted, most batches are guessed)", found.serving),
     ):
         table: list[tuple[str, ...]] = [("row", "", "stack", "measured", "model", "error", "unit")]
         table += [_row(row) for row in rows]
@@ -59,13 +62,14 @@ def validation_text(found: Validation) -> str:
         ("throughput, fitted", found.fitted, 0.4),
         ("parts of a step", found.parts, 0.4),
         ("peak memory", found.memory, 0.15),
+        ("generation", found.serving, 0.4),
     ):
         s = Summary.of(rows, limit)
         lines.append(
             f"  {title:<23} {s.count:3} rows, median {100 * s.median:.0f} %,"
             f" within {100 * limit:.0f} %: {100 * s.within:.0f} %"
         )
-    misses = [row for row in found.throughput if abs(row.time_error) > MISS]
+    misses = [row for row in (*found.throughput, *found.serving) if abs(row.time_error) > MISS]
     if misses:
         lines += ["", "rows beyond 40 %, and why"]
         lines += [f"  {row.point.name}: {row.point.cause or 'not known'}" for row in misses]
@@ -96,6 +100,14 @@ _MEMORY_WORDS = {
     "communication_bytes": "context, buffers",
     "allowance_bytes": "fragments",
     "reused_bytes": "reused",
+}
+_SERVE_WORDS = {
+    "weights_s": "weights",
+    "cache_s": "keys and values",
+    "products_s": "products",
+    "exchange_s": "exchange",
+    "tensor_s": "tensor parallelism",
+    "host_s": "launches",
 }
 SHOWN = 6
 """Layouts of the front in a table."""
@@ -237,3 +249,63 @@ def _front_rows(candidates: Sequence[Candidate]) -> list[tuple[str, ...]]:
         )
         for c in candidates
     ]
+
+
+def serve_text(plan: ServePlan) -> str:
+    """The fastest way to generate by part, and others with less memory or fewer devices to a copy."""
+    best, model = plan.best, plan.model
+    cluster, seconds = best.cluster, best.seconds
+    touched = ", ".join(
+        f"{best.experts_touched(block):.1f} of {block.num_experts / best.route_degree:g}"
+        for block in best.sizes.blocks
+        if block.num_experts
+    )
+    lines = [
+        f"{model.name}: {best.sizes.num_parameters:,} parameters, {best.sizes.active_parameters / 1e9:,.2f} billion for a token",
+        f"{cluster.name}: {cluster.num_gpus} devices, {cluster.node_size} to a node, {cluster.device.memory_gib:g} GiB each",
+        f"{best.batch:,} sequences at once, {best.context:,} tokens each",
+        "",
+        f"fastest: {serving_text(best)}",
+        f"  per token    {_seconds(seconds.total_s)}, {1 / seconds.total_s:,.0f} tokens/s for a sequence",
+        f"  throughput   {best.tokens_per_s:,.0f} tokens/s, {best.tokens_per_s / cluster.num_gpus:,.0f} per device",
+    ]
+    if best.usd_per_million:
+        low, high = best.usd_per_million[0], best.usd_per_million[-1]
+        lines.append(
+            f"  price        {low:,.2f} to {high:,.2f} USD per million tokens, at prices of 2026"
+        )
+    if touched:
+        lines.append(f"  experts      {touched} of a device are read in a layer's step")
+    left = [
+        ("memory, GiB", ""),
+        ("weights", f"{best.weights_held_bytes / GIB:,.2f}"),
+        ("keys and values", f"{best.cache_held_bytes / GIB:,.2f}"),
+        ("in all", f"{best.device_bytes / GIB:,.2f}"),
+    ]
+    right = [("time, ms", "")]
+    right += [
+        (words, f"{1e3 * getattr(seconds, name):,.2f}")
+        for name, words in _SERVE_WORDS.items()
+        if getattr(seconds, name)
+    ]
+    right.append(("in all", f"{1e3 * seconds.total_s:,.2f}"))
+    lines += ["", *_side_by_side(left, right)]
+    rows: list[tuple[str, ...]] = [("way", "GiB", "per token", "tokens/s")]
+    rows += [
+        (
+            serving_text(way),
+            f"{way.device_bytes / GIB:,.1f}",
+            _seconds(way.seconds.total_s),
+            f"{way.tokens_per_s:,.0f}",
+        )
+        for way in plan.ways[:SHOWN]
+    ]
+    lines += ["", "ways:", *("  " + line for line in columns(rows, right="lrrr"))]
+    return "\n".join([*lines, "", "guessed:", *(f"  {guess}" for guess in plan.guesses)])
+
+
+def serving_text(way: Serving) -> str:
+    """A way to generate in a few words."""
+    copies = way.cluster.num_gpus // way.route_degree
+    words = [f"tp {way.tp_degree}", f"experts over {way.route_degree}"]
+    return ", ".join([*words, f"{copies} copies"] if copies > 1 else words)

@@ -4,10 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.peak_memory import GIB, peak_memory
+from expertmesh.costs.rank_layout import RankLayout, Workload
 from expertmesh.costs.step_time import Efficiency, step_seconds
 from expertmesh.planner.fit import fit
-from expertmesh.planner.published import Point, published_points
+from expertmesh.planner.published import (
+    Point,
+    published_models,
+    published_points,
+    published_serving,
+)
+from expertmesh.planner.serve import Serving
 
 
 @dataclass(frozen=True)
@@ -79,12 +87,14 @@ class Validation:
         throughput: rows of training throughput.
         memory: rows of peaks; nothing is fitted on them.
         parts: rows of parts of a step; nothing is fitted on them.
+        serving: rows of generation; nothing is fitted on them, and most have guessed batches.
     """
 
     efficiency: Efficiency
     throughput: tuple[Judged, ...]
     memory: tuple[Judged, ...]
     parts: tuple[Judged, ...]
+    serving: tuple[Judged, ...]
 
     @property
     def fitted(self) -> tuple[Judged, ...]:
@@ -120,7 +130,42 @@ def validate(own: Sequence[Point] = ()) -> Validation:
         judged(points),
         judged(published_points("memory")),
         judged(published_points("parts")),
+        judged_serving(),
     )
+
+
+def judged_serving() -> tuple[Judged, ...]:
+    """Rows of generation."""
+    found = []
+    for name, v in published_serving().items():
+        cluster = find_cluster(v["cluster"])
+        sizes = published_models()[v["model"]]
+        way = Serving(
+            sizes,
+            cluster,
+            v["batch"],
+            v["context"],
+            v["tp"],
+            v["ep"],
+            weight_bytes=v["weight_bytes"],
+            cache_bytes=v.get("cache_bytes", v["weight_bytes"]),
+            fused=v["fused"],
+        )
+        point = Point(
+            name,
+            v["source"],
+            v["model"],
+            sizes,
+            cluster,
+            RankLayout(cluster.num_gpus),
+            Workload(v["context"], stack="fused" if v["fused"] else "eager"),
+            v["measured"],
+            unit="token_ms",
+            guesses=tuple(v.get("guess", ())),
+            cause=v.get("cause", ""),
+        )
+        found.append(Judged(point, 1e3 * way.seconds.total_s))
+    return tuple(found)
 
 
 def predicted(point: Point, efficiency: Efficiency) -> float:
