@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from expertmesh.recipes import recipe
 
 from expertmesh.cli import main as front
 from expertmesh.costs.hardware import find_cluster
@@ -11,7 +12,6 @@ from expertmesh.costs.step_time import HBM
 from expertmesh.planner.published import published_models
 from expertmesh.planner.serve import Serving, serve_plan
 from expertmesh.planner.validation import validate
-from expertmesh.recipes import recipe
 
 QWEN = Serving(published_models()["qwen3-30b"], find_cluster("h100x8"), 64, 4096, 1, 8)
 

@@ -1,8 +1,9 @@
 """All layouts of a model on a cluster that this project can run, their memory and time, and the best of them."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from expertmesh.config.cluster import Cluster, Precision
@@ -102,15 +103,11 @@ def powers_of_two(most: int) -> list[int]:
     return [1 << n for n in range(max(most, 1).bit_length()) if 1 << n <= most]
 
 
-def divisors(number: int) -> list[int]:
-    """Ascending; of a number without large primes, powers of two and three times such are enough."""
-    return (
-        [d for d in range(1, number + 1) if number % d == 0]
-        if number < 4096
-        else [
-            d for d in range(1, number + 1) if number % d == 0 and (d & (d - 1) == 0 or d == number)
-        ]
-    )
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def layouts(problem: Problem) -> Iterator[RankLayout]:
@@ -160,9 +157,8 @@ def with_batch(problem: Problem, layout: RankLayout) -> Iterator[RankLayout]:
     each, rest = divmod(problem.batch, layout.dp_degree)
     if rest or not each:
         return
-    for size in reversed(powers_of_two(each)):
-        if each % size == 0:
-            yield replace(layout, micro_batch=size, accumulation=each // size)
+    for size in reversed(divisors(each)):
+        yield replace(layout, micro_batch=size, accumulation=each // size)
 
 
 def fitting(problem: Problem, *, smallest: bool = False) -> Iterator[Candidate]:
