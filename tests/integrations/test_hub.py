@@ -27,6 +27,33 @@ CHANGES = {
     "qwen3_moe": {"decoder_sparse_step": 2, "num_key_value_heads": 1},
     "qwen2_moe": {"decoder_sparse_step": 1, "qkv_bias": True},
     "olmoe": {"num_key_value_heads": 1},
+    "deepseek_v2": {
+        "topk_method": "group_limited_greedy",
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "deepseek_v3": {
+        "n_group": 2,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "glm4_moe": {
         "attention_bias": True,
         "num_key_value_heads": 1,
@@ -40,7 +67,7 @@ CHANGES = {
         },
     },
 }
-EXPORTED = ("mixtral", "qwen3_moe", "glm4_moe")
+EXPORTED = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")

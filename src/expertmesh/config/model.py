@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, FieldError
+from expertmesh.config.latent import LatentAttentionConfig, RopeScalingConfig
 from expertmesh.config.moe_rules import Activation, LayerChoices
 
 
@@ -79,8 +80,38 @@ class ModelConfig(Config):
     """Tokens that end a generated text beside the tokenizer's end of text; converted models bring theirs."""
     start_ids: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """Tokens put before a prompt; none: those that the tokenizer puts there, else its end of text. Converted models bring theirs."""
+    latent: LatentAttentionConfig = LatentAttentionConfig()
+    """Multi-head latent attention, as of DeepSeek."""
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
+    """Positions stretched to longer sequences."""
     moe: MoEConfig = MoEConfig()
     """The mixture-of-experts layers."""
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the attention is multi-head latent attention."""
+        return self.latent.kv_lora_rank is not None
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads of keys that a cache keeps of a token."""
+        return 1 if self.is_latent else self.kv_heads
+
+    @property
+    def cache_size(self) -> int:
+        """Size of one of them; latent attention keeps one vector, which is key and value."""
+        rank = self.latent.kv_lora_rank
+        return self.head_size if rank is None else rank + self.latent.qk_rope_head_dim
+
+    @property
+    def cache_numbers(self) -> int:
+        """Numbers that a cache keeps per token and layer."""
+        return self.cache_heads * self.cache_size * (1 if self.is_latent else 2)
+
+    @property
+    def turning_dim(self) -> int:
+        """Dimensions of a head that the rotary tables are for."""
+        return self.latent.qk_rope_head_dim if self.is_latent else self.head_size
 
     @property
     def kv_heads(self) -> int:
@@ -89,7 +120,9 @@ class ModelConfig(Config):
 
     @property
     def head_size(self) -> int:
-        """Size of one head, resolved."""
+        """Size of one head's query, resolved."""
+        if self.is_latent:
+            return self.latent.qk_head_dim
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
     def experts_per_layer(self) -> tuple[int, ...]:
@@ -135,6 +168,20 @@ class ModelConfig(Config):
         return self
 
     def _check_attention(self) -> None:
+        if self.is_latent:
+            for name in (
+                *("num_kv_heads", "head_dim", "qk_norm", "qk_norm_scope", "qkv_bias"),
+                "rope_fraction",
+            ):
+                fix = "leave it out, or latent.kv_lora_rank"
+                self.refuse_idle(name, "has no effect with latent attention", fix)
+            return
+        self.require(
+            not self.rope_scaling.mscale_all_dim or bool(self.rope_scaling.mscale),
+            "rope_scaling.mscale_all_dim",
+            "scales the scores of latent attention only",
+            "set mscale too, or leave it out",
+        )
         self.require(
             self.head_dim is not None or self.dim % self.num_heads == 0,
             "num_heads",

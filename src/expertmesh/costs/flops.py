@@ -8,7 +8,9 @@ Under a capacity this is an upper bound, because dropped rows are not computed.
 from dataclasses import dataclass
 
 from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.costs.parameters import gpt_spec
 from expertmesh.layout.feed_forward import HasFeedForwards, mlp_parameters
+from expertmesh.layout.spec import num_elements
 
 
 @dataclass(frozen=True)
@@ -111,13 +113,18 @@ def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> 
     """
     dim, layers = config.dim, config.experts_per_layer()
     moe_layers = [experts for experts in layers if experts]
-    heads = config.num_heads + 2 * config.kv_heads
-    width = config.num_heads * config.head_size
-    # Two products of S x head_size per head: scores and values.
-    attention = 4 * width * seq_len if not causal else 2 * width * (seq_len + 1)
+    # Products with a token's key and value, per head.
+    size = 2 * config.head_size
+    if config.is_latent:
+        size = config.head_size + config.latent.v_head_dim
+    width = config.num_heads * size
+    attention = 2 * width * seq_len if not causal else width * (seq_len + 1)
+    # every matrix of attention meets every token once, as training computes it
+    layer = gpt_spec(config).layers[0]
+    matrices = num_elements(p for p in layer if p.part == "attention" and p.role == "matrix")
 
     return ForwardFlops(
-        projections_flops=len(layers) * 2 * dim * (heads * config.head_size + width),
+        projections_flops=len(layers) * 2 * matrices,
         attention_flops=len(layers) * attention,
         dense_ffn_flops=(len(layers) - len(moe_layers)) * mlp_flops(config, config.ffn_hidden_dim),
         router_flops=sum(router_flops(config, experts) for experts in moe_layers),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 from expertmesh.config.model import ModelConfig
 from expertmesh.layout.feed_forward import feed_forward
@@ -47,7 +48,8 @@ def _parameters(config: ModelConfig) -> Iterator[Parameter]:
 def _layer(config: ModelConfig, num_experts: int) -> Iterator[Parameter]:
     D = config.dim
     yield parameter("attention_norm.weight", "norm", "norms", model=D, hub="input_layernorm.weight")
-    yield from (one.inside("attention.", "self_attn.") for one in _attention(config))
+    attention = _latent_attention(config) if config.is_latent else _attention(config)
+    yield from (one.inside("attention.", "self_attn.") for one in attention)
     yield parameter(
         "ffn_norm.weight", "norm", "norms", model=D, hub="post_attention_layernorm.weight"
     )
@@ -77,6 +79,29 @@ def _attention(config: ModelConfig) -> Iterator[Parameter]:
         for x, size in (("q", width), ("k", keys)):
             name = f"{x}_norm.weight"
             yield parameter(name, "norm", part, heads=size if whole else head, hub=name)
+
+
+def _latent_attention(config: ModelConfig) -> Iterator[Parameter]:
+    D, H, sizes, part = config.dim, config.num_heads, config.latent, "attention"
+    small, rank = sizes.q_lora_rank, sizes.kv_lora_rank or 0
+    rows = H * sizes.qk_head_dim
+    if small is None:
+        yield _matrix("q_up", "q_proj", heads=rows, model=D, cut="heads")
+    else:
+        yield _matrix("q_down", "q_a_proj", latent=small, model=D)
+        yield parameter("q_norm.weight", "norm", part, latent=small, hub="q_a_layernorm.weight")
+        yield _matrix("q_up", "q_b_proj", heads=rows, latent=small, cut="heads")
+    both = rank + sizes.qk_rope_head_dim
+    yield _matrix("kv_down", "kv_a_proj_with_mqa", latent=both, model=D)
+    yield parameter("kv_norm.weight", "norm", part, latent=rank, hub="kv_a_layernorm.weight")
+    rows = H * (sizes.qk_nope_head_dim + sizes.v_head_dim)
+    yield _matrix("kv_up", "kv_b_proj", heads=rows, latent=rank, cut="heads")
+    width = H * sizes.v_head_dim
+    yield _matrix("out", "o_proj", model=D, heads=width, cut="heads", is_output=True)
+
+
+def _matrix(name: str, theirs: str, **sizes: Any) -> Parameter:
+    return parameter(f"{name}.weight", "matrix", "attention", hub=f"{theirs}.weight", **sizes)
 
 
 @dataclass(frozen=True)

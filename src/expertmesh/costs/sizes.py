@@ -162,13 +162,20 @@ def _block(
     if not num_experts:
         hidden = config.ffn_hidden_dim
     width, keys = config.num_heads * head, config.kv_heads * head
+    score_width = 2 * width
+    kept_width = 2 * width + 2 * keys + (width + keys) * (2 if config.qk_norm else 1)
+    if config.is_latent:
+        values = config.num_heads * config.latent.v_head_dim
+        score_width = width + values
+        small = (config.latent.q_lora_rank or 0) + (config.latent.kv_lora_rank or 0)
+        kept_width = 3 * width + 2 * values + small
     return Block(
         count=number,
         attention_elements=attention,
-        score_width=2 * width,
-        kept_width=2 * width + 2 * keys + (width + keys) * (2 if config.qk_norm else 1),
-        cache_width=2 * keys,
-        cache_heads=config.kv_heads,
+        score_width=score_width,
+        kept_width=kept_width,
+        cache_width=config.cache_numbers,
+        cache_heads=config.cache_heads,
         window=None,
         dense_hidden=hidden,
         dense_elements=dense - attention - router,

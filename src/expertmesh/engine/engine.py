@@ -154,9 +154,7 @@ class Engine:
         if self.config.num_blocks is not None:
             return self.config.num_blocks
         size, model = self.config.block_size, self.model.config
-        block_bytes = (
-            2 * model.num_layers * model.kv_heads * model.head_size * size * dtype.itemsize
-        )
+        block_bytes = model.num_layers * model.cache_numbers * size * dtype.itemsize
         most = self.config.max_sequences * -(-self.max_len // size)
         return max(1, min(most, self.config.cache_bytes // block_bytes))
 

@@ -15,7 +15,7 @@ class PagedCache:
     """Keys and values of all layers for num_blocks blocks of block_size tokens, in one allocation each.
 
     Args:
-        config: of the model: its num_layers, kv_heads and head_size are read.
+        config: of the model: its num_layers, cache_heads, cache_size and is_latent are read.
         num_blocks: blocks.
         block_size: tokens of a block.
         device: of the cache.
@@ -32,15 +32,21 @@ class PagedCache:
         dtype: torch.dtype,
     ) -> None:
         self.block_size = block_size
-        shape = (config.num_layers, num_blocks * block_size, config.kv_heads, config.head_size)
+        shape = (config.num_layers, num_blocks * block_size, config.cache_heads, config.cache_size)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
-        self.v = torch.zeros(shape, device=device, dtype=dtype)
+        # latent attention keeps one vector per token, which is key and value
+        self.v = self.k if config.is_latent else torch.zeros_like(self.k)
+
+    @property
+    def memories(self) -> tuple[Tensor, ...]:
+        """The allocations."""
+        return (self.k,) if self.v is self.k else (self.k, self.v)
 
     def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), one after the other."""
         size = self.block_size
         for source, target in pairs:
-            for memory in (self.k, self.v):
+            for memory in self.memories:
                 memory[:, target * size : (target + 1) * size] = memory[
                     :, source * size : (source + 1) * size
                 ]
@@ -88,6 +94,11 @@ class PagedContext:
     places_T: Tensor
     spans: tuple[Span, ...]
 
+    @property
+    def keeps(self) -> bool:
+        """Whether later tokens will see these."""
+        return True
+
     def attend(
         self,
         layer_index: int,
@@ -100,7 +111,8 @@ class PagedContext:
         """See `AttentionContext.attend`; each sequence by itself, so that none sees how many others there are."""
         k_all, v_all = self.cache.k[layer_index], self.cache.v[layer_index]
         k_all.index_copy_(0, self.places_T, k_Thd.to(k_all.dtype))
-        v_all.index_copy_(0, self.places_T, v_Thd.to(v_all.dtype))
+        if v_all.data_ptr() != k_all.data_ptr():
+            v_all.index_copy_(0, self.places_T, v_Thd.to(v_all.dtype))
         y_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         for span in self.spans:
             rows = slice(span.first, span.first + span.count)

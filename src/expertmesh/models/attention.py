@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expertmesh.config.latent import RopeScalingConfig
 from expertmesh.models.layers import RMSNorm
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.ops.attention.visible import Visible, visible
@@ -26,6 +27,10 @@ class AttentionContext(Protocol):
     @property
     def positions(self) -> Tensor:
         """Integer positions of the tokens in their sequences, (S,) or (B, S), or (T,) of flat tokens."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether keys and values are kept for later tokens, so that small ones are worth work."""
 
     def attend(
         self,
@@ -73,6 +78,11 @@ class DenseContext:
     visible: Visible
     cache: LayerCache | None = None
     places: Places | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is a cache."""
+        return self.cache is not None
 
     @classmethod
     def of(
@@ -145,6 +155,7 @@ def rope_tables(
     base: float,
     dtype: torch.dtype,
     fraction: float = 1.0,
+    scaling: RopeScalingConfig | None = None,
     arithmetic: RowArithmetic = ORDINARY,
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al. 2021, eq. 15).
@@ -157,6 +168,7 @@ def rope_tables(
         base: base of the frequencies.
         dtype: FP32 or FP64.
         fraction: share of the pairs that turn.
+        scaling: how positions are stretched; None: they are not.
         arithmetic: the arithmetic of the cosines and sines.
 
     Returns:
@@ -165,9 +177,17 @@ def rope_tables(
     turning = round(head_dim * fraction)
     half = torch.arange(0, turning, 2, device=positions_S.device, dtype=dtype)
     frequency = torch.pow(base, -half / max(turning, 1))
+    if scaling is not None and scaling.factor > 1:
+        first, last = scaling.mixed_pairs(dim=turning, base=base)
+        pair = torch.arange(turning // 2, device=positions_S.device, dtype=dtype)
+        share = ((pair - first) / max(last - first, 1e-3)).clamp(0, 1)
+        frequency = frequency * (1 - share) + frequency / scaling.factor * share
     frequency = F.pad(frequency, (0, (head_dim - turning) // 2))
     angle = positions_S.to(dtype)[..., None] * frequency
-    return arithmetic.cos_and_sin(angle)
+    cos, sin = arithmetic.cos_and_sin(angle)
+    if scaling is None or scaling.cos_factor == 1:
+        return cos, sin
+    return cos * scaling.cos_factor, sin * scaling.cos_factor
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

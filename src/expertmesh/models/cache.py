@@ -15,7 +15,7 @@ class KVCache:
     The model announces new tokens once with `begin`, then every layer stores its part with `update`.
 
     Args:
-        config: the config of the model: its max_seq_len, num_layers, kv_heads and head_size are read.
+        config: the config of the model: its max_seq_len, num_layers, cache_heads and cache_size are read.
         batch_size: sequences.
         max_len: most tokens per sequence, padding included; None: config.max_seq_len.
         device: the device of the cache.
@@ -44,7 +44,7 @@ class KVCache:
                 f"max_len={max_len}: a cache longer than the model's max_seq_len={config.max_seq_len};"
                 " ask for fewer tokens"
             )
-        shape = (config.num_layers, batch_size, config.kv_heads, max_len, config.head_size)
+        shape = (config.num_layers, batch_size, config.cache_heads, max_len, config.cache_size)
         self.max_len = max_len
         self.length = 0
         self._start = 0

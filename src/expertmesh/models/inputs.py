@@ -221,10 +221,10 @@ def check_cache(cache: Any, *, config: Any, weight: Tensor) -> None:
     if not isinstance(cache, KVCache):
         return
     layers, _, heads, _, size = cache.shape
-    if (layers, heads, size) != (config.num_layers, config.kv_heads, config.head_size):
+    if (layers, heads, size) != (config.num_layers, config.cache_heads, config.cache_size):
         raise ConfigError(
-            f"cache has {layers} layers of {heads} heads of {size}; the model has {config.num_layers} of {config.kv_heads} of "
-            f"{config.head_size}; make one with its new_cache()"
+            f"cache has {layers} layers of {heads} heads of {size}; the model has {config.num_layers} of {config.cache_heads} of "
+            f"{config.cache_size}; make one with its new_cache()"
         )
     if autocast_dtype(cache.device) is None and cache.dtype != weight.dtype:
         raise ConfigError(

@@ -92,6 +92,80 @@ def _glm4(v: Values) -> dict[str, Any]:
     }
 
 
+def _latent(v: Values, values: Values) -> dict[str, Any]:
+    """Multi-head latent attention, and the layers and experts that both DeepSeek families have."""
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = {name: v[name] for name in sizes}
+    # null: queries come from the token itself
+    latent["q_lora_rank"] = {**v, **values}.get("q_lora_rank")
+    latent["interleaved"] = v.get("rope_interleave", True)
+    return {
+        "latent": latent,
+        "num_kv_heads": None,
+        "head_dim": None,
+        "first_dense_layers": v["first_k_dense_replace"],
+    }
+
+
+def _deepseek2(v: Values) -> dict[str, Any]:
+    moe = _moe(v, "n_routed_experts", "moe_intermediate_size", normalizes=False)
+    groups = {}
+    if v["topk_method"] == "group_limited_greedy" and (v.get("n_group") or 1) > 1:
+        groups = {
+            "num_expert_groups": v["n_group"],
+            "num_limited_groups": v["topk_group"],
+            "group_score": "max",
+        }
+    return {
+        "moe": moe
+        | groups
+        | {
+            "weight_scale": v["routed_scaling_factor"],
+            "num_shared_experts": v["n_shared_experts"] or 0,
+        },
+    }
+
+
+def _deepseek3(v: Values) -> dict[str, Any]:
+    moe = _moe(v, "n_routed_experts", "moe_intermediate_size", normalizes=v["norm_topk_prob"])
+    return {
+        "moe": moe
+        | {
+            "score_function": "sigmoid",
+            "num_expert_groups": v["n_group"],
+            "num_limited_groups": v["topk_group"] if v["n_group"] > 1 else 1,
+            "weight_scale": v["routed_scaling_factor"],
+            "num_shared_experts": v["n_shared_experts"] or 0,
+            "bias_update_rate": _BIAS_RATE,
+        },
+    }
+
+
+YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_seq_len",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
+}
+"""Options of YaRN, the hub's names and ours."""
+
+
+def _scaling(v: Values, *, latent: bool) -> dict[str, Any]:
+    """Options of stretched positions, where a config.json has them."""
+    rope = _rope(v)
+    if rope.get("rope_type", rope.get("type", "default")) != "yarn":
+        return {}
+    found = {ours: rope[name] for name, ours in YARN.items() if rope.get(name) is not None}
+    if not latent and not (found.get("mscale") and found.get("mscale_all_dim")):
+        # one of the two alone does nothing to ordinary attention
+        found = {n: value for n, value in found.items() if not n.startswith("mscale")}
+    return {"rope_scaling": found}
+
+
 def _moe(v: Values, experts: str, hidden: str, *, normalizes: bool) -> dict[str, Any]:
     return {
         # transformers 5 writes num_local_experts for all families, the hub's older files their own names
@@ -156,6 +230,39 @@ _DEFAULTS: dict[str, Values] = {
         "router_aux_loss_coef": 0.01,
         "norm_topk_prob": False,
     },
+    "deepseek_v2": {
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "first_k_dense_replace": 0,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "moe_intermediate_size": 1407,
+    },
+    "deepseek_v3": {
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "first_k_dense_replace": 3,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 2048,
+    },
     "glm4_moe": {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
@@ -179,6 +286,18 @@ _ALL_DEFAULTS: Values = {
     "rope_theta": 1e4,
 }
 _PLAIN: Mapping[str, tuple[Any, ...]] = {"attention_bias": (False, None), "clip_qkv": (None,)}
+_DEEPSEEK: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "moe_layer_freq": (1,),
+    "ep_size": (1,),
+}
+_DEEPSEEK2 = _DEEPSEEK | {
+    "topk_method": ("greedy", "group_limited_greedy"),
+    "scoring_func": ("softmax",),
+    "norm_topk_prob": (False, None),
+}
+_DEEPSEEK3 = _DEEPSEEK | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
 _CAUSAL: Mapping[str, tuple[Any, ...]] = {"is_causal": (True, None)}
 
 _TRAINING_ONLY = {
@@ -197,11 +316,14 @@ def _family(
     refused: Mapping[str, tuple[Any, ...]],
     uses_window: Callable[[Values], bool] = _never,
 ) -> HubFamily:
-    defaults = {**_ALL_DEFAULTS, **_DEFAULTS[model_type]}
+    name = "deepseek_v3" if model_type == "kimi_k2" else model_type
+    defaults = {**_ALL_DEFAULTS, **_DEFAULTS[name]}
     refused = {**_CAUSAL, **refused}
     return HubFamily(model_type, architecture, options, defaults, refused, uses_window)
 
 
+LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+"""Families with multi-head latent attention."""
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -210,6 +332,10 @@ FAMILIES = {
         _family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2, {}, _if_asked),
         _family("olmoe", "OlmoeForCausalLM", _olmoe, _PLAIN),
         _family("glm4_moe", "Glm4MoeForCausalLM", _glm4, {}),
+        _family("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek2, _DEEPSEEK2),
+        _family("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek3, _DEEPSEEK3),
+        # the same model under a name of its own
+        _family("kimi_k2", "DeepseekV3ForCausalLM", _deepseek3, _DEEPSEEK3),
     )
 }
 """The architectures that our GPT can be, by `model_type`."""
@@ -271,7 +397,9 @@ def model_config(values: Values, *, start_ids: tuple[int, ...] | None = None) ->
             "end_ids": end_ids(values),
             "start_ids": start_ids,
         }
-        options = common | family.options(v)
+        is_latent = family.model_type in LATENT
+        options = common | (_latent(v, values) if is_latent else {}) | family.options(v)
+        options |= _scaling(v, latent=is_latent)
     except KeyError as missing:
         raise ConfigError(f"{name} has no {missing.args[0]}; restore it from the hub") from None
     except (TypeError, AttributeError) as error:
@@ -330,9 +458,10 @@ def _refuse(values: Values, family: HubFamily) -> None:
         if nested := [kind for kind, value in rope.items() if isinstance(value, Mapping)]:
             raise _other_model(f"{name}.{nested[0]}", family, "the same positions in every layer")
         rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
+        if rope_type not in ("default", "yarn"):
             raise ConfigError(
-                f"rope_type={rope_type!r}: positions are scaled, which a GPT of expertmesh does not do; use a model without"
+                f"rope_type={rope_type!r}: positions are scaled in a way that a GPT of expertmesh does not know; use a model "
+                "with default or yarn"
             )
 
 

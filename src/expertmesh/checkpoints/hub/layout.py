@@ -37,7 +37,8 @@ def pieces(config: ModelConfig, model_type: str) -> Iterator[Piece]:
     for layer, num_experts in enumerate(config.experts_per_layer()):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
         yield _whole(f"{ours}attention_norm.weight", f"{theirs}input_layernorm.weight", (D,))
-        yield from _attention(config, f"{ours}attention.", f"{theirs}self_attn.")
+        attention = _latent_attention if config.is_latent else _attention
+        yield from attention(config, f"{ours}attention.", f"{theirs}self_attn.")
         yield _whole(f"{ours}ffn_norm.weight", f"{theirs}post_attention_layernorm.weight", (D,))
         if num_experts:
             yield from _moe(config, model_type, num_experts, f"{ours}moe.", theirs)
@@ -103,6 +104,24 @@ def _attention(config: ModelConfig, ours: str, theirs: str) -> Iterator[Piece]:
                 (slice(b, b + size),),
                 (d,),
             )
+
+
+def _latent_attention(config: ModelConfig, ours: str, theirs: str) -> Iterator[Piece]:
+    D, H, sizes = config.dim, config.num_heads, config.latent
+    assert sizes.kv_lora_rank is not None
+    rank, small = sizes.kv_lora_rank, sizes.q_lora_rank
+    q_name = "q_proj" if small is None else "q_b_proj"
+    shapes = {
+        "q_up": (q_name, (H * sizes.qk_head_dim, small or D)),
+        "kv_down": ("kv_a_proj_with_mqa", (rank + sizes.qk_rope_head_dim, D)),
+        "kv_norm": ("kv_a_layernorm", (rank,)),
+        "kv_up": ("kv_b_proj", (H * (sizes.qk_nope_head_dim + sizes.v_head_dim), rank)),
+        "out": ("o_proj", (D, H * sizes.v_head_dim)),
+    }
+    if small is not None:
+        shapes |= {"q_down": ("q_a_proj", (small, D)), "q_norm": ("q_a_layernorm", (small,))}
+    for name, (other, shape) in shapes.items():
+        yield _whole(f"{ours}{name}.weight", f"{theirs}{other}.weight", shape)
 
 
 def _moe(config: ModelConfig, model_type: str, E: int, ours: str, theirs: str) -> Iterator[Piece]:

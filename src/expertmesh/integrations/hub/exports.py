@@ -3,7 +3,7 @@
 import logging
 from typing import Any, NamedTuple
 
-from expertmesh.checkpoints.hub.configs import ACTIVATIONS, FAMILIES, HubFamily
+from expertmesh.checkpoints.hub.configs import ACTIVATIONS, FAMILIES, YARN, HubFamily
 from expertmesh.config.model import ModelConfig, MoEConfig
 from expertmesh.errors import ConfigError, named
 
@@ -73,7 +73,42 @@ def _glm4(c: ModelConfig) -> dict[str, Any]:
     }
 
 
-_EXPORTS = {"mixtral": _mixtral, "qwen3_moe": _qwen3, "glm4_moe": _glm4}
+def _deepseek(c: ModelConfig) -> dict[str, Any]:
+    moe, latent = c.moe, c.latent
+    is_v3 = moe.score_function == "sigmoid"
+    groups = {"n_group": moe.num_expert_groups, "topk_group": moe.num_limited_groups}
+    if not is_v3:
+        grouped = moe.num_expert_groups > 1
+        groups["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+    return {
+        **{name: getattr(latent, name) for name in _LATENT},
+        "num_key_value_heads": c.num_heads,
+        # that which turns, as transformers has it
+        "head_dim": latent.qk_rope_head_dim,
+        "n_routed_experts": moe.num_experts[0],
+        "moe_intermediate_size": moe.hidden_dim,
+        "intermediate_size": c.ffn_hidden_dim,
+        "n_shared_experts": moe.num_shared_experts,
+        "first_k_dense_replace": c.first_dense_layers,
+        "moe_layer_freq": 1,
+        "routed_scaling_factor": moe.weight_scale,
+        "norm_topk_prob": is_v3 and _normalizes(moe),
+        "scoring_func": "sigmoid" if is_v3 else "softmax",
+        "attention_bias": False,
+        "rope_interleave": latent.interleaved,
+        **groups,
+        **({"num_nextn_predict_layers": 0} if is_v3 else {}),
+    }
+
+
+_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_EXPORTS = {
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3,
+    "glm4_moe": _glm4,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+}
 
 
 def export_family(config: ModelConfig) -> HubFamily:
@@ -82,15 +117,18 @@ def export_family(config: ModelConfig) -> HubFamily:
     Raises:
         ConfigError: no architecture of the hub computes what an option of ours asks for; names it.
     """
-    for rule in _rules(config):
+    names = "DeepSeek-V2 and V3" if config.is_latent else "Mixtral, Qwen3-MoE and GLM-4-MoE"
+    for rule in _latent_rules(config) if config.is_latent else _rules(config):
         if not rule.holds:
             raise ConfigError(
                 f"model.{rule.name}",
                 rule.value,
-                "Mixtral, Qwen3-MoE and GLM-4-MoE have nothing like it together with the model's other options",
+                f"{names} have nothing like it together with the model's other options",
                 f"{rule.way}keep the model in expertmesh, or train one without it",
             )
     moe = config.moe
+    if config.is_latent:
+        return FAMILIES["deepseek_v3" if moe.score_function == "sigmoid" else "deepseek_v2"]
     if moe.score_function == "sigmoid" or config.qkv_bias:
         return FAMILIES["glm4_moe"]
     return FAMILIES["qwen3_moe" if config.qk_norm else "mixtral"]
@@ -105,7 +143,13 @@ def hub_config(config: ModelConfig, family: HubFamily, *, dtype: str) -> dict[st
         dtype: of the written weights, as torch names it.
     """
     turning = {"partial_rotary_factor": config.rope_fraction}
-    rope = {"rope_theta": config.rope_base, "rope_type": "default"}
+    rope: dict[str, Any] = {"rope_theta": config.rope_base, "rope_type": "default"}
+    if config.rope_scaling.factor > 1:
+        scaling = config.rope_scaling
+        rope |= {name: getattr(scaling, ours) for name, ours in YARN.items()} | {
+            "rope_type": "yarn"
+        }
+        rope = {name: value for name, value in rope.items() if value not in (None, 0.0)}
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -142,7 +186,11 @@ def left_out(config: ModelConfig, family: HubFamily) -> list[str]:
     found = [name for name in names if getattr(moe, name) != fields[name].default]
     if moe.balance_loss not in ("switch", "none"):
         found.append("balance_loss")
-    if family.model_type == "glm4_moe" and moe.aux_loss_weight and moe.balance_loss != "none":
+    if (
+        family.model_type not in ("mixtral", "qwen3_moe")
+        and moe.aux_loss_weight
+        and moe.balance_loss != "none"
+    ):
         found.append("aux_loss_weight")
     return [f"moe.{name}={getattr(moe, name)}" for name in found]
 
@@ -182,13 +230,33 @@ _AS_GLM = f"one with {_GLM} goes out as GLM-4-MoE, which has it; "
 _WHOLE_GLM = f"GLM-4-MoE has together {_GLM}; "
 
 
+def _latent_rules(config: ModelConfig) -> list[_Rule]:
+    """Those of a model with latent attention."""
+    moe = config.moe
+    is_v3 = moe.score_function == "sigmoid"
+    grouped = moe.num_expert_groups > 1
+    score = "top2_sum" if is_v3 else "max"
+    return [
+        _Rule("moe.num_experts", moe.num_experts, len(set(moe.num_experts)) == 1),
+        _Rule("activation", config.activation, config.activation in ACTIVATIONS.values()),
+        _Rule("moe_every", config.moe_every, config.moe_every == 1),
+        _Rule("latent.interleaved", False, is_v3 or config.latent.interleaved),
+        _Rule("moe.router", moe.router, moe.router == "topk"),
+        _Rule("moe.score_function", moe.score_function, moe.score_function != "softmax_after_topk"),
+        _Rule("moe.bias_update_rate", moe.bias_update_rate, is_v3 == (moe.bias_update_rate > 0)),
+        _Rule("moe.normalize_weights", moe.normalize_weights, is_v3 or not _normalizes(moe)),
+        _Rule("moe.group_score", moe.group_score, not grouped or moe.group_score == score),
+        _Rule("moe.num_shared_experts", moe.num_shared_experts, moe.num_shared_experts > 0),
+        *_rules_of_all(moe),
+    ]
+
+
 def _rules(config: ModelConfig) -> list[_Rule]:
     """All of them, those first whose options decide on the architecture."""
     moe = config.moe
     glm = moe.score_function == "sigmoid" and moe.bias_update_rate > 0
     divided = _normalizes(moe) or glm or config.qk_norm
     one = moe.top_k == 1 and moe.normalize_weights == "auto"
-    shared = moe.num_shared_experts * moe.hidden_dim
     softmax = moe.score_function != "sigmoid"
     found = [
         _Rule("moe.num_experts", moe.num_experts, len(set(moe.num_experts)) == 1),
@@ -231,6 +299,15 @@ def _rules(config: ModelConfig) -> list[_Rule]:
             glm == bool(moe.num_shared_experts),
             _WHOLE_GLM if glm else _AS_GLM,
         ),
+        _Rule("moe.group_score", moe.group_score, moe.group_score == "top2_sum"),
+    ]
+    return found + _rules_of_all(moe)
+
+
+def _rules_of_all(moe: MoEConfig) -> list[_Rule]:
+    """What no family has."""
+    shared = moe.num_shared_experts * moe.hidden_dim
+    found = [
         _Rule(
             *("moe.shared_hidden_dim", moe.shared_hidden_dim),
             moe.shared_hidden_dim in (None, shared),

@@ -95,12 +95,12 @@ def _past(cache: Any, input_ids: Tensor, config: ModelConfig) -> int:
         return past
     rows, heads, _, size = held[0]
     if len(cache.layers) != config.num_layers or (heads, size) != (
-        config.kv_heads,
-        config.head_size,
+        config.cache_heads,
+        config.cache_size,
     ):
         raise ConfigError(
             f"past_key_values has {len(cache.layers)} layers of {heads} heads of {size}; the model has {config.num_layers} of "
-            f"{config.kv_heads} of {config.head_size}; take it from an output of this model"
+            f"{config.cache_heads} of {config.cache_size}; take it from an output of this model"
         )
     if rows != len(input_ids):
         raise ConfigError(

@@ -26,6 +26,7 @@ from expertmesh.models.inputs import (
     check_range,
     check_whole,
 )
+from expertmesh.models.latent_attention import LatentAttention
 from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_transformer
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher, check_at_home
@@ -122,18 +123,7 @@ class Block(FeedForward):
             "dtype": dtype,
         }
         self.attention_norm = RMSNorm(dim, eps=eps, **how)
-        self.attention = Attention(
-            dim=dim,
-            num_heads=config.num_heads,
-            num_kv_heads=config.kv_heads,
-            head_dim=config.head_size,
-            qk_norm=config.qk_norm,
-            qk_norm_scope=config.qk_norm_scope,
-            qkv_bias=config.qkv_bias,
-            norm_eps=eps,
-            layer_index=layer_index,
-            **how,
-        )
+        self.attention = _attention(config, layer_index, how)
         self.ffn_norm = RMSNorm(dim, eps=eps, **how)
         self.make_feed_forward(
             config.moe_layer,
@@ -165,6 +155,32 @@ class Block(FeedForward):
             h_TD, token_mask=token_mask_T, token_ids=ids_T, token_index=token_index, **choices
         )
         return x_BSD + y_TD.view_as(x_BSD), stats
+
+
+def _attention(
+    config: ModelConfig, layer_index: int, how: dict[str, Any]
+) -> Attention | LatentAttention:
+    if config.is_latent:
+        return LatentAttention(
+            dim=config.dim,
+            num_heads=config.num_heads,
+            latent=config.latent,
+            score_factor=config.rope_scaling.score_factor,
+            layer_index=layer_index,
+            **how,
+        )
+    return Attention(
+        dim=config.dim,
+        num_heads=config.num_heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_size,
+        qk_norm=config.qk_norm,
+        qk_norm_scope=config.qk_norm_scope,
+        qkv_bias=config.qkv_bias,
+        norm_eps=config.norm_eps,
+        layer_index=layer_index,
+        **how,
+    )
 
 
 class GPT(LanguageModel):
@@ -316,7 +332,8 @@ class GPT(LanguageModel):
         """Cosines and sines of the positions; see `rope_tables`."""
         return rope_tables(
             positions,
-            head_dim=self.config.head_size,
+            head_dim=self.config.turning_dim,
+            scaling=self.config.rope_scaling,
             base=self.config.rope_base,
             fraction=self.config.rope_fraction,
             dtype=accumulate_dtype(self.embedding.weight.dtype),

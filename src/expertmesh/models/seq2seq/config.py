@@ -96,6 +96,16 @@ class Seq2SeqConfig(Config):
         return self.num_heads
 
     @property
+    def cache_heads(self) -> int:
+        """Heads of keys that a cache keeps of a token."""
+        return self.kv_heads
+
+    @property
+    def cache_size(self) -> int:
+        """Size of one of them."""
+        return self.head_size
+
+    @property
     def head_size(self) -> int:
         """Size of one head."""
         return self.dim // self.num_heads

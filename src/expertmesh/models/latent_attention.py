@@ -1,0 +1,169 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): the keys and values of all heads are made of one small vector per token."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expertmesh.config.latent import LatentAttentionConfig
+from expertmesh.models.attention import AttentionContext, apply_rope
+from expertmesh.models.layers import RMSNorm
+from expertmesh.moe.dense_parts import Linear
+from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
+
+LATENT_EPS = 1e-6
+"""Epsilon of the norms on the small vectors, in every model of the family."""
+
+
+class LatentAttention(nn.Module):
+    """Causal attention whose cache is one vector of kv_lora_rank + qk_rope_head_dim numbers per token.
+
+    With c = norm(x W_kv)[:R], R = kv_lora_rank, head h has the key [c K_h, r] and the value c V_h, where r is the rotary key
+    that all heads share. There are two ways to the same result:
+
+    * plain: make keys and values of every head, and attend; for whole sequences.
+    * absorbed: (q_nope K_h^T) c^T + q_rope r^T are the same scores, so that [c, r] is the one key of all heads, and sum p c
+      times V_h the same output: c and r are all that is kept and read. For sequences with a cache, and with batch-invariant
+      arithmetic always, so that bits do not tell the two apart.
+
+    Args:
+        dim: model width.
+        num_heads: heads.
+        latent: sizes; `kv_lora_rank` is set.
+        score_factor: factor on the scores beside 1 / sqrt(qk_head_dim); see `RopeScalingConfig.score_factor`.
+        layer_index: which layer of a cache is this one's.
+        arithmetic: the arithmetic of everything in evaluation.
+        device: the device of the parameters.
+        dtype: the type of the parameters.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_heads: int,
+        latent: LatentAttentionConfig,
+        score_factor: float,
+        layer_index: int,
+        arithmetic: RowArithmetic = ORDINARY,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert latent.kv_lora_rank is not None
+        self.num_heads, self.latent, self.layer_index = num_heads, latent, layer_index
+        self.num_kv_heads = num_heads
+        self.rank, self.score_factor, self.arithmetic = (
+            latent.kv_lora_rank,
+            score_factor,
+            arithmetic,
+        )
+        how: dict[str, Any] = {"arithmetic": arithmetic, "device": device, "dtype": dtype}
+        rows = num_heads * latent.qk_head_dim
+        self.q_down: Linear | None = None
+        self.q_norm: RMSNorm | None = None
+        if latent.q_lora_rank is not None:
+            self.q_down = Linear(dim, latent.q_lora_rank, **how)
+            self.q_norm = RMSNorm(latent.q_lora_rank, eps=LATENT_EPS, **how)
+        self.q_up = Linear(latent.q_lora_rank or dim, rows, **how)
+        self.kv_down = Linear(dim, self.rank + latent.qk_rope_head_dim, **how)
+        self.kv_norm = RMSNorm(self.rank, eps=LATENT_EPS, **how)
+        # rows grouped by head: K_h, then V_h
+        self.kv_up = Linear(
+            self.rank, num_heads * (latent.qk_nope_head_dim + latent.v_head_dim), **how
+        )
+        self.out = Linear(num_heads * latent.v_head_dim, dim, **how)
+
+    def forward(
+        self, x_BSD: Tensor, *, cos: Tensor, sin: Tensor, context: AttentionContext
+    ) -> Tensor:
+        """Attend; the arguments are those of `expertmesh.models.attention.Attention.forward`.
+
+        The tables of cosines and sines are of qk_rope_head_dim / 2 columns.
+        """
+        B, S, _ = x_BSD.shape
+        nope, turning = self.latent.qk_nope_head_dim, self.latent.qk_rope_head_dim
+        small = x_BSD
+        if self.q_down is not None:
+            assert self.q_norm is not None
+            small = self.q_norm(self.q_down(x_BSD))
+        q_THd = self.q_up(small).view(B * S, self.num_heads, nope + turning)
+        c_TC, k_TCr = self.kv_down(x_BSD).view(B * S, 1, -1).split([self.rank, turning], dim=-1)
+        half = cos.shape[-1]
+        cos, sin = (t.expand(B, -1, half).reshape(-1, 1, half) for t in (cos, sin))
+        q_nope, q_turned = q_THd[..., :nope], self._turn(q_THd[..., nope:], cos, sin)
+        c_T1R, k_T1r = self.kv_norm(c_TC), self._turn(k_TCr, cos, sin)
+        arithmetic = self.arithmetic.in_mode(self.training)
+        if arithmetic.batch_invariant or context.keeps:
+            y_THv = self._absorbed(q_nope, q_turned, c_T1R, k_T1r, context, arithmetic)
+        else:
+            y_THv = self._plain(q_nope, q_turned, c_T1R, k_T1r, context, arithmetic)
+        return self.out(y_THv.flatten(1)).view(x_BSD.shape)
+
+    def _turn(self, x_THr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self.latent.interleaved:
+            x_THr = x_THr.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return apply_rope(x_THr, cos, sin)
+
+    def _plain(
+        self,
+        q_THn: Tensor,
+        q_THr: Tensor,
+        c_T1R: Tensor,
+        k_T1r: Tensor,
+        context: AttentionContext,
+        arithmetic: RowArithmetic,
+    ) -> Tensor:
+        """(T, H, v_head_dim), with keys and values of every head."""
+        nope, values = self.latent.qk_nope_head_dim, self.latent.v_head_dim
+        kv_THm = self.kv_up(c_T1R).view(len(q_THn), self.num_heads, nope + values)
+        k_THn, v_THv = kv_THm.split([nope, values], dim=-1)
+        q_THd = torch.cat((q_THn, q_THr), -1) * self.score_factor
+        k_THd = torch.cat((k_THn, k_T1r.expand(-1, self.num_heads, -1)), -1)
+        size = max(q_THd.shape[-1], values)
+        if size > q_THd.shape[-1]:  # heads of one size are what fused attention takes
+            q_THd = q_THd * (size / q_THd.shape[-1]) ** 0.5
+        q_THd, k_THd, v_THd = (F.pad(t, (0, size - t.shape[-1])) for t in (q_THd, k_THd, v_THv))
+        y = context.attend(self.layer_index, q_THd, k_THd, v_THd, arithmetic=arithmetic)
+        return y.view(len(q_THn), self.num_heads, size)[..., :values]
+
+    def _absorbed(
+        self,
+        q_THn: Tensor,
+        q_THr: Tensor,
+        c_T1R: Tensor,
+        k_T1r: Tensor,
+        context: AttentionContext,
+        arithmetic: RowArithmetic,
+    ) -> Tensor:
+        """(T, H, v_head_dim), with one key for all heads, which is its own value."""
+        nope = self.latent.qk_nope_head_dim
+        weight_HmR = self._up_weight().view(self.num_heads, -1, self.rank)
+        q_THR = _per_head(q_THn, weight_HmR[:, :nope].transpose(1, 2), arithmetic)
+        size = self.rank + self.latent.qk_rope_head_dim
+        # attention divides by sqrt(size), and the scores are those of heads of qk_head_dim
+        factor = self.score_factor * (size / self.latent.qk_head_dim) ** 0.5
+        q_THd = torch.cat((q_THR, q_THr), -1) * factor
+        k_T1d = torch.cat((c_T1R, k_T1r), -1)
+        y = context.attend(self.layer_index, q_THd, k_T1d, k_T1d, arithmetic=arithmetic)
+        y_THR = y.view(len(q_THn), self.num_heads, size)[..., : self.rank]
+        return _per_head(y_THR, weight_HmR[:, nope:], arithmetic)
+
+    def _up_weight(self) -> Tensor:
+        """(H * (nope + v), R): the matrix, or what an adapter around it makes of it."""
+        if type(self.kv_up) is Linear:
+            return self.kv_up.weight
+        eye = torch.eye(
+            self.rank, dtype=self.kv_norm.weight.dtype, device=self.kv_norm.weight.device
+        )
+        product: Tensor = self.kv_up(eye)
+        return product.t()
+
+
+def _per_head(x_THn: Tensor, w_Hmn: Tensor, arithmetic: RowArithmetic) -> Tensor:
+    """(T, H, n) -> (T, H, m): each head times its own matrix."""
+    if arithmetic.batch_invariant:
+        heads = zip(x_THn.unbind(1), w_Hmn.unbind(0), strict=True)
+        return torch.stack([arithmetic.linear(x.contiguous(), w.contiguous()) for x, w in heads], 1)
+    return torch.einsum("thn,hmn->thm", x_THn, w_Hmn)
