@@ -75,8 +75,15 @@ DONE = {
     "n_group": 2,
     "topk_group": 2,  # with n_group 4
     "first_k_dense_replace": 2,
-    "n_shared_experts": 2,
+    "n_shared_experts": 3,
     "routed_scaling_factor": 2.0,
+    "kv_lora_rank": 11,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 5,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 5,
+    "rope_interleave": False,
+    "topk_method": "group_limited_greedy",  # with n_group 4
 }
 # what our GPT does not compute
 REFUSED = {
@@ -87,6 +94,7 @@ REFUSED = {
     "clip_qkv": 3.0,
     "rope_scaling": {"type": "linear", "factor": 2.0},
     "is_causal": False,
+    "mlp_bias": True,
     "model_type": "llama",
 }
 # what is for training, and is said
@@ -97,11 +105,25 @@ SILENT = {
     *("output_router_logits", "output_hidden_states", "output_attentions", "return_dict"),
     *("pad_token_id", "bos_token_id", "problem_type", "id2label", "label2id"),
     *("is_encoder_decoder", "chunk_size_feed_forward", "_name_or_path"),
+    *("pretraining_tp", "qk_head_dim"),  # how it was trained; a sum of others
     "max_window_layers",  # counts with use_sliding_window only
     *("num_mtp_layers", "num_nextn_predict_layers"),  # layers behind the last are left out
     "partial_rotary_factor",  # GLM's is in rope_parameters; the others have none
 }
-ELSEWHERE = {"attention_bias": {"glm4_moe": DONE, "qwen3_moe": REFUSED, "olmoe": REFUSED}}
+ELSEWHERE = {
+    "attention_bias": {
+        "glm4_moe": DONE,
+        "qwen3_moe": REFUSED,
+        "olmoe": REFUSED,
+        "deepseek_v2": REFUSED,
+        "deepseek_v3": REFUSED,
+    }
+}
+LATENT = ("deepseek_v2", "deepseek_v3")
+# latent attention has sizes of its own; transformers' V2 divides no weights
+for idle in ("head_dim", "num_key_value_heads"):
+    ELSEWHERE[idle] = dict.fromkeys(LATENT, SILENT)
+ELSEWHERE["norm_topk_prob"] = {"deepseek_v2": REFUSED}
 WITHOUT_WINDOW = {"olmoe", "glm4_moe"}
 
 
@@ -109,16 +131,27 @@ WITHOUT_WINDOW = {"olmoe", "glm4_moe"}
 def test_every_option_is_done_refused_said_or_idle(name):
     """A key that a later transformers adds must be put into one of the tables."""
     values = values_of(name)
+    if name == "deepseek_v3":
+        values |= {"n_group": 1, "topk_group": 1}  # of eight experts
     before = model_config(values)
     keys = set(values) | {"rope_scaling", "is_causal", "router_z_loss_coef"}
     for key in sorted(keys):
         table = ELSEWHERE.get(key, {}).get(name)
-        if key in DONE or table is DONE:
+        if table is SILENT:
+            assert model_config(values | {key: 9}) == before, key
+        elif (key in DONE and table is None) or table is DONE:
             change = {key: DONE.get(key, True)}
             if key == "norm_topk_prob":
                 change = {key: not values[key]}
-            if key == "topk_group":
+            if key in ("topk_group", "n_group", "topk_method") and name == "deepseek_v2":
+                grouped = {"n_group": 4, "topk_group": 4, "topk_method": "group_limited_greedy"}
+                before = model_config(values | grouped)
+                less = {"topk_group": 2, "n_group": 8, "topk_method": "greedy"}
+                change = grouped | {key: less[key]}
+            elif key == "topk_group":
                 before, change = model_config(values | {"n_group": 4}), {key: 2, "n_group": 4}
+            if key == "n_group" and name == "deepseek_v3":
+                change = {key: 2, "topk_group": 2}
             after = model_config(values | change)
             assert after != before, key
             before = model_config(values)
@@ -159,13 +192,19 @@ def test_what_changes_nothing_is_no_reason_to_refuse(name, change):
 def test_what_a_file_leaves_out_is_as_transformers_has_it(name, null):
     """Key by key, and what transformers' own configuration then says."""
     full, family = values_of(name), FAMILIES[name]
+    full |= {"n_routed_experts": 64} if name == "deepseek_v3" else {}  # for its groups
     theirs = CONFIG_MAPPING[name]()
     for key, value in family.defaults.items():
         if key in ("rope_theta", "partial_rotary_factor"):
             assert value == theirs.rope_parameters[key]
         else:
             assert value == getattr(type(theirs), key), key
-        if null and key in ("num_key_value_heads", "rope_theta", "partial_rotary_factor"):
+        if null and key in (
+            "num_key_value_heads",
+            "rope_theta",
+            "partial_rotary_factor",
+            "q_lora_rank",
+        ):
             continue
         left = full | {key: None} if null else {k: v for k, v in full.items() if k != key}
         if key in ("rope_theta", "partial_rotary_factor"):
@@ -265,6 +304,7 @@ CHANGED = {
     "num_shared_experts": 1,
     "shared_hidden_dim": 24,
     "shared_gate": True,
+    "group_score": "max",
     "residual": True,
     "bias": True,
 }
@@ -284,6 +324,8 @@ def test_every_option_of_ours_goes_out_or_is_refused_or_said(name):
     changes = {f"moe.{name}": CHANGED[name]}
     if name == "shared_gate":
         changes["moe.shared_hidden_dim"] = 24
+    if name == "group_score":
+        changes["moe.num_expert_groups"] = 2
     with pytest.raises(ConfigError, match=r"model\.moe\.\w+=.*keep the model in expertmesh"):
         export_family(before.updated(changes))
 
@@ -312,7 +354,7 @@ def test_what_is_left_out_is_said_once_per_reading(tmp_path, caplog):
         ("mixtral", {"sliding_window": 8}, "sliding_window=8"),
         ("olmoe", {"clip_qkv": 3.0}, "clip_qkv=3.0"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\]"),
-        ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.factor=None"),
         (
             "qwen3_moe",
             {"rope_parameters": {"full_attention": {}}},

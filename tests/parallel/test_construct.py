@@ -61,6 +61,16 @@ def test_equals_one_process(four_ranks, layout):
         assert found == [] and number > 20
 
 
+def test_latent_attention(four_ranks):
+    changes = {
+        "model.qk_norm": False,
+        "model.latent.kv_lora_rank": 9,
+        "model.latent.q_lora_rank": 7,
+    }
+    for found, _ in four_ranks.run(differing, changes, {"tp_degree": 2}, torch.float32):
+        assert found == []
+
+
 @pytest.mark.parametrize("options", [{}, {"tp_degree": 2}], ids=str)
 def test_uneven_parts(four_ranks, options):
     changes = {"model.dim": 65, "model.head_dim": 16}

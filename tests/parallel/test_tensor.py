@@ -131,7 +131,10 @@ ODD = {"model.dim": 15, "model.head_dim": 6, "model.vocab_size": 301}
 # Of groups that lie on several ranks
 KEPT = {"model.moe.drop_policy": "priority", "model.moe.normalize_weights": "kept"}
 LOAD = {"model.moe.balance_loss": "importance_load", "model.moe.router_noise": "gaussian"}
+LATENT = {"kv_lora_rank": 6, "q_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2}
+LATENT = {f"model.latent.{name}": size for name, size in LATENT.items()} | {"model.qk_norm": False}
 TWO = [
+    Case({"tp_degree": 2}, LATENT | {"model.latent.v_head_dim": 6}),
     Case({"tp_degree": 2}, GROUPED_QUERY),
     Case({"tp_degree": 2, "route_degree": 1, "zero_stage": 1}, {"train.micro_batch_size": 2}),
     Case({"tp_degree": 2, "zero_stage": 2}, DROPLESS | ODD),

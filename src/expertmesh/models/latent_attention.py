@@ -89,66 +89,68 @@ class LatentAttention(nn.Module):
             assert self.q_norm is not None
             small = self.q_norm(self.q_down(x_BSD))
         q_THd = self.q_up(small).view(B * S, self.num_heads, nope + turning)
-        c_TC, k_TCr = self.kv_down(x_BSD).view(B * S, 1, -1).split([self.rank, turning], dim=-1)
+        small_T1d, k_T1d = (
+            self.kv_down(x_BSD).view(B * S, 1, -1).split([self.rank, turning], dim=-1)
+        )
         half = cos.shape[-1]
         cos, sin = (t.expand(B, -1, half).reshape(-1, 1, half) for t in (cos, sin))
         q_nope, q_turned = q_THd[..., :nope], self._turn(q_THd[..., nope:], cos, sin)
-        c_T1R, k_T1r = self.kv_norm(c_TC), self._turn(k_TCr, cos, sin)
+        c_T1d, k_turned = self.kv_norm(small_T1d), self._turn(k_T1d, cos, sin)
         arithmetic = self.arithmetic.in_mode(self.training)
         if arithmetic.batch_invariant or context.keeps:
-            y_THv = self._absorbed(q_nope, q_turned, c_T1R, k_T1r, context, arithmetic)
+            y_THd = self._absorbed(q_nope, q_turned, c_T1d, k_turned, context, arithmetic)
         else:
-            y_THv = self._plain(q_nope, q_turned, c_T1R, k_T1r, context, arithmetic)
-        return self.out(y_THv.flatten(1)).view(x_BSD.shape)
+            y_THd = self._plain(q_nope, q_turned, c_T1d, k_turned, context, arithmetic)
+        return self.out(y_THd.flatten(1)).view(x_BSD.shape)
 
-    def _turn(self, x_THr: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _turn(self, x_THd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.latent.interleaved:
-            x_THr = x_THr.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return apply_rope(x_THr, cos, sin)
+            x_THd = x_THd.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return apply_rope(x_THd, cos, sin)
 
     def _plain(
         self,
-        q_THn: Tensor,
-        q_THr: Tensor,
-        c_T1R: Tensor,
-        k_T1r: Tensor,
+        q_plain: Tensor,
+        q_turned: Tensor,
+        c_T1d: Tensor,
+        k_turned: Tensor,
         context: AttentionContext,
         arithmetic: RowArithmetic,
     ) -> Tensor:
         """(T, H, v_head_dim), with keys and values of every head."""
         nope, values = self.latent.qk_nope_head_dim, self.latent.v_head_dim
-        kv_THm = self.kv_up(c_T1R).view(len(q_THn), self.num_heads, nope + values)
-        k_THn, v_THv = kv_THm.split([nope, values], dim=-1)
-        q_THd = torch.cat((q_THn, q_THr), -1) * self.score_factor
-        k_THd = torch.cat((k_THn, k_T1r.expand(-1, self.num_heads, -1)), -1)
+        kv_THd = self.kv_up(c_T1d).view(len(q_plain), self.num_heads, nope + values)
+        k_plain, v_THd = kv_THd.split([nope, values], dim=-1)
+        q_THd = torch.cat((q_plain, q_turned), -1) * self.score_factor
+        k_THd = torch.cat((k_plain, k_turned.expand(-1, self.num_heads, -1)), -1)
         size = max(q_THd.shape[-1], values)
         if size > q_THd.shape[-1]:  # heads of one size are what fused attention takes
             q_THd = q_THd * (size / q_THd.shape[-1]) ** 0.5
-        q_THd, k_THd, v_THd = (F.pad(t, (0, size - t.shape[-1])) for t in (q_THd, k_THd, v_THv))
+        q_THd, k_THd, v_THd = (F.pad(t, (0, size - t.shape[-1])) for t in (q_THd, k_THd, v_THd))
         y = context.attend(self.layer_index, q_THd, k_THd, v_THd, arithmetic=arithmetic)
-        return y.view(len(q_THn), self.num_heads, size)[..., :values]
+        return y.view(len(q_plain), self.num_heads, size)[..., :values]
 
     def _absorbed(
         self,
-        q_THn: Tensor,
-        q_THr: Tensor,
-        c_T1R: Tensor,
-        k_T1r: Tensor,
+        q_plain: Tensor,
+        q_turned: Tensor,
+        c_T1d: Tensor,
+        k_turned: Tensor,
         context: AttentionContext,
         arithmetic: RowArithmetic,
     ) -> Tensor:
         """(T, H, v_head_dim), with one key for all heads, which is its own value."""
         nope = self.latent.qk_nope_head_dim
-        weight_HmR = self._up_weight().view(self.num_heads, -1, self.rank)
-        q_THR = _per_head(q_THn, weight_HmR[:, :nope].transpose(1, 2), arithmetic)
+        weight = self._up_weight().view(self.num_heads, -1, self.rank)
+        q_absorbed = _per_head(q_plain, weight[:, :nope].transpose(1, 2), arithmetic)
         size = self.rank + self.latent.qk_rope_head_dim
         # attention divides by sqrt(size), and the scores are those of heads of qk_head_dim
         factor = self.score_factor * (size / self.latent.qk_head_dim) ** 0.5
-        q_THd = torch.cat((q_THR, q_THr), -1) * factor
-        k_T1d = torch.cat((c_T1R, k_T1r), -1)
+        q_THd = torch.cat((q_absorbed, q_turned), -1) * factor
+        k_T1d = torch.cat((c_T1d, k_turned), -1)
         y = context.attend(self.layer_index, q_THd, k_T1d, k_T1d, arithmetic=arithmetic)
-        y_THR = y.view(len(q_THn), self.num_heads, size)[..., : self.rank]
-        return _per_head(y_THR, weight_HmR[:, nope:], arithmetic)
+        y_small = y.view(len(q_plain), self.num_heads, size)[..., : self.rank]
+        return _per_head(y_small, weight[:, nope:], arithmetic)
 
     def _up_weight(self) -> Tensor:
         """(H * (nope + v), R): the matrix, or what an adapter around it makes of it."""
@@ -161,9 +163,9 @@ class LatentAttention(nn.Module):
         return product.t()
 
 
-def _per_head(x_THn: Tensor, w_Hmn: Tensor, arithmetic: RowArithmetic) -> Tensor:
+def _per_head(x_THd: Tensor, w_per_head: Tensor, arithmetic: RowArithmetic) -> Tensor:
     """(T, H, n) -> (T, H, m): each head times its own matrix."""
     if arithmetic.batch_invariant:
-        heads = zip(x_THn.unbind(1), w_Hmn.unbind(0), strict=True)
+        heads = zip(x_THd.unbind(1), w_per_head.unbind(0), strict=True)
         return torch.stack([arithmetic.linear(x.contiguous(), w.contiguous()) for x, w in heads], 1)
-    return torch.einsum("thn,hmn->thm", x_THn, w_Hmn)
+    return torch.einsum("thn,hmn->thm", x_THd, w_per_head)

@@ -74,15 +74,7 @@ def choose_experts(
         raise ConfigError(
             f"score_function is {score_function!r}; known are {', '.join(SCORE_FUNCTIONS)}; use one of these"
         )
-    if num_experts % num_expert_groups or not 1 <= num_limited_groups <= num_expert_groups:
-        raise ConfigError(
-            f"num_expert_groups is {num_expert_groups}, num_limited_groups {num_limited_groups}; the first must divide "
-            f"the number of experts, {num_experts}, and not be below the second; change them"
-        )
-    if group_score not in GROUP_SCORES:
-        raise ConfigError(
-            f"group_score is {group_score!r}; known are {', '.join(GROUP_SCORES)}; use one of these"
-        )
+    _check_groups(num_experts, num_expert_groups, num_limited_groups, group_score)
     for what, tensor, shape in (
         ("noise", noise_TE, logits_TE.shape),
         ("bias", bias_E, (num_experts,)),
@@ -121,6 +113,20 @@ def choose_experts(
         weight_scale=weight_scale,
     )
     return ids_TK, weights_TK, scores_TE
+
+
+def _check_groups(
+    num_experts: int, num_expert_groups: int, num_limited_groups: int, group_score: str
+) -> None:
+    if num_experts % num_expert_groups or not 1 <= num_limited_groups <= num_expert_groups:
+        raise ConfigError(
+            f"num_expert_groups is {num_expert_groups}, num_limited_groups {num_limited_groups}; the first must divide "
+            f"the number of experts, {num_experts}, and not be below the second; change them"
+        )
+    if group_score not in GROUP_SCORES:
+        raise ConfigError(
+            f"group_score is {group_score!r}; known are {', '.join(GROUP_SCORES)}; use one of these"
+        )
 
 
 def runs_fused(logits_TE: Tensor, backend: str) -> bool:

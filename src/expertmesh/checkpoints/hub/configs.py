@@ -286,18 +286,18 @@ _ALL_DEFAULTS: Values = {
     "rope_theta": 1e4,
 }
 _PLAIN: Mapping[str, tuple[Any, ...]] = {"attention_bias": (False, None), "clip_qkv": (None,)}
-_DEEPSEEK: Mapping[str, tuple[Any, ...]] = {
+_DEEPSEEK: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "moe_layer_freq": (1,),
     "ep_size": (1,),
 }
 _DEEPSEEK2 = _DEEPSEEK | {
-    "topk_method": ("greedy", "group_limited_greedy"),
-    "scoring_func": ("softmax",),
+    "topk_method": ("greedy", "group_limited_greedy", None),
+    "scoring_func": ("softmax", None),
     "norm_topk_prob": (False, None),
 }
-_DEEPSEEK3 = _DEEPSEEK | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
+_DEEPSEEK3 = _DEEPSEEK | {"topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid", None)}
 _CAUSAL: Mapping[str, tuple[Any, ...]] = {"is_causal": (True, None)}
 
 _TRAINING_ONLY = {
@@ -316,13 +316,14 @@ def _family(
     refused: Mapping[str, tuple[Any, ...]],
     uses_window: Callable[[Values], bool] = _never,
 ) -> HubFamily:
-    name = "deepseek_v3" if model_type == "kimi_k2" else model_type
-    defaults = {**_ALL_DEFAULTS, **_DEFAULTS[name]}
+    defaults = {**_ALL_DEFAULTS, **_DEFAULTS[model_type]}
     refused = {**_CAUSAL, **refused}
     return HubFamily(model_type, architecture, options, defaults, refused, uses_window)
 
 
-LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Names that the same architecture has in other models."""
+LATENT = ("deepseek_v2", "deepseek_v3")
 """Families with multi-head latent attention."""
 FAMILIES = {
     family.model_type: family
@@ -334,8 +335,6 @@ FAMILIES = {
         _family("glm4_moe", "Glm4MoeForCausalLM", _glm4, {}),
         _family("deepseek_v2", "DeepseekV2ForCausalLM", _deepseek2, _DEEPSEEK2),
         _family("deepseek_v3", "DeepseekV3ForCausalLM", _deepseek3, _DEEPSEEK3),
-        # the same model under a name of its own
-        _family("kimi_k2", "DeepseekV3ForCausalLM", _deepseek3, _DEEPSEEK3),
     )
 }
 """The architectures that our GPT can be, by `model_type`."""
@@ -348,6 +347,7 @@ def hub_family(values: Values) -> HubFamily:
         ConfigError: it is none that our GPT can be.
     """
     name = str(values.get("model_type"))
+    name = ALIASES.get(name, name)
     if name not in FAMILIES:
         raise ConfigError(
             f"model_type={name!r}: is none that runs as a GPT of expertmesh ({', '.join(FAMILIES)}); run its experts through "
@@ -462,6 +462,11 @@ def _refuse(values: Values, family: HubFamily) -> None:
             raise ConfigError(
                 f"rope_type={rope_type!r}: positions are scaled in a way that a GPT of expertmesh does not know; use a model "
                 "with default or yarn"
+            )
+        factor = rope.get("factor")
+        if rope_type == "yarn" and not (isinstance(factor, int | float) and factor >= 1):
+            raise ConfigError(
+                f"{name}.factor={factor!r}: must be a number of at least 1 with rope_type=yarn; restore config.json from the hub"
             )
 
 

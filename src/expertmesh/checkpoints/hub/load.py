@@ -40,7 +40,8 @@ def load_pretrained(
     rank's part of it.
 
     Args:
-        folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE or GLM-4-MoE.
+        folder: with config.json and safetensors files, of Mixtral, Qwen3-MoE, Qwen2-MoE, OLMoE, GLM-4-MoE, DeepSeek-V2
+            or DeepSeek-V3 (Kimi-K2 and Moonlight are such).
         device: of the parameters.
         dtype: of the parameters (the router keeps FP32); None: that of config.json, or of most weights if it says none. Tensors of
             a wider type are rounded to it, as in transformers, and that is said.

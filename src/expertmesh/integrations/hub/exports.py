@@ -76,7 +76,10 @@ def _glm4(c: ModelConfig) -> dict[str, Any]:
 def _deepseek(c: ModelConfig) -> dict[str, Any]:
     moe, latent = c.moe, c.latent
     is_v3 = moe.score_function == "sigmoid"
-    groups = {"n_group": moe.num_expert_groups, "topk_group": moe.num_limited_groups}
+    groups: dict[str, Any] = {
+        "n_group": moe.num_expert_groups,
+        "topk_group": moe.num_limited_groups,
+    }
     if not is_v3:
         grouped = moe.num_expert_groups > 1
         groups["topk_method"] = "group_limited_greedy" if grouped else "greedy"

@@ -7,6 +7,7 @@ from expertmesh.comm.mesh import divisors
 from expertmesh.comm.world import World
 from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
+from expertmesh.costs.parameters import gpt_spec
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.model import GPT, Block, check_sequence
 from expertmesh.parallel.apply import degrees_of, expert_plan, model_device_type, parallelize
@@ -63,11 +64,17 @@ def _tensor_plan(model: GPT, group: RankGroup) -> TensorPlan:
     plan: dict[str, Sliced | Stored] = {"embedding": table}
     if model.output is not None:
         plan["output"] = table
+    layers = gpt_spec(model.config).layers
     for index, block in enumerate(model.layers):
         assert isinstance(block, Block)
+        inside = f"layers.{index}.attention."
         plan[f"layers.{index}.attention"] = Sliced(
             group,
-            {"qkv.weight": 0, "out.weight": 1} | ({"qkv.bias": 0} if model.config.qkv_bias else {}),
+            {
+                one.name.removeprefix(inside): one.tensor_axis
+                for one in layers[index]
+                if one.name.startswith(inside) and one.tensor_axis is not None
+            },
             dim=1,
             where=f"layer {index}, attention",
         )

@@ -1,0 +1,174 @@
+"""Multi-head latent attention: both ways to it are one function, caches hold what the paper says, and bits follow no neighbour."""
+
+import pytest
+import torch
+from tests.engine.test_engine import GREEDY, PROMPTS, alone, gpt
+from tests.oracle.numerics import assert_close_fp64, assert_two_times
+from tests.support.hub_models import tiny_model
+
+from expertmesh.config.latent import LatentAttentionConfig, RopeScalingConfig
+from expertmesh.config.model import ModelConfig
+from expertmesh.engine.engine import Engine
+from expertmesh.engine.kv_cache import PagedCache
+from expertmesh.engine.on_policy import token_logprobs
+from expertmesh.engine.request import SamplingParams
+from expertmesh.errors import ConfigError
+from expertmesh.integrations.hub import load_pretrained
+
+SIZES = {
+    "kv_lora_rank": 9,
+    "q_lora_rank": 7,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+YARN = {
+    "factor": 4.0,
+    "original_max_seq_len": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+KINDS = {
+    "q_lora": {},
+    "no q_lora": {"q_lora_rank": None},
+    "halves": {"interleaved": False},
+    "wide values": {"v_head_dim": 13},
+}
+
+
+def latent(dtype=torch.float64, *, sizes=None, **options):
+    given = {"latent": SIZES | (sizes or {}), "rope_scaling": YARN}
+    plain = {"qk_norm": False, "num_kv_heads": None, "head_dim": None}
+    return gpt(dtype, **plain | given | options)
+
+
+@pytest.mark.parametrize("sizes", KINDS.values(), ids=KINDS)
+def test_decoding_with_absorbed_weights_is_the_plain_form(sizes):
+    """The dense forward makes keys and values of all heads, the engine and the cache absorb the matrices that make them."""
+    model = latent(sizes=sizes)
+    ids = torch.randint(64, (2, 20))
+    with torch.no_grad():
+        whole = model(ids).logits_BSV
+        cache = model.new_cache(batch_size=2, max_len=20)
+        steps = [ids[:, :7], *ids[:, 7:].split(1, 1)]
+        found = [model.next_logits(step, token_mask_BS=None, cache=cache) for step in steps]
+    assert_close_fp64(torch.stack(found, 1), whole[:, 6:], what="logits")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_of_the_absorbed_form(dtype):
+    """Against FP64, at most twice as far as the plain form, forward and backward."""
+    results = {}
+    for name, this, invariant in (
+        ("absorbed", dtype, True),
+        ("plain", dtype, False),
+        ("oracle", torch.float64, False),
+    ):
+        model = latent(torch.float64, batch_invariant=invariant, init_std=0.1).to(this)
+        ids = torch.arange(64).view(4, 16) * 7 % 64
+        logits = model(ids).logits_BSV
+        (logits.double() * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if ".attention." in n}
+        results[name] = {"logits": logits.detach()} | grads
+    for what, exact in results["oracle"].items():
+        assert_two_times(results["absorbed"][what], results["plain"][what], exact, what=what)
+
+
+@pytest.mark.parametrize(
+    "cache", [{}, {"token_budget": 5, "block_size": 4}, {"num_blocks": 16, "block_size": 4}]
+)
+def test_the_engine_gives_the_tokens_of_full_passes(cache):
+    model = latent()
+    engine = Engine(model, **cache)
+    for _ in range(2):  # cold, and with the prefixes kept
+        for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
+            assert list(output.token_ids) == alone(model, prompt, 9)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_follow_no_neighbour_and_training_has_them(dtype):
+    model = latent(dtype, batch_invariant=True)
+    params = SamplingParams(temperature=1.1, seed=2, n=2, max_tokens=7, logprobs=0)
+
+    def drawn_by(prompts, **options):
+        found = Engine(model, deterministic=True, **options).generate(prompts, params)
+        return found, [(o.prompt_ids, o.index, o.token_ids, o.logprobs) for o in found]
+
+    together, expected = drawn_by(PROMPTS)
+    for options in ({"token_budget": 3, "block_size": 4}, {"num_blocks": 20, "block_size": 4}):
+        assert drawn_by(PROMPTS, **options)[1] == expected
+    assert [one for p in PROMPTS for one in drawn_by([p])[1]] == expected
+    model.train()
+    scores = token_logprobs(model, [[*o.prompt_ids, *o.token_ids] for o in together])
+    for output, found in zip(together, scores, strict=True):
+        drawn = torch.tensor([one.logprob for one in output.logprobs], dtype=found.dtype)
+        assert torch.equal(found[len(output.prompt_ids) - 1 :], drawn)
+
+
+def test_the_cache_of_the_published_model_holds_576_numbers_a_layer():
+    v3 = ModelConfig(
+        dim=7168,
+        num_layers=61,
+        num_heads=128,
+        latent=LatentAttentionConfig(kv_lora_rank=512, q_lora_rank=1536),
+    )
+    assert v3.cache_numbers == 576
+    cache = PagedCache(
+        v3, num_blocks=2, block_size=4, device=torch.device("cpu"), dtype=torch.bfloat16
+    )
+    assert cache.k is cache.v and cache.k.numel() == 61 * 8 * 576
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
+    """64 tokens, cold, in chunks, and with the prefix kept."""
+    rope = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "mscale": 1.0}
+    rope |= {"mscale_all_dim": 0.8, "original_max_position_embeddings": 32}
+    changes = {"rope_parameters": rope, "max_position_embeddings": 128, "eos_token_id": None}
+    their = tiny_model(name, num_experts=4, top_k=2, vocab_size=300, **changes).eval()
+    their.save_pretrained(tmp_path)
+    ours = load_pretrained(tmp_path, dtype=torch.float64).eval()
+    prompt = list(range(40, 70))
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    engines = [Engine(ours, block_size=8), Engine(ours, token_budget=7, block_size=4)]
+    found = [e.generate([prompt], params)[0] for e in (*engines, engines[0])]
+    assert found[2].num_cached_tokens > 0
+    # FP32 inside transformers rounds scores and positions; our FP64 logits tell where that may decide
+    tokens = their.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=64, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    assert {one.token_ids for one in found} == {tuple(tokens)}
+
+
+def test_yarn_turns_as_its_equations_say():
+    """Of Peng et al. 2023: fast pairs keep their frequency, slow ones have a factor-th, cosines grow by 0.1 ln(s) + 1."""
+    scaling = RopeScalingConfig(factor=8.0, original_max_seq_len=64)
+    first, last = scaling.mixed_pairs(dim=32, base=10000.0)
+    assert (first, last) == (
+        0,
+        5,
+    )  # 32 ln(64 / 2 pi n) / (2 ln 1e4) is below 0 at n = 32, and 4.03 at n = 1
+    assert scaling.cos_factor == pytest.approx(1.2079, abs=1e-4)
+    assert scaling.score_factor == 1.0
+    assert RopeScalingConfig(factor=40.0, mscale=1.0, mscale_all_dim=1.0).cos_factor == 1.0
+    assert RopeScalingConfig(
+        factor=40.0, mscale=1.0, mscale_all_dim=1.0
+    ).score_factor == pytest.approx(1.8738, abs=1e-3)
+
+
+BAD = {
+    "no rank": ({"latent": {"q_lora_rank": 4}}, "kv_lora_rank"),
+    "odd": ({"latent": SIZES | {"qk_rope_head_dim": 3}}, "qk_rope_head_dim=3"),
+    "grouped": ({"latent": SIZES, "num_kv_heads": 2}, "num_kv_heads=2"),
+    "norm": ({"latent": SIZES, "qk_norm": True}, "qk_norm"),
+    "slow": ({"rope_scaling": {"factor": 2.0, "beta_slow": 40.0}}, "beta_slow=40"),
+    "idle": ({"rope_scaling": {"mscale": 1.0}}, "factor=1"),
+    "shrunk": ({"rope_scaling": {"factor": 0.5}}, "factor=0.5"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), BAD.values(), ids=BAD)
+def test_what_does_not_fit_is_refused(options, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        ModelConfig.model_validate(options)
+    assert "\n" not in str(caught.value)
