@@ -32,6 +32,11 @@ def run(argv: list[str]) -> int:
                 f"--validate: compares the published rows, and plans no {options.model}; leave one out"
             )
         return _validate()
+    if options.claims:
+        from expertmesh.planner.table import claims_text
+
+        print(claims_text())
+        return 0
     if options.model is None:
         example = command("plan gpt-1.3b-moe128 --cluster a100-80x128")
         raise ConfigError(f"no model given; write one: {example} (see {command('plan --help')})")
@@ -98,6 +103,11 @@ def _parser() -> OptionParser:
         "--validate",
         action="store_true",
         help="fit the model's constants again, and compare all published rows",
+    )
+    parser.add_argument(
+        "--claims",
+        action="store_true",
+        help="speed-ups that Tutel and DeepSpeed claim, beside the model's, and what they assume",
     )
     return parser
 

@@ -177,6 +177,8 @@ def _gathered(sizes: ModelSizes, layout: RankLayout, work: Workload) -> float:
     if layout.num_replicas > 1:
         layers = sizes.expert_parameters / stages if keeps else 2 * max(routed)
         total += layers / layout.route_degree * work.element_bytes
+    elif layout.offload:  # copies of two layers' own experts, and the gradient of one
+        total += max(routed) / layout.route_degree * (2 * work.element_bytes + 4)
     return total
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 from expertmesh.costs.peak_memory import GIB, PeakMemory
 from expertmesh.costs.step_time import StepSeconds
 from expertmesh.planner.answer import ERROR_BAR, Answer
+from expertmesh.planner.claims import claims
 from expertmesh.planner.search import Candidate
 from expertmesh.planner.serve import ServePlan, Serving
 from expertmesh.planner.validation import Judged, Summary, Validation
@@ -309,3 +310,18 @@ def serving_text(way: Serving) -> str:
     copies = way.cluster.num_gpus // way.route_degree
     words = [f"tp {way.tp_degree}", f"experts over {way.route_degree}"]
     return ", ".join([*words, f"{copies} copies"] if copies > 1 else words)
+
+
+def claims_text() -> str:
+    """The seeds' speed-ups beside the model's, and the settings that would make those true that have none."""
+    rows: list[tuple[str, ...]] = [("claim", "claimed", "model", "")]
+    rows += [
+        (
+            claim.name,
+            f"{claim.claimed:g} x",
+            "" if claim.found is None else f"{claim.found:.2f} x",
+            claim.assumed,
+        )
+        for claim in claims()
+    ]
+    return "\n".join(columns(rows, right="lrrl"))
