@@ -166,6 +166,29 @@ def test_every_shape_is_read_from_every_file(tmp_path, shape, name, write):
             )
 
 
+BESIDE = {
+    "'instruction' with 'output'": {"instruction": "do", "input": "", "output": "a"},
+    "'messages'": {"messages": json.dumps(talk("q", "a"))},
+    "": {"instruction": "do"},
+}
+
+
+@pytest.mark.parametrize(("name", "write"), [FILES[0], FILES[3], FILES[6], FILES[-1]])
+@pytest.mark.parametrize("fields", BESIDE)
+def test_a_text_beside_a_conversation_is_said(tmp_path, fields, name, write):
+    """As Alpaca's own file has one."""
+    path = tmp_path / name
+    path.write_bytes(write([{**BESIDE[fields], "text": f"t{i}"} for i in NUMBERS]))
+    corpus, found = found_in(path)
+    assert found == [f"t{i}" for i in NUMBERS]
+
+    def said(corpus):
+        return [str(one) for one in corpus.notes if "learned whole" in str(one)]
+
+    assert len(said(corpus)) == bool(fields) and all(fields in one for one in said(corpus))
+    assert said(found_in(path, column="text")[0]) == []
+
+
 def test_a_file_with_one_object_is_one_conversation(tmp_path):
     for i in NUMBERS:
         (tmp_path / f"{i}.json").write_text(json.dumps({"messages": talk("q", f"a{i}")}, indent=1))

@@ -1,6 +1,7 @@
 """Documents in one window do not see one another: packed, each has the losses and gradients that it has alone."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.task import Part
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.runs.open import open_model
 from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
 
 
@@ -151,21 +153,70 @@ def test_a_label_is_an_entry_of_the_path(tmp_path, caplog):
     assert many.labels == () and "has 65 entries of data.path" in caplog.text
 
 
+def save_with_end(folder, end, *, special=True):
+    """A tokenizer of bytes whose token 0 has another name."""
+    model = json.loads(train_tokenizer(["ab"], vocab_size=257).to_str())
+    token = {"id": 0, "content": end, "special": special, "single_word": False}
+    model["added_tokens"] = [token | {"lstrip": False, "rstrip": False, "normalized": False}]
+    vocabulary = model["model"]["vocab"]
+    model["model"]["vocab"] = {
+        (end if token == "<|endoftext|>" else token): n for token, n in vocabulary.items()
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(model))
+
+
+def test_the_end_of_a_text_is_the_one_that_is_named_beside_the_tokenizer(
+    tiny, run_quietly, tmp_path
+):
+    """It is no token that is known by its name; the run keeps what names it, and goes on from its folder alone."""
+    place = tmp_path / "given"
+    place.mkdir()
+    save_with_end(place, "[END]")
+    (tmp_path / "texts").mkdir()
+    for i in range(40):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"{i} " * 40)
+    (tmp_path / "talks.jsonl").write_text(
+        "".join(
+            json.dumps(
+                {"messages": [{"role": r, "content": f"{i}"} for r in ("user", "assistant")]}
+            )
+            + "\n"
+            for i in range(40)
+        )
+    )
+    options = {
+        "data.encode_with": str(place / "tokenizer.json"),
+        "model.vocab_size": 300,
+        "data.seq_len": 32,
+        "model.max_seq_len": 32,
+    }
+    for path in ("texts", "talks.jsonl"):
+        config = tiny(
+            **options,
+            **{"data.path": str(tmp_path / path), "train.run_dir": str(tmp_path / path[:4])},
+        )
+        (place / "tokenizer_config.json").unlink(missing_ok=True)
+        with pytest.raises(
+            ConfigError, match=r"has no token.*name it as eos_token in the tokenizer_c"
+        ):
+            run_quietly(config)
+        eos = "[END]" if path == "texts" else {"content": "[END]", "special": True}
+        (place / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        run_quietly(config)
+    moved = tmp_path / "moved"
+    (tmp_path / "text").rename(moved)
+    shutil.rmtree(place)
+    opened = open_model(moved)
+    assert opened.text.end_ids == (0,) and opened.text.start_ids == (0,)
+
+
 def test_texts_that_quote_an_end_that_is_no_special_token_keep_their_labels(tmp_path):
     """Their tokens have more ends than there are documents."""
     for name in "ab":
         (tmp_path / name).mkdir()
         for i in range(12):
             (tmp_path / name / f"{i}.txt").write_text(name * 9 + "</s>" * 9 + name * (9 + i))
-    given = train_tokenizer(["ab"], vocab_size=257)
-    model = json.loads(given.to_str())
-    end = {"id": 0, "content": "</s>", "special": False, "single_word": False}
-    model["added_tokens"] = [end | {"lstrip": False, "rstrip": False, "normalized": False}]
-    model["model"]["vocab"] = {
-        ("</s>" if token == "<|endoftext|>" else token): n
-        for token, n in model["model"]["vocab"].items()
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(model))
+    save_with_end(tmp_path, "</s>", special=False)
     config = TextConfig(
         path=(str(tmp_path / "a"), str(tmp_path / "b")),
         cache_dir=str(tmp_path / "cache"),

@@ -6,8 +6,10 @@ import io
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -32,6 +34,9 @@ class Failing(io.TextIOBase):
         if self.writes < 0:
             raise OSError(self.number, os.strerror(self.number))
         return len(text)
+
+    def flush(self):
+        pass
 
     def fileno(self):
         raise io.UnsupportedOperation
@@ -78,7 +83,26 @@ def test_the_end_of_a_run_is_said_elsewhere(tiny, capfd):
 )
 def test_other_verbs_say_that_they_could_not_answer(words, capfd):
     assert full_stdout(words) == 1
-    assert capfd.readouterr().err.startswith("error: No space left on device")
+    assert capfd.readouterr().err.startswith(
+        "error: No space left on device (standard output); free"
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_named_however_python_writes(unbuffered):
+    """Unbuffered, `print` fails, and the next flush is fine."""
+    call = [sys.executable, "-m", "expertmesh", "--help"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            call,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    (said,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert said.startswith("error: No space left on device (standard output); free")
 
 
 def test_a_closed_standard_output_is_said(tiny, capfd):

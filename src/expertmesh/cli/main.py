@@ -25,6 +25,7 @@ from expertmesh.cli.news import silence_output
 from expertmesh.cli.program import Flags
 from expertmesh.cli.waiting import wait_passively
 from expertmesh.config.base import launched_rank
+from expertmesh.config.output_file import naming
 from expertmesh.errors import (
     CheckpointError,
     CollectiveError,
@@ -170,7 +171,22 @@ def _open_streams() -> bool:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    _name_failures(sys.stdout)
     return was_closed
+
+
+def _name_failures(stream: Any) -> None:
+    """What fails to be written there says so: an unbuffered or long text fails in `print`, and the next flush is fine."""
+
+    def naming_it(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            with naming(Path("standard output")):
+                return function(*args)
+
+        return called
+
+    if "write" not in vars(stream):  # done before, in this process
+        stream.write, stream.flush = naming_it(stream.write), naming_it(stream.flush)
 
 
 def _verb(name: str) -> Callable[[list[str]], int]:
@@ -194,10 +210,10 @@ def _report_error(error: Exception, verb: str) -> int:
     if isinstance(error, OSError) and error.errno is not None:
         try:
             sys.stdout.flush()
-        except OSError as of_output:  # what could not be written would be tried, and complained of, once more at exit
+        except (
+            OSError
+        ):  # what could not be written would be tried, and complained of, once more at exit
             silence_output()
-            if error.filename is None and error.errno == of_output.errno:
-                error.filename = "standard output"
         return _fail(_os_error_text(error), 1)
     if (needs := _out_of_memory(error, verb)) is not None:
         return _fail(needs, 1)

@@ -35,6 +35,8 @@ from expertmesh.text.format import extras_of, find_format
 from expertmesh.text.tokenizer import (
     given_tokenizer,
     load_tokenizer,
+    named_end,
+    save_tokenizer,
     token_num_bytes,
     train_tokenizer,
 )
@@ -134,6 +136,7 @@ class ConversationData:
         identity = [*versions, vocab_size, config.seq_len, corpus.digest]
         if tokenizer is not None:
             identity += [tokenizer.to_str(), find_format(tokenizer, given).identity]
+            identity += filter(None, [named_end(tokenizer)])
         self.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
         self._seq_len, self._seed = config.seq_len, seed
         folder = cache_root(config.cache_dir) / f"conversations-{self.key}"
@@ -203,8 +206,7 @@ def _fill(
             _contents(corpus.training), vocab_size=min(vocab_size, most), marks=MARKS
         )
         say("")
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    tokenizer = save_tokenizer(tokenizer, folder)
     form = find_format(tokenizer, path)
     told = LeftOut()
     index: dict[str, Any] = {}

@@ -87,6 +87,7 @@ def load_corpus(config: TextConfig) -> Corpus:
     source, candidates = find_documents(config, told)
     documents, num_bytes, left_unread, fix = [], 0, 0, "; give text"
     kinds: dict[bool, str] = {}
+    not_talks: dict[str, str] = {}
     progress = Progress("read", total=config.max_bytes)
     ordered = sorted(candidates, key=lambda c: (_hash("order", c[0]), c[0]))
     for number, (name, read, place, own_name, shown) in enumerate(ordered):
@@ -107,6 +108,8 @@ def load_corpus(config: TextConfig) -> Corpus:
             continue
         if not data:
             continue
+        if isinstance(read, Row) and read.shape is not None and read.shape.beside:
+            not_talks.setdefault(" with ".join(map(repr, read.shape.beside)), shown or name)
         kinds.setdefault(isinstance(read, Row) and read.is_talk, shown or name)
         num_bytes += len(data)
         progress.at(num_bytes)
@@ -132,17 +135,7 @@ def load_corpus(config: TextConfig) -> Corpus:
             f"{option_of(config)}: {len(documents):,} document{'s' * same} with {different:,} different text{'s' * (different > 1)} "
             "cannot be split into training and validation, which equal texts do not cross; give more text"
         )
-    notes = _note_of_split(training, validation, config)
-    if left_out.total:
-        notes.append(f"{option_of(config)}: left out: {left_out}; {NAMES_ALL}")
-    if told.as_text.total:
-        notes.append(
-            f"{option_of(config)}: learned as they stand: {told.as_text}; to read their texts, name the field: {named('data.column', 'NAME')}"
-        )
-    if told.unnamed.total:
-        notes.append(
-            f"{option_of(config)}: learned as they stand: {told.unnamed}; to read their texts, end the names in .jsonl"
-        )
+    notes = _notes(training, validation, config, told, not_talks)
     if left_unread and (config.path is not None or config.dataset is not None):
         notes.append(
             f"{option_of(config)}: only {num_bytes / 1e6:,.1f} MB are used and {left_unread:,} of {len(ordered):,} pieces "
@@ -167,6 +160,33 @@ def load_corpus(config: TextConfig) -> Corpus:
         tuple(map(Line, notes)),
         is_talk=True in kinds,
     )
+
+
+def _notes(
+    training: list[Document],
+    validation: list[Document],
+    config: TextConfig,
+    told: Told,
+    not_talks: dict[str, str],
+) -> list[str]:
+    """What a user should know of the texts; `not_talks` are fields of conversations beside a text, and where."""
+    notes = _note_of_split(training, validation, config)
+    if told.left_out.total:
+        notes.append(f"{option_of(config)}: left out: {told.left_out}; {NAMES_ALL}")
+    if told.as_text.total:
+        notes.append(
+            f"{option_of(config)}: learned as they stand: {told.as_text}; to read their texts, name the field: {named('data.column', 'NAME')}"
+        )
+    for fields, where in not_talks.items():
+        notes.append(
+            f"{option_of(config)}: the 'text' of records is learned whole, and they have {fields}, too (for example {where}); to learn"
+            f" answers alone, take 'text' out of the records; else say so: {named('data.column', 'text')}"
+        )
+    if told.unnamed.total:
+        notes.append(
+            f"{option_of(config)}: learned as they stand: {told.unnamed}; to read their texts, end the names in .jsonl"
+        )
+    return notes
 
 
 def _note_of_split(

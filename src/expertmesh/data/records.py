@@ -51,11 +51,13 @@ class Shape:
         needed: fields that each has.
         more: fields that are used where they are there.
         conversation: makes an object with `messages` of a record; None: the one field that is needed holds a text.
+        beside: fields of a conversation that the record has, too, and that are not read for its text.
     """
 
     needed: tuple[str, ...]
     more: tuple[str, ...] = ()
     conversation: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    beside: tuple[str, ...] = ()
 
 
 def shape_of(values: Any, column: str | None = None) -> Shape | None:
@@ -69,13 +71,12 @@ def shape_of(values: Any, column: str | None = None) -> Shape | None:
         return None
     name = column or TEXT
     value = values.get(name)
+    talk = None if column is not None else next((s for s in SHAPES if _fits(values, s)), None)
     if isinstance(value, str | bytes):
-        return Shape((name,))
+        return Shape((name,), beside=() if talk is None else talk.needed)
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         return _talk(name)
-    if column is not None:
-        return None
-    return next((shape for shape in SHAPES if _fits(values, shape)), None)
+    return talk
 
 
 def found_shape(

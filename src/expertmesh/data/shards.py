@@ -21,7 +21,8 @@ from expertmesh.errors import ConfigError, named
 from expertmesh.text.tokenizer import (
     end_of_text_id,
     given_tokenizer,
-    load_tokenizer,
+    named_end,
+    save_tokenizer,
     train_tokenizer,
 )
 
@@ -88,7 +89,7 @@ def prepare_tokens(
     given: Tokenizer | None = None
     if config.encode_with is not None:
         given = given_tokenizer(expanded(config.encode_with), vocab_size=vocab_size)
-        identity += f"|{given.to_str()}"
+        identity += f"|{given.to_str()}{named_end(given) or ''}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:24]
     folder = cache_root(config.cache_dir) / f"text-{key}"
     fill_once(folder, partial(_fill, corpus, given, vocab_size=vocab_size))
@@ -125,9 +126,7 @@ def _fill(corpus: Corpus, given: Tokenizer | None, folder: Path, *, vocab_size: 
         say(f"learning a tokenizer of {vocab_size:,} tokens")
         tokenizer = train_tokenizer(texts(corpus.training), vocab_size=min(vocab_size, most))
         say("")
-    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    # Encode with what was saved, which is what everybody will use.
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    tokenizer = save_tokenizer(tokenizer, folder)  # encode with what everybody will use
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     index: dict[str, object] = {"format_version": FORMAT_VERSION, "dtype": dtype}
     for name, documents in (("training", corpus.training), ("validation", corpus.validation)):

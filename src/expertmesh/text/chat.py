@@ -147,6 +147,7 @@ class TemplateFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str, variables: Mapping[str, str]) -> None:
+        self._given = tokenizer
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False
         self.source, self._variables = template, dict(variables)
@@ -201,7 +202,7 @@ class TemplateFormat:
 
     @property
     def _end(self) -> int:
-        return end_of_text_id(self._tokenizer)
+        return end_of_text_id(self._given)
 
     def writes(self, field: str) -> bool:
         """Whether the template names a field of messages."""

@@ -14,13 +14,18 @@ from tokenizers import Tokenizer
 from expertmesh.config.base import parse_json
 from expertmesh.errors import ConfigError
 from expertmesh.text.chat import ChatFormat, OwnFormat, TemplateFormat
-from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, own_start
+from expertmesh.text.tokenizer import (
+    CONFIG,
+    EXTRAS,
+    end_of_text_id,
+    load_tokenizer,
+    named_end,
+    own_start,
+)
 
-EXTRAS = "hub"
-"""Folder of a run directory that came from the hub, with the files that are no weights."""
 _MODEL = "config.json"
 _BESIDE = (_MODEL, "generation_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
-_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
@@ -137,9 +142,11 @@ def extras_of(tokenizer_path: str | Path | None) -> dict[str, Path]:
     folder = Path(tokenizer_path).parent / EXTRAS
     found = {path.name: path for path in (sorted(folder.iterdir()) if folder.is_dir() else [])}
     if (template := _find_template(Path(tokenizer_path))) is not None:
-        for name in (_CONFIG, _TEMPLATE):  # these two belong together
+        for name in (CONFIG, _TEMPLATE):  # these two belong together
             found.pop(name, None)
             found[name] = template.folder / name
+    elif CONFIG not in found and named_end(load_tokenizer(Path(tokenizer_path))) is not None:
+        found[CONFIG] = Path(tokenizer_path).parent / CONFIG
     return {f"{EXTRAS}/{name}": path for name, path in found.items() if path.is_file()}
 
 
@@ -167,7 +174,7 @@ class _Template(NamedTuple):
 def _find_template(path: Path) -> _Template | None:
     """The chat template of a tokenizer's file."""
     for folder in (path.parent / EXTRAS, path.parent):
-        values = _json(folder / _CONFIG)
+        values = _json(folder / CONFIG)
         source = values.get("chat_template")
         if (folder / _TEMPLATE).is_file():
             try:

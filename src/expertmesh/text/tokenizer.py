@@ -7,12 +7,15 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from expertmesh.config.base import parse_json
 from expertmesh.errors import CheckpointError, ConfigError, named
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 """Its id in every tokenizer trained here."""
 _OTHER_ENDS = ("</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+EXTRAS, CONFIG = "hub", "tokenizer_config.json"
+"""Folder of a run directory with what lay beside its tokenizer elsewhere, and the file that names special tokens."""
 _IN_NO_TEXT = set("\xc0\xc1\xf5\xf6\xf7\xf8\xf9\xfa\xfb\xfc\xfd\xfe\xff")
 """Characters of the bytes that UTF-8 never has."""
 TRAINING_BYTES = 16_000_000
@@ -47,10 +50,11 @@ def train_tokenizer(
 
 
 def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
-    """Read a tokenizer that a run saved.
+    """Read a tokenizer that a run saved, or the hub has.
 
     Args:
-        path: the file.
+        path: the file; where it has no known token for the end of a text, the `eos_token` of the tokenizer_config.json beside it is
+            that.
         vocab_size: V of the run's model; None: not known.
 
     Raises:
@@ -72,6 +76,8 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
             "file from"
             " a copy"
         )
+    if _known_end(tokenizer) is None:
+        vars(tokenizer)["eos_token"] = eos_token_beside(path)
     # Not in the file: without it a text that quotes the end-of-text token would become that token.
     tokenizer.encode_special_tokens = True
     # In the file where it was saved after a use with them: every text would silently be cut, or filled up.
@@ -80,19 +86,60 @@ def load_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
     return tokenizer
 
 
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+    """Write tokenizer.json, and beside it what says how a text ends where that is not known; returns what is read back."""
+    path = folder / "tokenizer.json"
+    path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    if (token := named_end(tokenizer)) is not None:
+        (folder / CONFIG).write_text(json.dumps({"eos_token": token}), encoding="utf-8")
+    return load_tokenizer(path)
+
+
 def end_of_text_id(tokenizer: Tokenizer) -> int:
     """The token that ends a text: of a tokenizer trained here, or of one that came with a converted model, its own.
 
     Raises:
-        CheckpointError: it has none that is known.
+        CheckpointError: it has none that is known, and no file beside it named one when it was loaded.
     """
-    for token in (END_OF_TEXT, *_OTHER_ENDS):
+    found = _known_end(tokenizer)
+    if found is None and (token := named_end(tokenizer)) is not None:
         found = tokenizer.token_to_id(token)
-        if found is not None:
-            return int(found)
-    raise CheckpointError(
-        f"tokenizer.json: has no token for the end of a text ({', '.join((END_OF_TEXT, *_OTHER_ENDS))}); add one"
-    )
+    if found is None:
+        raise CheckpointError(
+            f"tokenizer.json: has no token for the end of a text ({', '.join((END_OF_TEXT, *_OTHER_ENDS))}, or the eos_token of"
+            f" {CONFIG}); add one"
+        )
+    return found
+
+
+def _known_end(tokenizer: Tokenizer) -> int | None:
+    ids = (tokenizer.token_to_id(token) for token in (END_OF_TEXT, *_OTHER_ENDS))
+    return next((int(i) for i in ids if i is not None), None)
+
+
+def named_end(tokenizer: Tokenizer) -> str | None:
+    """The token that ends a text because a file beside the tokenizer says so; None: it has a known one, or none."""
+    found: str | None = vars(tokenizer).get("eos_token")
+    return found
+
+
+def eos_token_beside(path: Path) -> str | None:
+    """The eos_token that the files beside a tokenizer.json name.
+
+    Raises:
+        CheckpointError: such a file is damaged.
+    """
+    for place in (path.parent / EXTRAS / CONFIG, path.parent / CONFIG):
+        if not place.is_file():
+            continue
+        try:
+            found = parse_json(place.read_bytes()).get("eos_token")
+        except (ValueError, AttributeError):
+            raise CheckpointError(f"{place}: is no JSON object; restore it from the hub") from None
+        found = found.get("content") if isinstance(found, dict) else found
+        if isinstance(found, str):
+            return found
+    return None
 
 
 def own_start(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -144,13 +191,15 @@ def given_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
             f"has {tokenizer.get_vocab_size()} tokens, {named('model.vocab_size')} is {vocab_size}",
             "raise it",
         )
-    if all(tokenizer.token_to_id(token) is None for token in (END_OF_TEXT, *_OTHER_ENDS)):
+    try:
+        end_of_text_id(tokenizer)
+    except CheckpointError:
         raise ConfigError(
             "data.encode_with",
             path,
             f"has no token {END_OF_TEXT} for the end of a document",
-            "add one",
-        )
+            f"add one, or name it as eos_token in the {CONFIG} beside it",
+        ) from None
     return tokenizer
 
 

@@ -25,7 +25,8 @@ from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.open import find_model
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
-from expertmesh.text.format import EXTRAS, hub_files
+from expertmesh.text.format import hub_files
+from expertmesh.text.tokenizer import EXTRAS
 from expertmesh.training.state import RunProgress
 
 _MODEL = "model."

@@ -32,7 +32,8 @@ from expertmesh.runs.arithmetic import read_arithmetic
 from expertmesh.runs.open import find_model
 from expertmesh.runs.quantized import REPORT
 from expertmesh.runs.run_dir import TOKENIZER, Run, RunDir
-from expertmesh.text.format import EXTRAS, hub_files
+from expertmesh.text.format import hub_files
+from expertmesh.text.tokenizer import EXTRAS
 
 _KEEP = ("router.", "norm.", "embedding.", "output.", "gate.", "expert_bias")
 """Parts of names of what stays as it is in any case."""

@@ -26,8 +26,8 @@ from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, hub_config, say_left_out
 from expertmesh.text.chat import MARKS, OWN_TEMPLATE, TemplateFormat
-from expertmesh.text.format import EXTRAS, find_format
-from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer
+from expertmesh.text.format import find_format
+from expertmesh.text.tokenizer import EXTRAS, end_of_text_id, load_tokenizer
 
 SHARD_BYTES = 5 * 10**9
 """Most bytes of a file, unless one tensor is larger."""
