@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from expertmesh.recipes import recipe
 
 from expertmesh.cli import main as front
 from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.sizes import sizes_of
 from expertmesh.costs.step_time import HBM
+from expertmesh.models.registry import recipe
 from expertmesh.planner.published import published_models
 from expertmesh.planner.serve import Serving, serve_plan
 from expertmesh.planner.validation import validate
