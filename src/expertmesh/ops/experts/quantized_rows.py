@@ -10,6 +10,7 @@ from torch import Tensor
 
 from expertmesh.ops.activation import inner_name, num_branches, pointwise_
 from expertmesh.ops.dtypes import autocast_dtype, has_products_of
+from expertmesh.ops.experts import quantized_loop
 from expertmesh.ops.experts.call import ExpertsCall
 from expertmesh.ops.experts.weights import FORMATS, ExpertSlice
 from expertmesh.ops.plain_call import runs_plainly
@@ -73,7 +74,7 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
     """
     assert c.ids_TK is not None
     experts = c.experts.slices()[0]
-    E, G, F, D = experts.shape
+    E, _, _, D = experts.shape
     (T, K), ids = c.ids_TK.shape, c.ids_TK.flatten().tolist()
     check_range(min(ids), max(ids), E)
     slots = sorted((i for i, e in enumerate(ids) if e < E), key=ids.__getitem__)
@@ -82,37 +83,43 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
         rows[ids[slot]] = rows.get(ids[slot], 0) + 1
     if max(rows.values(), default=0) > MOST_ROWS:
         return None
+    if not rows:
+        return torch.zeros_like(c.x_TD, dtype=autocast_dtype(c.x_TD.device) or c.x_TD.dtype)
     tokens_R = torch.tensor([slot // K for slot in slots])
     slots_R = torch.tensor(slots, dtype=torch.int64)
     x_RD = c.x_TD.index_select(0, tokens_R).to(torch.bfloat16)
     s_R1 = c.weights_TK.reshape(-1).index_select(0, slots_R).float()[:, None]
-    h_RH, y_RD = x_RD.new_empty(len(slots), G * F), x_RD.new_empty(len(slots), D)
-    _multiply(x_RD, experts, rows, h_RH, is_first=True)
+    h_RH = _multiply(x_RD, experts, rows, is_first=True)
     gate, *up = h_RH.float().chunk(num_branches(experts.activation), 1)
     a_RF = pointwise_(gate, inner_name(experts.activation))
     for branch in up:
         a_RF.mul_(branch)
-    _multiply(a_RF.mul_(s_R1).to(torch.bfloat16), experts, rows, y_RD, is_first=False)
+    y_RD = _multiply(a_RF.mul_(s_R1), experts, rows, is_first=False)
     y_TD = torch.zeros(T, D).index_add_(0, tokens_R, y_RD.float())
     return y_TD.to(autocast_dtype(c.x_TD.device) or c.x_TD.dtype)
 
 
 def _multiply(
-    rows_RK: Tensor, experts: ExpertSlice, rows: dict[int, int], out_RN: Tensor, *, is_first: bool
-) -> None:
-    """Write rows times the transposed matrix of their expert."""
+    rows_RK: Tensor, experts: ExpertSlice, rows: dict[int, int], *, is_first: bool
+) -> Tensor:
+    """Rows times the transposed matrix of their expert, (R, N)."""
     w, scales = experts.w_out_EDF, experts.scales_out
     if is_first:
         w, scales = experts.w_in_EGFD.flatten(1, 2), experts.scales_in
     assert scales is not None
-    start = 0
-    for e, count in rows.items():
-        stop = start + count
-        x = rows_RK[start:stop]
-        if experts.format == "int8":
-            out = torch._weight_int8pack_mm(x, w[e], scales[e].flatten())
-        else:
-            group = rows_RK.shape[1] // scales.shape[1]
-            out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, w[e], group, scales[e])
-        out_RN[start:stop] = out
-        start = stop
+    is_int8 = experts.format == "int8"
+    if is_int8 and quantized_loop.is_there(w, len(rows)):
+        return quantized_loop.product(rows_RK, w, scales.flatten(1), rows)
+    parts = rows_RK.to(torch.bfloat16).split_with_sizes(list(rows.values()))
+    if is_int8:
+        pairs = zip(rows, parts, strict=True)
+        return torch.cat(
+            [torch._weight_int8pack_mm(x, w[e], scales[e].flatten()) for e, x in pairs]
+        )
+    group, multiply = (
+        rows_RK.shape[1] // scales.shape[1],
+        torch.ops.aten._weight_int4pack_mm_for_cpu,
+    )
+    return torch.cat(
+        [multiply(x, w[e], group, scales[e]) for e, x in zip(rows, parts, strict=True)]
+    )
