@@ -136,6 +136,50 @@ def test_every_matrix_of_every_expert_is_updated_by_itself():
     assert_close_fp64(nobody, decayed, what="the expert without a token")
 
 
+class Stacks(nn.Module):
+    """Experts as transformers keep them: gate and up in one, the down projection beside them."""
+
+    def __init__(self, gate_up, down, *, is_concatenated=True):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Parameter(gate_up), nn.Parameter(down)
+        self.is_concatenated = is_concatenated
+
+
+@pytest.mark.parametrize("is_concatenated", [True, False])
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_gate_and_up_in_one_are_updated_as_two(is_transposed, is_concatenated):
+    """As the same two are that are kept apart: rows or columns, one behind the other or in turn."""
+    draws = torch.Generator().manual_seed(0)
+
+    def drawn(*shape):
+        return torch.randn(3, *shape, generator=draws, dtype=torch.float64)
+
+    (gate, up, down), grads = ((drawn(7, 12), drawn(7, 12), drawn(12, 7)) for _ in range(2))
+
+    def fused(a, b):
+        found = torch.cat((a, b), 1) if is_concatenated else torch.stack((a, b), 2).flatten(1, 2)
+        return found.mT.clone() if is_transposed else found
+
+    def turned(x):
+        return x.mT.clone() if is_transposed else x.clone()
+
+    model = Stacks(fused(gate, up), turned(down), is_concatenated=is_concatenated)
+    optimizer = build_optimizer(model, CONFIG)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        model.gate_up_proj.grad, model.down_proj.grad = fused(*grads[:2]), turned(grads[2])
+        optimizer.step()
+
+    def led(w, g):
+        return torch.stack(
+            [update_of_one(*pair) for pair in zip(w, zip(g, g, strict=True), strict=True)]
+        )
+
+    expected = [led(*pair) for pair in zip((gate, up, down), grads, strict=True)]
+    assert_close_fp64(model.gate_up_proj, fused(*expected[:2]), what="gate and up")
+    assert_close_fp64(model.down_proj, turned(expected[2]), what="down")
+
+
 def test_the_numbers_are_those_of_torch():
     given = inspect.signature(torch.optim.Muon).parameters
     assert given["ns_coefficients"].default == muon.COEFFICIENTS

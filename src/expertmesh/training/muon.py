@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
+from expertmesh.training.fused import Halves, on_halves, shape_of_one
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of the quintic iteration (Jordan et al. 2024); those of `torch.optim.Muon`."""
@@ -81,7 +82,8 @@ class Muon(torch.optim.Optimizer):
     AdamW. Rates and decay that suit AdamW suit both.
 
     Args:
-        groups: of `params` with `is_matrix` and `weight_decay`.
+        groups: of `params` with `is_matrix` and `weight_decay`; of matrices perhaps with `halves`, for each parameter how two matrices
+            lie in one, see `fused_halves`, or None.
         lr: of all groups.
         momentum: m.
         betas: AdamW's.
@@ -137,14 +139,23 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             if group["is_matrix"]:
-                for parameter in group["params"]:
+                params = group["params"]
+                for parameter, one in zip(
+                    params, group.get("halves") or [None] * len(params), strict=True
+                ):
                     if parameter.grad is not None:
-                        self._update(parameter, parameter.grad, group)
+                        self._update(parameter, parameter.grad, group, one)
         if self._adamw is not None:
             self._adamw.step()
         return loss
 
-    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self,
+        parameter: nn.Parameter,
+        gradient: Tensor,
+        group: dict[str, Any],
+        halves: Halves | None,
+    ) -> None:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -152,10 +163,10 @@ class Muon(torch.optim.Optimizer):
         moment, gradient = own_part(state["momentum_buffer"]), own_part(gradient)
         moment.lerp_(gradient, 1 - m)
         update = on_whole_matrices(
-            partial(orthogonalized, dtype=self.dtype),
+            partial(on_halves, partial(orthogonalized, dtype=self.dtype), halves=halves),
             gradient.lerp(moment, m),
             parameter=parameter,
         )
         weight = own_part(parameter)
         weight.mul_(1 - lr * group["weight_decay"])
-        weight.add_(update, alpha=-0.2 * lr * max(parameter.shape[-2:]) ** 0.5)
+        weight.add_(update, alpha=-0.2 * lr * max(shape_of_one(parameter, halves)) ** 0.5)

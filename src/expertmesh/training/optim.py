@@ -10,6 +10,7 @@ from torch import nn
 from expertmesh.config.run import Frozen, OptimConfig
 from expertmesh.errors import ConfigError
 from expertmesh.moe.layer import MoELayer
+from expertmesh.training.fused import fused_halves
 from expertmesh.training.muon import Muon
 from expertmesh.training.roles import DECAYED, parameter_roles
 
@@ -49,7 +50,7 @@ def build_optimizer(
     Returns:
         The optimiser; its learning rate is set before each step by the loop.
     """
-    roles = parameter_roles(model)
+    roles, halves = parameter_roles(model), fused_halves(model)
     groups: dict[tuple[bool, bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -60,7 +61,11 @@ def build_optimizer(
             groups.setdefault(group, []).append(parameter)
     params: list[dict[str, Any]] = [
         {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
-        | ({"is_matrix": True} if is_matrix else {})
+        | (
+            {"is_matrix": True, "halves": [halves.get(id(p)) for p in parameters]}
+            if is_matrix
+            else {}
+        )
         for (decayed, is_matrix, _), parameters in sorted(
             groups.items(), key=lambda item: not item[0][0]
         )
