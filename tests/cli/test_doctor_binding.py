@@ -78,19 +78,28 @@ def test_without_a_gpu_one_node_is_enough(sysfs):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "threads", "mark", "advice"),
+    ("ranks", "threads", "by", "mark", "says"),
     [
-        (2, 4, "yes", ""),
-        (2, 1, "no", "--parallel.num-threads 4"),
-        (2, 8, "no", "--parallel.num-threads 4"),
-        (16, 1, "yes", ""),
+        (
+            2,
+            1,
+            None,
+            "yes",
+            "measure how many are fastest, up to 4 each",
+        ),  # torchrun's one counts for nothing
+        (2, 8, None, "yes", "up to 4 each"),
+        (16, 1, None, "yes", "one each"),
+        (2, 4, "OMP_NUM_THREADS=4", "yes", "8 threads on 8 cores"),
+        (2, 1, "OMP_NUM_THREADS=1", "no", "leave OMP_NUM_THREADS unset and runs measure"),
+        (2, 8, "MKL_NUM_THREADS=8", "no", "or use MKL_NUM_THREADS=4"),
+        (16, 1, "OMP_NUM_THREADS=1", "yes", ""),
     ],
 )
-def test_threads_fill_the_cores_and_no_more(ranks, threads, mark, advice):
-    binding = Binding("host", tuple(range(8)), (0,), 1, threads)
+def test_threads_fill_the_cores_and_no_more(ranks, threads, by, mark, says):
+    binding = Binding("host", tuple(range(8)), (0,), 1, threads, threads_by=by)
     found, text = threads_verdict([binding] * ranks)
     assert found == mark
-    assert advice in text
+    assert says in text and "--" not in text, "doctor has no such option"
     if threads == 1:
         with_gpu = Binding("host", tuple(range(8)), (0,), 1, 1, Gpu(0, "X", None))
         assert threads_verdict([with_gpu] * ranks)[0] == "yes", "the GPU computes"

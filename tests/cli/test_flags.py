@@ -35,6 +35,7 @@ def test_every_option_can_be_given(family):
     for name in option_names(family.config):
         value = attrgetter(name)(config)
         texts = [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
+        texts = texts or ["none"]
         words += [flag_name(name), *texts]
     assert parse_run_config(["base", *words], recipes={"base": family.config}).config == config
 
@@ -61,7 +62,6 @@ def test_every_option_can_be_given(family):
             "model.moe.num_experts",
             (4, 4, 4, 8, 8, 8),
         ),
-        (["--model.moe.num-experts"], "model.moe.num_experts", ()),
         (["--parallel.ep-degree", "4"], "parallel.ep_degree", (4,)),
         (["--parallel.ep-degree", "4", "1", "2", "2"], "parallel.ep_degree", (4, 1, 2, 2)),
         (["--parallel.ep-degree", "none"], "parallel.ep_degree", ()),
@@ -165,6 +165,14 @@ def test_dry_run():
             "--model.moe is a section; name a field of it, for example --model.moe.",
         ),
         ([RECIPE, "--train.steps"], "--train.steps needs a value; write it after the option"),
+        *(
+            (words, f"{words[1]} needs a value, or none; write it after the option")
+            for words in (
+                [RECIPE, "--train.freeze"],
+                [RECIPE, "--train.trackers", "--train.steps", "3"],
+                [RECIPE, "--model.moe.num-experts"],
+            )
+        ),
         (
             [RECIPE, "--train.steps", "--optim.lr", "1"],
             "--train.steps needs a value; write it after the option",

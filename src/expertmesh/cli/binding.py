@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from expertmesh.comm.bind import SYSFS, node_of_gpu, numa_nodes
-from expertmesh.comm.cores import allowed_cores
+from expertmesh.comm.cores import allowed_cores, users_threads
 
 Mark = Literal["yes", "no", ""]
 
@@ -38,6 +38,7 @@ class Binding:
         num_nodes: all NUMA nodes of the machine.
         threads: of torch.
         gpu: of this process, if there is one.
+        threads_by: the variable by which the user has set the threads, as NAME=VALUE; None: a run measures how many are fastest.
     """
 
     host: str
@@ -46,6 +47,7 @@ class Binding:
     num_nodes: int
     threads: int
     gpu: Gpu | None = None
+    threads_by: str | None = None
 
     def verdict(self) -> tuple[Mark, str]:
         """Whether it is bound as it should be ("" where there is nothing to bind to), and a text that says so."""
@@ -95,20 +97,32 @@ def own_binding(
     if local_rank < len(gpus):
         properties = gpus[local_rank]
         gpu = Gpu(local_rank, properties.name, node_of_gpu(properties, sysfs))
-    return Binding(platform.node(), cores, mine, len(nodes), torch.get_num_threads(), gpu)
+    threads = torch.get_num_threads()
+    return Binding(platform.node(), cores, mine, len(nodes), threads, gpu, users_threads())
 
 
 def threads_verdict(bindings: Sequence[Binding]) -> tuple[Mark, str]:
-    """Whether the threads of one host's processes fit its cores, and a text that says so."""
+    """Whether the threads of one host's processes fit its cores, and a text that says so.
+
+    Where the user has set no number runs measure it, whatever torchrun has set; a number of the user's is judged.
+    """
     cores = len({core for binding in bindings for core in binding.cores})
-    threads = sum(binding.threads for binding in bindings)
-    text = f"{len(bindings)} ranks have {threads} threads on {cores} cores"
     share = max(cores // len(bindings), 1)
-    fix = f"use --parallel.num-threads {share}"
+    by = next((binding.threads_by for binding in bindings if binding.threads_by), None)
+    if by is None:
+        most = f"up to {share} each" if share > 1 else "one each"
+        return (
+            "yes",
+            f"{len(bindings)} ranks on {cores} cores: runs measure how many are fastest, {most}",
+        )
+    threads = sum(binding.threads for binding in bindings)
+    text = f"{len(bindings)} ranks have {threads} threads on {cores} cores, by {by}"
+    name = by.partition("=")[0]
+    fix = f"leave {name} unset and runs measure how many are fastest, or use {name}={share}"
     if threads > max(cores, len(bindings)):
         return "no", f"{text}, so they wait for one another; {fix}"
     if len(bindings) * share > threads and all(binding.gpu is None for binding in bindings):
-        return "no", f"{text}; {fix} (torchrun gives each rank one, unless OMP_NUM_THREADS is set)"
+        return "no", f"{text}; {fix}"
     return "yes", text
 
 

@@ -434,8 +434,11 @@ def _texts_after(option: _Option, words: Sequence[str], recipes: Collection[str]
         following.append(word)
         if not option.is_list:
             break
-    if not following and not option.is_bool and not option.may_be_empty:
-        raise ConfigError(f"{flag_name(option.name)} needs a value; write it after the option")
+    if not following and not option.is_bool:
+        empty = ", or none" if option.may_be_empty else ""
+        raise ConfigError(
+            f"{flag_name(option.name)} needs a value{empty}; write it after the option"
+        )
     return following
 
 
