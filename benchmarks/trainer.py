@@ -36,7 +36,7 @@ from benchmarks.harness import (
 from torch import Tensor, nn
 
 from expertmesh.cli.heap import keep_freed_memory
-from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.runs.precision import resolve_precision

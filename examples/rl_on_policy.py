@@ -13,7 +13,7 @@ import sys
 import torch
 
 import expertmesh as em
-from expertmesh.config.model import ModelConfig
+from expertmesh.models.gpt.config import ModelConfig
 
 DIGITS, LENGTH, PROMPTS, ANSWERS, CLIP = 10, 4, 10, 8, 0.2
 

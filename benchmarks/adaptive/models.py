@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from expertmesh import GPT, MoELayer
 from expertmesh.comm.world import World
-from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.models.registry import recipe
 from expertmesh.moe.experts import DenseMLP

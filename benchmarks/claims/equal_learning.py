@@ -17,9 +17,9 @@ import tyro
 from benchmarks.curves import plot
 
 from expertmesh.checkpoints.load import load_weights
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.costs.flops import forward_flops
-from expertmesh.costs.parameters import count_parameters
+from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.models.gpt.flops import forward_flops
+from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.runs.precision import resolve_precision

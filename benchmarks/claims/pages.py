@@ -17,8 +17,8 @@ from benchmarks.claims.statistics import (
 )
 from benchmarks.curves import plot
 
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.costs.parameters import count_parameters
+from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.models.gpt.spec import count_parameters
 
 Found = dict[str, Any]
 

@@ -13,9 +13,9 @@ from typing import Any
 from benchmarks.claims.arms import Arm, Claim
 from rich.console import Console
 
-from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.config.run import RunConfig
-from expertmesh.costs.parameters import count_parameters
+from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.runs.open import LoadedModel, open_model
 from expertmesh.runs.run_dir import Run, load_run
 from expertmesh.training.evaluate import Evaluation, evaluate

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from benchmarks.claims.runs import Job, evaluated
 
-from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.config.run import RunConfig
-from expertmesh.costs.flops import forward_flops
-from expertmesh.costs.parameters import count_parameters
+from expertmesh.models.gpt.flops import forward_flops
+from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.reporting.read import read_run
 
 

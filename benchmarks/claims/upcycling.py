@@ -26,11 +26,12 @@ from benchmarks.curves import plot
 from expertmesh.checkpoints.load import load_weights
 from expertmesh.checkpoints.store import list_checkpoints, step_of
 from expertmesh.models.gpt.family import GPT as FAMILY
-from expertmesh.config.gpt import GPTRunConfig, begun_with
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.models.gpt.config import GPTRunConfig, begun_with
+from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.text import TextConfig
-from expertmesh.costs.flops import forward_flops
-from expertmesh.costs.parameters import count_parameters
+from expertmesh.models.gpt.flops import forward_flops
+from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.models.task import Part
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.task import GPTTask

@@ -29,7 +29,7 @@ from benchmarks.markdown import markdown_table
 
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.models.swin.family import SWIN
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.models.swin.config import SwinRunConfig
 from expertmesh.models.swin.costs import count_multiply_adds, swin_costs
 from expertmesh.models.swin.image_files import read_folder

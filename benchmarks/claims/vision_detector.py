@@ -37,7 +37,7 @@ import expertmesh as em
 from expertmesh.checkpoints.load import load_weights
 from expertmesh.cli.heap import keep_freed_memory
 from expertmesh.models.swin.family import SWIN
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.models.swin.config import SwinRunConfig
 from expertmesh.models.swin.image_files import read_folder
 from expertmesh.errors import ConfigError

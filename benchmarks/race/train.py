@@ -6,7 +6,7 @@
 
 * speed: tokens/s of the trainer's own step (eager, and with the model under torch.compile) and of the plain loop over
   transformers' Mixtral of the same shape in eager mode (its default, and its grouped_mm). Utilisation is 3 x the forward's
-  matrix operations per token (`costs/flops.py`; causal attention counts the keys that are seen) x tokens/s over the peak.
+  matrix operations per token (`models/gpt/flops.py`; causal attention counts the keys that are seen) x tokens/s over the peak.
 * moe, dense: runs of the trainer on the source of the standard library and the installed packages: the model for `--minutes`,
   then its dense twin of equal operations on the same tokens.
 
@@ -35,11 +35,11 @@ from benchmarks.race.parts import Keep
 from benchmarks.trainer import NEAR_UNIFORM, Batch, describe, first_loss, make_mixtral
 from torch import nn
 
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.costs.flops import forward_flops
-from expertmesh.costs.memory import estimate_memory
-from expertmesh.costs.parameters import count_parameters
+from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.models.gpt.flops import forward_flops
+from expertmesh.models.gpt.memory import estimate_memory
 from expertmesh.models.gpt.recipes import RECIPES, dense_twin
+from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.runs.precision import resolve_precision
 from expertmesh.runs.run_dir import RunDir

@@ -13,10 +13,10 @@ from torch import nn
 
 import expertmesh as em
 from expertmesh import ConfigError, MoELayer, Routing
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.infer.engine import generate
 from expertmesh.infer.sampling import Sampling
+from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.training.loop import train
 

@@ -9,6 +9,7 @@ from expertmesh.costs.memory import rank_memory
 from expertmesh.errors import ConfigError
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.models.gpt.spec import gpt_spec
 
 DEGREES = ["--parallel.ep-degree", "4", "--parallel.dp-replicate-degree", "2"]
 
@@ -28,7 +29,7 @@ def test_degrees_say_how_many_ranks(capsys):
     config = RECIPES["gpt-moe-test"]().updated(
         {"parallel.ep_degree": 4, "parallel.dp_replicate_degree": 2}
     )
-    each = rank_memory(config.model, config.parallel, num_ranks=8)
+    each = rank_memory(gpt_spec(config.model), config.parallel, num_ranks=8)
     assert "of each of 8 ranks" in line
     assert f"weights {each.parameters_bytes / 1024:.1f} KiB" in line
     assert f"optimiser {each.optimizer_bytes / 1024:.1f} KiB" in line

@@ -11,7 +11,7 @@ from tests.support.runs import train_quietly
 from expertmesh.checkpoints.load import load_weights
 from expertmesh.checkpoints.store import list_checkpoints
 from expertmesh.cli.main import main
-from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.training.export import export

@@ -8,8 +8,8 @@ import pytest
 from expertmesh.cli.flags import OptionParser, parse_run_config, print_train_help
 from expertmesh.cli.program import Flags, flag_name, program
 from expertmesh.config.base import FieldError, option_names
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.errors import CheckpointError, ConfigError, Line, command, named
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT
 from expertmesh.models.registry import FAMILIES
 

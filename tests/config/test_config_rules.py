@@ -22,11 +22,11 @@ from expertmesh.config.base import (
     shown,
     user_cache_dir,
 )
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import NOT_READ_BY, LayerOptions, RouterKind
 from expertmesh.config.run import OptimConfig, TrainConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 
 # Changes to the default configuration, the field the message must name, and a word of the rule.
 BROKEN = [

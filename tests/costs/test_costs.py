@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import OptimConfig
-from expertmesh.costs.flops import forward_flops
-from expertmesh.costs.memory import estimate_memory
-from expertmesh.costs.parameters import count_parameters, gpt_spec
+from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.models.gpt.flops import forward_flops
+from expertmesh.models.gpt.memory import estimate_memory
 from expertmesh.models.gpt.model import GPT
+from expertmesh.models.gpt.spec import count_parameters, gpt_spec
 from expertmesh.models.token_losses import token_losses
 from expertmesh.training.optim import build_optimizer
 

@@ -3,10 +3,11 @@
 import pytest
 
 from expertmesh.checkpoints.hub.configs import model_config
-from expertmesh.costs.flops import forward_flops
-from expertmesh.costs.parameters import count_parameters
-from expertmesh.costs.sizes import sizes_of, sizes_of_hub
+from expertmesh.costs.sizes import sizes_of_hub
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.flops import forward_flops
+from expertmesh.models.gpt.sizes import sizes_of
+from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.models.registry import recipe
 from expertmesh.planner.published import published_models
 

@@ -9,7 +9,6 @@ from expertmesh.costs.communication import RouteShape, TokenLoad, flat_copies
 from expertmesh.costs.hardware import find_cluster, network_of
 from expertmesh.costs.layer_time import LayerShape, Machine, step_time
 from expertmesh.costs.rank_layout import RankLayout, Workload
-from expertmesh.costs.sizes import sizes_of
 from expertmesh.costs.step_time import (
     BOUNDS,
     FP8_SHARE,
@@ -18,6 +17,7 @@ from expertmesh.costs.step_time import (
     route_of,
     step_seconds,
 )
+from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import recipe
 
 SIZES = sizes_of(recipe("gpt-1.3b-moe128").model)

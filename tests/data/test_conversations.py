@@ -12,7 +12,6 @@ from tests.support.calls import calls_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import expertmesh as em
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import load_corpus
@@ -20,6 +19,7 @@ from expertmesh.data.text import text_data
 from expertmesh.errors import ConfigError
 from expertmesh.infer import engine
 from expertmesh.infer.sampling import Sampling
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.task import Part

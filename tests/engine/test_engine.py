@@ -7,10 +7,10 @@ import pytest
 import torch
 from tests.oracle.numerics import assert_close_fp64
 
-from expertmesh.config.model import ModelConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.text.stream import TextStream

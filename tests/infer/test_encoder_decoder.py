@@ -6,13 +6,13 @@ import torch.nn.functional as F
 from tests.oracle.numerics import assert_close_fp64
 from torch import nn
 
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_batch
 from expertmesh.infer.sampling import Sampling
 from expertmesh.models.attention import Attention, rope_tables
 from expertmesh.models.cache import KVCache
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 
 CONFIG = ModelConfig(

@@ -11,10 +11,11 @@ from tests.support.operators import Operators
 from tests.support.sentencepiece_vocabulary import sentencepiece_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.infer.engine import generate, generate_batch, generate_text, generate_texts
 from expertmesh.infer.sampling import Sampling
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.text.stream import TextStream, byte_of_character
 

@@ -9,9 +9,10 @@ from tests.support.hub_text import byte_tokenizer, hub_folder
 from tests.support.real_text import DOCS
 
 from expertmesh.cli.main import main
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import convert
+from expertmesh.models.gpt.config import ModelConfig
 
 lm_eval = pytest.importorskip("lm_eval")
 pytestmark = [
@@ -60,7 +61,7 @@ metric_list: [{metric: exact_match}]
 def judged(tmp_path_factory):
     """A folder with tasks and their data, a short run, and its export."""
     from expertmesh import RunConfig, train
-    from expertmesh.config.gpt import GPTRunConfig
+    from expertmesh.models.gpt.config import GPTRunConfig
 
     folder = tmp_path_factory.mktemp("judged")
     text = (DOCS / "glossary.md").read_text() + (DOCS / "numerics.md").read_text()

@@ -15,9 +15,9 @@ from tests.support.sentencepiece_vocabulary import END, START, sentencepiece_tok
 from transformers import AutoModelForCausalLM
 
 from expertmesh.checkpoints.hub.configs import end_ids
-from expertmesh.costs.parameters import count_parameters
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
+from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.text.tokenizer import end_of_text_id, train_tokenizer
 
 VOCAB = 300
@@ -260,7 +260,7 @@ def test_a_header_that_contradicts_itself_is_refused_by_the_tensor(hub, tmp_path
 def test_training_begins_with_a_converted_checkpoint(hub, tmp_path):
     from expertmesh.checkpoints.dcp import Checkpoint
     from expertmesh.checkpoints.source import read_whole
-    from expertmesh.config.gpt import GPTRunConfig
+    from expertmesh.models.gpt.config import GPTRunConfig
     from expertmesh.models.gpt.family import GPT
     from expertmesh.runs.run_dir import load_run
     from expertmesh.training.begin import begun

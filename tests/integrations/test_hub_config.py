@@ -11,11 +11,12 @@ from tests.support.hub_models import tiny_model
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from expertmesh.checkpoints.hub.configs import FAMILIES, left_out, model_config
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
 from expertmesh.integrations.hub.exports import export_family, hub_config, loss_coefficient
 from expertmesh.integrations.hub.exports import left_out as left_out_of_ours
+from expertmesh.models.gpt.config import ModelConfig
 
 SIZES = {
     "vocab_size": 61,

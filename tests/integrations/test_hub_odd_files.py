@@ -11,10 +11,9 @@ from tests.support.hub_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 import expertmesh as em
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, load_pretrained
+from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.text.tokenizer import train_tokenizer
 from expertmesh.training.begin import save_as_run

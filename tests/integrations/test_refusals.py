@@ -13,7 +13,6 @@ from torch import nn
 import expertmesh as em
 from expertmesh.checkpoints.hub.load import HubModel
 from expertmesh.checkpoints.source import read_into
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations import fairseq, tutel
 from expertmesh.integrations.deepspeed import MoE as DeepSpeedMoE
@@ -24,6 +23,7 @@ from expertmesh.integrations.transformers import (
     ExpertMeshForCausalLM,
     apply,
 )
+from expertmesh.models.gpt.config import ModelConfig
 
 SMALL = {"vocab_size": 300, "max_seq_len": 16, "dim": 16, "num_layers": 2, "num_heads": 2, "ffn_hidden_dim": 16}  # fmt: skip
 

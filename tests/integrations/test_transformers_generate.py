@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from tests.oracle import numerics
 from transformers import Trainer, TrainingArguments
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import generate_batch
 from expertmesh.integrations.transformers import ExpertMeshConfig, ExpertMeshForCausalLM
+from expertmesh.models.gpt.config import ModelConfig
 
 WINDOW = 32
 PROMPTS = [[5, 9, 200, 31, 7, 8], [77, 8], [4, 4, 4, 4]]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.transformers import ExpertMeshConfig, ExpertMeshForCausalLM
+from expertmesh.models.gpt.config import ModelConfig
 
 IDS = torch.arange(8).view(2, 4) + 3
 ONES = torch.ones(2, 4, dtype=torch.int64)

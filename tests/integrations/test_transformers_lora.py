@@ -10,11 +10,11 @@ from tests.support.real_text import byte_windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertmesh import lora
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import load_pretrained
 from expertmesh.integrations.peft import load_adapters, save_adapters
 from expertmesh.integrations.transformers import ExpertMeshConfig, ExpertMeshForCausalLM, apply
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.token_losses import token_losses
 
 peft = pytest.importorskip("peft")

@@ -11,7 +11,7 @@ from tests.oracle import numerics
 from tests.support.real_text import byte_windows
 from transformers import AutoModelForCausalLM, StaticCache, Trainer, TrainingArguments
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.infer.engine import generate_batch
 from expertmesh.integrations.transformers import (
@@ -19,6 +19,7 @@ from expertmesh.integrations.transformers import (
     ExpertMeshConfig,
     ExpertMeshForCausalLM,
 )
+from expertmesh.models.gpt.config import ModelConfig
 
 
 def config_of(**moe):

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from tests.oracle.numerics import assert_close_fp64
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 
 VOCAB = 31

@@ -13,7 +13,8 @@ from tests.oracle.numerics import assert_close_fp64, assert_differs, assert_two_
 from tests.support.memory import saved_bytes
 from torch import Tensor
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT, GPTOutput
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.random import key_noise

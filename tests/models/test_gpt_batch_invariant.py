@@ -7,10 +7,11 @@ import torch
 from tests.oracle import numerics
 from torch import Tensor
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.infer.engine import pad_left
 from expertmesh.models.cache import KVCache
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.ops.attention.invariant import attention
 from expertmesh.ops.attention.visible import Visible

@@ -7,13 +7,13 @@ from tests.oracle.numerics import assert_close_fp64, assert_two_times
 from tests.support.hub_models import tiny_model
 
 from expertmesh.config.latent import LatentAttentionConfig, RopeScalingConfig
-from expertmesh.config.model import ModelConfig
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.on_policy import token_logprobs
 from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub import load_pretrained
+from expertmesh.models.gpt.config import ModelConfig
 
 SIZES = {
     "kv_lora_rank": 9,

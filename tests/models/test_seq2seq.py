@@ -9,7 +9,7 @@ from tests.oracle.numerics import assert_close_fp64, assert_two_times
 from tests.support.memory import saved_bytes
 from tests.support.waits import waits
 
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder
 from expertmesh.models.seq2seq.config import Seq2SeqConfig, Seq2SeqRunConfig

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from tests.oracle.numerics import assert_close_fp64, assert_two_times, magnitude
 
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.swin.config import SwinConfig, SwinRunConfig
 from expertmesh.models.swin.costs import count_multiply_adds, swin_costs

@@ -8,8 +8,9 @@ from tests.oracle.numerics import assert_close_fp64, assert_differs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.upcycle import MoEBlock, collect_stats, moeify, upcycle
 

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from torch import nn
 
 import expertmesh as em
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.seq2seq.config import Seq2SeqConfig
 from expertmesh.models.seq2seq.model import Seq2Seq

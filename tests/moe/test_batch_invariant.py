@@ -6,7 +6,8 @@ from tests.oracle import numerics
 from torch import nn
 
 from expertmesh import ConfigError, MoELayer, Routing
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
+from expertmesh.models.gpt.config import ModelConfig
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 VARIANTS = {

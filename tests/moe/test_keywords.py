@@ -16,7 +16,7 @@ from torch import nn
 
 from expertmesh import MoELayer, Routing
 from expertmesh.config.dispatch import DispatchOptions
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import LayerOptions
 from expertmesh.errors import ConfigError
 from expertmesh.moe.dispatch import Dispatched, LocalDispatcher

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import expertmesh as em
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.seq2seq.config import Seq2SeqConfig
 from expertmesh.models.seq2seq.model import Seq2Seq
 from expertmesh.models.swin.config import SwinConfig

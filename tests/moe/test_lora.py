@@ -13,9 +13,10 @@ from tests.support.real_text import byte_windows
 
 import expertmesh as em
 from expertmesh import lora
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.peft import load_adapters, save_adapters
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.ops.activation import activate
 
 KINDS = [

@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from expertmesh.config.run import ParallelConfig
 from expertmesh.costs.peak_memory import peak_memory
 from expertmesh.costs.rank_layout import RankLayout, Workload
-from expertmesh.costs.sizes import sizes_of
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import recipe
 
 TWO_PERCENT = 0.02

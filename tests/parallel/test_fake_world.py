@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from expertmesh.comm.world import World
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.costs.memory import rank_memory
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
+from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.moe.layer import MoELayer
 from expertmesh.parallel.experts.exchange import Fixed
 
@@ -98,7 +100,7 @@ def spread(config, parallel, world, *, device):
 def test_parts_and_groups(num_ranks, num_experts, layout):
     """On the meta device: bytes of a rank are those of the formula, and groups are few."""
     parallel, config = ParallelConfig(**LAYOUTS[layout]), large(num_experts)
-    expected = rank_memory(config, parallel, num_ranks=num_ranks)
+    expected = rank_memory(gpt_spec(config), parallel, num_ranks=num_ranks)
     W = num_ranks // parallel.dp_replicate_degree
     f = parallel.es_degree or W // math.gcd(num_experts, W)
     for rank in (0, num_ranks // 2 + 1):

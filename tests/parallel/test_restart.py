@@ -22,7 +22,7 @@ from tests.support.runs import assert_same_lines, lines_of, train_quietly
 
 from expertmesh.cli.launched import leave
 from expertmesh.comm.start import start_group
-from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.recipes import RECIPES
 
 NUM_RANKS = 4

@@ -22,9 +22,9 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from expertmesh import MoELayer
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask

@@ -14,7 +14,8 @@ from expertmesh.costs.hardware import find_cluster
 from expertmesh.costs.memory import rank_memory
 from expertmesh.costs.peak_memory import peak_memory
 from expertmesh.costs.rank_layout import RankLayout, Workload
-from expertmesh.costs.sizes import sizes_of
+from expertmesh.models.gpt.sizes import sizes_of
+from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.models.registry import recipe
 from expertmesh.planner.answer import ERROR_BAR
 from expertmesh.planner.search import Candidate, Problem, layouts, with_batch
@@ -125,7 +126,9 @@ def test_states_are_those_of_the_trainer(name, num_ranks):
             }
         )
         ours = peak_memory(problem.sizes, layout, work)
-        theirs = rank_memory(config.model, parallel, num_ranks=num_ranks, dtype="bfloat16")
+        theirs = rank_memory(
+            gpt_spec(config.model), parallel, num_ranks=num_ranks, dtype="bfloat16"
+        )
         assert ours.states_bytes == pytest.approx(theirs.rest_bytes, rel=0.02)
         gathered = theirs.gathered_dense_bytes + theirs.gathered_experts_bytes
         assert ours.gathered_bytes == pytest.approx(gathered, rel=0.05, abs=2**20)

@@ -6,8 +6,8 @@ import pytest
 
 from expertmesh.cli import main as front
 from expertmesh.costs.hardware import find_cluster
-from expertmesh.costs.sizes import sizes_of
 from expertmesh.costs.step_time import HBM
+from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import recipe
 from expertmesh.planner.published import published_models
 from expertmesh.planner.serve import Serving, serve_plan

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from expertmesh.costs.flops import forward_flops
-from expertmesh.costs.parameters import count_parameters
+from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.models.gpt.spec import count_parameters
 from expertmesh.models.registry import FAMILIES, recipe
 
 # Sizes as DeepSpeed-MoE prints them (Rajbhandari et al. 2022, tables 1, 3 and 5): the last digit is the rounding.
@@ -129,7 +129,7 @@ def test_recipes_are_consistent(name: str) -> None:
 
 def test_recipes_and_costs_do_not_import_torch() -> None:
     code = (
-        "import sys, expertmesh.models.registry, expertmesh.costs.parameters, expertmesh.costs.flops,"
+        "import sys, expertmesh.models.registry, expertmesh.models.gpt.spec, expertmesh.costs.flops,"
         " expertmesh.costs.memory; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from expertmesh.comm.mesh import divisors
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import OptimConfig, ParallelConfig
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.moe.random import key_noise

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expertmesh.comm.world import World
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.models.gpt.task import GPTTask

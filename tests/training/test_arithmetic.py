@@ -5,9 +5,10 @@ import torch
 from tests.support.runs import losses_of
 
 from expertmesh.config.run import TrainConfig
-from expertmesh.costs.flops import forward_flops
-from expertmesh.costs.products import Product, dominant_products
+from expertmesh.costs.products import Product
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.costs import dominant_products
+from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.runs import arithmetic

@@ -17,7 +17,7 @@ from tests.support.runs import (
 )
 
 from expertmesh.cli.main import main
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.family import Family
 from expertmesh.models.swin.family import SWIN

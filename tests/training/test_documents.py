@@ -9,11 +9,11 @@ import torch
 from tests.oracle.numerics import assert_close_fp64, assert_differs
 from tests.support.runs import losses_of, train_quietly
 
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.data.shards import prepare_tokens
 from expertmesh.data.text import TextData
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.task import Part
 from expertmesh.parallel.ranks import Ranks

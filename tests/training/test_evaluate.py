@@ -11,11 +11,11 @@ from tests.support.calls import calls_of
 from tests.support.waits import waits
 from torch import nn
 
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import TrainConfig
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.windows import Windows
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.task import GPTTask, bits_per_byte
 from expertmesh.models.seq2seq.recipes import translate_test
 from expertmesh.models.seq2seq.task import Seq2SeqTask

@@ -123,6 +123,6 @@ def test_two_ranks_record_what_one_does(tiny, make_corpus, tmp_path, two_ranks, 
 def _train(values):
     from rich.console import Console
 
-    from expertmesh.config.gpt import GPTRunConfig
+    from expertmesh.models.gpt.config import GPTRunConfig
 
     train(GPTRunConfig.model_validate_json(values), console=Console(quiet=True))

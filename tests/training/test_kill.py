@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.support.nursery import the_nursery
 
 from expertmesh.checkpoints import store as checkpoint
-from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.training.loop import train
 
 SEED = 7

@@ -9,9 +9,10 @@ from tests.oracle.numerics import assert_close_fp64, assert_differs
 from tests.support.runs import losses_of
 from torch import nn
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import OptimConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.training import muon

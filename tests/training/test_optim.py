@@ -7,8 +7,9 @@ import torch
 from tests.oracle.numerics import assert_close_fp64
 from torch import nn
 
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import OptimConfig
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.training.optim import balance_experts, build_optimizer, learning_rate
 

@@ -11,7 +11,7 @@ from tests.support.runs import train_quietly
 from torch import nn
 
 from expertmesh.cli.main import main
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.seq2seq.family import SEQ2SEQ
 from expertmesh.models.seq2seq.recipes import translate_test

@@ -8,9 +8,9 @@ import torch
 from tests.oracle.numerics import assert_close_fp64
 from tests.support.runs import losses_of, train_quietly
 
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.data.packing import packed
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.task import Part
 from expertmesh.moe.random import key_noise

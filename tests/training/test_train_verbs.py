@@ -13,10 +13,10 @@ from torch import nn
 from expertmesh.checkpoints.store import newest_good
 from expertmesh.cli import report, samples
 from expertmesh.cli.main import main
-from expertmesh.config.model import ModelConfig
 from expertmesh.config.text import TextConfig
 from expertmesh.data.corpus import load_corpus
 from expertmesh.errors import TrainingDivergedError
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.task import Baseline

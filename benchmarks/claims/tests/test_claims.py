@@ -10,7 +10,7 @@ from benchmarks.claims.runs import Ledger, Runs
 from benchmarks.claims.statistics import bootstrap, geometric_mean, mean, token_ratio, tokens_at
 from benchmarks.claims.text import measure
 
-from expertmesh.costs.flops import forward_flops
+from expertmesh.models.gpt.flops import forward_flops
 
 LINE = {100: 4.0, 200: 3.0, 400: 2.0}
 SHAPE = {

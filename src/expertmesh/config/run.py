@@ -324,7 +324,7 @@ class RunConfig(Config):
     """Everything that defines a training run. A family of models has a subclass with a model and data of its own.
 
     Sections may be given as dictionaries. `updated` makes a changed copy, by dotted names. A run of a GPT on text is a
-    `expertmesh.config.gpt.GPTRunConfig`, which `expertmesh.recipe` returns.
+    `expertmesh.models.gpt.config.GPTRunConfig`, which `expertmesh.recipe` returns.
 
     Raises:
         ConfigError: a name is unknown or a value breaks a rule.

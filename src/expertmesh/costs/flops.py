@@ -1,60 +1,12 @@
-"""Floating-point operations of a GPT per token, from its configuration alone.
+"""Floating-point operations of layers per token, from its configuration alone.
 
 Only matrix multiplications count, two operations per multiply-add, as is usual (Narayanan et al. 2021, appendix).
 Routed experts count as often as tokens pass them (`rows_per_token`): nothing is spent on experts that a token does not use.
 Under a capacity this is an upper bound, because dropped rows are not computed.
 """
 
-from dataclasses import dataclass
-
-from expertmesh.config.model import ModelConfig, MoEConfig
-from expertmesh.costs.parameters import gpt_spec
+from expertmesh.config.moe import MoEConfig
 from expertmesh.layout.feed_forward import HasFeedForwards, mlp_parameters
-from expertmesh.layout.spec import num_elements
-
-
-@dataclass(frozen=True)
-class ForwardFlops:
-    """Operations of one forward pass per token, summed over the layers.
-
-    Attributes:
-        projections_flops: query, key, value and output projections.
-        attention_flops: scores and weighted values.
-        dense_ffn_flops: feed-forward layers without experts.
-        router_flops: router logits.
-        experts_flops: routed experts, K per MoE layer where tokens choose.
-        shared_flops: shared experts and their gates, residual MLPs and residual coefficients.
-        output_flops: logits over the vocabulary.
-    """
-
-    projections_flops: int
-    attention_flops: int
-    dense_ffn_flops: int
-    router_flops: int
-    experts_flops: int
-    shared_flops: int
-    output_flops: int
-
-    @property
-    def layers_flops(self) -> int:
-        """The transformer layers, without the output projection."""
-        return (
-            self.projections_flops
-            + self.attention_flops
-            + self.dense_ffn_flops
-            + self.router_flops
-            + self.experts_flops
-            + self.shared_flops
-        )
-
-    @property
-    def total_flops(self) -> int:
-        """One forward pass per token."""
-        return self.layers_flops + self.output_flops
-
-    def training_flops(self, *, activation_checkpointing: bool = False) -> int:
-        """Forward and backward per token: three times the forward, and once more the layers if they are recomputed."""
-        return 3 * self.total_flops + (self.layers_flops if activation_checkpointing else 0)
 
 
 def mlp_flops(config: HasFeedForwards, hidden_dim: int) -> int:
@@ -97,38 +49,3 @@ def shared_flops(config: HasFeedForwards) -> int:
     hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
     found = mlp_flops(config, hidden_dim) + (2 * dim if moe.shared_gate else 0)
     return found + (mlp_flops(config, config.ffn_hidden_dim) + 4 * dim if moe.residual else 0)
-
-
-def forward_flops(config: ModelConfig, *, seq_len: int, causal: bool = True) -> ForwardFlops:
-    """Operations of a forward pass over sequences of one length, per token.
-
-    Args:
-        config: the model.
-        seq_len: tokens per sequence (S).
-        causal: count the (S + 1) / 2 keys that a token sees on average; False: all S, as kernels without causal
-            skipping compute and as many published utilisation figures assume.
-
-    Returns:
-        Operations per token; attention is rounded down to a whole number.
-    """
-    dim, layers = config.dim, config.experts_per_layer()
-    moe_layers = [experts for experts in layers if experts]
-    # Products with a token's key and value, per head.
-    size = 2 * config.head_size
-    if config.is_latent:
-        size = config.head_size + config.latent.v_head_dim
-    width = config.num_heads * size
-    attention = 2 * width * seq_len if not causal else width * (seq_len + 1)
-    # every matrix of attention meets every token once, as training computes it
-    layer = gpt_spec(config).layers[0]
-    matrices = num_elements(p for p in layer if p.part == "attention" and p.role == "matrix")
-
-    return ForwardFlops(
-        projections_flops=len(layers) * 2 * matrices,
-        attention_flops=len(layers) * attention,
-        dense_ffn_flops=(len(layers) - len(moe_layers)) * mlp_flops(config, config.ffn_hidden_dim),
-        router_flops=sum(router_flops(config, experts) for experts in moe_layers),
-        experts_flops=sum(experts_flops(config, experts) for experts in moe_layers),
-        shared_flops=len(moe_layers) * shared_flops(config),
-        output_flops=2 * dim * config.vocab_size,
-    )

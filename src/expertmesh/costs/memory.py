@@ -1,17 +1,12 @@
-"""Memory of training a GPT: exact for weights, gradients and optimiser on any number of ranks, estimated for activations."""
+"""Memory of training: exact for weights, gradients and optimiser on any number of ranks, estimated for activations."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
-from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import Optimizer, ParallelConfig
-from expertmesh.costs.flops import rows_per_token
-from expertmesh.costs.parameters import gpt_spec
-from expertmesh.layout.feed_forward import num_branches
-from expertmesh.layout.spec import Parameter
+from expertmesh.layout.spec import ModelSpec, Parameter
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -46,113 +41,8 @@ class MemoryEstimate:
         )
 
 
-def _mlp_elements(hidden_dim: int, config: ModelConfig) -> int:
-    """Elements that a dense feed-forward network keeps per token: input, pre-activations, branches, product."""
-    branches = num_branches(config.activation)
-    kept = branches * hidden_dim + (2 * hidden_dim if branches == 2 else hidden_dim)
-    return config.dim + kept
-
-
-def layer_activation_bytes(
-    config: ModelConfig, *, num_experts: int, dtype: str, seq_len: int
-) -> int:
-    """Bytes that one layer keeps per token for its backward pass.
-
-    Args:
-        config: the model.
-        num_experts: the number of experts of this layer; 0: dense.
-        dtype: compute dtype.
-        seq_len: tokens per sequence.
-
-    Returns:
-        An estimate from the tensors that PyTorch and our operators save on the CPU: for the norms their input,
-        for attention queries, keys, values and output, and for experts the input and, unless
-        they are computed again (`recompute_h`), the pre-activations alone (see `ops/experts/moe_mlp.py`).
-    """
-    compute = DTYPE_BYTES[dtype]
-    stream = max(compute, 4)
-    moe = config.moe
-    width = config.num_heads * config.head_size
-    kv_width = config.kv_heads * config.head_size
-    # Two norms keep their input. In the compute dtype: input of the projections; their common output, which values and
-    # unrotated keys are views of; rotated queries and keys; attention output.
-    bytes_per_token = 2 * config.dim * stream
-    bytes_per_token += (config.dim + 3 * width + 3 * kv_width) * compute
-    if dtype == "bfloat16" and 1 < seq_len <= SHORT_SEQUENCE:
-        first = seq_len // 2 if seq_len >= HALVED_SEQUENCE else 0
-        seen = seq_len - first + first * first // seq_len  # keys per query, on average
-        bytes_per_token += (config.num_heads * seen + kv_width) * compute  # values of their own
-        if not config.qk_norm:
-            bytes_per_token -= (width + 2 * kv_width) * compute  # nothing keeps the common output
-    if config.qk_norm:
-        bytes_per_token += width * compute  # the queries before norm and rotation
-    if (
-        config.is_latent
-    ):  # the small vectors and their norms' inputs; heads of keys and values are counted above
-        small = (config.latent.q_lora_rank or 0) + (config.latent.kv_lora_rank or 0)
-        bytes_per_token += small * (compute + stream)
-    if not num_experts:
-        return bytes_per_token + _mlp_elements(config.ffn_hidden_dim, config) * compute
-    branches = num_branches(config.activation)
-    rows = 0 if moe.recompute_h else rows_per_token(moe, num_experts)
-    elements = config.dim + round(rows * branches * moe.hidden_dim)
-    if moe.num_shared_experts or moe.shared_hidden_dim:
-        hidden_dim = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
-        elements += _mlp_elements(hidden_dim, config)
-    if moe.residual:
-        # Beside the MLP's own, both outputs wait for the gradient of their coefficients.
-        elements += _mlp_elements(config.ffn_hidden_dim, config) + 2 * config.dim
-    # The router keeps its input, scores and logits in FP32.
-    router = config.dim * (stream if compute < stream else 0) + 3 * num_experts * stream
-    return bytes_per_token + elements * compute + router
-
-
-def estimate_memory(
-    config: ModelConfig,
-    *,
-    micro_batch_size: int,
-    seq_len: int,
-    dtype: str = "float32",
-    activation_checkpointing: bool = False,
-    optimizer: Optimizer = "adamw",
-) -> MemoryEstimate:
-    """Memory of a training step on one device.
-
-    Args:
-        config: the model.
-        micro_batch_size: sequences per forward pass.
-        seq_len: tokens per sequence.
-        dtype: compute dtype: float32, bfloat16, float16 or float64.
-        activation_checkpointing: keep only the inputs of the layers, and one layer's activations at a time.
-        optimizer: which one.
-
-    Returns:
-        Bytes by purpose. Of the temporary buffers only the gradient of the logits is counted.
-    """
-    compute = DTYPE_BYTES[dtype]
-    master = max(compute, 4)
-    parameters = gpt_spec(config).num_parameters
-    tokens = micro_batch_size * seq_len
-    per_layer = [
-        layer_activation_bytes(config, num_experts=experts, dtype=dtype, seq_len=seq_len)
-        for experts in config.experts_per_layer()
-    ]
-    layers = sum(per_layer)
-    if activation_checkpointing:
-        layers = len(per_layer) * config.dim * master + max(per_layer)
-    # Final norm and its output; in the compute dtype, the logits and, at the peak, their gradient.
-    head = config.dim * (master + compute) + 2 * config.vocab_size * compute
-    return MemoryEstimate(
-        weights_bytes=parameters * master,
-        compute_copy_bytes=parameters * compute if compute < master else 0,
-        gradients_bytes=parameters * master,
-        optimizer_bytes=sum(_num_moments(p, optimizer) * p.num_elements for p in gpt_spec(config))
-        * master,
-        activations_bytes=tokens * (layers + head),
-    )
-
-
-def _num_moments(parameter: Parameter, optimizer: Optimizer) -> int:
+def num_moments(parameter: Parameter, optimizer: Optimizer) -> int:
+    """Moments that an optimiser keeps of a parameter: both of AdamW's, one of what Muon updates."""
     return 1 if optimizer == "muon" and parameter.is_matrix else 2
 
 
@@ -186,7 +76,7 @@ class RankMemory:
 
 
 def rank_memory(
-    config: ModelConfig,
+    spec: ModelSpec,
     parallel: ParallelConfig,
     *,
     num_ranks: int,
@@ -210,7 +100,7 @@ def rank_memory(
       none where route_degree = W; and shadow_experts of each layer, from its forward to its backward.
 
     Args:
-        config: the model.
+        spec: the model's parameters.
         parallel: degrees that fit the model and the ranks.
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
@@ -224,16 +114,17 @@ def rank_memory(
     dp_shard = parallel.dp_shard_degree or num_ranks // (parallel.dp_replicate_degree * tp)
     W, kept = dp_shard * tp, parallel.zero_stage < 3
     held, moments, outside = 0, 0, 0
-    dense, experts = Counter[int](), Counter[int]()
-    for parameter in gpt_spec(config):
+    dense, experts, num_experts = Counter[int](), Counter[int](), dict[int, int]()
+    for parameter in spec:
         part = largest_part(parameter, dp_shard=dp_shard, tp=tp)
         if parameter.is_expert:
             part = parameter.num_elements // W
         held += part
-        moments += _num_moments(parameter, optimizer) * part
+        moments += num_moments(parameter, optimizer) * part
         if parameter.is_expert:
-            assert parameter.layer is not None
+            assert parameter.layer is not None and parameter.expert_axis is not None
             experts[parameter.layer] += parameter.num_elements
+            num_experts[parameter.layer] = parameter.shape[parameter.expert_axis]
             continue
         whole = parameter.num_elements // (tp if _tensor_axis(parameter, tp) is not None else 1)
         if parameter.layer is None:
@@ -245,11 +136,10 @@ def rank_memory(
     most = sum(layers) if kept else _most_at_once(layers, 2 if dp_shard > 1 else 1)
     shares, hot = [], 0
     for index, (layer, num_elements) in enumerate(experts.items()):
-        num_experts = config.experts_per_layer()[layer]
         ep_degree = parallel.ep_degree_of(index, num_moe_layers=len(experts))
-        slices = parallel.es_degree or W // math.gcd(num_experts, W)
+        slices = parallel.es_degree or W // math.gcd(num_experts[layer], W)
         route = parallel.route_degree or W if ep_degree is None else ep_degree * slices
-        hot += 0 if route == 1 else parallel.shadow_experts * num_elements // num_experts
+        hot += 0 if route == 1 else parallel.shadow_experts * num_elements // num_experts[layer]
         shares.append(0 if route == W else num_elements // route)
     return RankMemory(
         parameters_bytes=held * master,

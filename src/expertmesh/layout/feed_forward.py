@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.layout.spec import Parameter, parameter
 
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "reglu"})

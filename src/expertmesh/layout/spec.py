@@ -142,7 +142,7 @@ class ModelSpec:
         experts_per_token: routed experts that a token uses, K; of which at most as many as there are count.
 
     Example:
-        >>> from expertmesh.costs.parameters import gpt_spec
+        >>> from expertmesh.models.gpt.spec import gpt_spec
         >>> spec = gpt_spec(em.recipe("gpt-moe-test").model)
         >>> spec.num_parameters, spec.by_name["embedding.weight"].axes
         (135872, ('vocab', 'model'))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import init_normal_
 from expertmesh.moe.layer import MoELayer

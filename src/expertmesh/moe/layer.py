@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config.dispatch import DispatchOptions
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import LayerOptions, RouterKind
 from expertmesh.errors import ConfigError
 from expertmesh.moe.build import (

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from expertmesh.config.gpt import GPTRunConfig
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.model import PlannedModel
 from expertmesh.planner.search import Candidate, Goal, Problem, front
 

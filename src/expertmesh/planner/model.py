@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from expertmesh.config.base import expanded, parse_json, saved_run, shown
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.hub_id import how_to_fetch
-from expertmesh.costs.sizes import ModelSizes, sizes_of, sizes_of_hub
+from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.recipes import RECIPES
+from expertmesh.models.gpt.sizes import sizes_of
 from expertmesh.models.registry import FAMILIES
 from expertmesh.planner.published import published_models
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import get_args
 
 from expertmesh.config.cluster import Cluster, Precision
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.peak_memory import GIB
 from expertmesh.costs.rank_layout import States, Workload
 from expertmesh.costs.step_time import Efficiency
 from expertmesh.errors import ConfigError, named
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.answer import Answer
 from expertmesh.planner.model import PlannedModel, planned_model
 from expertmesh.planner.search import (

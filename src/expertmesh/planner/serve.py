@@ -6,7 +6,6 @@ from functools import cached_property
 from pathlib import Path
 
 from expertmesh.config.cluster import Cluster
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.costs.communication import Network, TokenLoad, travel_time
 from expertmesh.costs.hardware import find_cluster, network_of
 from expertmesh.costs.peak_memory import GIB
@@ -14,6 +13,7 @@ from expertmesh.costs.rank_layout import RankLayout
 from expertmesh.costs.sizes import Block, ModelSizes
 from expertmesh.costs.step_time import HBM, Efficiency, route_of
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.model import PlannedModel, planned_model
 from expertmesh.planner.search import TENSOR_DEGREES, divisors
 

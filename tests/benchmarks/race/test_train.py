@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.race import corpus, train
-from expertmesh.costs.flops import forward_flops
+from expertmesh.models.gpt.flops import forward_flops
 from expertmesh.models.gpt.recipes import RECIPES, dense_twin
 
 

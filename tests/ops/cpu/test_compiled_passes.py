@@ -7,7 +7,7 @@ from tests.support.calls import calls_of
 from tests.support.experts_case import ExpertsCase
 from tests.support.poison import poisoned_empty
 
-from expertmesh.config.model import Activation
+from expertmesh.config.moe_rules import Activation
 from expertmesh.ops.activation import num_branches, pointwise, pointwise_backward
 from expertmesh.ops.cpu import compiled_passes
 from expertmesh.ops.cpu.activation_passes import Passes, passes_for

@@ -10,7 +10,7 @@ from tests.oracle.expert_oracle import experts_per_token
 from tests.oracle.numerics import assert_close_fp64, assert_two_times
 from tests.support.poison import poisoned_empty
 
-from expertmesh.config.model import Activation
+from expertmesh.config.moe_rules import Activation
 from expertmesh.functional import moe_mlp, route_metadata
 from expertmesh.ops.activation import num_branches
 from expertmesh.ops.experts import torch_forward as expert_loop

@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import ModelConfig
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
 """Of a gated feed-forward block, the hub's names and ours."""

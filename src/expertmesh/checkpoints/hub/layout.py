@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from expertmesh.checkpoints.source import Box, whole_box
-from expertmesh.config.model import ModelConfig
+from expertmesh.models.gpt.config import ModelConfig
 
 
 class Piece(NamedTuple):

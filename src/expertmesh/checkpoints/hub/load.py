@@ -12,11 +12,11 @@ from expertmesh.checkpoints.hub.layout import Piece, pieces
 from expertmesh.checkpoints.safetensors import READABLE, HubFiles, check_tensors, read_json
 from expertmesh.checkpoints.source import Box, Stored, overlap, read_into
 from expertmesh.config.base import expanded, parse_json
-from expertmesh.config.gpt import MIN_VOCAB_SIZE, GPTRunConfig
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.config.run import ParallelConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import MIN_VOCAB_SIZE, GPTRunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import parallelize_gpt
 from expertmesh.parallel.construct import give_memory

@@ -9,11 +9,11 @@ from expertmesh.checkpoints.hub.configs import hub_family, say_left_out
 from expertmesh.checkpoints.hub.load import HubModel, hub_dtype, hub_run_config, read_config
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import expanded, saved_run
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.config.hub_id import how_to_fetch
 from expertmesh.config.input_folder import check_only_files
 from expertmesh.errors import ConfigError, command
 from expertmesh.integrations.hub.save import save_pretrained
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.family import GPT as GPT_FAMILY
 from expertmesh.models.gpt.model import GPT
 from expertmesh.runs.run_dir import TOKENIZER

@@ -4,8 +4,9 @@ import logging
 from typing import Any, NamedTuple
 
 from expertmesh.checkpoints.hub.configs import ACTIVATIONS, FAMILIES, YARN, HubFamily
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError, named
+from expertmesh.models.gpt.config import ModelConfig
 
 _log = logging.getLogger("expertmesh.integrations")
 

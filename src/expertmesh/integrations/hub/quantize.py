@@ -20,12 +20,12 @@ from expertmesh.checkpoints.quantized import KEY, Scheme, is_expert, own_pieces
 from expertmesh.checkpoints.safetensors import INDEX, SINGLE, file_header
 from expertmesh.checkpoints.source import TensorSource, read_whole
 from expertmesh.config.base import expanded
-from expertmesh.config.model import ModelConfig
 from expertmesh.config.output_file import naming
 from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family
 from expertmesh.integrations.hub.save import SHARD_BYTES, write_rest
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.ops.quantized.pack import to_words
 from expertmesh.ops.quantized.rounding import Format, rounded
 from expertmesh.runs.arithmetic import read_arithmetic

@@ -19,12 +19,11 @@ from expertmesh.checkpoints.hub.layout import Piece, pieces
 from expertmesh.checkpoints.safetensors import INDEX, SINGLE, file_header
 from expertmesh.checkpoints.source import read_whole
 from expertmesh.config.base import parse_json
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.config.model import ModelConfig
 from expertmesh.config.output_file import naming
 from expertmesh.data.tensors import tensor_bytes
 from expertmesh.errors import ConfigError
 from expertmesh.integrations.hub.exports import export_family, hub_config, say_left_out
+from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.text.chat import MARKS, OWN_TEMPLATE, TemplateFormat
 from expertmesh.text.format import find_format
 from expertmesh.text.tokenizer import EXTRAS, end_of_text_id, load_tokenizer

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.inputs import (
     can_look_at,
     check_count,

@@ -21,10 +21,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import ModelOutput
 
 from expertmesh.config.base import saved_run
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.transformers.cache import SequencesOf
 from expertmesh.integrations.transformers.inputs import IGNORED, check_call
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.inputs import check_count
 from expertmesh.models.token_losses import token_losses

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from expertmesh.config.gpt import GPTRunConfig, begun_with
-from expertmesh.costs.products import dominant_products
-from expertmesh.costs.run import gpt_costs
 from expertmesh.models.family import Family, Metric
+from expertmesh.models.gpt.config import GPTRunConfig, begun_with
+from expertmesh.models.gpt.costs import dominant_products, gpt_costs
 from expertmesh.models.gpt.recipes import RECIPES
 
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.dispatch import AS_USUAL, DispatchOptions
-from expertmesh.config.model import ModelConfig
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.attention import Attention, AttentionContext, DenseContext, rope_tables
 from expertmesh.models.cache import KVCache
 from expertmesh.models.decoder import LanguageModel
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.inputs import (
     check_cache,
     check_context,

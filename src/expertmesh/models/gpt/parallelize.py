@@ -5,11 +5,11 @@ import math
 from expertmesh.comm.group import RankGroup
 from expertmesh.comm.mesh import divisors
 from expertmesh.comm.world import World
-from expertmesh.config.model import ModelConfig
 from expertmesh.config.run import ParallelConfig
-from expertmesh.costs.parameters import gpt_spec
 from expertmesh.errors import ConfigError, named
+from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT, Block, check_sequence
+from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.parallel.apply import degrees_of, expert_plan, model_device_type, parallelize
 from expertmesh.parallel.tensor import (
     SharedSequences,

@@ -9,10 +9,10 @@ and biases; together under 0.6% of the base models' parameters.
 
 from dataclasses import dataclass
 
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import DistillConfig, OptimConfig, TrainConfig
 from expertmesh.config.text import TextConfig
+from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 
 SEQ_LEN = 2048
 WARMUP_TOKENS = 375_000_000

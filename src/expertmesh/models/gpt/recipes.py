@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import DistillConfig, OptimConfig, TrainConfig
 from expertmesh.config.text import TextConfig
+from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.models.gpt.published import PUBLISHED, gpt_moe_1b
 from expertmesh.models.gpt.scale import LARGE
 

@@ -9,10 +9,10 @@ ours: the published claims of these sizes name none. Dropless, BF16, Adam with b
 
 from dataclasses import dataclass
 
-from expertmesh.config.gpt import GPTRunConfig
-from expertmesh.config.model import ModelConfig, MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import OptimConfig, TrainConfig
 from expertmesh.config.text import TextConfig
+from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.models.gpt.published import TRAIN_TOKENS, WARMUP_TOKENS
 
 

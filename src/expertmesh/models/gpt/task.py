@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.comm.world import World
-from expertmesh.config.gpt import GPTRunConfig
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import texts
 from expertmesh.data.news import Progress
 from expertmesh.data.ngram import ByteTrigram
 from expertmesh.data.text import TextData, text_data
 from expertmesh.models.decoder import CausalLM
+from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.parallelize import check_degrees, parallelize_gpt
 from expertmesh.models.task import Baseline, Batch, Data, Loss, Part, Task, each_tensor

@@ -20,7 +20,7 @@ def upcycle_gpt(
         model: without experts, whole and not on the meta device.
         copies: how a block becomes experts.
         every: becomes `moe_every`.
-        options: further options of `expertmesh.config.model.MoEConfig`.
+        options: further options of `expertmesh.config.moe.MoEConfig`.
 
     Returns:
         The names of the replaced modules.

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, FieldError, expanded
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.moe_rules import Activation
 from expertmesh.config.run import RunConfig, check_encoding, check_not_empty
 from expertmesh.errors import ConfigError, named

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import OptimConfig, TrainConfig
 from expertmesh.models.seq2seq.config import ParallelTextConfig, Seq2SeqConfig, Seq2SeqRunConfig
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from expertmesh.config.base import Config, FieldError
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import RunConfig, check_not_empty
 
 Variant = Literal["v2", "released"]

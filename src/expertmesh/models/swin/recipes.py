@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from expertmesh.config.model import MoEConfig
+from expertmesh.config.moe import MoEConfig
 from expertmesh.config.run import OptimConfig, TrainConfig
 from expertmesh.models.swin.config import ImagesConfig, SwinConfig, SwinRunConfig
 

@@ -1,36 +1,18 @@
-"""Options of the GPT model family and of the mixture-of-experts layers in it."""
+"""Options of a GPT, and the complete configuration of a training run of one on text."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from expertmesh.config.base import Config, FieldError
+from expertmesh.config.base import Config, FieldError, expanded
 from expertmesh.config.latent import LatentAttentionConfig, RopeScalingConfig
-from expertmesh.config.moe_rules import Activation, LayerChoices
+from expertmesh.config.moe import MoEConfig
+from expertmesh.config.moe_rules import Activation
+from expertmesh.config.run import RunConfig
+from expertmesh.config.text import TextConfig
+from expertmesh.errors import named
 
-
-class MoEConfig(LayerChoices):
-    """The mixture-of-experts layers; the names are those of `expertmesh.MoELayer`."""
-
-    num_experts: tuple[Annotated[int, Field(gt=0)], ...] = (8,)
-    """Experts per MoE layer: one number for all of them, or one per MoE layer (a pyramid); none: a dense model."""
-
-    @property
-    def expert_counts(self) -> tuple[int, ...]:
-        """Experts of each MoE layer, or one number for all; none: a dense model."""
-        return self.num_experts
-
-    @model_validator(mode="after")
-    def _check_bound(self) -> Self:
-        """A layer's caller may give a factor per call, for which the bound counts; a run's cannot."""
-        bound, factor = self.max_capacity_factor, self.capacity_factor
-        self.require(
-            bound is None or factor is None or bound >= factor,
-            "max_capacity_factor",
-            f"must be at least capacity_factor, {factor}",
-            "raise it or lower capacity_factor",
-        )
-        return self
+MIN_VOCAB_SIZE = 257
 
 
 class ModelConfig(Config):
@@ -232,3 +214,54 @@ class ModelConfig(Config):
             f"must have one entry, or one per MoE layer ({self.num_moe_layers}), has {given}",
             "add or remove entries, or change num_layers or moe_every",
         )
+
+
+class GPTRunConfig(RunConfig):
+    """Everything that defines a training run of a GPT."""
+
+    family: str = "gpt"
+    """Family of the model: gpt, or module:name of your own."""
+    model: ModelConfig = ModelConfig()
+    data: TextConfig = TextConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.require(
+            self.data.seq_len <= self.model.max_seq_len,
+            "data.seq_len",
+            f"must be at most {named('model.max_seq_len')}, {self.model.max_seq_len}",
+            f"lower it or raise {named('model.max_seq_len')}",
+        )
+        self.require(
+            self.model.vocab_size >= MIN_VOCAB_SIZE,
+            "model.vocab_size",
+            f"must be at least {MIN_VOCAB_SIZE}: the 256 bytes and the end of a document",
+            "raise it",
+        )
+        for name in ("document_mask", "pack"):
+            self.require(
+                not (getattr(self.data, name) and self.model.batch_invariant),
+                f"data.{name}",
+                f"conflicts with {named('model.batch_invariant')}, whose positions begin with a sequence's first token",
+                "leave one of the two out",
+            )
+        layers, given = self.model.num_moe_layers, len(self.parallel.ep_degree)
+        self.require(
+            given in (0, 1, layers),
+            "parallel.ep_degree",
+            f"must have one entry, or one per MoE layer ({layers}), has {given}",
+            "give one number for all layers",
+        )
+        return self
+
+
+def begun_with(config: GPTRunConfig, other: GPTRunConfig) -> GPTRunConfig:
+    """The configuration with the model of the run that it begins with, and its tokenizer.
+
+    Args:
+        config: of the run.
+        other: of the one that it begins with.
+    """
+    where = expanded(config.train.init_from or "")
+    changes = {"model": other.model.model_dump(), "data.encode_with": str(where / "tokenizer.json")}
+    return config.updated(changes)

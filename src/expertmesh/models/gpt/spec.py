@@ -1,13 +1,13 @@
-"""Exact parameter counts of a GPT, from its configuration alone."""
+"""The parameters of a GPT, written once, and their exact counts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from expertmesh.config.model import ModelConfig
 from expertmesh.layout.feed_forward import feed_forward
 from expertmesh.layout.spec import ModelSpec, Parameter, parameter
+from expertmesh.models.gpt.config import ModelConfig
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,31 @@
+"""Options of the mixture-of-experts layers of any family's models."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from expertmesh.config.moe_rules import LayerChoices
+
+
+class MoEConfig(LayerChoices):
+    """The mixture-of-experts layers; the names are those of `expertmesh.MoELayer`."""
+
+    num_experts: tuple[Annotated[int, Field(gt=0)], ...] = (8,)
+    """Experts per MoE layer: one number for all of them, or one per MoE layer (a pyramid); none: a dense model."""
+
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """Experts of each MoE layer, or one number for all; none: a dense model."""
+        return self.num_experts
+
+    @model_validator(mode="after")
+    def _check_bound(self) -> Self:
+        """A layer's caller may give a factor per call, for which the bound counts; a run's cannot."""
+        bound, factor = self.max_capacity_factor, self.capacity_factor
+        self.require(
+            bound is None or factor is None or bound >= factor,
+            "max_capacity_factor",
+            f"must be at least capacity_factor, {factor}",
+            "raise it or lower capacity_factor",
+        )
+        return self

@@ -1,0 +1,81 @@
+"""What training a GPT costs: parameters, operations, memory and the products that dominate it, from its configuration alone."""
+
+from collections import Counter
+from dataclasses import replace
+
+from expertmesh.costs.memory import rank_memory
+from expertmesh.costs.products import Product
+from expertmesh.costs.run import RunCosts
+from expertmesh.models.gpt.config import GPTRunConfig
+from expertmesh.models.gpt.flops import forward_flops
+from expertmesh.models.gpt.memory import estimate_memory
+from expertmesh.models.gpt.spec import gpt_spec
+
+
+def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
+    """The costs of training a GPT.
+
+    Args:
+        config: the run; its degrees fit the ranks.
+        num_ranks: the number of ranks of the world.
+        dtype: compute dtype: float32, bfloat16, float16 or float64.
+    """
+    train, seq_len = config.train, config.data.seq_len
+    spec = gpt_spec(config.model)
+    flops = forward_flops(config.model, seq_len=seq_len)
+    return RunCosts(
+        parameters=spec.num_parameters,
+        active=spec.num_active,
+        num_items=train.steps * train.batch_size * seq_len,
+        flops_per_item=flops.training_flops(
+            activation_checkpointing=train.activation_checkpointing
+        ),
+        alone=estimate_memory(
+            config.model,
+            micro_batch_size=train.samples_per_pass,
+            seq_len=seq_len,
+            dtype=dtype,
+            activation_checkpointing=train.activation_checkpointing,
+            optimizer=config.optim.name,
+        ),
+        each=None
+        if num_ranks == 1
+        else rank_memory(
+            spec,
+            config.parallel,
+            num_ranks=num_ranks,
+            dtype=dtype,
+            optimizer=config.optim.name,
+        ),
+    )
+
+
+def dominant_products(config: GPTRunConfig, *, num_parts: int = 1) -> tuple[Product, ...]:
+    """Every weight matrix of a GPT with the tokens of a forward pass; those of one size are one entry.
+
+    Args:
+        config: the run. An expert gets K / E of the tokens.
+        num_parts: into which the rows of a batch are split over ranks.
+
+    Returns:
+        Products of at least a hundredth of the largest's work, the largest first.
+    """
+    model = config.model
+    rows = config.train.samples_per_pass
+    num_tokens = max(1, rows * config.data.seq_len // num_parts)
+    found: Counter[Product] = Counter()
+    for parameter in gpt_spec(model):
+        shape, rows, count = list(parameter.shape), num_tokens, 1
+        if parameter.part == "embedding" and not model.tie_embeddings:
+            continue  # looked up, not multiplied
+        if parameter.is_expert and len(shape) > 2:
+            count, *shape = shape
+            rows = max(1, num_tokens * min(model.moe.top_k, count) // count)
+        if len(shape) > 1 and parameter.part != "router":
+            *out_sizes, in_features = shape
+            out_features = out_sizes[0] * (out_sizes[1] if len(out_sizes) > 1 else 1)
+            found[Product(rows, in_features, out_features)] += count
+    products = [replace(product, count=count) for product, count in found.items()]
+    products.sort(key=lambda product: product.size * product.count, reverse=True)
+    largest = products[0].size * products[0].count
+    return tuple(p for p in products if p.size * p.count * 100 >= largest)

@@ -1,0 +1,77 @@
+"""What time and memory of a GPT depend on, for the planner."""
+
+from collections import Counter
+
+from expertmesh.costs.flops import rows_per_token
+from expertmesh.costs.sizes import Block, ModelSizes
+from expertmesh.layout.feed_forward import num_branches
+from expertmesh.layout.spec import Parameter, num_elements
+from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.models.gpt.spec import gpt_spec
+
+
+def sizes_of(config: ModelConfig) -> ModelSizes:
+    """The sizes of our GPT; its parameters are those of its spec.
+
+    Args:
+        config: of the model.
+    """
+    kinds = Counter(config.experts_per_layer())
+    first = {experts: config.experts_per_layer().index(experts) for experts in kinds}
+    layers = gpt_spec(config).layers
+    outside = num_elements(layers[None])
+    blocks = tuple(
+        _block(config, experts, number, layers[first[experts]])
+        for experts, number in sorted(kinds.items())
+    )
+    dense = [
+        num_elements(p for p in layers[layer] if not p.is_expert)
+        for layer in range(config.num_layers)
+    ]
+    pair = max(sum(dense[i : i + 2]) for i in range(len(dense)))
+    alike = Counter(
+        Parameter("", p.shape, p.axes, p.role, p.part, cut=p.cut)
+        for ones in layers.values()
+        for p in ones
+        if not p.is_expert
+    )
+    return ModelSizes(config.dim, config.vocab_size, outside, blocks, pair, tuple(alike.items()))
+
+
+def _block(
+    config: ModelConfig, num_experts: int, number: int, layer: tuple[Parameter, ...]
+) -> Block:
+    moe, head = config.moe, config.head_size
+    attention = num_elements(p for p in layer if p.part == "attention" and len(p.shape) > 1)
+    routed = num_elements(p for p in layer if p.is_expert)
+    router = num_elements(p for p in layer if p.part == "router")
+    dense = num_elements(p for p in layer if not p.is_expert and len(p.shape) > 1)
+    shared = moe.shared_hidden_dim or moe.num_shared_experts * moe.hidden_dim
+    hidden = shared + (config.ffn_hidden_dim if moe.residual else 0)
+    if not num_experts:
+        hidden = config.ffn_hidden_dim
+    width, keys = config.num_heads * head, config.kv_heads * head
+    score_width = 2 * width
+    kept_width = 2 * width + 2 * keys + (width + keys) * (2 if config.qk_norm else 1)
+    if config.is_latent:
+        values = config.num_heads * config.latent.v_head_dim
+        score_width = width + values
+        small = (config.latent.q_lora_rank or 0) + (config.latent.kv_lora_rank or 0)
+        kept_width = 3 * width + 2 * values + small
+    return Block(
+        count=number,
+        attention_elements=attention,
+        score_width=score_width,
+        kept_width=kept_width,
+        cache_width=config.cache_numbers,
+        cache_heads=config.cache_heads,
+        window=None,
+        dense_hidden=hidden,
+        dense_elements=dense - attention - router,
+        num_experts=num_experts,
+        rows_per_token=rows_per_token(moe, num_experts) if num_experts else 0,
+        hidden_dim=moe.hidden_dim if num_experts else 0,
+        num_matrices=num_branches(config.activation) + 1,
+        dense_parameters=num_elements(p for p in layer if not p.is_expert),
+        expert_parameters=routed // num_experts if num_experts else 0,
+    )
