@@ -27,9 +27,9 @@ class ServerConfig(Config):
     """Answers that wait for a place beside those that are computed; with more a request gets 429 and retry-after."""
     max_body_bytes: int = Field(default=2**23, ge=1024)
     """Bytes of a request, at most."""
-    max_n: int = Field(default=128, ge=1, le=1024)
+    max_n: int = Field(default=128, ge=1, le=128)
     """Answers to one prompt, at most."""
-    max_logprobs: int = Field(default=20, ge=0, le=100)
+    max_logprobs: int = Field(default=20, ge=0, le=20)
     """Most likely tokens beside each token, at most."""
     idle_s: float = Field(default=30.0, gt=0)
     """Seconds in which a client has to send its request, and in which a new one follows on the same connection."""

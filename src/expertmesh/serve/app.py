@@ -26,7 +26,8 @@ from expertmesh.serve.schema import (
     CompletionRequest,
     DetokenizeRequest,
     Sampling,
-    TokenizeRequest,
+    TokenizeChat,
+    TokenizeText,
 )
 from expertmesh.serve.worker import EngineWorker, Ticket
 from expertmesh.serve.writing import TokenTexts, Writer
@@ -161,7 +162,7 @@ class ServerApp:
         }
         return JSONResponse(values)
 
-    async def tokenize(self, request: TokenizeRequest) -> Response:
+    async def tokenize(self, request: TokenizeText | TokenizeChat) -> Response:
         """Text or a conversation as tokens."""
         ids = await self._aside(self.reader.tokenize, request)
         tokenizer = self.reader.text.tokenizer
@@ -218,9 +219,11 @@ class ServerApp:
         if ticket.num_answers > self._most:
             self.metrics.rejected("too_many_answers")
             raise RequestError(
-                400,
+                429,
                 f"{ticket.num_answers} answers: this server takes {self._most} at once; ask for fewer",
                 param="n",
+                code="too_many_answers",
+                headers={"retry-after": "1", "x-should-retry": "false"},
             )
         if self.worker.num_answers + ticket.num_answers > self._most:
             self.metrics.rejected("queue_full")

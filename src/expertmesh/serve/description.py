@@ -108,7 +108,7 @@ _CHAT = _answer(
         _EXTRAS,
     ),
 )
-_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+_EVENTS = {"text/event-stream": {"schema": _object({"data": _TEXT})}}
 _RETRY = {"retry-after": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 _SAYS = {
     400: "a field is wrong, or cannot be obeyed",
@@ -195,11 +195,11 @@ def _bound(made: dict[str, Any], vocab_size: int, config: ServerConfig) -> None:
         _limit_ids(schemas[name]["properties"], vocab_size - 1)
     for name in ("CompletionRequest", "ChatRequest"):
         fields = schemas[name]["properties"]
-        fields["n"]["anyOf"][0]["maximum"] = min(config.max_n, 128)
+        fields["n"]["anyOf"][0]["maximum"] = config.max_n
         biases = fields["logit_bias"]["anyOf"][0]
         biases["propertyNames"] = {"pattern": f"^({below(vocab_size)})$"}
         score = "logprobs" if name == "CompletionRequest" else "top_logprobs"
-        fields[score]["anyOf"][0]["maximum"] = min(config.max_logprobs, 20)
+        fields[score]["anyOf"][0]["maximum"] = config.max_logprobs
     for path in made["paths"].values():
         for one in path.values():
             one["responses"].pop("422", None)

@@ -16,6 +16,7 @@ log = logging.getLogger("expertmesh.serve")
 
 OPEN_PATHS = ("/", "/health")
 """Answered without a key: the page, which asks for one, and what load balancers ask."""
+_BODY_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -96,13 +97,13 @@ class Gate:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        if self.is_draining and path.startswith(("/v1/", "/tokenize", "/detokenize")):
+        if self.is_draining and path not in ("/health", "/metrics"):
             raise RequestError(
                 503,
                 "the server is ending; ask another one",
                 headers={"retry-after": "1", "connection": "close"},
             )
-        if scope["method"] == "POST":
+        if scope["method"] == "POST" and path in _BODY_PATHS:
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0]
             if kind.strip().lower() != "application/json":
                 raise RequestError(415, "content-type: must be application/json")

@@ -16,7 +16,8 @@ from expertmesh.serve.schema import (
     CompletionRequest,
     Message,
     Sampling,
-    TokenizeRequest,
+    TokenizeChat,
+    TokenizeText,
 )
 from expertmesh.text.chat import MARKS, OwnFormat
 from expertmesh.text.format import TextFormat
@@ -113,8 +114,6 @@ class RequestReader:
         """
         self._check(request)
         count = request.top_logprobs
-        if count is not None and not request.logprobs:
-            raise RequestError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
         if count is not None and count > self._config.max_logprobs:
             raise _over("top_logprobs", count, self._config.max_logprobs)
         ids = self.chat_ids(request.messages)
@@ -158,19 +157,16 @@ class RequestReader:
         """Tokens of a text to continue."""
         return self.text.prompt_ids(text)
 
-    def tokenize(self, request: TokenizeRequest) -> list[int]:
+    def tokenize(self, request: TokenizeText | TokenizeChat) -> list[int]:
         """Tokens of a text or of a conversation.
 
         Raises:
-            RequestError: neither or both are given.
+            RequestError: see `chat_ids`, `check_model`.
         """
         self.check_model(request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise RequestError(400, "prompt: give prompt or messages, one of them", param="prompt")
-        if request.messages is not None:
+        if isinstance(request, TokenizeChat):
             return self.chat_ids(request.messages)
-        assert request.prompt is not None
-        if request.add_special_tokens:
+        if request.add_special_tokens is not False:
             return self.prompt_ids(request.prompt)
         ids: list[int] = self.text.tokenizer.encode(request.prompt, add_special_tokens=False).ids
         return ids
@@ -191,8 +187,6 @@ class RequestReader:
                 raise RequestError(400, f"{name}: {REFUSED[name]}; leave it out", param=name)
         if request.n is not None and request.n > self._config.max_n:
             raise _over("n", request.n, self._config.max_n)
-        if request.stream_options is not None and not request.stream:
-            raise RequestError(400, "stream_options: needs stream=true", param="stream_options")
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
 
     def _params(
@@ -216,7 +210,8 @@ class RequestReader:
             )
         max_tokens = min(most, room)
         top_p = request.top_p
-        top_k = request.top_k if request.top_k is not None and request.top_k > 0 else None
+        asked = request.top_k or 0
+        top_k = min(asked, self.vocab_size) if asked > 0 else None
         if top_p == 0:  # the most likely token alone
             top_p, top_k = None, 1
         stop = request.stop or ()

@@ -2,14 +2,31 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MOST_STOPS = 16
 MOST_PROMPTS = 1024
 MOST_MESSAGES = 1024
-_SMALLEST, _LARGEST = -(2**63), 2**63 - 1
+MOST_ANSWERS = 128
+MOST_TOPS = 20
 
-TokenId = Annotated[int, Field(ge=0)]
+
+def _whole(value: Any) -> Any:
+    """A number without a fraction is a whole one, as JSON has it, alone or in a list."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    if type(value) is list and any(type(one) is float for one in value):
+        return [_whole(one) for one in value]
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+NotNegative = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+OrMinusOne = Annotated[int, Field(ge=-1), BeforeValidator(_whole)]
+Answers = Annotated[int, Field(ge=1, le=MOST_ANSWERS), BeforeValidator(_whole)]
+Tops = Annotated[int, Field(ge=0, le=MOST_TOPS), BeforeValidator(_whole)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_whole)]
 Text = Annotated[str, Field(max_length=2**23)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -61,25 +78,25 @@ class Sampling(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     model: str | None = None
-    n: int | None = Field(None, ge=1, le=128)
+    n: Answers | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=_SMALLEST, le=_LARGEST)
+    seed: Whole | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    max_tokens: int | None = Field(None, ge=0, le=_LARGEST)
+    max_tokens: NotNegative | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     # vLLM's
-    top_k: int | None = Field(None, ge=-1, le=_LARGEST)
+    top_k: OrMinusOne | None = None
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0, le=_LARGEST)
+    min_tokens: NotNegative | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_routed_experts: bool | None = None
@@ -90,14 +107,14 @@ class CompletionRequest(Sampling):
 
     prompt: (
         Text
-        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]],
+            list[Annotated[TokenIds, Field(min_length=1)]],
             Field(min_length=1, max_length=MOST_PROMPTS),
         ]
     )
-    logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: Tops | None = None
     echo: bool | None = None
 
 
@@ -130,21 +147,30 @@ class ChatRequest(Sampling):
     """A conversation to answer."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
-    max_completion_tokens: int | None = Field(None, ge=1, le=_LARGEST)
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Tops | None = None
 
 
-class TokenizeRequest(BaseModel):
-    """A text, or a conversation, that becomes tokens."""
+class TokenizeText(BaseModel):
+    """A text that becomes tokens."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    prompt: Text
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(BaseModel):
+    """A conversation that becomes tokens, with the beginning of an answer."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(BaseModel):
@@ -153,4 +179,4 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
