@@ -100,6 +100,7 @@ class ServerApp:
         app.add_exception_handler(RequestError, _on_fault)
         app.add_exception_handler(RequestValidationError, _on_wrong_body)
         app.add_exception_handler(HTTPException, _on_wrong_path)
+        app.add_exception_handler(Exception, _on_failure)
         app.get("/", response_class=HTMLResponse, include_in_schema=False)(self.page)
         app.get("/health", responses=ANSWERS["health"])(self.health)
         app.get("/version", responses=ANSWERS["version"])(self.show_version)
@@ -274,3 +275,8 @@ async def _on_wrong_path(request: Request, error: Exception) -> Response:
     text = {404: "there is no such path", 405: "this path has no such method"}
     message = text.get(error.status_code, str(error.detail))
     return RequestError(error.status_code, message, headers=dict(error.headers or {})).response()
+
+
+async def _on_failure(_: Request, error: Exception) -> Response:
+    """Something that should not be; the gate logs it."""
+    return RequestError(500, "the server failed; its log says why").response()

@@ -24,7 +24,8 @@ from expertmesh.text.format import TextFormat
 
 _DEFAULT_TOKENS = 16
 """Of a completion, as OpenAI has it."""
-_SEEDS = 2**63
+_SEEDS = 2**62
+"""Seeds of the engine are positive and leave room in a float; others are folded."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,12 @@ class RequestReader:
         given: list[Any] = _as_prompts(request.prompt)
         prompts = [self.prompt_ids(one) if isinstance(one, str) else one for one in given]
         wanted = _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
-        shown = [
-            one if isinstance(one, str) else self.text.tokenizer.decode(one) for one in given
-        ] * bool(request.echo)
+        for ids in prompts:
+            self.check_ids(ids, "prompt")
+        shown = []
+        if request.echo:
+            decode = self.text.tokenizer.decode
+            shown = [one if isinstance(one, str) else decode(one) for one in given]
         params = [
             self._params(
                 request,
@@ -198,7 +202,6 @@ class RequestReader:
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        self.check_ids(ids, "prompt")
         room = min(self.max_len, self._held + 1) - len(ids)
         if room < 1:
             raise RequestError(

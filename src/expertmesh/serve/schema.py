@@ -6,7 +6,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 MOST_STOPS = 16
 MOST_PROMPTS = 1024
-MOST_MESSAGES = 1024
 MOST_ANSWERS = 128
 MOST_TOPS = 20
 
@@ -146,7 +145,7 @@ class Message(BaseModel):
 class ChatRequest(Sampling):
     """A conversation to answer."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Tops | None = None
@@ -169,7 +168,7 @@ class TokenizeChat(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1)]
     return_token_strs: bool | None = None
 
 

@@ -3,18 +3,22 @@
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from expertmesh.config.server import ServerConfig
 from expertmesh.errors import ConfigError
 from expertmesh.serve.app import ServerApp
+from expertmesh.serve.faults import RequestError
 
 log = logging.getLogger("expertmesh.serve")
 
@@ -70,6 +74,9 @@ def serve(app: ServerApp, place: socket.socket, told: Callable[[str], None]) -> 
         "h11_max_incomplete_event_size": _HEADER_BYTES,
         "backlog": 2048,
     }
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is a file
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     server = _Server(uvicorn.Config(app.asgi, **settings), app, told)
     server.run(sockets=[place])
     return server.code
@@ -89,6 +96,16 @@ class _Protocol(H11Protocol):
         """It has gone."""
         self._patience.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP, or has a head of more than 64 KiB."""
+        fault = RequestError(400, msg, code="invalid_http", headers={"connection": "close"})
+        answer = fault.response()
+        head = h11.Response(status_code=400, headers=answer.raw_headers, reason=b"Bad Request")
+        for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+            if (data := self.conn.send(event)) is not None:
+                self.transport.write(data)
+        self.transport.close()
 
     def _give_up(self) -> None:
         if self.cycle is None and not self.transport.is_closing():
