@@ -5,7 +5,7 @@ import asyncio
 import httpx2
 import openai
 import pytest
-from tests.serve.conftest import events
+from tests.support.serving import events
 
 import expertmesh as em
 

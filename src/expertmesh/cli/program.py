@@ -5,7 +5,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from expertmesh.config.engine import EngineConfig
 from expertmesh.config.run import ParallelConfig
+from expertmesh.config.server import ServerConfig
 from expertmesh.errors import Line
 
 _DECODING = {"parallel.es_degree": "es-degree"}
@@ -13,6 +15,7 @@ _OF_VERBS = {
     "generate": _DECODING,
     "translate": _DECODING | {"num_beams": "beams"},
     "evaluate": _DECODING,
+    "serve": {name: name for kind in (ServerConfig, EngineConfig) for name in kind.model_fields},
     "classify": {
         "data.fit": "fit",
         "model.moe.eval_capacity_factor": "capacity",
@@ -59,7 +62,7 @@ class Flags:
         if name in ParallelConfig.model_fields:
             name = f"parallel.{name}"
         own = self._own.get(name, name)
-        if own == name and "." not in name and name not in _ARGUMENTS:
+        if name not in self._own and "." not in name and name not in _ARGUMENTS:
             return name if value is None else f"{name}={value}"
         flag = flag_name(own)
         return flag if not value else f"{flag} {value}"

@@ -56,8 +56,12 @@ def run(argv: list[str]) -> int:
         from expertmesh.serve.app import ServerApp
         from expertmesh.serve.server import bind, serve
 
-        place = bind(server)
-        engine = Engine(options.run, config=engine_config)
+        place = bind(server)  # before the weights are read: a port that is taken is said at once
+        try:
+            engine = Engine(options.run, config=engine_config)
+        except BaseException:
+            place.close()
+            raise
     name = server.model_name or Path(expanded(options.run)).resolve().name
     app = ServerApp(engine, server, model_name=name, keys=keys, version=__version__)
 

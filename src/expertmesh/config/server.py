@@ -27,6 +27,8 @@ class ServerConfig(Config):
     """Answers that wait for a place beside those that are computed; with more a request gets 429 and retry-after."""
     max_body_bytes: int = Field(default=2**23, ge=1024)
     """Bytes of a request, at most."""
+    max_answer: int | None = Field(default=None, ge=1)
+    """Tokens of an answer, at most; whoever asks for more gets so many. None: as many as the model has room for."""
     max_n: int = Field(default=128, ge=1, le=128)
     """Answers to one prompt, at most."""
     max_logprobs: int = Field(default=20, ge=0, le=20)

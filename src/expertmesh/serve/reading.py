@@ -211,7 +211,7 @@ class RequestReader:
                 param="prompt",
                 code="context_length_exceeded",
             )
-        max_tokens = min(most, room)
+        max_tokens = min(most, room, self._config.max_answer or room)
         top_p = request.top_p
         asked = request.top_k or 0
         top_k = min(asked, self.vocab_size) if asked > 0 else None

@@ -32,6 +32,7 @@ def bind(config: ServerConfig) -> socket.socket:
     Raises:
         ConfigError: the address is not to be had.
     """
+    place = None
     try:
         found = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -41,6 +42,8 @@ def bind(config: ServerConfig) -> socket.socket:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(address)
     except OSError as error:
+        if place is not None:
+            place.close()
         raise ConfigError(
             "port",
             config.port,
