@@ -156,10 +156,10 @@ def test_mistakes(runs, page, text, run, monkeypatch):
 
 def test_the_command_writes_a_page_of_a_run_that_it_cannot_judge(run, tmp_path, capsys):
     diverged(run, tmp_path / "other")
-    assert main(["report", "--run", str(tmp_path / "other")]) != 0
+    assert main(["report", "--run", str(tmp_path / "other")]) == 0
     said = capsys.readouterr()
     assert f"page: {tmp_path / 'other' / 'report.html'}" in said.out
-    assert "no checkpoint" in said.err
+    assert "no checkpoint" in said.out and not said.err
 
 
 def test_the_summary_says_which_run_it_is_of(run, capsys):

@@ -197,7 +197,6 @@ COPIES = {
     for name, verb, call in (
         ("step_abc", "generate", GENERATE),
         ("step_00000002_mine", "export", EXPORT),
-        ("step_2", "report", REPORT),
         ("copy of step_00000002", "convert", CONVERT),
     )
 } | {

@@ -42,6 +42,20 @@ def test_the_list(runs, capsys):
     assert find_runs(runs / "a") == [runs / "a"]
 
 
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_the_list_fits_the_terminal(runs, capsys, columns, monkeypatch):
+    """But for a path that is longer: it stands alone on its line, whole."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.chdir(runs)
+    assert main(["runs", "."]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    text = " ".join(line.strip() for line in lines)
+    assert (len(lines) == 3) == (columns >= 80), "a line each"
+    for word in ("a", "deeper/b", "gpt-moe-test", "8 of 8", "MB", "validation", "checkpoints"):
+        assert word in text
+
+
 def test_old_checkpoints_go_and_runs_go_on(runs, capsys):
     config = RunDir(runs / "deeper" / "b").config
     config.write_text(config.read_text().replace('"keep_every": null', '"keep_every": 4'))

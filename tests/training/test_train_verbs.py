@@ -21,6 +21,7 @@ from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.task import GPTTask
 from expertmesh.models.task import Baseline
 from expertmesh.runs.open import open_model
+from expertmesh.runs.run_dir import RunDir
 from expertmesh.text.format import text_format
 from expertmesh.text.tokenizer import train_tokenizer
 from expertmesh.training.loop import train
@@ -168,9 +169,13 @@ def test_report_of_a_run_that_diverged_at_once_shows_the_curve(tmp_path, capsys,
     config = tiny(**{"model.init_std": 1e38})
     with pytest.raises(TrainingDivergedError):
         train(config, recipe="gpt-moe-test", console=Console(quiet=True))
-    assert main(["report", config.train.run_dir]) == 1
+    assert main(["report", config.train.run_dir]) == 0
     out, error = capsys.readouterr()
-    assert "not finite" in out and "has no checkpoint yet" in error
+    assert "not finite" in out and "not judged, and no samples" in out and not error
+    assert "has no checkpoint yet" in out
+    assert main(["report", config.train.run_dir, "--check"]) == 1
+    RunDir(config.train.run_dir).metrics.unlink()
+    assert main(["report", config.train.run_dir]) == 1, "there is nothing to report"
 
 
 def test_report_of_python_source_begins_like_python(tmp_path):

@@ -86,7 +86,7 @@ def run(argv: list[str]) -> int:
 
     Raises:
         ConfigError: a value breaks a rule.
-        CheckpointError: the run has no usable checkpoint.
+        CheckpointError: the run has damaged checkpoints only, or neither a checkpoint nor a step.
     """
     parser = OptionParser(
         prog="expertmesh report",
@@ -148,6 +148,7 @@ def _write_page(options: Any, runs: _Runs) -> str:
 
 
 def _report(options: Any, runs: _Runs, run: str) -> int:
+    from expertmesh.checkpoints.store import list_checkpoints
     from expertmesh.runs.run_dir import RunDir
     from expertmesh.training.metrics import read_metrics
     from expertmesh.training.state import read_run_state
@@ -158,11 +159,15 @@ def _report(options: Any, runs: _Runs, run: str) -> int:
     folder = RunDir(run)
     try:
         opened = runs.open(run)
-    except CheckpointError:
+    except CheckpointError as error:
         # Where nothing can be judged the curve is all there is to see.
-        if metrics := read_metrics(folder.metrics):
+        metrics = read_metrics(folder.metrics)
+        if metrics:
             print(curve_table(metrics, folder.read_config(runs.family)[1]))
-        raise
+        if not metrics or list_checkpoints(folder.checkpoints):
+            raise
+        print(f"\nnot judged, and no samples: {error}")
+        return 1 if options.check else 0
     found, task = opened.run, opened.task
     family, metrics = found.family, read_metrics(folder.metrics)
     print(curve_table(metrics, family))

@@ -1,6 +1,8 @@
 """`expertmesh runs DIR`: the runs below a folder, and less of their checkpoints."""
 
 import argparse
+import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,8 @@ from expertmesh.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from expertmesh.training.runs import ListedRun
 
+_WIDTH = 1000
+"""Columns of a table that goes to no terminal, where COLUMNS is not set."""
 _EXAMPLES = """\
 examples:
   expertmesh runs runs/
@@ -53,8 +57,14 @@ def run(argv: list[str]) -> int:
     return 1 if left else 0
 
 
-def table(runs: Sequence["ListedRun"]) -> str:
-    """The runs, a line each."""
+def table(runs: Sequence["ListedRun"], width: int | None = None) -> str:
+    """The runs, a line each; a few lines each where the columns do not fit the terminal.
+
+    Args:
+        runs: in their order.
+        width: of the terminal; None: that of this one.
+    """
+    width = shutil.get_terminal_size((_WIDTH, 0)).columns if width is None else width
     rows = [("run", "recipe", "steps", "loss", "validation", "checkpoints", "size", "")]
     for one in runs:
         steps = "?" if one.steps is None else f"{one.steps:,}"
@@ -72,6 +82,20 @@ def table(runs: Sequence["ListedRun"]) -> str:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
+    if sum(widths) + 2 * (len(widths) - 1) > width:
+        names = rows[0]
+        for path, *cells in rows[1:]:
+            lines.append(path)
+            said = [f"{name} {cell}".strip() for name, cell in zip(names[1:], cells, strict=True)]
+            lines += textwrap.wrap(
+                ", ".join(filter(None, said)),
+                width,
+                initial_indent="  ",
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        return "\n".join(lines)
     for row in rows:
         cells = [
             cell.ljust(width) if i < 2 or i == len(row) - 1 else cell.rjust(width)
