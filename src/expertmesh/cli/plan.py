@@ -95,6 +95,11 @@ def _parser() -> OptionParser:
     )
     parser.add_argument("--vpp", type=int, default=1, help="virtual stages of each")
     parser.add_argument(
+        "--page",
+        metavar="FILE",
+        help="write an HTML page: the front, bars by part, scaling, validation",
+    )
+    parser.add_argument(
         "--serve", action="store_true", help="plan generation: time per token, price, memory"
     )
     parser.add_argument("--batch", type=int, metavar="B", help="sequences at once on all devices")
@@ -128,6 +133,10 @@ def _plan(options: Any) -> int:
         vpp=options.vpp,
     )
     print(found.text())
+    if options.page is not None:
+        from expertmesh.planner.page import write_page
+
+        print(f"\npage: {write_page(found, options.page)}")
     return 0
 
 

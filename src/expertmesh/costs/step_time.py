@@ -318,7 +318,9 @@ def _weights(
     shard, replicas, copies = layout.shard_degree, layout.num_replicas, layout.dp_replicate_degree
     layers = sizes.num_layers / stages
     moe_layers = sum(block.count for block in sizes.blocks if block.num_experts) / stages
-    gathers = (2 + (layout.checkpointing == "full")) if layout.zero_stage == 3 else 1
+    gathers = (
+        2 if layout.zero_stage == 3 else 1
+    )  # what is computed again and its backward share one
     of_dense = partial(_collective_s, cluster, ranks=shard, stride=layout.tp_degree)
     of_experts = partial(_collective_s, cluster, ranks=replicas, stride=layout.route_degree)
     dense_gather = gathers * of_dense(dense * work.gathered_bytes, count=layers)

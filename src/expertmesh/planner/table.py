@@ -212,21 +212,29 @@ def _seconds(value: float) -> str:
     return f"{value:,.2f} s" if value >= 1 else f"{1e3 * value:,.1f} ms"
 
 
-def _memory_lines(memory: PeakMemory) -> list[tuple[str, str]]:
-    rows = []
+def memory_parts(memory: PeakMemory) -> list[tuple[str, float]]:
+    """The parts of a device's memory in GiB, those of none left out; what is reused is below 0."""
+    found = []
     for name, words in _MEMORY_WORDS.items():
         value = getattr(memory, name) / GIB
         if value:
-            rows.append((words, f"{-value if name == 'reused_bytes' else value:,.2f}"))
+            found.append((words, -value if name == "reused_bytes" else value))
+    return found
+
+
+def time_parts(seconds: StepSeconds) -> list[tuple[str, float]]:
+    """The parts of a step in seconds, those of none left out."""
+    found = [(words_of(f.name), getattr(seconds, f.name)) for f in fields(seconds)]
+    return [(words, value) for words, value in found if value]
+
+
+def _memory_lines(memory: PeakMemory) -> list[tuple[str, str]]:
+    rows = [(words, f"{value:,.2f}") for words, value in memory_parts(memory)]
     return [("memory, GiB", ""), *rows, ("in all", f"{memory.device_bytes / GIB:,.2f}")]
 
 
 def _time_lines(seconds: StepSeconds) -> list[tuple[str, str]]:
-    rows = [
-        (words_of(f.name), f"{1e3 * getattr(seconds, f.name):,.1f}")
-        for f in fields(seconds)
-        if getattr(seconds, f.name)
-    ]
+    rows = [(words, f"{1e3 * value:,.1f}") for words, value in time_parts(seconds)]
     return [("time, ms", ""), *rows, ("in all", f"{1e3 * seconds.total_s:,.1f}")]
 
 
