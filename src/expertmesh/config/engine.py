@@ -31,8 +31,17 @@ class EngineConfig(Config):
     deterministic: bool = False
     """Whether tokens and logprobs have the same bits alone and in any batch; a model that is given must have batch_invariant in its config."""
 
+    compile: bool | None = None
+    """Whether steps on a CPU are compiled, in the background; none: of a large model with a C++ compiler, not in deterministic mode."""
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self.require(
+            not (self.deterministic and self.compile),
+            "compile",
+            "changes bits, which deterministic=True promises",
+            "leave one of them out",
+        )
         self.require(
             self.block_size <= 4096,
             "block_size",

@@ -7,6 +7,7 @@ known prefix, which the next request may take up again). free + used + cached is
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 ROOT = -1
 """The prefix before the first block."""
@@ -88,7 +89,8 @@ class BlockPool:
             block = after + 1
             del self._free[block]
         elif self._free:
-            block, _ = self._free.popitem(last=False)
+            block = next(iter(self._free)) if after is not None else self._roomiest()
+            del self._free[block]
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
             self._forget(block)
@@ -96,6 +98,14 @@ class BlockPool:
             raise IndexError("every block is held")
         self.references[block] = 1
         return block
+
+    def _roomiest(self) -> int:
+        """A free block with many behind it: where a table begins, so that it and its neighbour's can grow in one piece."""
+        free = sorted(self._free)
+        starts = [i for i, block in enumerate(free) if i == 0 or block != free[i - 1] + 1]
+        _, start, stop = max((b - a, a, b) for a, b in pairwise([*starts, len(free)]))
+        # in the middle of a gap, whose beginning is for the table before it
+        return free[start] if free[start] == 0 else free[(start + stop) // 2]
 
     def share(self, block: int) -> None:
         """Hold a block once more; one that was cached is used again."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from expertmesh.config.engine import EngineConfig
 from expertmesh.engine.blocks import BlockPool
+from expertmesh.engine.compiled import CompiledForward, is_large, why_not_compiled
 from expertmesh.engine.kv_cache import PagedCache
 from expertmesh.engine.output import Logprob, RequestOutput
 from expertmesh.engine.request import Request, SamplingParams, Sequence, State
@@ -139,7 +140,7 @@ class Engine:
             device=device,
             dtype=dtype,
         )
-        self._runner = Runner(model, cache)
+        self._runner = Runner(model, cache, self._compiled_forward())
         self._scheduler = Scheduler(
             BlockPool(num_blocks, block_size=self.config.block_size),
             token_budget=self.config.token_budget,
@@ -149,6 +150,15 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._answers: dict[Sequence, _Answer] = {}
         self._arrivals = self._steps = self._prompt_tokens = self._generated = 0
+
+    def _compiled_forward(self) -> CompiledForward | None:
+        if self.config.compile is False or self.model.config.batch_invariant:
+            return None
+        problem = why_not_compiled(self.model)
+        if problem and self.config.compile:
+            raise ConfigError("compile", True, problem, "leave it out")
+        wanted = self.config.compile or is_large(self.model)
+        return CompiledForward(self.model) if wanted and not problem else None
 
     def _num_blocks(self, dtype: torch.dtype) -> int:
         if self.config.num_blocks is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from expertmesh.ops.attention.visible import Visible, visible
@@ -65,16 +66,16 @@ class Span:
         first: its first row.
         count: its rows, the last of its tokens.
         num_keys: keys that the last of them sees.
-        begin: where its keys begin, if they lie in one piece; else -1.
         places_L: (num_keys,) where each of its keys lies; None: in one piece.
+        pieces_L: (1, heads, num_keys, d) keys, and values, of each layer, if they lie in one piece.
         seen: which of them its rows see, the same in every layer.
     """
 
     first: int
     count: int
     num_keys: int
-    begin: int
     places_L: Tensor | None
+    pieces_L: tuple[Sequence[Tensor], ...] | None
     seen: Visible
 
 
@@ -113,17 +114,24 @@ class PagedContext:
         k_all.index_copy_(0, self.places_T, k_Thd.to(k_all.dtype))
         if v_all.data_ptr() != k_all.data_ptr():
             v_all.index_copy_(0, self.places_T, v_Thd.to(v_all.dtype))
-        y_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+        # the query heads of a key head are its queries where there is one row
+        q_T1hGd = q_THd.reshape(len(q_THd), 1, k_all.shape[1], -1, q_THd.shape[2]).unbind(0)
+        parts = []
         for span in self.spans:
-            rows = slice(span.first, span.first + span.count)
-            if span.places_L is None:
-                keys = slice(span.begin, span.begin + span.num_keys)
-                k, v = k_all[keys], v_all[keys]
+            if span.pieces_L is not None:
+                k, v = (pieces[layer_index] for pieces in span.pieces_L)
             else:
-                k, v = (t.index_select(0, span.places_L) for t in (k_all, v_all))
-            q, k, v = (t.transpose(0, 1)[None] for t in (q_THd[rows], k, v))
-            y_THd[rows] = arithmetic.attention(q, k, v, span.seen)[0].transpose(0, 1)
-        return y_THd.flatten(1)
+                assert span.places_L is not None
+                k, v = (
+                    t.index_select(0, span.places_L).transpose(0, 1)[None] for t in (k_all, v_all)
+                )
+            if span.count == 1 and not arithmetic.batch_invariant:
+                parts.append(F.scaled_dot_product_attention(q_T1hGd[span.first], k, v))
+            else:
+                q = q_THd.narrow(0, span.first, span.count).transpose(0, 1)[None]
+                y = arithmetic.attention(q, k, v, span.seen)
+                parts.append(y[0].transpose(0, 1).view(span.count, *q_T1hGd[0].shape[1:]))
+        return torch.cat(parts).flatten(1)
 
 
 def span_of(
@@ -134,6 +142,11 @@ def span_of(
     seen = visible(count, num_keys, device=cache.k.device)
     used = blocks[: -(-num_keys // cache.block_size)]
     if all(b == a + 1 for a, b in zip(used, used[1:], strict=False)):
-        return Span(first, count, num_keys, used[0] * cache.block_size, None, seen)
+        begin = used[0] * cache.block_size
+        pieces = tuple(
+            memory.narrow(1, begin, num_keys).transpose(1, 2).unsqueeze(1).unbind(0)
+            for memory in (cache.k, cache.v)
+        )
+        return Span(first, count, num_keys, None, pieces, seen)
     places = torch.tensor(cache.places(used, 0, num_keys), device=cache.k.device)
-    return Span(first, count, num_keys, -1, places, seen)
+    return Span(first, count, num_keys, places, None, seen)

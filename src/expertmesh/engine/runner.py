@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertmesh.engine.compiled import CompiledForward
 from expertmesh.engine.kv_cache import PagedCache, PagedContext, Span, span_of
 from expertmesh.engine.output import Logprob
 from expertmesh.engine.request import Sequence
 from expertmesh.engine.scheduler import Chunk, Step
-from expertmesh.ops.sampling import SamplingBatch, draw, logprobs, penalised
+from expertmesh.ops.sampling import SamplingBatch, are_finite, draw, logprobs, penalised
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,16 @@ class Runner:
     Args:
         model: takes flat tokens with an `AttentionContext`, as GPT does.
         cache: of the model.
+        compiled: the model's pass in compiled pieces, where it has one; None: it is computed as it is.
 
     Attributes:
         expert_load: (E + 1,) int64 of each layer with experts: tokens that they have served so far; the last one stands for none.
     """
 
-    def __init__(self, model: Any, cache: PagedCache) -> None:
-        self.model, self.cache = model, cache
+    def __init__(
+        self, model: Any, cache: PagedCache, compiled: CompiledForward | None = None
+    ) -> None:
+        self.model, self.cache, self.compiled = model, cache, compiled
         self.device = cache.k.device
         self.expert_load = [
             torch.zeros(num + 1, dtype=torch.int64, device=self.device)
@@ -96,24 +100,35 @@ class Runner:
         context = PagedContext(
             self.cache, self._tensor(positions), self._tensor(places), tuple(spans)
         )
-        output = self.model(
-            self._tensor(ids),
-            context=context,
-            logit_rows_R=self._tensor([row.token for row in rows]),
-            capacity_factor=self.model.config.moe.dropless_factor,
-        )
-        self._count(output.stats)
+        rows_R = self._tensor([row.token for row in rows])
+        logits_RV, ids_of_layers = self._forward(self._tensor(ids), context, rows_R)
+        self._count(ids_of_layers)
         experts = [
-            (chunk, _experts_of(output.stats, span.first, span.count))
+            (chunk, _experts_of(ids_of_layers, span.first, span.count))
             for chunk, span in zip(step.chunks, spans, strict=True)
             if chunk.sequence.request.params.return_routed_experts
         ]
-        return self._result(output.logits_BSV, rows, experts)
+        return self._result(logits_RV, rows, experts)
 
-    def _count(self, stats: tuple[Any, ...]) -> None:
+    def _forward(
+        self, ids_T: Tensor, context: PagedContext, rows_R: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Logits of the rows, and (T, K) expert ids of each layer that has experts."""
+        if self.compiled is not None and (found := self.compiled(ids_T, context, rows_R)):
+            return found
+        output = self.model(
+            ids_T,
+            context=context,
+            logit_rows_R=rows_R,
+            capacity_factor=self.model.config.moe.dropless_factor,
+            losses=False,
+        )
+        return output.logits_BSV, [one.topk_expert_ids_TK for one in output.stats]
+
+    def _count(self, ids_of_layers: list[Tensor]) -> None:
         """Add a step's choices to `expert_load`, without a wait for the device."""
-        for load, one in zip(self.expert_load, stats, strict=True):
-            ids = one.topk_expert_ids_TK.flatten()
+        for load, ids_TK in zip(self.expert_load, ids_of_layers, strict=True):
+            ids = ids_TK.flatten()
             load.scatter_add_(0, ids, load.new_ones(()).expand_as(ids))
 
     def _result(
@@ -127,7 +142,7 @@ class Runner:
         broken: set[Sequence] = set()
         if drawn:
             own_RV = logits_RV if len(drawn) == len(rows) else logits_RV[self._tensor(drawn)]
-            is_finite_R = own_RV.isfinite().all(-1)
+            is_finite_R = are_finite(own_RV)
             changed_RV = self._changed(own_RV, drawing)
             drawn_R = draw(changed_RV, self._batch(drawing, own_RV.shape[-1]))
             both = torch.stack((drawn_R, is_finite_R.long())).tolist()
@@ -233,9 +248,9 @@ def _rows(chunk: Chunk, first: int) -> list[Row]:
     return rows
 
 
-def _experts_of(stats: tuple[Any, ...], first: int, count: int) -> Tensor:
+def _experts_of(ids_of_layers: list[Tensor], first: int, count: int) -> Tensor:
     """(count, layers, most K) expert ids of some tokens; where a layer has fewer choices, -1 fills up."""
-    layers = [one.topk_expert_ids_TK[first : first + count] for one in stats]
+    layers = [ids_TK[first : first + count] for ids_TK in ids_of_layers]
     if not layers:
         return torch.empty(count, 0, 0, dtype=torch.int64)
     most = max(ids.shape[1] for ids in layers)

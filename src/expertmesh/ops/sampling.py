@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.ops.random import philox4x32
 
 
@@ -78,7 +79,8 @@ def draw(logits_RV: Tensor, batch: SamplingBatch) -> Tensor:
 
     A drawn token is the one whose interval of the cumulative distribution holds the row's number.
     """
-    greedy_R = logits_RV.argmax(-1)
+    # on a CPU that is five times as fast as of narrow numbers
+    greedy_R = logits_RV.to(accumulate_dtype(logits_RV.dtype)).argmax(-1)
     if batch.all_greedy:
         return greedy_R
     cumulative = token_probs(logits_RV, batch).cumsum(-1)
@@ -87,6 +89,11 @@ def draw(logits_RV: Tensor, batch: SamplingBatch) -> Tensor:
     threshold = uniform_R[:, None] * cumulative[:, -1:]
     drawn_R = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
     return torch.where(batch.temperature_R <= 0, greedy_R, drawn_R)
+
+
+def are_finite(logits_RV: Tensor) -> Tensor:
+    """(R,) bool: whether all of a row are; 0 times what is not finite is NaN."""
+    return (logits_RV * 0).sum(-1) == 0
 
 
 def logprobs(logits_RV: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ TORCH_COMPILE_DISABLE=1 does without one.
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -66,7 +68,7 @@ def make_loop(
     _log.info("compiling %s for the CPU, which takes some seconds", function)
     try:
         with _ONE_AT_A_TIME, torch.no_grad(), torch.autocast("cpu", enabled=False):
-            run = _compile(function, example, {**_OPTIONS, **(options or {})})
+            run = _compile(function, example, options)
             ours = (run(*example), *(t.clone() for t in example))
             plain = (function(*example), *example)
         torch.testing.assert_close(ours, plain)
@@ -85,36 +87,72 @@ def example_values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=generator, device="cpu").to(dtype)
 
 
-def _compile(
-    function: Callable[..., Any], example: tuple[Tensor, ...], options: dict[str, Any]
-) -> Callable[..., Any]:
+@contextmanager
+def while_tracing() -> Iterator[None]:
+    """What traces goes on alone, and torch's modules know of it; modes of the caller, who may count operations, see nothing of it.
+
+    Raises:
+        RuntimeError: torch.compile is switched off.
+    """
+    with while_compiling():
+        from torch._export.utils import _compiling_state_context
+
+        with _compiling_state_context():
+            yield
+
+
+@contextmanager
+def while_compiling() -> Iterator[None]:
+    """What compiles goes on alone, as for `while_tracing`, but other threads compute as ever."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of its own old parts
         from torch._dynamo.config import disable
         from torch._dynamo.convert_frame import compile_lock
-        from torch._export.utils import _compiling_state_context
-        from torch._inductor import standalone_compile
-        from torch._inductor.cpu_vec_isa import pick_vec_isa
-        from torch.fx.experimental.proxy_tensor import make_fx
+
+        import_module("torch._inductor.compile_fx")
+        import_module("torch.utils.mkldnn")  # which it imports when it compiles
         from torch.utils._python_dispatch import _disable_current_modes
 
-        if disable:
-            raise RuntimeError("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
+    if disable:
+        raise RuntimeError("torch.compile is switched off (TORCH_COMPILE_DISABLE)")
+    with compile_lock, _disable_current_modes():
+        yield
+
+
+def compile_graph(
+    graph: Any, example: Sequence[Any], options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile a graph that was traced with symbolic sizes.
+
+    Args:
+        graph: a `torch.fx.GraphModule`.
+        example: its arguments.
+        options: the options of Inductor, beside ours.
+    """
+    with while_compiling():
+        from torch._inductor import standalone_compile
+        from torch._inductor.cpu_vec_isa import pick_vec_isa
+
         # torch's cache knows a loop by its source, not by the instructions for which it was made: sixteen numbers at once, read
         # back where registers hold eight (a cache that machines share, ATEN_CPU_CAPABILITY), give wrong sums
         caches: Any = torch.compiler.config
-        tag = f"{caches.cache_key_tag} {pick_vec_isa()}"
-        # compiled functions in other threads go on; modes of the caller, who may count operations, see nothing
-        with (
-            compile_lock,
-            caches.patch(cache_key_tag=tag),
-            _compiling_state_context(),
-            _disable_current_modes(),
-        ):
-            graph = make_fx(function, tracing_mode="symbolic")(*example)
-            return standalone_compile(
+        # compiled functions in other threads go on
+        with caches.patch(cache_key_tag=f"{caches.cache_key_tag} {pick_vec_isa()}"):
+            run: Callable[..., Any] = standalone_compile(
                 graph,
                 list(example),
                 dynamic_shapes="from_graph",
-                options={"config_patches": options},
+                options={"config_patches": {**_OPTIONS, **(options or {})}},
             )
+            return run
+
+
+def _compile(
+    function: Callable[..., Any], example: tuple[Tensor, ...], options: Mapping[str, Any] | None
+) -> Callable[..., Any]:
+    with warnings.catch_warnings(), while_tracing():
+        warnings.simplefilter("ignore")
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        graph = make_fx(function, tracing_mode="symbolic")(*example)
+        return compile_graph(graph, example, options)

@@ -1,0 +1,324 @@
+"""The model's forward pass over the tokens of a step, in compiled pieces: what decoding takes its speed from on a CPU.
+
+The pass is traced through the very modules of the model, so that every router, layer and option of it is in the pieces too.
+Products with weights, attention over pages and the experts are called between the pieces as they are (`ops.cpu.pieces`).
+"""
+
+import copy
+import logging
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from expertmesh.moe.experts import GroupedExperts
+from expertmesh.ops.activation import inner_name, pointwise
+from expertmesh.ops.cpu.compiled import DTYPES
+from expertmesh.ops.cpu.packed_linear import PackedWeights
+from expertmesh.ops.cpu.pieces import Rewrite, in_pieces, traced
+from expertmesh.ops.dtypes import autocast_dtype
+from expertmesh.ops.experts.call import call_of
+from expertmesh.ops.experts.moe_mlp import compute
+from expertmesh.ops.row_arithmetic import ORDINARY
+
+FEWEST_WEIGHTS = 1 << 25
+"""From about here on a token takes a third of the time (docs/log.md); smaller models are not worth the compiler's seconds."""
+STEPS_BEFORE = 8
+"""Steps of a kind before it is compiled, so that a short answer does not begin what it will not use."""
+
+_log = logging.getLogger("expertmesh.engine")
+_aten = torch.ops.aten
+
+
+@torch.library.custom_op("expertmesh::attend", mutates_args=())
+def _attend(q_THd: Tensor, k_Thd: Tensor, v_Thd: Tensor, layer_index: int) -> Tensor:
+    """Stands in a trace for what a context does."""
+    raise NotImplementedError("only in a trace")
+
+
+@_attend.register_fake
+def _(q_THd: Tensor, k_Thd: Tensor, v_Thd: Tensor, layer_index: int) -> Tensor:
+    return q_THd.new_empty(q_THd.shape[0], q_THd.shape[1] * v_Thd.shape[2])
+
+
+class _TracedContext:
+    """Attention of a pass that is traced."""
+
+    keeps = True
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def attend(
+        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, *, arithmetic: Any
+    ) -> Tensor:
+        y: Tensor = torch.ops.expertmesh.attend(q, k, v, layer_index)
+        return y
+
+
+def _attend_now(context: Any, q: Tensor, k: Tensor, v: Tensor, layer_index: int) -> Tensor:
+    y: Tensor = context.attend(layer_index, q, k, v, arithmetic=ORDINARY)
+    return y
+
+
+def _experts_now(ids_TK: Tensor, *fields: Any) -> tuple[Tensor]:
+    """The experts, by the ids in the place of `maps`."""
+    given: tuple[Any, ...] = (*fields[:-3], [ids_TK] * 4, *fields[-3:])
+    call = call_of(*given)
+    return (compute(call._replace(ids_TK=ids_TK, maps=None)),)
+
+
+def _product_of_one(x_1K: Tensor, w_KN: Tensor) -> Tensor:
+    return (w_KN.t().float() * x_1K.float()).sum(-1)[None].to(x_1K.dtype)
+
+
+def _biased_product_of_one(b_N: Tensor, x_1K: Tensor, w_KN: Tensor) -> Tensor:
+    y_N = (w_KN.t().float() * x_1K.float()).sum(-1)
+    return (y_N + b_N.float())[None].to(x_1K.dtype)
+
+
+def _router(x_TD: Tensor, w_ED: Tensor) -> Tensor:
+    return (w_ED.float() * x_TD.float()[:, None]).sum(-1)
+
+
+def _no_order(ids_TK: Tensor, num_experts: int, *rest: Any) -> tuple[Tensor, ...]:
+    """The ids themselves in the place of `route_metadata`: rows are in the order of the tokens' choices."""
+    ids_N = ids_TK.flatten()
+    return ids_TK.new_empty(num_experts + 1), ids_N, ids_N, ids_N
+
+
+def _experts(*fields: Any) -> list[Tensor]:
+    """Choices in the order of their experts, some at once: a weight that several of them want is read from memory for the first."""
+    x_TD, weights_TK, w_in, w_out, b_in, b_out, scales, maps, activation, format, *_ = fields
+    if len(w_in) != 1 or format != "dense":
+        return NotImplemented
+    (T, K), (num_experts, _, F, _) = weights_TK.shape, w_in[0].shape
+    ids_N, s_N, token_N = maps[1], weights_TK.flatten().float(), None
+    if T != 1:
+        ids_N, order_N = ids_N.sort()
+        s_N, token_N = s_N[order_N], order_N // K
+    at_once = 1 if T == 1 else math.gcd(K, 4)
+    s_N1 = torch.where(ids_N < num_experts, s_N, 0.0)[:, None]
+    ids_N = ids_N.clamp(max=num_experts - 1)
+    ids_BM = ids_N.view(-1, at_once)
+
+    def product(x_ND: Tensor, w: Tensor) -> Tensor:
+        x_BMD = x_ND.view(-1, at_once, x_ND.shape[1])
+        each = [(w[ids_BM[:, m]].float() * x_BMD[:, m][:, None]).sum(-1) for m in range(at_once)]
+        return torch.stack(each, 1).flatten(0, 1)
+
+    x_ND = x_TD.float().expand(K, -1) if token_N is None else x_TD[token_N].float()
+    h_NH = product(x_ND, w_in[0].flatten(1, 2))
+    if b_in:
+        h_NH = h_NH + b_in[0].flatten(1, 2)[ids_N].float()
+    gate, *up = h_NH.split(F, 1)
+    a_NF = pointwise(gate, inner_name(activation))
+    y_ND = product((a_NF * up[0] if up else a_NF) * s_N1, w_out[0])
+    if b_out:
+        y_ND = y_ND + b_out[0][ids_N].float() * s_N1
+    if token_N is not None:
+        y_ND = y_ND[order_N.argsort()]
+    return [y_ND.view(T, K, -1).sum(1).to(x_TD.dtype)]
+
+
+OF_FEW: dict[Any, Callable[..., Any]] = {
+    torch.ops.expertmesh.router_linear.default: _router,
+    torch.ops.expertmesh.route_metadata.default: _no_order,
+    torch.ops.expertmesh.moe_mlp.default: _experts,
+}
+"""With few choices most experts have one row, and a product only reads its weight: the compiler's loop is as good as a library."""
+OF_ONE: dict[Any, Callable[..., Any]] = {
+    **OF_FEW,
+    _aten.mm.default: _product_of_one,
+    _aten.addmm.default: _biased_product_of_one,
+}
+
+
+_KINDS: dict[str, tuple[int, dict[Any, Callable[..., Any]]]] = {
+    "one": (1, OF_ONE),
+    "few": (3, OF_FEW),
+    "many": (7, {}),
+}
+"""Tokens of the example that a kind of step is traced with, and its formulas."""
+
+
+class CompiledForward:
+    """`model(ids, context=..., logit_rows_R=...)` in pieces, which are compiled while the engine goes on without them.
+
+    Args:
+        model: in evaluation mode, on a CPU.
+
+    Attributes:
+        problem: why there is nothing compiled, in one line; empty: nothing is wrong.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.problem = ""
+        modules = list(model.modules())
+        self._state = [
+            (tensors, name)
+            for kind in ("_parameters", "_buffers")
+            for module in modules
+            for tensors in (getattr(module, kind),)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+        self._names = [
+            name
+            for named in (model.named_parameters, model.named_buffers)
+            for name, _ in named(remove_duplicate=False)
+        ]
+        # tracing puts other tensors into modules for a while, and those of the model may be at work
+        shared = {id(tensors[name]): tensors[name] for tensors, name in self._state}
+        self._copy = copy.deepcopy(model, shared)
+        self._packed = PackedWeights()
+        self._loops: dict[Any, Callable[..., Any]] = {}
+        self._graphs: dict[str, fx.GraphModule] = {}
+        self._steps: Counter[str] = Counter()
+        self._worker: threading.Thread | None = None
+        self._are_dense = all(
+            module.weights().format == "dense"
+            for module in modules
+            if isinstance(module, GroupedExperts)
+        )
+        counts = [num for num in model.config.experts_per_layer() if num]
+        # with more choices, a library that packs each weight once is faster
+        self._most_few = 2 * min(counts, default=0) // model.config.moe.top_k
+
+    def __call__(
+        self, ids_T: Tensor, context: Any, rows_R: Tensor
+    ) -> tuple[Tensor, list[Tensor]] | None:
+        """Logits (R, V), and (T, K) expert ids of each layer that has experts; None: these pieces are not ready.
+
+        Args:
+            ids_T: (T,) token ids.
+            context: an `AttentionContext`.
+            rows_R: (R,) which tokens get logits.
+        """
+        T, R = len(ids_T), len(rows_R)
+        kind = "one" if T == 1 else "few" if self._most_few >= T else "many"
+        graph = self._graphs.get(kind)
+        if graph is None:
+            self._ask_for(kind)
+            return None
+        least = min(T, 2)
+        if least > R:  # what is compiled knows of no other numbers
+            rows_R = F.pad(rows_R, (0, least - R))
+        state = [tensors[name] for tensors, name in self._state]
+        logits_RV, *ids_of_layers = graph(ids_T, context.positions, rows_R, *state, context)
+        return logits_RV[:R], ids_of_layers
+
+    def compile_all(self) -> None:
+        """Compile every kind of step now, and wait for it.
+
+        Raises:
+            Exception: whatever a compiler may raise.
+        """
+        for kind in _KINDS:
+            if kind not in self._graphs and (kind != "few" or self._most_few > 1):
+                self._graphs[kind] = self._compiled(kind)
+
+    def _ask_for(self, kind: str) -> None:
+        """Compile a kind in the background once enough steps have wanted it; one at a time."""
+        self._steps[kind] += 1
+        if self.problem or self._steps[kind] < STEPS_BEFORE:
+            return
+        if self._worker is None or not self._worker.is_alive():
+            args = kind, torch.get_num_threads()
+            self._worker = threading.Thread(target=self._work, args=args, daemon=True)
+            self._worker.start()
+
+    def _work(self, kind: str, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # each thread of Python has its own number
+        try:
+            self._graphs[kind] = self._compiled(kind)
+        except (
+            Exception
+        ) as error:  # a compiler has many ways to fail, and the caller another way to go
+            self.problem = str(error).strip().partition("\n")[0] or type(error).__name__
+            _log.warning("the engine computes without compiled pieces: %s", self.problem)
+
+    def _compiled(self, kind: str) -> fx.GraphModule:
+        """A function of (ids, positions, rows, *state, context)."""
+        num_tokens, formulas = _KINDS[kind]
+        if not self._are_dense:
+            formulas = {}
+        _log.info("compiling steps of %s token(s), which takes some seconds", kind)
+
+        def forward(ids_T: Tensor, positions_T: Tensor, rows_R: Tensor, *state: Tensor) -> Any:
+            call = {
+                "context": _TracedContext(positions_T),
+                "logit_rows_R": rows_R,
+                "capacity_factor": self._copy.config.moe.dropless_factor,
+                "losses": False,
+            }
+            named = dict(zip(self._names, state, strict=True))
+            output = torch.func.functional_call(self._copy, named, (ids_T,), call)
+            return output.logits_BSV, *(one.topk_expert_ids_TK for one in output.stats)
+
+        ids_T = torch.zeros(num_tokens, dtype=torch.int64)
+        rows_R = torch.zeros(1 if num_tokens == 1 else num_tokens + 2, dtype=torch.int64)
+        state = [tensors[name].detach() for tensors, name in self._state]
+        module = traced(forward, (ids_T, ids_T.clone(), rows_R), state, formulas)
+        last = [node for node in module.graph.nodes if node.op == "placeholder"][-1]
+        with module.graph.inserting_after(last):
+            context = module.graph.placeholder("context")
+        return in_pieces(module, self._own_ways(context), self._loops)
+
+    def _own_ways(self, context: fx.Node) -> dict[Any, Rewrite]:
+        """What is called between the pieces."""
+
+        def attend(graph: fx.Graph, node: fx.Node) -> fx.Node:
+            return graph.call_function(_attend_now, (context, *node.args))
+
+        def experts(graph: fx.Graph, node: fx.Node) -> fx.Node:
+            given: Any = node.args
+            *fields, maps, activation, format, backend, _, _ = given
+            ids = maps[0].args[0].args[0]  # what `route_metadata` was asked for
+            return graph.call_function(_experts_now, (ids, *fields, activation, format, backend))
+
+        def product(graph: fx.Graph, node: fx.Node) -> fx.Node:
+            given: Any = node.args
+            *bias, x, w = given
+            if w.target is not _aten.t.default or w.args[0].op != "placeholder":
+                return node
+            return graph.call_function(self._packed.linear, (x, w.args[0], *bias))
+
+        def router(graph: fx.Graph, node: fx.Node) -> fx.Node:
+            given: Any = node.args
+            x, w = given
+            wide = graph.call_function(_aten._to_copy.default, (x,), {"dtype": torch.float32})
+            wide.meta["val"] = x.meta["val"].float()
+            return graph.call_function(self._packed.linear, (wide, w))
+
+        return {
+            torch.ops.expertmesh.attend.default: attend,
+            torch.ops.expertmesh.moe_mlp.default: experts,
+            torch.ops.expertmesh.router_linear.default: router,
+            _aten.mm.default: product,
+            _aten.addmm.default: product,
+        }
+
+
+def is_large(model: Any) -> bool:
+    """Whether decoding gains so much that the compiler's seconds are well spent."""
+    return sum(p.numel() for p in model.parameters()) >= FEWEST_WEIGHTS
+
+
+def why_not_compiled(model: Any) -> str:
+    """Why a model's steps cannot be compiled, in words that follow "compile=True"; empty: they can."""
+    parameters = list(model.parameters())
+    if not all(p.is_cpu for p in parameters):
+        return "is for models on a CPU"
+    if not all(p.dtype in DTYPES for p in parameters) or autocast_dtype(torch.device("cpu")):
+        return "is for models in float32, bfloat16 or float16, without autocast"
+    if any(type(p) is not torch.nn.Parameter for p in parameters) or any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    ):
+        return "is for plain models: no parameter of another class, no hook"
+    return ""
