@@ -79,7 +79,7 @@ def test_a_step_goes_on_where_nothing_can_be_compiled():
         assert [o.token_ids for o in answers(engine)] == [o.token_ids for o in answers(plain)]
     engine._runner.compiled._worker.join()
     assert "layers" in engine._runner.compiled.problem
-    with pytest.raises(AttributeError, match="layers"):
+    with pytest.raises((AttributeError, TypeError), match="layers"):
         engine._runner.compiled.compile_all()
 
 
