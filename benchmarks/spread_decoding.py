@@ -22,7 +22,8 @@ from benchmarks.layer import DTYPES
 from tests.support.ranks import RankPool
 
 from expertmesh.comm.world import World
-from expertmesh.infer.engine import generate_batch
+from expertmesh.engine.engine import Engine
+from expertmesh.engine.request import SamplingParams
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.parallel.construct import give_memory
@@ -83,16 +84,23 @@ def _model(setting: Setting, es_degree: int | None) -> GPT:
 
 def decode(
     setting: Setting, es_degree: int | None, num_threads: int
-) -> tuple[list[list[int | None]], float, float, int]:
+) -> tuple[list[list[int]], float, float, int]:
     """The tokens, wall and CPU seconds of one of them, and bytes of this rank's parameters."""
     torch.set_num_threads(num_threads)
     model = _model(setting, es_degree)
     prompts = [[1 + i, 2, 3] for i in range(setting.batch_size)]
-    steps = generate_batch(model, prompts, max_tokens=setting.num_tokens + 2)
-    found = [next(steps), next(steps)]
+    engine = Engine(model)
+    params = SamplingParams(temperature=0, max_tokens=setting.num_tokens + 2, ignore_eos=True)
+    for prompt in prompts:
+        engine.add(prompt, params)
+
+    def step() -> list[int]:
+        return [output.token_ids[-1] for output in engine.step()]
+
+    found = [step(), step()]
     dist.barrier()
     cpu, wall = time.process_time(), time.perf_counter()
-    found += [next(steps) for _ in range(setting.num_tokens)]
+    found += [step() for _ in range(setting.num_tokens)]
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     local = [getattr(p, "to_local", lambda p=p: p)() for p in model.parameters()]
     n = setting.num_tokens

@@ -5,7 +5,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from rich.console import Console
 from tokenizers import Tokenizer
 from torch import nn
@@ -13,9 +12,9 @@ from torch import nn
 from expertmesh.comm.world import World
 from expertmesh.config.base import expanded, shown
 from expertmesh.config.run import RunConfig
+from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.texts import continue_prompts, prompt_ids
 from expertmesh.errors import ConfigError
-from expertmesh.infer.engine import generate_texts
-from expertmesh.infer.sampling import Sampling
 from expertmesh.models.decoder import CausalLM
 from expertmesh.models.family import Family
 from expertmesh.models.own_module import Module, own_family
@@ -248,17 +247,11 @@ def generate(
         raise ConfigError(
             f"prompt: {shown(wrong[0])} is a {type(wrong[0]).__name__}; give a text, or a list of texts"
         )
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens
+    )
     text = text_format(tokenizer, model=model)
-    with torch.no_grad():
-        found = generate_texts(
-            model,
-            tokenizer,
-            prompts,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            eos_id=text.end_ids,
-            start=text.start_ids,
-            batch_size=batch_size,
-        )
+    ids = [prompt_ids(text, one) for one in prompts]
+    outputs = continue_prompts(model, ids, params, text=text, batch_size=batch_size)
+    found = [output.text for output in outputs]
     return found[0] if isinstance(prompt, str) else found

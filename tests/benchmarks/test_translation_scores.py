@@ -4,7 +4,7 @@ import pytest
 from benchmarks.claims.translation_scores import compare, main, rouge
 
 from expertmesh.errors import ConfigError
-from expertmesh.infer.translation_scores import score
+from expertmesh.models.seq2seq.scores import score
 
 
 def values(found):

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tests.support.generation import written_ids
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from torch import nn
@@ -14,8 +15,7 @@ from torch import nn
 import expertmesh as em
 from expertmesh import ConfigError, MoELayer, Routing
 from expertmesh.config.moe import MoEConfig
-from expertmesh.infer.engine import generate
-from expertmesh.infer.sampling import Sampling
+from expertmesh.engine.request import SamplingParams
 from expertmesh.models.gpt.config import GPTRunConfig, ModelConfig
 from expertmesh.models.gpt.model import GPT
 from expertmesh.training.loop import train
@@ -286,15 +286,15 @@ MODEL = {
     "sequence longer than the model": Mistake(
         lambda: model()(torch.zeros(1, 17, dtype=torch.int64)), ["17", "max_seq_len=16"]
     ),
-    "empty prompt": Mistake(lambda: generate(model(), []), ["empty", "give at least one"]),
+    "empty prompt": Mistake(lambda: written_ids(model(), [[]]), ["empty", "give at least one"]),
     "token outside the vocabulary": Mistake(
-        lambda: generate(model(), [300]), ["300", "from 0 to 299", "tokenizer"]
+        lambda: written_ids(model(), [[300]]), ["300", "from 0 to 299", "tokenizer"]
     ),
     "prompt too long": Mistake(
-        lambda: generate(model(), [1] * 16), ["16 tokens", "max_seq_len=16", "shorten"]
+        lambda: written_ids(model(), [[1] * 16]), ["16 tokens", "max_seq_len=16", "shorten"]
     ),
     "negative temperature": Mistake(
-        lambda: Sampling(temperature=-1.0), ["temperature=-1.0", "at least 0", "use 0"]
+        lambda: SamplingParams(temperature=-1.0), ["temperature=-1.0", "at least 0", "choose"]
     ),
     "no tokenizer": Mistake(
         lambda: em.generate(model(), None, "a"),
@@ -319,19 +319,19 @@ MODEL = {
     },
     "no token to add": Mistake(
         lambda: em.generate(model(), words(), "a", max_tokens=0),
-        ["max_tokens=0: must be at least 1", "ask for a token or more"],
+        ["max_tokens=0: must be at least 1", "choose another"],
     ),
     "half a token to add": Mistake(
         lambda: em.generate(model(), words(), "a", max_tokens=2.5),
-        ["max_tokens=2.5", "whole", "ask for a token or more"],
+        ["max_tokens=2.5", "whole number", "give one"],
     ),
     **{
         f"a text for {name}": Mistake(
-            partial(Sampling, **{name: "1"}), [f"{name}='1'", "number", "give one"]
+            partial(SamplingParams, **{name: "1"}), [f"{name}='1'", "number", "give one"]
         )
         for name in ("temperature", "top_k", "top_p", "seed")
     },
-    "half a choice": Mistake(lambda: Sampling(top_k=1.5), ["top_k=1.5", "whole number"]),
+    "half a choice": Mistake(lambda: SamplingParams(top_k=1.5), ["top_k=1.5", "whole number"]),
     "half a batch": Mistake(
         lambda: em.generate(model(), words(), "a", batch_size=0.5), ["batch_size=0.5", "whole"]
     ),

@@ -16,9 +16,10 @@ from expertmesh.config.text import TextConfig
 from expertmesh.data.conversations import ConversationData
 from expertmesh.data.corpus import load_corpus
 from expertmesh.data.text import text_data
+from expertmesh.engine.engine import Engine
+from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.texts import stream_text
 from expertmesh.errors import ConfigError
-from expertmesh.infer import engine
-from expertmesh.infer.sampling import Sampling
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.models.gpt.task import GPTTask
@@ -30,8 +31,8 @@ from expertmesh.text.chat import (
     OwnFormat,
     TemplateFormat,
 )
-from expertmesh.text.format import extras_of, find_format
-from expertmesh.text.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
+from expertmesh.text.format import extras_of, find_format, text_format
+from expertmesh.text.tokenizer import load_tokenizer, train_tokenizer
 from expertmesh.training.loop import train
 from expertmesh.training.metrics import read_metrics
 
@@ -474,13 +475,13 @@ def test_an_interactive_conversation_keeps_the_turns_that_fit(straight, capsys, 
     found = capsys.readouterr()
     model, tokenizer = em.load(run)
     form, messages, said, num_short = find_format(tokenizer, None), [], "", 0
-    rule = {"sampling": Sampling(), "eos_id": {end_of_text_id(tokenizer), *form.ends}}
+    rule, text = SamplingParams(seed=0, max_tokens=3), text_format(tokenizer)
     for turn in range(num_turns):
         messages.append({"role": "user", "content": question})
         prompts = [form.prompt(messages[first:]) for first in range(0, 2 * turn + 1, 2)]
         ids = next(ids for ids in prompts if len(ids) <= 64 - 3)
         num_short += len(ids) < len(prompts[0])
-        answer = "".join(engine.generate_text(model, tokenizer, ids, max_tokens=3, **rule))
+        answer = "".join(stream_text(model, ids, rule, text=text))
         messages.append({"role": "assistant", "content": answer})
         said += f"{answer}\n"
     assert found.out == said and 0 < num_short < num_turns
@@ -511,7 +512,7 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(tmp_path, capsys):
     asked = found.prompt([{"role": "user", "content": "What?"}])
     assert tokenizer.decode(asked, skip_special_tokens=False) == expected
     words = ["generate", "--run", str(tmp_path / "run"), "--max-tokens", "1", "--chat"]
-    with calls_of(engine._steps) as calls:
+    with calls_of(Engine.add) as calls:
         assert main([*words, "What?"]) == 0
     ends = {tokenizer.token_to_id(token) for token in ("</s>", "<|im_end|>")}
     assert set(calls[0][0]["ends"]) == ends, "an answer ends where the template ends it"

@@ -300,7 +300,7 @@ BAD_PROMPTS = {
     "negative": ([-1], {}, "must be from 0 to 63"),
     "no integer": ([1.5, 2], {}, "must be from 0 to 63"),
     "text without a tokenizer": ("abc", {}, "has no tokenizer"),
-    "too long": ([1] * 64, {}, "shorter than max_len=64"),
+    "too long": ([1] * 64, {}, "shorter than the model.s max_seq_len=64"),
     "too many new": ([1] * 60, {"max_tokens": 5}, "ask for at most 4"),
     "longer than the cache": ([1] * 40, {"max_tokens": 20}, "the cache holds 32 tokens"),
     "stop without a tokenizer": ([1], {"stop": "a"}, "use stop_token_ids"),

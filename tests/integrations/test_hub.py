@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.oracle import numerics
+from tests.support.generation import written_ids
 from tests.support.hub_models import tiny_model
 from tests.support.memory import peak_bytes
 from tests.support.sentencepiece_vocabulary import END, START, sentencepiece_tokenizer
@@ -353,22 +354,22 @@ def test_a_converted_model_learns_conversations_by_its_own_template(talker, tmp_
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_each_of_several_ends_ends_a_text(talker, which):
+
     import expertmesh as em
-    from expertmesh.infer.engine import generate
     from expertmesh.integrations.transformers import ExpertMeshForCausalLM
 
     run, ends = talker
     model, tokenizer = em.load(run)
     prompt, seen = [0, *tokenizer.encode("a").ids], []
     hook = model.final_norm.register_forward_hook(lambda *call: seen.append(call[2][0, -1]))
-    list(generate(model, prompt, max_tokens=1))
+    written_ids(model, [prompt], max_tokens=1)
     hook.remove()
     with torch.no_grad():
         model.output.weight.zero_()
         model.output.weight[ends[which]] = seen[0]  # the only logit above zero
         model.output.weight[9] = seen[0] / 2
     assert em.generate(model, tokenizer, "a", max_tokens=3, temperature=0) == ""
-    assert list(generate(model, prompt, max_tokens=1)) == [ends[which]]  # no end was asked for
+    assert written_ids(model, [prompt], max_tokens=1) == [[ends[which]]]  # no end was asked for
     outside = ExpertMeshForCausalLM.from_run(run)
     outside.gpt.load_state_dict(model.state_dict())
     found = outside.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from rich.console import Console
 from tests.support.calls import calls_of
+from tests.support.generation import written_ids
 from tests.support.hub_text import byte_tokenizer, hub_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import expertmesh as em
 from expertmesh.cli.main import main
-from expertmesh.infer import engine
+from expertmesh.engine.engine import Engine
 from expertmesh.integrations.hub import convert, load_pretrained
 from expertmesh.integrations.transformers import ExpertMeshForCausalLM
 from expertmesh.runs.run_dir import load_run
@@ -40,7 +41,7 @@ def test_every_generator_puts_before_a_prompt_what_transformers_does(
     text = theirs.decode(model.generate(torch.tensor([ids]), **how)[0, len(ids) :])
     convert(source, tmp_path / "run")
     loaded, tokenizer = em.load(tmp_path / "run")
-    with calls_of(engine._steps) as calls:
+    with calls_of(Engine.add) as calls:
         assert em.generate(loaded, tokenizer, PROMPT, max_tokens=8, temperature=0) == text
         plain = load_pretrained(source).eval()
         assert em.generate(plain, tokenizer, PROMPT, max_tokens=8, temperature=0) == text
@@ -48,7 +49,7 @@ def test_every_generator_puts_before_a_prompt_what_transformers_does(
         assert main(["generate", *words, PROMPT]) == 0
         assert main(["generate", *words, PROMPT, PROMPT]) == 0
     assert capsys.readouterr().out.count(PROMPT) == 3
-    asked = [prompt for one in calls for prompt in one[0]["prompts"]]
+    asked = [one[0]["ids"] for one in calls]
     assert len(asked) >= 5 and all(prompt == ids for prompt in asked)
     door = ExpertMeshForCausalLM.from_run(tmp_path / "run")
     assert door.config.bos_token_id == (expected[0] if expected else None)
@@ -81,13 +82,13 @@ def test_a_run_that_begins_with_a_converted_one_asks_as_it_does(tmp_path, capsys
         model, tokenizer = em.load(tmp_path / run)
         assert model.start_ids == ()
         assert text_format(tokenizer, model=model).prompt_ids("") == [256]
-        with calls_of(engine._steps) as calls:
+        with calls_of(Engine.add) as calls:
             em.generate(model, tokenizer, PROMPT, max_tokens=1)
             assert main(["report", str(tmp_path / run), "--samples", "1", "--tokens", "2"]) == 0
         byte_ids = tokenizer.encode(PROMPT).ids
-        assert calls[0][0]["prompts"] == [byte_ids] and len(byte_ids) == len(ids)
+        assert calls[0][0]["ids"] == byte_ids and len(byte_ids) == len(ids)
         for one in calls[1:]:  # of samples of the text, and of a page
-            assert one[0]["prompts"][0][0] != 256 or one[0]["prompts"] == [[256]]
+            assert one[0]["ids"][0] != 256 or one[0]["ids"] == [256]
         assert len(calls) > 1
 
 
@@ -104,10 +105,10 @@ def test_a_run_of_our_own_begins_with_the_end_of_text_unless_told(tmp_path, caps
     }
     train(em.recipe("gpt-moe-test", changes), console=Console(quiet=True))
     words = ["generate", "--run", str(tmp_path / "own"), "--max-tokens", "1"]
-    with calls_of(engine._steps) as calls:
+    with calls_of(Engine.add) as calls:
         assert main([*words, PROMPT]) == 0
         assert main([*words, "--no-start", PROMPT]) == 0
-    first, second = (calls[at][0]["prompts"][0] for at in (0, -1))
+    first, second = (calls[at][0]["ids"] for at in (0, -1))
     assert first == [0, *second]
     assert main([*words, "--no-start", "--chat", PROMPT]) == 2
     assert "--no-start: has no effect with --chat" in capsys.readouterr().err
@@ -164,7 +165,7 @@ def test_a_model_whose_template_writes_no_ends_learns_to_stop(tuned, capsys):
     door = ExpertMeshForCausalLM.from_run(tuned / "tuned")
     assert ends <= set(door.config.eos_token_id)
     # every generator stops at the same, of whatever it is asked
-    found = list(engine.generate(model, ids, max_tokens=20, eos_id=text_format(tokenizer).end_ids))
+    found = written_ids(model, [ids], max_tokens=20, ends=text_format(tokenizer).end_ids)[0]
     assert tokenizer.decode(found) == "ok"
     out = door.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0, len(ids) :]
     assert tokenizer.decode(out.tolist(), skip_special_tokens=True) == "ok"

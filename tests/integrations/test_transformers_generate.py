@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.oracle import numerics
+from tests.support.generation import written_ids
 from transformers import Trainer, TrainingArguments
 
 from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
-from expertmesh.infer.engine import generate_batch
 from expertmesh.integrations.transformers import ExpertMeshConfig, ExpertMeshForCausalLM
 from expertmesh.models.gpt.config import ModelConfig
 
@@ -51,11 +51,11 @@ ALONE = {
 def test_generation_drops_nothing_and_draws_nothing(name, use_cache, training):
     model = model_of(**ALONE[name]).train(training)
     odd = model.gpt.layers[1].train(not training)
-    steps = list(generate_batch(model.gpt.eval(), PROMPTS, max_tokens=6))
+    expected = written_ids(model.gpt.eval(), PROMPTS, max_tokens=6)
     model.train(training)
     odd.train(not training)
     found = written(model, PROMPTS, use_cache=use_cache)
-    assert found == [list(row) for row in zip(*steps, strict=True)]
+    assert found == expected
     assert found == [written(model, [prompt], use_cache=use_cache)[0] for prompt in PROMPTS]
     assert model.training is training and model.gpt.layers[1].training is not training
 
@@ -70,8 +70,7 @@ def test_generation_drops_nothing_and_draws_nothing(name, use_cache, training):
 )
 def test_what_depends_on_the_batch_does_so_as_in_our_own_engine(moe):
     model = model_of(**moe).eval()
-    steps = list(generate_batch(model.gpt, PROMPTS, max_tokens=6))
-    assert written(model, PROMPTS) == [list(row) for row in zip(*steps, strict=True)]
+    assert written(model, PROMPTS) == written_ids(model.gpt, PROMPTS, max_tokens=6)
 
 
 def test_the_loss_of_an_evaluation_is_cross_entropy_alone():

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tests.oracle import numerics
+from tests.support.generation import written_ids
 from tests.support.real_text import byte_windows
 from transformers import AutoModelForCausalLM, StaticCache, Trainer, TrainingArguments
 
 from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.infer.engine import generate_batch
 from expertmesh.integrations.transformers import (
     BalanceExperts,
     ExpertMeshConfig,
@@ -100,13 +100,13 @@ def test_weights_that_stay_on_disk_are_not_missing(tmp_path):
 
 def test_generates_what_our_engine_does_cached_or_not(model):
     prompts = [[5, 9, 200, 31], [77, 8]]
-    steps = list(generate_batch(model.gpt, prompts, max_tokens=6, eos_id=None))
+    expected = written_ids(model.gpt, prompts, max_tokens=6)
     ids = torch.tensor([prompts[0], [0, 0, *prompts[1]]])
     how = {"attention_mask": (ids != 0).long(), "max_new_tokens": 6, "do_sample": False}
     how |= {"eos_token_id": None, "pad_token_id": 0}
     for use_cache in (True, False):
         found = model.generate(ids, use_cache=use_cache, **how)
-        assert found[:, 4:].T.tolist() == steps
+        assert found[:, 4:].tolist() == expected
     assert model.generate(ids, num_beams=2, **how).shape == (2, 10)
 
 

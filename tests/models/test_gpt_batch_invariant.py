@@ -8,8 +8,8 @@ from tests.oracle import numerics
 from torch import Tensor
 
 from expertmesh.config.moe import MoEConfig
+from expertmesh.engine.lockstep import pad_left
 from expertmesh.errors import ConfigError
-from expertmesh.infer.engine import pad_left
 from expertmesh.models.cache import KVCache
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.model import GPT

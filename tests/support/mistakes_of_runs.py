@@ -418,7 +418,7 @@ def typed(text: str, *words: str) -> Words:
 def prompts(content: bytes) -> Words:
     def prepare(place: Place) -> list[str]:
         Path(place.path("prompts.txt")).write_bytes(content)
-        return generating("--prompt-file", place.path("prompts.txt"))(place)
+        return generating("--input", place.path("prompts.txt"))(place)
 
     return prepare
 
@@ -430,7 +430,7 @@ TERMINAL = {
         generating("--interactive", "def"), ["three ways", "use one of them"]
     ),
     "a file of prompts and a prompt": Mistake(
-        generating("--prompt-file", "nothing.txt", "x"), ["three ways", "use one of them"]
+        generating("--input", "nothing.txt", "x"), ["three ways", "use one of them"]
     ),
     "a prompt and an empty one": Mistake(generating("x", ""), ["prompt=''", "empty", "give"]),
     "a run of nobody's": Mistake(
@@ -445,14 +445,14 @@ TERMINAL = {
     ),
     "nothing on the standard input": Mistake(typed("", "-"), ["empty", "give some text"]),
     "a file of prompts that is not there": Mistake(
-        generating("--prompt-file", "no/prompts"),
-        ["--prompt-file no/prompts", "No such file", "name a file"],
+        generating("--input", "no/prompts"),
+        ["--input no/prompts", "No such file", "name a file"],
     ),
     "a file without prompts": Mistake(prompts(b"\n\n"), ["prompts.txt", "no line", "write"]),
     "a file of prompts in no encoding": Mistake(prompts(b"\xff\n"), ["not UTF-8", "convert it"]),
     "a folder of prompts": Mistake(
-        with_run(lambda p: ["generate", "--run", p.path("run"), "--prompt-file", p.path("cache")]),
-        ["--prompt-file", "directory", "name a file"],
+        with_run(lambda p: ["generate", "--run", p.path("run"), "--input", p.path("cache")]),
+        ["--input", "directory", "name a file"],
     ),
     "heat of nothing": Mistake(
         generating("--temperature", "nan", "def"), ["--temperature nan", "at least 0", "use 0"]

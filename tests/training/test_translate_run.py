@@ -16,7 +16,7 @@ from tests.support.runs import (
 
 from expertmesh.cli.main import main
 from expertmesh.data import files
-from expertmesh.infer.translate import in_pieces, one_line, translate
+from expertmesh.engine.translate import in_pieces, one_line, translate
 from expertmesh.models.family import Family
 from expertmesh.models.seq2seq.family import SEQ2SEQ
 from expertmesh.models.seq2seq.recipes import translate_test

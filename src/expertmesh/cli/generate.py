@@ -1,8 +1,10 @@
 """`expertmesh generate RUN "prompt"`: continues a text with the newest checkpoint of a run, or with a model as the hub has it."""
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.decoding import add_place, open_decoder
@@ -10,7 +12,8 @@ from expertmesh.cli.flags import OptionParser, check_least
 from expertmesh.cli.launched import said_once
 from expertmesh.cli.news import told_of_data
 from expertmesh.cli.program import Flags
-from expertmesh.config.base import expanded, launched_rank
+from expertmesh.config.base import expanded, launched_rank, parse_json
+from expertmesh.config.output_file import naming, output_file, write_whole
 from expertmesh.data.encoding import NotTextError, decoded, encoding_of, remedy
 from expertmesh.data.files import lines_of
 from expertmesh.errors import ConfigError, command
@@ -23,7 +26,8 @@ examples:
   expertmesh generate runs/gpt-moe-demo "def main("
   expertmesh generate runs/gpt-moe-demo --temperature 0.7 --top-p 0.95 --seed 3 "import os"
   expertmesh generate runs/gpt-moe-demo --greedy --max-tokens 50 "class Test" "def main("
-  expertmesh generate runs/gpt-moe-demo --prompt-file prompts.txt
+  expertmesh generate runs/gpt-moe-demo --input prompts.txt   # a prompt on each line
+  expertmesh generate runs/chat --chat --input asked.jsonl --output answered.jsonl
   expertmesh generate runs/gpt-moe-demo --interactive
   expertmesh generate models/Qwen3-30B-A3B "import os"   # a folder as the hub has it
   expertmesh generate runs/chat --chat "What is 2 + 2?"   # a run that learned conversations
@@ -40,6 +44,9 @@ _ROOM = 4
 _FORGETS = "the oldest turns are forgotten: the model has room for {} tokens, the answer among them"
 _NO_PROMPT = "no prompt; write it last, and -- before one that begins with -: generate RUN -- '-x'"
 
+Asked = str | list[dict[str, Any]]
+"""A prompt: a text, or the messages of a conversation."""
+
 
 def run(argv: list[str]) -> int:
     """Prints each prompt and its continuation, a single one piece by piece as it is generated, and returns 0.
@@ -54,6 +61,9 @@ def run(argv: list[str]) -> int:
     with said_once():
         options = _parse(argv)
     prompts = _prompts(options) if launched_rank()[0] == 0 else []
+    if options.output is not None:
+        with said_once():
+            options.output = output_file("output", options.output, read=[options.input])
     num_rows = min(len(prompts) or 1, options.batch_size)
     with ExitStack() as stack:
         with told_of_data():
@@ -64,13 +74,14 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _generate(options: Any, prompts: list[str], opened: "LoadedModel") -> None:
+def _generate(options: Any, prompts: list[Asked], opened: "LoadedModel") -> None:
     """Continue texts; all ranks have the same."""
     model, ranks = opened.decoder, opened.ranks
     import torch
 
-    from expertmesh.infer.engine import generate_text, generate_texts
-    from expertmesh.infer.sampling import Sampling
+    from expertmesh.data.news import Progress
+    from expertmesh.engine.request import SamplingParams
+    from expertmesh.engine.texts import continue_prompts, prompt_ids, stream_text
     from expertmesh.models.decoder import EncoderDecoder
     from expertmesh.text.chat import MARKS, OwnFormat, latest_turns
 
@@ -83,24 +94,24 @@ def _generate(options: Any, prompts: list[str], opened: "LoadedModel") -> None:
     tokenizer, form = text.tokenizer, text.chat
     if options.chat and isinstance(form, OwnFormat) and tokenizer.token_to_id(MARKS[0]) is None:
         print(f"note: run {options.run}: {_NO_TALK}", file=sys.stderr)
-    settings = {
-        "max_tokens": options.max_tokens,
-        "sampling": Sampling(
-            greedy=options.greedy,
-            temperature=_TEMPERATURE if options.temperature is None else options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-        ),
-        "eos_id": text.end_ids,
-        "start": () if options.no_start else text.start_ids,
-    }
+    temperature = _TEMPERATURE if options.temperature is None else options.temperature
+    params = SamplingParams(
+        temperature=0.0 if options.greedy else temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        max_tokens=options.max_tokens,
+    )
 
-    def asked(prompt: str) -> str | list[int]:
-        return form.prompt([{"role": "user", "content": prompt}]) if options.chat else prompt
+    def asked(prompt: Asked) -> list[int]:
+        if not isinstance(prompt, str):
+            return form.prompt(prompt)
+        if options.chat:
+            return form.prompt([{"role": "user", "content": prompt}])
+        return prompt_ids(text, prompt, start=not options.no_start)
 
-    def answer(prompt: str | list[int], shown: str = "") -> str:
-        pieces = generate_text(model, tokenizer, prompt, **settings)
+    def answer(prompt: list[int], shown: str = "") -> str:
+        pieces = stream_text(model, prompt, params, text=text)
         said = [next(pieces, "")]
         # Only now, so that a failure prints its line alone.
         _write(shown + said[0])
@@ -128,23 +139,32 @@ def _generate(options: Any, prompts: list[str], opened: "LoadedModel") -> None:
                     if options.chat:
                         turns = converse(turns, prompt)
                     else:
-                        answer(prompt)
+                        answer(asked(prompt))
                 except ConfigError as error:
                     print(f"error: {Flags('generate').spell(error)}", file=sys.stderr)
-        elif len(prompts) == 1:
+        elif len(prompts) == 1 and options.output is None and isinstance(prompts[0], str):
             answer(asked(prompts[0]), "" if options.chat else prompts[0])
         else:
             with told_of_data():
-                found = generate_texts(
+                progress = Progress("continued", total=len(prompts), unit="texts")
+                found = continue_prompts(
                     model,
-                    tokenizer,
                     list(map(asked, prompts)),
+                    params,
+                    text=text,
                     batch_size=options.batch_size,
-                    **settings,
+                    told=progress.at,
                 )
-            between = "\n" if options.chat else ""
-            for number, (prompt, one) in enumerate(zip(prompts, found, strict=True), 1):
-                print(f"--- {number}\n{prompt}{between}{one}")
+                progress.finish()
+            if options.output is None:
+                between = "\n" if options.chat else ""
+                for number, (given, one) in enumerate(zip(prompts, found, strict=True), 1):
+                    said = given + between if isinstance(given, str) else f"{_last(given)}\n"
+                    print(f"--- {number}\n{said}{one.text}")
+            elif ranks.is_leader:
+                lines = [_line(prompt, one) for prompt, one in zip(prompts, found, strict=True)]
+                with naming(options.output):
+                    write_whole(options.output, "".join(lines))
 
 
 def _parse(argv: list[str]) -> Any:
@@ -156,12 +176,16 @@ def _parse(argv: list[str]) -> Any:
         if not argv or not str(error).startswith(f"unknown option {argv[-1]}; see"):
             raise
         raise ConfigError(_NO_PROMPT) from None
-    ways = [bool(options.prompt), options.prompt_file is not None, options.interactive]
+    ways = [bool(options.prompt), options.input is not None, options.interactive]
     if not any(ways):
         raise ConfigError(_NO_PROMPT)
     if sum(ways) > 1:
         raise ConfigError(
-            "prompts, --prompt-file and --interactive are three ways to say the same; use one of them"
+            "prompts, --input and --interactive are three ways to say the same; use one of them"
+        )
+    if options.output is not None and options.interactive:
+        raise ConfigError(
+            f"--output {options.output}: has no effect with --interactive; leave one of them out"
         )
     if options.chat and options.no_start:
         raise ConfigError(
@@ -187,7 +211,17 @@ def _parser() -> OptionParser:
         metavar="PROMPT",
         help="text to continue, or several; - alone reads it from standard input",
     )
-    parser.add_argument("--prompt-file", metavar="FILE", help="a file with a prompt on each line")
+    parser.add_argument(
+        "--input",
+        "--prompt-file",
+        metavar="FILE",
+        help="a prompt on each line; of a .jsonl file an object with prompt, or with messages as for --chat",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE.jsonl",
+        help="write an object with prompt, text and finish_reason for each prompt into a file, instead of printing",
+    )
     parser.add_argument(
         "--interactive",
         action="store_true",
@@ -238,25 +272,76 @@ def _parser() -> OptionParser:
     return parser
 
 
-def _prompts(options: Any) -> list[str]:
+def _last(messages: list[dict[str, Any]]) -> str:
+    content: str = messages[-1]["content"]
+    return content
+
+
+def _line(prompt: Asked, output: Any) -> str:
+    """One answer as a line of JSON."""
+    key = "prompt" if isinstance(prompt, str) else "messages"
+    found = {key: prompt, "text": output.text, "finish_reason": output.finish_reason}
+    return json.dumps(found, ensure_ascii=False) + "\n"
+
+
+def _asked_in(path: Path, text: str) -> list[Asked]:
+    """The prompts of a file: its lines, or the objects on them."""
+    lines = list(filter(str.strip, lines_of(text)))
+    if path.suffix != ".jsonl":
+        return [*lines]
+    found: list[Asked] = []
+    for number, line in enumerate(lines_of(text), 1):
+        if not line.strip():
+            continue
+        where = f"--input {path}: line {number}"
+        try:
+            value = parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{where} is no JSON ({error}); correct it") from None
+        keys = set(value) if isinstance(value, dict) else set()
+        if keys == {"prompt"} and isinstance(value["prompt"], str):
+            found.append(value["prompt"])
+        elif keys == {"messages"} and _are_messages(value["messages"]):
+            found.append(value["messages"])
+        else:
+            raise ConfigError(
+                f'{where}: must be {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}, and nothing '
+                "else; correct it"
+            )
+    return found
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("role", "content"))
+            for one in value
+        )
+    )
+
+
+def _prompts(options: Any) -> list[Asked]:
     """The texts to continue, checked before anything is loaded; none of an interactive call."""
     try:
-        if options.prompt_file is not None:
-            path = expanded(options.prompt_file)
-            prompts = list(filter(None, lines_of(decoded(path.read_bytes()))))
+        if options.input is not None:
+            path = expanded(options.input)
+            prompts: list[Asked] = _asked_in(path, decoded(path.read_bytes()))
             if not prompts:
-                raise ConfigError(f"--prompt-file {path}: has no line; write a prompt on each")
+                raise ConfigError(f"--input {path}: has no line; write a prompt on each")
         else:
             read = options.prompt == ["-"]
-            prompts = [read_standard_input()] if read else options.prompt
+            prompts = [read_standard_input()] if read else [*options.prompt]
         for prompt in prompts:
-            prompt.encode()
+            if isinstance(prompt, str):
+                prompt.encode()
     except OSError as error:
         raise ConfigError(
-            f"--prompt-file {options.prompt_file}: cannot be read ({error.strerror}); name a file with a prompt on each line"
+            f"--input {options.input}: cannot be read ({error.strerror}); name a file with a prompt on each line"
         ) from None
     except NotTextError as error:
-        raise ConfigError(f"--prompt-file {path}: {error}{remedy(error, '')}") from None
+        raise ConfigError(f"--input {path}: {error}{remedy(error, '')}") from None
     except UnicodeError:
         raise ConfigError(
             "prompt: is not UTF-8 text; convert it, for example with iconv -t UTF-8"

@@ -96,34 +96,27 @@ def sample(
         seed: of the random numbers.
     """
     from expertmesh.data.news import Progress
+    from expertmesh.engine.request import SamplingParams
+    from expertmesh.engine.texts import continue_prompts
     from expertmesh.errors import ConfigError
-    from expertmesh.infer.engine import generate_batch
-    from expertmesh.infer.sampling import Sampling
 
     if not prompts:
         return []
     model, text = opened.decoder, opened.text
-    tokenizer = text.tokenizer
-    sampling = Sampling(temperature=temperature, top_p=0.95, seed=seed)
     prompt_ids = list(map(text.prompt_ids, prompts))
     longest = max(map(len, prompt_ids))
     if longest >= model.max_seq_len:
         raise ConfigError(
             f"a prompt of {longest} tokens: must be shorter than max_seq_len={model.max_seq_len}; shorten it"
         )
-    outputs: list[list[int]] = [[] for _ in prompts]
     room = min(num_tokens, model.max_seq_len - longest)
-    steps = generate_batch(
-        model, prompt_ids, max_tokens=room, sampling=sampling, eos_id=text.end_ids
-    )
-    told = Progress("written", total=room, unit="tokens of each sample")
-    for step in told.over(steps):
-        for output, token_id in zip(outputs, step, strict=True):
-            if token_id is not None:
-                output.append(token_id)
+    params = SamplingParams(temperature=temperature, top_p=0.95, seed=seed, max_tokens=room)
+    told = Progress("written", total=len(prompts), unit="samples")
+    outputs = continue_prompts(model, prompt_ids, params, text=text, told=told.at)
+    told.finish()
     return [
-        Sample(prompt, tokenizer.decode(ids, skip_special_tokens=True), len(ids) == room)
-        for prompt, ids in zip(prompts, outputs, strict=True)
+        Sample(prompt, output.text, output.finish_reason == "length")
+        for prompt, output in zip(prompts, outputs, strict=True)
     ]
 
 

@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     if options.output is not None and is_first:
         output = output_file("output", options.output, read=read)
     if references is not None:
-        from expertmesh.infer.translation_scores import check_sacrebleu, score
+        from expertmesh.models.seq2seq.scores import check_sacrebleu, score
 
         check_sacrebleu()
     num_rows = options.beams * min(len(texts) or 1, options.batch_size)
@@ -74,7 +74,7 @@ def _translated(options: Any, texts: list[str], opened: "LoadedModel") -> list[s
     translation = opened.task.translation(tokenizer, to=options.to)
     import torch
 
-    from expertmesh.infer.translate import translate
+    from expertmesh.engine.translate import translate
 
     with torch.no_grad(), opened.precision.autocast():
         return translate(

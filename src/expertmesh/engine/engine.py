@@ -20,6 +20,8 @@ from expertmesh.engine.runner import Runner, StepResult
 from expertmesh.engine.scheduler import Scheduler, Step
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
+from expertmesh.models.decoder import EncoderDecoder
+from expertmesh.moe.init import draw_seed
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.runs.open import find_model, open_model
 from expertmesh.text.format import TextFormat, text_format
@@ -216,7 +218,7 @@ class Engine:
             self._arrivals,
             self._room(ids, params),
             end_ids=ends,
-            seed=_fresh_seed() if params.seed is None else params.seed,
+            seed=draw_seed() if params.seed is None else params.seed,
         )
         self._scheduler.add(request)
         self._arrivals += 1
@@ -399,15 +401,24 @@ class Engine:
         left = self.max_len - len(ids)
         if left < 1:
             raise ConfigError(
-                f"prompt of {len(ids)} tokens: must be shorter than max_len={self.max_len}; shorten the prompt"
+                f"prompt of {len(ids)} tokens: must be shorter than {self._limit}; shorten the prompt"
             )
         if params.max_tokens is None:
             return max(min(left, self.num_tokens_held + 1 - len(ids)), 1)
         if params.max_tokens > left:
             raise ConfigError(
-                f"max_tokens={params.max_tokens}: with a prompt of {len(ids)} tokens it passes max_len={self.max_len}; ask for at most {left}"
+                "max_tokens",
+                params.max_tokens,
+                f"with a prompt of {len(ids)} tokens it passes {self._limit}",
+                f"ask for at most {left}",
             )
         return params.max_tokens
+
+    @property
+    def _limit(self) -> str:
+        if self.max_len < self.model.max_seq_len:
+            return f"max_len={self.max_len}"
+        return f"the model's max_seq_len={self.max_len}"
 
     def _settle(self, step: Step, result: StepResult) -> list[RequestOutput]:
         """Put a step into the books, end what has ended, and say what is new."""
@@ -507,10 +518,6 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     return [many] if many and all(hasattr(one, "__index__") for one in many) else many
 
 
-def _fresh_seed() -> int:
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
-
-
 def _opened(
     path: str | Path, tokenizer: Tokenizer | None, config: EngineConfig
 ) -> tuple[Any, TextFormat]:
@@ -529,19 +536,29 @@ def _opened(
     return opened.model, opened.text
 
 
-def _check_model(model: Any, config: EngineConfig) -> None:
-    """Raise ConfigError unless the engine can serve the model."""
+def why_not(model: Any) -> str | None:
+    """Why the engine cannot serve a model, in a line; None: it can."""
     wanted = ("end_ids", "vocab_size", "max_seq_len", "device", "config")
-    if not all(hasattr(model, name) for name in wanted) or not hasattr(model.config, "moe"):
-        raise ConfigError(
+    has_all = all(hasattr(model, name) for name in wanted) and hasattr(model.config, "moe")
+    if not has_all or isinstance(model, EncoderDecoder):
+        return (
             f"model is a {type(model).__name__}: the engine serves a GPT; give one, as em.load does"
         )
+    if not any(model.config.experts_per_layer()):
+        return None
+    bound = model.config.moe.max_capacity_factor
+    if bound is not None:
+        return f"max_capacity_factor={bound}: experts drop tokens by what else is in a step; serve a model without a bound"
+    if model.config.moe.router == "expert_choice":
+        return "router=expert_choice: its experts choose among all tokens of a step, later ones included; serve another router"
+    return None
+
+
+def _check_model(model: Any, config: EngineConfig) -> None:
+    """Raise ConfigError unless the engine can serve the model."""
+    if problem := why_not(model):
+        raise ConfigError(problem)
     _check_mode(model)
-    moe = model.config.moe
-    if any(model.config.experts_per_layer()) and moe.router == "expert_choice":
-        raise ConfigError(
-            "router=expert_choice: its experts choose among all tokens of a step, later ones included; serve another router"
-        )
     if config.deterministic and not model.config.batch_invariant:
         raise ConfigError(
             "deterministic=True: the model computes by the order of its batch; build it with batch_invariant=True"

@@ -1,13 +1,13 @@
 """Logprobs of given tokens with gradients: the same bits that the engine gave when it drew them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from expertmesh.errors import ConfigError
+from expertmesh.models.decoder import evaluating
 from expertmesh.ops.sampling import logprobs
 
 
@@ -49,7 +49,7 @@ def token_logprobs(model: Any, ids: Sequence[Sequence[int]]) -> list[Tensor]:
         ids_BS[row, : len(one)] = torch.tensor(list(one), device=model.device)
         mask_BS[row, : len(one)] = True
     whole = bool(mask_BS.all())
-    with _evaluating(model):
+    with evaluating(model):
         output = model(
             ids_BS,
             token_mask_BS=None if whole else mask_BS,
@@ -58,15 +58,3 @@ def token_logprobs(model: Any, ids: Sequence[Sequence[int]]) -> list[Tensor]:
     scores_BSV = logprobs(output.logits_BSV[:, :-1])
     scores_BS = scores_BSV.gather(-1, ids_BS[:, 1:, None])[..., 0]
     return [scores_BS[row, : len(one) - 1] for row, one in enumerate(ids)]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode with gradients; every module's own mode is put back."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

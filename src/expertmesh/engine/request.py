@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
-from typing import Literal
+from typing import Any, Literal
 
 from expertmesh.errors import ConfigError
 
@@ -135,7 +135,9 @@ class _Rule:
         what = "a whole number" if self.kind is int else "a number"
         if not is_number(value, self.kind):
             raise ConfigError(name, repr(value), f"must be {what}", "give one")
-        number = float(value)  # type: ignore[arg-type]
+        # whole numbers as they are: 2^63 - 1 as a float is 2^63
+        known: Any = value
+        number = int(known) if self.kind is int else float(known)
         inside = self.lowest < number if self.is_open else self.lowest <= number
         if not (inside and number <= self.highest):  # NaN is in no range
             low = f"{'above' if self.is_open else 'at least'} {self.lowest:g}"

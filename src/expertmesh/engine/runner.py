@@ -13,6 +13,7 @@ from expertmesh.engine.output import Logprob
 from expertmesh.engine.request import Sequence
 from expertmesh.engine.scheduler import Chunk, Step
 from expertmesh.ops.sampling import SamplingBatch, are_finite, draw, logprobs, penalised
+from expertmesh.parallel.inference import first_chooses
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Runner:
         self, model: Any, cache: PagedCache, compiled: CompiledForward | None = None
     ) -> None:
         self.model, self.cache, self.compiled = model, cache, compiled
+        self._as_first = first_chooses(model)
         self.device = cache.k.device
         self.expert_load = [
             torch.zeros(num + 1, dtype=torch.int64, device=self.device)
@@ -145,7 +147,7 @@ class Runner:
             is_finite_R = are_finite(own_RV)
             changed_RV = self._changed(own_RV, drawing)
             drawn_R = draw(changed_RV, self._batch(drawing, own_RV.shape[-1]))
-            both = torch.stack((drawn_R, is_finite_R.long())).tolist()
+            both = self._as_first(torch.stack((drawn_R, is_finite_R.long()))).tolist()
             tokens = dict(zip(drawing, both[0], strict=True))
             broken = {s for s, ok in zip(drawing, both[1], strict=True) if not ok}
         return StepResult(tokens, self._logprobs(logits_RV, rows, tokens), broken, experts)

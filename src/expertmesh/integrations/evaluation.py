@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from expertmesh.config.evaluation_task import check_task
+from expertmesh.engine.lockstep import pad_right
+from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.texts import continue_prompts
 from expertmesh.errors import ConfigError
-from expertmesh.infer.engine import evaluating, generate_batch, pad_right
-from expertmesh.infer.sampling import Sampling
+from expertmesh.models.decoder import evaluating
 from expertmesh.models.gpt.model import GPT
 from expertmesh.text.format import text_format
-from expertmesh.text.stream import TextStream
 from expertmesh.text.tokenizer import own_start
 
 _NEW_TOKENS = 256
@@ -51,6 +52,7 @@ class ExpertMeshLM(TemplateLM):
             raise ConfigError(f"batch_size={batch_size}: must be at least 1; use 1 or more")
         self.model, self.tokenizer_file = model, tokenizer
         self.end_id, self.batch_size = end_id, batch_size
+        self._text = text_format(tokenizer, model=model)
 
     @property
     def eot_token_id(self) -> int:
@@ -60,7 +62,7 @@ class ExpertMeshLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without context."""
-        return text_format(self.tokenizer_file, model=self.model).first_ids[-1]
+        return self._text.first_ids[-1]
 
     @property
     def max_length(self) -> int:
@@ -107,7 +109,7 @@ class ExpertMeshLM(TemplateLM):
         rows = [(before + after)[-(self.max_length + 1) :][:-1] for _, before, after in batch]
         ids_BS, token_mask_BS = pad_right(rows, device=self.model.device)
         factor = self.model.config.moe.dropless_factor
-        with evaluating(self.model):
+        with evaluating(self.model), torch.no_grad():
             logits_BSV = self.model(
                 ids_BS, token_mask_BS=token_mask_BS, capacity_factor=factor
             ).logits_BSV
@@ -147,15 +149,14 @@ class ExpertMeshLM(TemplateLM):
         for place, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(place)
         num_done = 0
-        for members in groups.values():
-            for places in _groups(members, self.batch_size):
-                options = requests[places[0]].args[1]
-                contexts = [requests[i].args[0] for i in places]
-                texts = self._continued(contexts, options, seed=num_done)
-                num_done += len(places)
-                for place, text in zip(places, texts, strict=True):
-                    found[place] = text
-                    self.cache_hook.add_partial("generate_until", requests[place].args, text)
+        for places in groups.values():
+            options = requests[places[0]].args[1]
+            contexts = [requests[i].args[0] for i in places]
+            texts = self._continued(contexts, options, seed=num_done)
+            num_done += len(places)
+            for place, text in zip(places, texts, strict=True):
+                found[place] = text
+                self.cache_hook.add_partial("generate_until", requests[place].args, text)
         return found
 
     def _continued(
@@ -175,30 +176,20 @@ class ExpertMeshLM(TemplateLM):
         stops = [until] if isinstance(until, str) else list(until)
         temperature = float(options.get("temperature") or 0.0)
         draws = options.get("do_sample", temperature > 0) and temperature > 0
-        sampling = Sampling(
-            greedy=not draws,
-            temperature=temperature if draws else 1.0,
+        params = SamplingParams(
+            temperature=temperature if draws else 0.0,
             top_k=options.get("top_k") or None,
             top_p=options.get("top_p") or None,
             seed=seed,
+            max_tokens=most,
+            stop=tuple(stop for stop in stops if stop),
+            stop_token_ids=(self.end_id,),
         )
         prompts = [(self.tok_encode(text) or [self.prefix_token_id])[-room:] for text in contexts]
-        texts, streams = [""] * len(prompts), [TextStream(self.tokenizer_file) for _ in prompts]
-        open_ = set(range(len(prompts)))
-        steps = generate_batch(
-            self.model, prompts, max_tokens=most, sampling=sampling, eos_id=self.end_id
+        outputs = continue_prompts(
+            self.model, prompts, params, text=self._text, batch_size=self.batch_size
         )
-        for step in steps:
-            for place in list(open_):
-                token_id = step[place]
-                texts[place] += "" if token_id is None else streams[place].feed(token_id)
-                if token_id is None or any(stop and stop in texts[place] for stop in stops):
-                    open_.remove(place)
-            if not open_:
-                break
-        for place in open_:
-            texts[place] += streams[place].finish()
-        return [_cut(text, stops) for text in texts]
+        return [output.text for output in outputs]
 
 
 def evaluate(
@@ -254,10 +245,3 @@ def _score(logits_CV: Tensor, continuation: Sequence[int]) -> tuple[float, bool]
     ids_C = torch.tensor(continuation, device=logits_CV.device)
     is_greedy = bool((logp_CV.argmax(1) == ids_C).all())
     return float(logp_CV.gather(1, ids_C[:, None]).sum()), is_greedy
-
-
-def _cut(text: str, stops: Sequence[str]) -> str:
-    for stop in stops:
-        if stop:
-            text = text.partition(stop)[0]
-    return text

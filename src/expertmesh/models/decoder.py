@@ -1,8 +1,10 @@
 """What decoding needs of a model: a language model continues tokens, an encoder-decoder reads sources first.
 
-`expertmesh.infer.engine` decodes anything that has these attributes; `Task.decoder` of a family returns one.
+`expertmesh.engine.lockstep` decodes anything that has these attributes; `Task.decoder` of a family returns one.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -99,6 +101,24 @@ class EncoderDecoder(CausalLM, Protocol):
             token_mask_BS: (B, S) bool, False for padding; None: there is none.
             cache: the cache of `new_cache`, still empty.
         """
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode, whatever it was before; every module's own mode is put back.
+
+    Args:
+        model: a module, or what has `training` and `train` as one has.
+    """
+    modules = list(model.modules()) if isinstance(model, nn.Module) else [model]
+    trained = [module for module in modules if module.training]
+    if trained:
+        model.train(False)
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 class LanguageModel(nn.Module):

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expertmesh.data.news import Progress
-from expertmesh.infer.engine import generate_batch
-from expertmesh.infer.sampling import Sampling
+from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.texts import continue_prompts
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
 from expertmesh.moe.layer import MoELayer
 from expertmesh.moe.types import RoutingStats
@@ -79,16 +78,13 @@ def sample_of_run(opened: LoadedModel) -> list[dict[str, Any]]:
     model = opened.decoder
     if isinstance(model, EncoderDecoder):
         return []
-    sampling = Sampling(temperature=0.7, top_p=0.95, seed=0)
     text = opened.text
     start = list(text.first_ids)
     room = min(_TOKENS, model.max_seq_len - len(start))
     with opened.precision.autocast():
-        steps = generate_batch(
-            model, [start], max_tokens=room, sampling=sampling, eos_id=text.end_ids
-        )
-        told = Progress("written for the page", total=room, unit="tokens")
-        ids = [step[0] for step in told.over(steps) if step[0] is not None]
+        params = SamplingParams(temperature=0.7, top_p=0.95, seed=0, max_tokens=room)
+        (output,) = continue_prompts(model, [start], params, text=text)
+        ids = list(output.token_ids[: -1 if output.finish_reason == "stop" else None])
         if not ids:
             return []
         layers = experts_of_tokens(model, [*start, *ids])

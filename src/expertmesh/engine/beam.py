@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.engine.lockstep import NOT_FINITE, check_room, check_sources, pad_right
 from expertmesh.errors import CheckpointError, ConfigError
-from expertmesh.infer.engine import check_room, check_sources, evaluating, pad_right
-from expertmesh.models.decoder import BeamCache, EncoderDecoder
+from expertmesh.models.decoder import BeamCache, EncoderDecoder, evaluating
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.inference import first_chooses
 
@@ -115,7 +115,7 @@ def _search(
     B, device, steps = len(sources), model.device, max(limits)
     cache = model.new_cache(batch_size=B, max_len=len(start) + steps)
     if not isinstance(cache, BeamCache):
-        raise ConfigError(f"a {type(cache).__name__} has no beams; use generate_batch")
+        raise ConfigError(f"a {type(cache).__name__} has no beams; give one whose cache can branch")
     source_BS, source_mask_BS = pad_right(sources, device=device)
     model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
     cache.branch(K)
@@ -155,10 +155,7 @@ def _search(
         is_done_B = (can_be_B <= finished.scores_BK[:, -1]) | (limits_B <= step + 1)
         is_bad, is_done = torch.stack((scores_BN.isnan().any(), is_done_B.all())).tolist()
         if is_bad:
-            raise CheckpointError(
-                f"logits after {cache.length} tokens are not finite: the weights are damaged, or the compute dtype is too"
-                " small for them; use another checkpoint or float32"
-            )
+            raise CheckpointError(NOT_FINITE.format(cache.length))
         if is_done:
             break
         cache.reorder((first_row_B1 + beam_BN.gather(1, order_BK)).flatten())

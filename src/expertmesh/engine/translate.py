@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from tokenizers import Tokenizer
 
 from expertmesh.data.news import Progress
+from expertmesh.engine.beam import beam_search
 from expertmesh.errors import ConfigError, named
-from expertmesh.infer.beam import beam_search
 from expertmesh.models.decoder import CausalLM, EncoderDecoder, Translation
 
 _NAMED = 20

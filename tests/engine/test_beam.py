@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 from tests.oracle.numerics import FP64_RELATIVE, relative_error
+from tests.support.generation import written_ids
 from torch.overrides import TorchFunctionMode
 
+from expertmesh.engine.beam import beam_search, length_penalty_of
 from expertmesh.errors import ConfigError
-from expertmesh.infer.beam import beam_search, length_penalty_of
-from expertmesh.infer.engine import generate_batch
 
 VOCAB, END, LONGEST = 4, 0, 4
 
@@ -98,12 +98,12 @@ def test_enough_beams_find_the_best_of_all_outputs(alpha):
 def test_one_beam_is_greedy_and_few_beams_are_alike_alone_and_together():
     toy = Toy(5)
     sources = [[1], [3], [2]]
-    steps = list(generate_batch(toy, [[2]] * 3, sources=sources, max_tokens=LONGEST, eos_id=END))
+    written = written_ids(toy, [[2]] * 3, sources=sources, max_tokens=LONGEST, ends=[END])
     greedy = beam_search(
         toy, sources, start=[2], end_id=END, num_beams=1, length_penalty=0, max_tokens=LONGEST
     )
     for row, hypothesis in enumerate(greedy):
-        assert hypothesis.ids == [step[row] for step in steps if step[row] is not None]
+        assert hypothesis.ids == written[row]
     together = beam_search(toy, sources, start=[2], end_id=END, num_beams=2, max_tokens=7)
     for source, hypothesis in zip(sources, together, strict=True):
         alone = beam_search(toy, [source], start=[2], end_id=END, num_beams=2, max_tokens=7)

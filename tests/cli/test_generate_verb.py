@@ -1,6 +1,7 @@
 """`expertmesh generate` on a run directory with a random model."""
 
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -17,13 +18,14 @@ from tests.support.ranks import RankPool
 import expertmesh as em
 from expertmesh.checkpoints.store import CheckpointStore
 from expertmesh.cli.main import main
-from expertmesh.infer.engine import generate_text
-from expertmesh.infer.sampling import Sampling
+from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.texts import prompt_ids, stream_text
 from expertmesh.models.gpt.model import GPT
 from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir
-from expertmesh.text.tokenizer import END_OF_TEXT_ID, load_tokenizer, train_tokenizer
+from expertmesh.text.format import text_format
+from expertmesh.text.tokenizer import load_tokenizer, train_tokenizer
 
 TEXTS = ["def main():\n    return 'é'\n", "import os\n"] * 30
 PROMPT = "def main("
@@ -59,15 +61,10 @@ def test_prints_what_the_engine_generates(
 ) -> None:
     config, _ = RunDir(run_dir).read_config()
     tokenizer = load_tokenizer(run_dir / "tokenizer.json")
-    pieces = generate_text(
-        GPT(config.model, dtype=torch.float32, seed=1),
-        tokenizer,
-        PROMPT,
-        max_tokens=12,
-        sampling=Sampling(temperature=0.9, top_k=50, top_p=0.9, seed=3),
-        eos_id=END_OF_TEXT_ID,
-        start=[END_OF_TEXT_ID],
-    )
+    text = text_format(tokenizer)
+    params = SamplingParams(temperature=0.9, top_k=50, top_p=0.9, seed=3, max_tokens=12)
+    model = GPT(config.model, dtype=torch.float32, seed=1)
+    pieces = stream_text(model, prompt_ids(text, PROMPT), params, text=text)
     words = ("--max-tokens", "12", "--temperature", "0.9", "--top-k", "50", "--top-p", "0.9")
     assert printed(run_dir, *words, "--seed", "3", capsys=capsys) == PROMPT + "".join(pieces) + "\n"
 
@@ -171,6 +168,57 @@ def test_several_prompts_and_a_file_of_them(
     (tmp_path / "prompts.txt").write_text("\n\n".join(prompts), encoding="utf-8-sig")
     assert main([*words, "--prompt-file", str(tmp_path / "prompts.txt"), "--batch-size", "1"]) == 0
     assert capsys.readouterr().out == expected
+
+
+def test_objects_in_and_out(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line of a JSON Lines file gets an answer in another, in its order, and nothing is printed."""
+    asked, answered = tmp_path / "asked.jsonl", tmp_path / "answered.jsonl"
+    turns = [{"role": "user", "content": "def"}]
+    asked.write_text(json.dumps({"prompt": PROMPT}) + "\n\n" + json.dumps({"messages": turns}))
+    words = ["generate", "--run", str(run_dir), "--greedy", "--max-tokens", "4"]
+    assert main([*words, "--input", str(asked), "--output", str(answered)]) == 0
+    assert capsys.readouterr().out == ""
+    first, second = map(json.loads, answered.read_text().splitlines())
+    alone = printed(run_dir, "--greedy", "--max-tokens", "4", capsys=capsys)
+    assert PROMPT + first["text"] + "\n" == alone and first["finish_reason"] == "length"
+    assert second["messages"] == turns and second["text"]
+    assert main([*words, "--chat", "def"]) == 0
+    assert capsys.readouterr().out == second["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2 is no JSON"),
+        ("[1]", "line 2: must be"),
+        ('{"prompt": 3}', "line 2: must be"),
+        ('{"prompt": "a", "n": 2}', "line 2: must be"),
+        ('{"messages": []}', "line 2: must be"),
+        ('{"messages": [{"role": "user"}]}', "line 2: must be"),
+        ('{"prompt": ""}', "prompt='': is empty"),
+    ],
+)
+def test_a_line_that_asks_nothing_is_named(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "a"}\n' + line)
+    assert said in refused(run_dir, "--input", str(tmp_path / "asked.jsonl"), capsys=capsys)
+
+
+def test_answers_go_into_no_file_that_is_read(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = tmp_path / "asked.txt"
+    asked.write_text("def\n")
+    for words, said in (
+        (("--input", str(asked), "--output", str(asked)), "which is read"),
+        (("--input", str(asked), "--output", str(tmp_path / "no" / "x")), "there is no folder"),
+        (("--interactive", "--output", str(tmp_path / "x")), "no effect with --interactive"),
+    ):
+        assert said in refused(run_dir, *words, capsys=capsys)
+    assert asked.read_text() == "def\n"
 
 
 def test_interactive(

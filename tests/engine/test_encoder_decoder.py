@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.oracle.numerics import assert_close_fp64
+from tests.support.generation import written_ids
 from torch import nn
 
+from expertmesh.engine.lockstep import Lockstep
+from expertmesh.engine.request import SamplingParams
 from expertmesh.errors import ConfigError
-from expertmesh.infer.engine import generate_batch
-from expertmesh.infer.sampling import Sampling
 from expertmesh.models.attention import Attention, rope_tables
 from expertmesh.models.cache import KVCache
 from expertmesh.models.decoder import CausalLM, EncoderDecoder
@@ -101,7 +102,7 @@ def test_what_the_engine_needs_is_what_the_protocols_say(toy):
 
 @torch.no_grad()
 def test_greedy_decoding_of_uneven_prompts_and_sources_equals_the_uncached_one(toy):
-    steps = list(generate_batch(toy, PROMPTS, sources=SOURCES, max_tokens=12))
+    written = written_ids(toy, PROMPTS, sources=SOURCES, max_tokens=12)
     assert toy.calls == [(3, 6)], "sources are read once"
     assert toy.training, "the mode is put back"
     toy.eval()
@@ -109,10 +110,10 @@ def test_greedy_decoding_of_uneven_prompts_and_sources_equals_the_uncached_one(t
         ids = list(prompt)
         for _ in range(12):
             ids.append(int(uncached_logits(toy, source, ids).argmax()))
-        assert [step[row] for step in steps] == ids[len(prompt) :]
+        assert written[row] == ids[len(prompt) :]
         assert len(set(ids)) > 3, "the toy repeats itself too much to show anything"
-    others = list(generate_batch(toy, PROMPTS, sources=SOURCES[::-1], max_tokens=12))
-    assert others != steps, "the sources must matter"
+    others = written_ids(toy, PROMPTS, sources=SOURCES[::-1], max_tokens=12)
+    assert others != written, "the sources must matter"
 
 
 @torch.no_grad()
@@ -129,14 +130,11 @@ def test_cached_logits_equal_uncached_ones_to_rounding(toy):
 
 
 def test_sampled_sequences_depend_on_their_own_source_and_prompt_alone(toy):
-    options = {"max_tokens": 10, "sampling": Sampling(temperature=0.8, seed=5)}
-    steps = list(generate_batch(toy, PROMPTS, sources=SOURCES, **options))
+    options = {"max_tokens": 10, "temperature": 0.8}
+    written = written_ids(toy, PROMPTS, sources=SOURCES, seed=5, **options)
     for row in range(3):
-        own = Sampling(temperature=0.8, seed=5 + row)
-        alone = generate_batch(
-            toy, [PROMPTS[row]], sources=[SOURCES[row]], max_tokens=10, sampling=own
-        )
-        assert [step[row] for step in steps] == [step[0] for step in alone]
+        own = {"sources": [SOURCES[row]], "seed": 5 + row}
+        assert written_ids(toy, [PROMPTS[row]], **own, **options) == [written[row]]
 
 
 def test_wrong_sources_are_refused_at_once(toy):
@@ -148,6 +146,6 @@ def test_wrong_sources_are_refused_at_once(toy):
         ([[1] * 9, [1], [2]], "source of 9 tokens: the model reads at most 8"),
     ):
         with pytest.raises(ConfigError, match=words):
-            generate_batch(toy, PROMPTS, sources=sources)
+            Lockstep(toy).generate(PROMPTS, SamplingParams(), sources=sources)
     with pytest.raises(ConfigError, match="sources: a GPT reads none"):
-        generate_batch(GPT(CONFIG), PROMPTS, sources=SOURCES)
+        Lockstep(GPT(CONFIG)).generate(PROMPTS, SamplingParams(), sources=SOURCES)

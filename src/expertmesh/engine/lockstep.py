@@ -1,0 +1,342 @@
+"""Generation in step: one rectangle of sequences with a dense cache, for models that the engine cannot page.
+
+These are encoder-decoders, models of a family of your own, and GPTs whose experts choose among all tokens of a call.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from expertmesh.engine.output import RequestOutput
+from expertmesh.engine.request import SamplingParams, is_number
+from expertmesh.engine.stops import AnswerText
+from expertmesh.errors import ConfigError
+from expertmesh.models.decoder import CausalLM, EncoderDecoder, evaluating
+from expertmesh.moe.init import draw_seed
+from expertmesh.ops.sampling import SamplingBatch, draw
+from expertmesh.parallel.inference import first_chooses
+
+_SERVED = {
+    *("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", "stop_token_ids"),
+    "ignore_eos",
+}
+NOT_FINITE = (
+    "logits after {} tokens are not finite: the weights are damaged, or the compute dtype is too small for them; use another "
+    "checkpoint or float32"
+)
+
+
+class Lockstep:
+    """Answers prompts a batch at a time; of `Engine` it has `generate` and `stream`.
+
+    Args:
+        model: any language model, or encoder-decoder.
+        tokenizer: of the model; None: answers have no text.
+        end_ids: tokens that end an answer, beside those that the model names.
+        batch_size: prompts that are answered together; all have the room that the longest of them leaves.
+
+    Raises:
+        ConfigError: batch_size is no number of at least 1.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Tokenizer | None = None,
+        *,
+        end_ids: Sequence[int] = (),
+        batch_size: int = 32,
+    ) -> None:
+        if not is_number(batch_size, int) or batch_size < 1:
+            raise ConfigError(
+                f"batch_size={batch_size!r}: must be at least 1, and whole; 32 is usual"
+            )
+        self.model, self.tokenizer, self.batch_size = model, tokenizer, batch_size
+        self._end_ids = frozenset({*end_ids, *getattr(model, "end_ids", ())})
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        sources: Sequence[Sequence[int]] | None = None,
+        told: Callable[[int], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts.
+
+        Args:
+            prompts: token ids, none of them empty. Those of an encoder-decoder are the beginnings of its outputs.
+            params: for all, or one for each; n, penalties, biases, least lengths, logprobs and routed experts are not served.
+            sources: token ids that an encoder-decoder reads first, one list per prompt.
+            told: called with the number of answered prompts.
+
+        Returns:
+            An answer for each.
+
+        Raises:
+            ConfigError: before anything is computed: a prompt is empty or too long, an id is outside the vocabulary, an option
+                is not served, or sources are missing or not read.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        rooms = self._check(prompts, each, sources)
+        outputs: list[RequestOutput] = []
+        for first in range(0, len(prompts), self.batch_size):
+            part = slice(first, first + self.batch_size)
+            given = None if sources is None else sources[part]
+            *_, last = self._answers(prompts[part], each[part], rooms[part], given)
+            outputs += last
+            if told is not None:
+                told(len(outputs))
+        return outputs
+
+    def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[RequestOutput]:
+        """Answer one prompt, and give the answer so far after each of its tokens.
+
+        Raises:
+            ConfigError: as `generate`, at once.
+        """
+        rooms = self._check([prompt], [params], None)
+        return (one for (one,) in self._answers([prompt], [params], rooms, None))
+
+    def _check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        sources: Sequence[Sequence[int]] | None,
+    ) -> list[int]:
+        """Most tokens of each answer."""
+        for one in params:
+            for name in one.__dataclass_fields__:
+                if name not in _SERVED and getattr(one, name) != getattr(SamplingParams(), name):
+                    raise ConfigError(
+                        name,
+                        repr(getattr(one, name)),
+                        f"is not served for a {type(self.model).__name__}, which the engine cannot page",
+                        "leave it out",
+                    )
+        check_ids(self.model, prompts, what="prompt")
+        check_sources(self.model, sources, num_prompts=len(prompts))
+        return [
+            check_room(self.model, [prompt], max_tokens=one.max_tokens)
+            for prompt, one in zip(prompts, params, strict=True)
+        ]
+
+    def _answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        rooms: Sequence[int],
+        sources: Sequence[Sequence[int]] | None,
+    ) -> Iterator[list[RequestOutput]]:
+        """All answers so far, after each step."""
+        left = self.model.max_seq_len - max(map(len, prompts))  # the batch is a rectangle
+        rooms = [min(room, left) for room in rooms]
+        texts = [AnswerText(self.tokenizer, one.stop) for one in params]
+        ends = [
+            frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self._end_ids)
+            for one in params
+        ]
+        ids: list[list[int]] = [[] for _ in prompts]
+        reasons: list[str | None] = [None] * len(prompts)
+        errors: list[str | None] = [None] * len(prompts)
+        for step in self._steps(prompts, params, max(rooms), sources, reasons):
+            for row, (token, is_finite) in enumerate(step):
+                if reasons[row] is not None:
+                    continue
+                if not is_finite:
+                    reasons[row] = "error"
+                    errors[row] = NOT_FINITE.format(len(prompts[row]) + len(ids[row]))
+                    continue
+                ids[row].append(token)
+                if token in ends[row]:
+                    reasons[row] = "stop"
+                else:
+                    texts[row].feed(token)
+                    is_full = len(ids[row]) == rooms[row]
+                    reasons[row] = (
+                        "stop" if texts[row].is_stopped else "length" if is_full else None
+                    )
+                if reasons[row] is not None:
+                    texts[row].finish()
+            yield [
+                RequestOutput(
+                    str(row),
+                    0,
+                    tuple(prompt),
+                    tuple(ids[row]),
+                    texts[row].settled if reasons[row] is None else texts[row].text,
+                    reasons[row],  # type: ignore[arg-type]
+                    errors[row],
+                )
+                for row, prompt in enumerate(prompts)
+            ]
+
+    def _steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        num_steps: int,
+        sources: Sequence[Sequence[int]] | None,
+        reasons: Sequence[str | None],
+    ) -> Iterator[list[tuple[int, bool]]]:
+        """(token, whether its logits are finite) of every row; ends when `reasons` says that every row has ended."""
+        model, device = self.model, self.model.device
+        ids_BS, token_mask_BS = pad_left(prompts, device=device)
+        cache: Any = None
+        batch = _sampling_batch(params, model.vocab_size, device)
+        as_first = first_chooses(model)
+        lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        for number in range(num_steps):
+            with evaluating(model), torch.no_grad():
+                if cache is None:
+                    length = ids_BS.shape[1] + num_steps
+                    cache = model.new_cache(batch_size=len(prompts), max_len=length)
+                    if isinstance(model, EncoderDecoder) and sources is not None:
+                        source_BS, source_mask_BS = pad_right(sources, device=device)
+                        model.encode(source_BS, token_mask_BS=source_mask_BS, cache=cache)
+                logits_BV = model.next_logits(ids_BS, token_mask_BS=token_mask_BS, cache=cache)
+                chosen_B = draw(logits_BV, replace(batch, position_R=lengths_B + number))
+                is_finite_B = logits_BV.isfinite().all(-1)
+                agreed_2B = as_first(torch.stack((chosen_B, is_finite_B.long())))
+            chosen, finite = agreed_2B.tolist()
+            yield list(zip(chosen, map(bool, finite), strict=True))
+            running = [reason is None for reason in reasons]
+            if not any(running):
+                return
+            # Ended sequences stay in the batch as padding, so that no shape depends on the data.
+            ids_BS = agreed_2B[0][:, None]
+            token_mask_BS = None
+            if not all(running):
+                token_mask_BS = torch.tensor(running, device=device)[:, None]
+
+
+def _sampling_batch(
+    params: Sequence[SamplingParams], vocab_size: int, device: torch.device
+) -> SamplingBatch:
+    def reals(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device)
+
+    def whole(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    zeros = whole([0] * len(params))
+    return SamplingBatch(
+        temperature_R=reals([0.0 if p.is_greedy else p.temperature for p in params]),
+        top_k_R=whole([vocab_size if p.top_k is None else p.top_k for p in params]),
+        top_p_R=reals([1.0 if p.top_p is None else p.top_p for p in params]),
+        min_p_R=reals([p.min_p for p in params]),
+        seed_R=whole([draw_seed() if p.seed is None else p.seed for p in params]),
+        answer_R=zeros,
+        position_R=zeros,
+        all_greedy=all(p.is_greedy for p in params),
+        none_filters=all(p.top_k is None and p.top_p is None and not p.min_p for p in params),
+    )
+
+
+def check_sources(
+    model: CausalLM, sources: Sequence[Sequence[int]] | None, *, num_prompts: int
+) -> None:
+    """Whether the model reads sources, and can read these, one per prompt.
+
+    Raises:
+        ConfigError: it does not, or cannot.
+    """
+    if not isinstance(model, EncoderDecoder):
+        if sources is not None:
+            raise ConfigError(
+                f"sources: a {type(model).__name__} reads none; put them before the prompts"
+            )
+        return
+    if sources is None or len(sources) != num_prompts:
+        raise ConfigError(
+            f"sources: {0 if sources is None else len(sources)} for {num_prompts} prompts; give one per prompt"
+        )
+    check_ids(model, sources, what="source")
+    longest = max(map(len, sources))
+    if longest > model.max_source_len:
+        raise ConfigError(
+            f"source of {longest} tokens: the model reads at most {model.max_source_len}; shorten it"
+        )
+
+
+def check_ids(model: CausalLM, prompts: Sequence[Sequence[int]], *, what: str) -> None:
+    """Raise ConfigError where one is empty, or an id is outside the vocabulary."""
+    if not prompts:
+        raise ConfigError(f"{what}s=[]: there is nothing to continue; give at least one {what}")
+    vocab = model.vocab_size
+    for prompt in prompts:
+        if not len(prompt):
+            raise ConfigError(f"{what}='': is empty; give at least one token")
+        wrong = [token_id for token_id in prompt if not 0 <= token_id < vocab]
+        if wrong:
+            raise ConfigError(
+                f"token id {wrong[0]}: must be from 0 to {vocab - 1}; use the tokenizer the model was trained with"
+            )
+
+
+def check_room(model: CausalLM, prompts: Sequence[Sequence[int]], *, max_tokens: int | None) -> int:
+    """The number of new tokens, checked against the longest prompt.
+
+    Raises:
+        ConfigError: they do not fit the model's longest sequence.
+    """
+    limit, longest = model.max_seq_len, max(len(prompt) for prompt in prompts)
+    if longest >= limit:
+        raise ConfigError(
+            f"prompt of {longest} tokens: must be shorter than the model's max_seq_len={limit}; shorten the prompt"
+        )
+    new_tokens = limit - longest if max_tokens is None else max_tokens
+    if new_tokens < 1:
+        raise ConfigError(
+            "max_tokens",
+            repr(new_tokens),
+            "must be at least 1, and whole",
+            "ask for a token or more",
+        )
+    if longest + new_tokens > limit:
+        raise ConfigError(
+            "max_tokens",
+            new_tokens,
+            f"with a prompt of {longest} tokens it passes the model's max_seq_len={limit}",
+            f"ask for at most {limit - longest}",
+        )
+    return new_tokens
+
+
+def pad_left(
+    prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Prompts as one batch, aligned at their ends.
+
+    Args:
+        prompts: token ids.
+        device: the device of the result.
+
+    Returns:
+        (B, S) int64 ids, 0 where padded, and the (B, S) bool mask, False where padded; None if nothing is.
+    """
+    return _padded(prompts, side="left", device=device)
+
+
+def pad_right(
+    prompts: Sequence[Sequence[int]], *, device: torch.device | str | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same, aligned at their beginnings."""
+    return _padded(prompts, side="right", device=device)
+
+
+def _padded(
+    prompts: Sequence[Sequence[int]], *, side: str, device: torch.device | str | None
+) -> tuple[Tensor, Tensor | None]:
+    pad = partial(pad_sequence, batch_first=True, padding_side=side)
+    rows = [torch.tensor(list(prompt), dtype=torch.int64) for prompt in prompts]
+    ids_BS = pad(rows).to(device)
+    if len(set(map(len, rows))) == 1:
+        return ids_BS, None
+    return ids_BS, pad([torch.ones_like(row, dtype=torch.bool) for row in rows]).to(device)

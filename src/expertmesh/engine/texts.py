@@ -1,0 +1,136 @@
+"""Texts continued by a model, of whatever kind: by the engine where it serves the model, else in step."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from expertmesh.engine.engine import Engine, why_not
+from expertmesh.engine.lockstep import Lockstep, check_ids
+from expertmesh.engine.output import RequestOutput
+from expertmesh.engine.request import SamplingParams
+from expertmesh.errors import CheckpointError, ConfigError
+from expertmesh.models.decoder import evaluating
+from expertmesh.text.format import TextFormat
+
+
+def writer(
+    model: Any, text: TextFormat | None = None, *, batch_size: int = 32
+) -> Engine | Lockstep:
+    """What answers prompts with a model in evaluation mode.
+
+    Args:
+        model: a `CausalLM`, perhaps spread by `spread_for_inference`; then every rank makes one and asks for the same.
+        text: of the model; None: answers have no text.
+        batch_size: answers that are computed together.
+    """
+    tokenizer, ends = (None, ()) if text is None else (text.tokenizer, text.end_ids)
+    lockstep = Lockstep(model, tokenizer, end_ids=ends, batch_size=batch_size)
+    if why_not(model) is not None:
+        return lockstep
+    # compiling takes longer than most texts, and would change their bits on the way
+    return Engine(model, tokenizer, end_ids=ends, max_sequences=batch_size, compile=False)
+
+
+def continue_prompts(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    text: TextFormat | None = None,
+    batch_size: int = 32,
+    told: Callable[[int], None] | None = None,
+) -> list[RequestOutput]:
+    """Continue several prompts. Sets the model to evaluation mode while it computes.
+
+    Args:
+        model: see `writer`.
+        prompts: token ids, none of them empty.
+        params: for all; prompt i draws with seed + i.
+        text: see `writer`.
+        batch_size: prompts that are continued together; each draws the same numbers whatever it is.
+        told: called with the number of finished answers.
+
+    Returns:
+        One answer for each prompt, in their order.
+
+    Raises:
+        ConfigError: an empty or too long prompt, an id outside the vocabulary, or an option breaks a rule; before anything
+            is computed.
+        CheckpointError: the model's logits are not finite.
+    """
+    check_ids(model, prompts, what="prompt")
+    each = [_of(params, place) for place in range(len(prompts))]
+    with evaluating(model):
+        outputs = writer(model, text, batch_size=batch_size).generate(prompts, each, told=told)
+    for output in outputs:
+        _check(output)
+    return outputs
+
+
+def stream_text(
+    model: Any, prompt: Sequence[int], params: SamplingParams, *, text: TextFormat
+) -> Iterator[str]:
+    """Continue one prompt.
+
+    Args:
+        model: see `writer`.
+        prompt: token ids, not empty.
+        params: how.
+        text: of the model.
+
+    Returns:
+        Iterator of the pieces of the continuation, none of them empty, cut between characters.
+
+    Raises:
+        ConfigError: as `continue_prompts`, at once and not at the first token.
+        CheckpointError: while generating.
+    """
+    check_ids(model, [prompt], what="prompt")
+    with evaluating(model):
+        outputs = writer(model, text, batch_size=1).stream(prompt, params)
+    return _pieces(model, outputs)
+
+
+def _pieces(model: Any, outputs: Iterator[RequestOutput]) -> Iterator[str]:
+    said = 0
+    while True:
+        with evaluating(model):  # whoever takes the pieces may train in between
+            output = next(outputs, None)
+        if output is None:
+            return
+        _check(output)
+        if len(output.text) > said:
+            yield output.text[said:]
+            said = len(output.text)
+
+
+def prompt_ids(text: TextFormat, prompt: str, *, start: bool = True) -> list[int]:
+    """Tokens of a text to continue, behind those that the model's texts begin with.
+
+    Args:
+        text: of the model.
+        prompt: not empty.
+        start: whether anything is put before it.
+
+    Raises:
+        ConfigError: it is empty, or no text.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ConfigError(
+            f"prompt: {ascii(prompt)[:60]} is no text (it holds half a character, or bytes that are not UTF-8); give text in UTF-8"
+        )
+    if not prompt:
+        raise ConfigError("prompt='': is empty; give at least one token")
+    if start:
+        return text.prompt_ids(prompt)
+    ids: list[int] = text.tokenizer.encode(prompt, add_special_tokens=False).ids
+    return ids
+
+
+def _of(params: SamplingParams, place: int) -> SamplingParams:
+    return params if params.seed is None else replace(params, seed=(params.seed + place) % 2**63)
+
+
+def _check(output: RequestOutput) -> None:
+    if output.error is not None:
+        raise CheckpointError(output.error)

@@ -1,0 +1,34 @@
+"""Token ids that a model writes, for tests that compare them."""
+
+from expertmesh.engine.lockstep import Lockstep
+from expertmesh.engine.request import SamplingParams
+from expertmesh.engine.texts import continue_prompts
+from expertmesh.models.decoder import evaluating
+
+
+def written_ids(model, prompts, *, ends=None, sources=None, temperature=0.0, seed=0, **options):
+    """New ids of each prompt, without the end.
+
+    Args:
+        model: any that writes text.
+        prompts: lists of ids.
+        ends: ids that end an answer; None: none, the model's own neither.
+        sources: of an encoder-decoder.
+        temperature: 0: greedy.
+        seed: prompt i draws from seed + i.
+        **options: of `SamplingParams`.
+    """
+    params = SamplingParams(
+        temperature=temperature,
+        seed=seed,
+        stop_token_ids=tuple(ends or ()),
+        ignore_eos=ends is None,
+        **options,
+    )
+    if sources is None:
+        outputs = continue_prompts(model, prompts, params)
+    else:
+        each = [SamplingParams(**{**vars(params), "seed": seed + i}) for i in range(len(prompts))]
+        with evaluating(model):
+            outputs = Lockstep(model).generate(prompts, each, sources=sources)
+    return [list(o.token_ids[: -1 if o.finish_reason == "stop" else None]) for o in outputs]
