@@ -13,9 +13,10 @@ from expertmesh.config.moe import MoEConfig
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import BeamCache, EncoderDecoder
 from expertmesh.models.seq2seq.config import Seq2SeqConfig, Seq2SeqRunConfig
-from expertmesh.models.seq2seq.costs import forward_flops, seq2seq_costs, seq2seq_spec
+from expertmesh.models.seq2seq.costs import forward_flops, seq2seq_costs
 from expertmesh.models.seq2seq.model import Seq2Seq
 from expertmesh.models.seq2seq.recipes import RECIPES
+from expertmesh.models.seq2seq.spec import seq2seq_spec
 from expertmesh.models.seq2seq.task import Seq2SeqTask
 from expertmesh.models.seq2seq.token_dropout import TokenDropout
 from expertmesh.models.task import Part

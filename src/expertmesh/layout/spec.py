@@ -32,6 +32,8 @@ LEARNED_AS: Mapping[Role, LearnedAs] = {
     "scale": "vector",
 }
 
+_FIRST: Mapping[Role, float] = {"norm": 1.0, "bias": 0.0}
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -46,6 +48,7 @@ class Parameter:
         layer: number of its layer in the model; None: it is outside the layers.
         cut: axis of `axes` along which tensor parallelism cuts it, even sizes permitting; None: every rank has it whole.
         is_output: whether its product is added to the residual stream; such matrices begin smaller.
+        begins: the value that all its elements begin with; None: 1 of norms, 0 of biases, drawn of all others.
         hub: names of what it is made of in the hub's files: along heads queries, keys and values, along branches one each;
             `{expert}` stands for an expert's number. Empty: the hub has none.
     """
@@ -58,7 +61,13 @@ class Parameter:
     layer: int | None = None
     cut: str | None = None
     is_output: bool = False
+    begins: float | None = None
     hub: tuple[str, ...] = ()
+
+    @property
+    def first_value(self) -> float | None:
+        """What all its elements begin with; None: they are drawn."""
+        return _FIRST.get(self.role) if self.begins is None else self.begins
 
     @property
     def num_elements(self) -> int:
@@ -109,6 +118,7 @@ def parameter(
     *,
     cut: str | None = None,
     is_output: bool = False,
+    begins: float | None = None,
     hub: str | tuple[str, ...] = (),
     **sizes: int,
 ) -> Parameter:
@@ -120,6 +130,7 @@ def parameter(
         part: see `Parameter`.
         cut: see `Parameter`.
         is_output: see `Parameter`.
+        begins: see `Parameter`.
         hub: see `Parameter`; one name stands for a tuple of it.
         **sizes: of each axis by its name.
 
@@ -130,7 +141,9 @@ def parameter(
     """
     names = (hub,) if isinstance(hub, str) else hub
     shape, axes = tuple(sizes.values()), tuple(sizes)
-    return Parameter(name, shape, axes, role, part, cut=cut, is_output=is_output, hub=names)
+    return Parameter(
+        name, shape, axes, role, part, cut=cut, is_output=is_output, begins=begins, hub=names
+    )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.config.moe import MoEConfig
+from expertmesh.layout.spec import ModelSpec
 from expertmesh.moe.experts import DenseMLP
 from expertmesh.moe.init import init_normal_
 from expertmesh.moe.layer import MoELayer
@@ -32,34 +33,39 @@ def draw_weights(model: Any, *, device: torch.device | str | None, seed: int | N
         model.init_weights(seed)
 
 
-def init_transformer(
-    model: nn.Module, *, seed: int, std: float, out_std: Callable[[str], float]
+def init_by_spec(
+    model: nn.Module,
+    spec: ModelSpec,
+    *,
+    seed: int,
+    std: float,
+    out_std: Callable[[str], float] | None = None,
 ) -> None:
-    """Draw every parameter anew: N(0, std^2), norms 1, biases 0; those of MoE layers by their own rules.
+    """Draw every parameter anew, as the spec says: N(0, std^2), norms 1, biases 0; those of MoE layers by their own rules.
 
     The numbers depend on the seed and the parameter's name only, not on the device or the number of ranks.
 
     Args:
-        model: its MoE layers are called `moe`, its norms `...norm`, and its projections back to the residual stream
-            `...attention.out` and `...ffn.w_out`.
+        model: its MoE layers are called `moe`.
+        spec: of the model.
         seed: of the whole model.
-        std: standard deviation of all but those projections.
-        out_std: returns that of such a projection, or of those in a MoE layer, from its name.
+        std: standard deviation of all but outputs.
+        out_std: returns that of a matrix whose product is added to the residual stream, or of those in a MoE layer, from its
+            name; None: std, and in MoE layers their own.
     """
     for name, module in model.named_modules():
         if isinstance(module, MoELayer):
-            module.reset_parameters(seed, std=std, out_std=out_std(name))
+            of_outputs = None if out_std is None else out_std(name)
+            module.reset_parameters(seed, std=std, out_std=of_outputs)
     for name, parameter in model.named_parameters():
         if ".moe." in name:
             continue
-        if name.endswith("norm.weight"):
-            nn.init.ones_(parameter)
-        elif name.endswith(".bias"):
-            nn.init.zeros_(parameter)
+        said = spec.by_name[name]
+        if said.first_value is not None:
+            nn.init.constant_(parameter, said.first_value)
         else:
-            returns = name.endswith(("attention.out.weight", "ffn.w_out"))
-            this_std = out_std(name) if returns else std
-            init_normal_(parameter, std=this_std, seed=seed, name=name, per_expert=False)
+            of_outputs = out_std(name) if said.is_output and out_std is not None else std
+            init_normal_(parameter, std=of_outputs, seed=seed, name=name, per_expert=False)
 
 
 class FeedForward(nn.Module):

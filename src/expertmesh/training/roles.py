@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from expertmesh.layout.spec import ModelSpec
 from expertmesh.moe.adapters import Adapter
 from expertmesh.moe.experts import DenseMLP, GroupedExperts
 from expertmesh.moe.layer import MoELayer
@@ -31,7 +32,8 @@ DECAYED: tuple[ParameterRole, ...] = ("edge", "matrix")
 def parameter_roles(model: nn.Module) -> dict[str, ParameterRole]:
     """The role of every parameter.
 
-    What `learn_as` says of a module counts, then what kind of module it is. Tables are the weights of `nn.Embedding`, whoever else has
+    What `learn_as` says of a module counts, then the spec of a model that has one (`expertmesh.layout.spec`), then what kind of
+    module it is. Tables are the weights of `nn.Embedding`, whoever else has
     them, and parameters that stand beside the embedding of their width, or whose first of several axes has length 1 (positions).
     Vectors are parameters of one axis, norms and the biases of experts. Edges are convolutions, recurrent weights, routers and other
     gates (a linear map to as many outputs as there are experts beside it, or to one), heads (a linear map outside the blocks to as
@@ -98,6 +100,12 @@ class _Places:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._specs: dict[str, ParameterRole] = {
+            f"{name}.{one.name}" if name else one.name: one.learned_as
+            for name, module in self._modules.items()
+            if isinstance(spec := getattr(module, "spec", None), ModelSpec)
+            for one in spec
+        }
         self._stacks = set(_stacks_of(model))
         embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
         self._vocabularies = {m.num_embeddings for m in embeddings}
@@ -119,7 +127,7 @@ class _Places:
         """Of one parameter in one of its modules."""
         if parameter.ndim < 2:
             return "vector"
-        said = self._said(name)
+        said = self._said(name) or self._specs.get(f"{name}.{leaf}" if name else leaf)
         if said is not None:
             return said
         if isinstance(module, GroupedExperts | DenseMLP):

@@ -12,10 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from expertmesh.config.dispatch import AS_USUAL, DispatchOptions
 from expertmesh.errors import ConfigError, named
+from expertmesh.layout.spec import ModelSpec
 from expertmesh.models.attention import Attention, AttentionContext, DenseContext, rope_tables
 from expertmesh.models.cache import KVCache
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.models.gpt.spec import gpt_spec
 from expertmesh.models.inputs import (
     check_cache,
     check_context,
@@ -27,7 +29,7 @@ from expertmesh.models.inputs import (
     check_whole,
 )
 from expertmesh.models.latent_attention import LatentAttention
-from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_transformer
+from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_by_spec
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.dispatch import LocalDispatcher, check_at_home
 from expertmesh.moe.groups_over_ranks import SharedTokens
@@ -247,6 +249,12 @@ class GPT(LanguageModel):
             )
         draw_weights(self, device=device, seed=seed)
 
+    @property
+    def spec(self) -> ModelSpec:
+        """What it consists of; see `expertmesh.layout.spec`."""
+        return gpt_spec(self.config)
+
+    @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
         """Draw every parameter anew: N(0, init_std^2), norms 1, biases 0.
 
@@ -259,7 +267,7 @@ class GPT(LanguageModel):
         seed = draw_seed() if seed is None else seed
         std = self.config.init_std
         out_std = std * (2 * self.config.num_layers) ** -0.5
-        init_transformer(self, seed=seed, std=std, out_std=lambda name: out_std)
+        init_by_spec(self, self.spec, seed=seed, std=std, out_std=lambda name: out_std)
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Keep only the input of every layer in training, and compute the rest again in the backward pass."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
+from expertmesh.layout.spec import ModelSpec
 from expertmesh.models.attention import Attention, DenseContext, rope_tables
 from expertmesh.models.decoder import LanguageModel
 from expertmesh.models.inputs import (
@@ -21,10 +22,11 @@ from expertmesh.models.inputs import (
     check_range,
     check_whole,
 )
-from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_transformer
+from expertmesh.models.layers import FeedForward, RMSNorm, draw_weights, init_by_spec
 from expertmesh.models.seq2seq.cache import Seq2SeqCache
 from expertmesh.models.seq2seq.config import Seq2SeqConfig
 from expertmesh.models.seq2seq.positions import UntiedPositions
+from expertmesh.models.seq2seq.spec import seq2seq_spec
 from expertmesh.models.seq2seq.token_dropout import TokenDropout
 from expertmesh.moe.dense_parts import Linear
 from expertmesh.moe.init import draw_seed
@@ -280,6 +282,12 @@ class Seq2Seq(LanguageModel):
             )
         draw_weights(self, device=device, seed=seed)
 
+    @property
+    def spec(self) -> ModelSpec:
+        """What it consists of; see `expertmesh.layout.spec`."""
+        return seq2seq_spec(self.config)
+
+    @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
         """Draw every parameter anew: N(0, init_std^2), norms 1, biases 0.
 
@@ -295,8 +303,12 @@ class Seq2Seq(LanguageModel):
             "encoder": std * (2 * len(self.encoder)) ** -0.5,
             "decoder": std * (3 * len(self.decoder)) ** -0.5,
         }
-        init_transformer(
-            self, seed=seed, std=std, out_std=lambda name: out_std[name.partition(".")[0]]
+        init_by_spec(
+            self,
+            self.spec,
+            seed=seed,
+            std=std,
+            out_std=lambda name: out_std[name.partition(".")[0]],
         )
 
     @property

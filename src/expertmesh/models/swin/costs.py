@@ -1,80 +1,10 @@
 """What a Swin Transformer costs: parameters, multiply-adds per image, memory, from its configuration alone."""
 
-from dataclasses import dataclass
-
 from expertmesh.costs.memory import memory_by_size
 from expertmesh.costs.run import RunCosts
+from expertmesh.layout.spec import num_elements
 from expertmesh.models.swin.config import SwinConfig, SwinRunConfig
-
-_POSITION_HIDDEN = 512
-
-
-@dataclass(frozen=True)
-class BlockParameters:
-    """Parameters of one block.
-
-    Attributes:
-        dense: all but the routed experts.
-        expert: one expert; 0 of a dense block.
-        num_experts: of the block.
-    """
-
-    dense: int
-    expert: int
-    num_experts: int
-
-
-def block_parameters(config: SwinConfig) -> tuple[BlockParameters, ...]:
-    """The blocks of all stages in their order."""
-    is_v2, moe, found = config.variant == "v2", config.moe, []
-    for stage, counts in enumerate(config.experts_per_block()):
-        dim, heads = config.stage_dims[stage], config.num_heads[stage]
-        hidden = round(config.mlp_ratio * dim)
-        attention = 4 * dim * dim + (3 * dim + heads if is_v2 else 4 * dim) + 4 * dim
-        attention += 3 * _POSITION_HIDDEN + _POSITION_HIDDEN * heads
-        mlp = 2 * dim * hidden + hidden + (dim if is_v2 else 0)
-        for num_experts in counts:
-            beside = mlp if not num_experts else 0
-            if num_experts:
-                of_router = {"cosine": moe.cosine_dim * (dim + num_experts) + 1, "hash": 0}
-                beside = of_router.get(moe.router, dim * num_experts)
-                beside += _shared_parameters(config, dim, hidden)
-            found.append(
-                BlockParameters(attention + beside, mlp if num_experts else 0, num_experts)
-            )
-    return tuple(found)
-
-
-def _shared_parameters(config: SwinConfig, dim: int, hidden: int) -> int:
-    """What a MoE block has beside router and experts: shared experts and their gate, a residual MLP and its coefficient."""
-    moe = config.moe
-    shared = moe.shared_hidden_dim or moe.num_shared_experts * hidden
-    count = 2 * dim * shared + shared + dim if shared else 0
-    count += dim if shared and moe.shared_gate else 0
-    return count + (2 * dim * hidden + hidden + dim + 2 * dim + 2 if moe.residual else 0)
-
-
-def muon_parameters(config: SwinConfig) -> int:
-    """Parameters that Muon updates: the matrices of attention, feed-forward layers, experts and merges."""
-    moe, found = config.moe, sum(8 * dim * dim for dim in config.stage_dims[:-1])
-    for stage, counts in enumerate(config.experts_per_block()):
-        dim = config.stage_dims[stage]
-        hidden = round(config.mlp_ratio * dim)
-        beside = moe.shared_hidden_dim or moe.num_shared_experts * hidden
-        beside += hidden if moe.residual else 0
-        for num_experts in counts:
-            width = num_experts * hidden + beside if num_experts else hidden
-            found += 4 * dim * dim + 2 * dim * width
-    return found
-
-
-def outside_parameters(config: SwinConfig) -> int:
-    """Parameters outside the blocks: patches, merges, last norm and head."""
-    first, last = config.stage_dims[0], config.stage_dims[-1]
-    norm = 4 if config.variant == "v2" else 8
-    merges = sum(8 * dim * dim + norm * dim for dim in config.stage_dims[:-1])
-    patches = first * (config.num_channels * config.patch_size**2 + 3)
-    return patches + merges + 2 * last + (last + 1) * config.num_classes
+from expertmesh.models.swin.spec import swin_spec
 
 
 def count_multiply_adds(config: SwinConfig) -> int:
@@ -129,24 +59,21 @@ def swin_costs(config: SwinRunConfig, *, num_ranks: int, dtype: str) -> RunCosts
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
     """
-    model, train, blocks = config.model, config.train, block_parameters(config.model)
-    outside = outside_parameters(model)
-    total = outside + sum(b.dense + b.num_experts * b.expert for b in blocks)
-    active = outside + sum(b.dense + min(model.moe.top_k, b.num_experts) * b.expert for b in blocks)
+    model, train, spec = config.model, config.train, swin_spec(config.model)
     images = train.samples_per_pass
     alone, each = memory_by_size(
-        total,
-        outside=outside,
-        layers=[b.dense for b in blocks],
-        muon_parameters=muon_parameters(model) if config.optim.name == "muon" else 0,
+        spec.num_parameters,
+        outside=num_elements(spec.layers[None]),
+        layers=spec.dense_layers,
+        muon_parameters=spec.num_of_muon if config.optim.name == "muon" else 0,
         activation_elements=images * _activation_elements(model),
         parallel=config.parallel,
         num_ranks=num_ranks,
         dtype=dtype,
     )
     return RunCosts(
-        parameters=total,
-        active=active,
+        parameters=spec.num_parameters,
+        active=spec.num_active,
         num_items=train.steps * train.batch_size,
         flops_per_item=6 * count_multiply_adds(model),
         alone=alone,

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError, named
+from expertmesh.layout.spec import ModelSpec
 from expertmesh.models.classifier import ImageScores
 from expertmesh.models.inputs import check_home, check_tensor, check_whole
-from expertmesh.models.layers import FeedForward, draw_weights
+from expertmesh.models.layers import FeedForward, draw_weights, init_by_spec
 from expertmesh.models.swin.config import SwinConfig
 from expertmesh.models.swin.drop_path import DropPath, scaled
+from expertmesh.models.swin.spec import POSITION_HIDDEN, swin_spec
 from expertmesh.models.swin.windows import (
     from_windows,
     into_windows,
@@ -27,15 +29,12 @@ from expertmesh.models.swin.windows import (
     relative_index,
 )
 from expertmesh.moe.dense_parts import Linear
-from expertmesh.moe.init import draw_seed, init_normal_
+from expertmesh.moe.init import draw_seed
 from expertmesh.moe.layer import MoELayer
-from expertmesh.moe.learning import learn_as
 from expertmesh.moe.sizes import names_large_sizes
 from expertmesh.moe.types import RoutingStats
 from expertmesh.ops.dtypes import accumulate_dtype
 
-_POSITION_HIDDEN = 512
-_FIRST_SCALE = 10.0
 _MOST_LOG_SCALE = math.log(100.0)
 _POSITION_BIAS = 16.0
 
@@ -94,12 +93,11 @@ class WindowAttention(nn.Module):
         if self.is_v2:
             self.q_bias, self.v_bias = (nn.Parameter(torch.empty(dim, **place)) for _ in range(2))
             self.log_scale = nn.Parameter(torch.empty(self.num_heads, **place))
-        position_mlp = nn.Sequential(
-            nn.Linear(2, _POSITION_HIDDEN, **place),
+        self.position_embedding = nn.Sequential(
+            nn.Linear(2, POSITION_HIDDEN, **place),
             nn.ReLU(),
-            nn.Linear(_POSITION_HIDDEN, self.num_heads, bias=False, **place),
+            nn.Linear(POSITION_HIDDEN, self.num_heads, bias=False, **place),
         )
-        self.position_embedding = learn_as(position_mlp, "table")
         device = place.get("device")
         for name, table in self._tables().items():
             self.register_buffer(name, table.to(device), persistent=False)
@@ -285,7 +283,7 @@ class Swin(nn.Module):
         place: dict[str, Any] = {"device": "meta", "dtype": dtype}
         norm: dict[str, Any] = {"eps": config.norm_eps, **place}
         pixels = config.num_channels * config.patch_size**2
-        self.patches = learn_as(Linear(pixels, config.dim, bias=True, **place), "edge")
+        self.patches = Linear(pixels, config.dim, bias=True, **place)
         self.patch_norm = nn.LayerNorm(config.dim, **norm)
         self.stages: Any = nn.ModuleList()  # of lists of blocks
         self.merges = nn.ModuleList()
@@ -305,9 +303,7 @@ class Swin(nn.Module):
         step = config.drop_path / max(index - 1, 1)
         self.drop_path = DropPath([step * (branch // 2) for branch in range(2 * index)])
         self.final_norm = nn.LayerNorm(config.stage_dims[-1], **norm)
-        self.head = learn_as(
-            Linear(config.stage_dims[-1], config.num_classes, bias=True, **place), "edge"
-        )
+        self.head = Linear(config.stage_dims[-1], config.num_classes, bias=True, **place)
         draw_weights(self, device=device, seed=seed)
 
     def blocks(self) -> Iterator[Block]:
@@ -342,6 +338,11 @@ class Swin(nn.Module):
             experts[name] = ids_T.view(-1, side, side)
         return ImageScores(output.logits_BC, experts)
 
+    @property
+    def spec(self) -> ModelSpec:
+        """What it consists of; see `expertmesh.layout.spec`."""
+        return swin_spec(self.config)
+
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:
         """Draw every parameter anew: matrices N(0, init_std^2), norms 1 (those after V2's branches 0), biases 0, scales ln 10.
@@ -352,23 +353,9 @@ class Swin(nn.Module):
             seed: None: a fresh one from torch's default generator.
         """
         seed, std = draw_seed() if seed is None else seed, self.config.init_std
-        is_v2 = self.config.variant == "v2"
         for block in self.blocks():
             block.attention.fill_tables()
-            if block.moe is not None:
-                block.moe.reset_parameters(seed, std=std)
-        for name, parameter in self.named_parameters():
-            if ".moe." in name:
-                continue
-            if name.endswith("norm.weight"):
-                after_branch = is_v2 and name.endswith(("attention_norm.weight", "ffn_norm.weight"))
-                parameter.fill_(0.0 if after_branch else 1.0)
-            elif name.endswith("log_scale"):
-                parameter.fill_(math.log(_FIRST_SCALE))
-            elif name.endswith(("bias", "b_in", "b_out")):
-                parameter.zero_()
-            else:
-                init_normal_(parameter, std=std, seed=seed, name=name, per_expert=False)
+        init_by_spec(self, self.spec, seed=seed, std=std)
 
     def forward(self, images_BCHW: Tensor, *, image_index_B: Tensor | None = None) -> SwinOutput:
         """Classify images.
