@@ -68,7 +68,7 @@ CHANGES = {
         },
     },
 }
-EXPORTED = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
+EXPORTED = tuple(CHANGES)
 
 
 @pytest.fixture(scope="module")

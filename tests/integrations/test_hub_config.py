@@ -324,11 +324,63 @@ def test_every_option_of_ours_goes_out_or_is_refused_or_said(name):
         return
     changes = {f"moe.{name}": CHANGED[name]}
     if name == "shared_gate":
-        changes["moe.shared_hidden_dim"] = 24
+        changes |= {"moe.score_function": "sigmoid", "moe.shared_hidden_dim": 24}
     if name == "group_score":
         changes["moe.num_expert_groups"] = 2
     with pytest.raises(ConfigError, match=r"model\.moe\.\w+=.*keep the model in expertmesh"):
         export_family(before.updated(changes))
+
+
+OUT = {
+    "olmoe": {"qk_norm": True, "qk_norm_scope": "projection"},
+    "qwen2_moe": {"moe.shared_gate": True, "moe.num_shared_experts": 1},
+}
+WITH_OTHERS = ("shared_gate", "group_score")  # which have no effect alone
+OF_MODELS = {
+    "qkv_bias": True,
+    "qk_norm": True,
+    "rope_fraction": 0.5,
+    "moe_every": 2,
+    "first_dense_layers": 1,
+    "head_dim": 16,
+    "tie_embeddings": False,
+    "num_kv_heads": 2,
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+@pytest.mark.parametrize(
+    "option", [*OF_MODELS, *(f"moe.{one}" for one in CHANGED if one not in WITH_OTHERS)]
+)
+def test_what_goes_out_as_olmoe_and_qwen2_moe_comes_back_as_it_was(name, option):
+    """Or is refused by its name."""
+    changed = OF_MODELS | {f"moe.{one}": value for one, value in CHANGED.items()}
+    before = ModelConfig().updated(OUT[name] | {option: changed[option]})
+    try:
+        family = export_family(before)
+    except ConfigError as error:
+        assert f"model.{option}=" in str(error)
+        return
+    if family.model_type != name:
+        assert (option, family.model_type) == ("moe.score_function", "glm4_moe")
+        return
+    after = model_config(hub_config(before, family, dtype="float32"))
+    ours, theirs = before.model_dump(), after.model_dump()
+    F = before.moe.shared_hidden_dim or before.moe.num_shared_experts * before.moe.hidden_dim
+    for one in (
+        "num_heads",
+        "num_kv_heads",
+        "moe_every",
+        "first_dense_layers",
+        "qkv_bias",
+        "qk_norm",
+    ):
+        assert ours[one] == theirs[one] or (one == "num_kv_heads" and ours[one] is None), one
+    assert after.head_size == before.head_size and after.tie_embeddings == before.tie_embeddings
+    assert after.moe.shared_hidden_dim == (F or None)
+    ours["moe"]["normalize_weights"] = "none" if before.moe.normalize_weights == "none" else "topk"
+    for one in ("num_experts", "top_k", "hidden_dim", "shared_gate", "normalize_weights"):
+        assert ours["moe"][one] == theirs["moe"][one], one
 
 
 def test_a_model_of_glm_says_what_becomes_of_its_balance_loss():

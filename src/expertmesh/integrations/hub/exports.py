@@ -55,6 +55,27 @@ def _qwen3(c: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _qwen2(c: ModelConfig) -> dict[str, Any]:
+    values = _qwen3(c)
+    del values["attention_bias"]
+    shared = c.moe.num_shared_experts * c.moe.hidden_dim
+    return values | {
+        "qkv_bias": c.qkv_bias,
+        "shared_expert_intermediate_size": c.moe.shared_hidden_dim or shared,
+    }
+
+
+def _olmoe(c: ModelConfig) -> dict[str, Any]:
+    return {
+        "num_experts": c.moe.num_experts[0],
+        "intermediate_size": c.moe.hidden_dim,
+        "norm_topk_prob": _normalizes(c.moe),
+        "attention_bias": False,
+        "clip_qkv": None,
+        "router_aux_loss_coef": loss_coefficient(c),
+    }
+
+
 def _glm4(c: ModelConfig) -> dict[str, Any]:
     moe = c.moe
     return {
@@ -109,6 +130,8 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 _EXPORTS = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3,
+    "qwen2_moe": _qwen2,
+    "olmoe": _olmoe,
     "glm4_moe": _glm4,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
@@ -121,18 +144,28 @@ def export_family(config: ModelConfig) -> HubFamily:
     Raises:
         ConfigError: no architecture of the hub computes what an option of ours asks for; names it.
     """
-    names = "DeepSeek-V2 and V3" if config.is_latent else "Mixtral, Qwen3-MoE and GLM-4-MoE"
-    for rule in _latent_rules(config) if config.is_latent else _rules(config):
+    moe = config.moe
+    is_olmoe = config.qk_norm and config.qk_norm_scope == "projection"
+    gated = moe.shared_gate and moe.score_function != "sigmoid"
+    names, rules = "Mixtral, Qwen3-MoE and GLM-4-MoE have", _rules
+    if config.is_latent:
+        names, rules = "DeepSeek-V2 and V3 have", _latent_rules
+    elif is_olmoe:
+        names, rules = "OLMoE, the one with such a qk_norm_scope, has", _olmoe_rules
+    elif gated:
+        names, rules = "Qwen2-MoE, the one with such a shared_gate, has", _qwen2_rules
+    for rule in rules(config):
         if not rule.holds:
             raise ConfigError(
                 f"model.{rule.name}",
                 rule.value,
-                f"{names} have nothing like it together with the model's other options",
+                f"{names} nothing like it together with the model's other options",
                 f"{rule.way}keep the model in expertmesh, or train one without it",
             )
-    moe = config.moe
     if config.is_latent:
         return FAMILIES["deepseek_v3" if moe.score_function == "sigmoid" else "deepseek_v2"]
+    if is_olmoe or gated:
+        return FAMILIES["olmoe" if is_olmoe else "qwen2_moe"]
     if moe.score_function == "sigmoid" or config.qkv_bias:
         return FAMILIES["glm4_moe"]
     return FAMILIES["qwen3_moe" if config.qk_norm else "mixtral"]
@@ -191,7 +224,7 @@ def left_out(config: ModelConfig, family: HubFamily) -> list[str]:
     if moe.balance_loss not in ("switch", "none"):
         found.append("balance_loss")
     if (
-        family.model_type not in ("mixtral", "qwen3_moe")
+        "router_aux_loss_coef" not in family.defaults
         and moe.aux_loss_weight
         and moe.balance_loss != "none"
     ):
@@ -252,6 +285,45 @@ def _latent_rules(config: ModelConfig) -> list[_Rule]:
         _Rule("moe.group_score", moe.group_score, not grouped or moe.group_score == score),
         _Rule("moe.num_shared_experts", moe.num_shared_experts, moe.num_shared_experts > 0),
         *_rules_of_all(moe),
+    ]
+
+
+def _olmoe_rules(config: ModelConfig) -> list[_Rule]:
+    """Those of a model whose norm of queries and keys is over all heads."""
+    moe, head = config.moe, config.head_size
+    return [
+        *_rules_of_softmax(config),
+        _Rule("head_dim", head, head * config.num_heads == config.dim),
+        _Rule("qkv_bias", config.qkv_bias, not config.qkv_bias),
+        _Rule("first_dense_layers", config.first_dense_layers, not config.first_dense_layers),
+        _Rule("moe_every", config.moe_every, config.moe_every == 1),
+        _Rule("moe.num_shared_experts", moe.num_shared_experts, not moe.num_shared_experts),
+        *_rules_of_all(moe),
+    ]
+
+
+def _qwen2_rules(config: ModelConfig) -> list[_Rule]:
+    """Those of a model with a gate on its shared experts."""
+    gated = ("moe.shared_hidden_dim", "moe.shared_gate")
+    return [
+        *_rules_of_softmax(config),
+        _Rule("qk_norm", config.qk_norm, not config.qk_norm),
+        *(rule for rule in _rules_of_all(config.moe) if rule.name not in gated),
+    ]
+
+
+def _rules_of_softmax(config: ModelConfig) -> list[_Rule]:
+    """What both have, with weights that are divided or not."""
+    moe = config.moe
+    return [
+        _Rule("moe.num_experts", moe.num_experts, len(set(moe.num_experts)) == 1),
+        _Rule("activation", config.activation, config.activation in ACTIVATIONS.values()),
+        _Rule("rope_fraction", config.rope_fraction, config.rope_fraction == 1),
+        _Rule("moe.router", moe.router, moe.router == "topk"),
+        _Rule("moe.score_function", moe.score_function, moe.score_function != "sigmoid"),
+        _Rule("moe.bias_update_rate", moe.bias_update_rate, not moe.bias_update_rate),
+        _Rule("moe.weight_scale", moe.weight_scale, moe.weight_scale == 1),
+        _Rule("moe.num_expert_groups", moe.num_expert_groups, moe.num_expert_groups == 1),
     ]
 
 
