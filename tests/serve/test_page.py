@@ -4,7 +4,6 @@ import re
 import shutil
 
 import pytest
-
 from tests.support.serving import served
 
 PATIENCE_MS = 60_000
