@@ -102,6 +102,26 @@ def test_every_answer_ends_in_a_token_at_which_generation_stops(
         assert ids[: len(before)] == before
 
 
+@pytest.mark.parametrize("template", [GLM, LATE, CLOSED, BETWEEN, STRICT, PLAIN])
+def test_a_header_is_no_answer_where_the_template_ignores_the_wish_for_one(tokenizer, template):
+    """The same is learned and asked for as with a template that hears it."""
+    start, mark, _ = template.rpartition("{% if add_generation_prompt %}")
+    assert mark
+    heard, ignored = (TemplateFormat(tokenizer, text, {}) for text in (template, start))
+    talk = [("system", "Be"), *TALK]
+    assert ignored.samples(said(*talk)) == heard.samples(said(*talk))
+    turns = said(*talk[:2])["messages"]
+    assert ignored.prompt(turns) == heard.prompt(turns) and ignored.ends == heard.ends
+    assert "header" in ignored.identity and "header" not in heard.identity
+
+
+def test_a_template_without_headers_stays_as_it_is(tokenizer):
+    mistral = "{% for m in messages %}{{ '[INST] ' if m.role == 'user' }}{{ m.content }}{{ ' [/INST] ' if m.role == 'user' else '<|end|>' }}{% endfor %}"
+    form = TemplateFormat(tokenizer, mistral, {})
+    assert learned(tokenizer, form.samples(said(*TALK))) == [["Yes<|end|>", "No<|end|>"]]
+    assert "header" not in form.identity
+
+
 def test_a_call_of_a_tool_ends_where_its_result_begins(tokenizer):
     form = TemplateFormat(tokenizer, GLM, {})
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}

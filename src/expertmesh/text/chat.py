@@ -160,13 +160,31 @@ class TemplateFormat:
         told = json.dumps([self.source, self._variables], sort_keys=True)
         digest = hashlib.sha256(told.encode()).hexdigest()
         # of templates that write an end behind every answer the tokens never changed: the caches of old runs are theirs
-        return f"template {digest}" + (" ends" if any(self._ends.values()) else "")
+        more = (" ends", any(self._ends.values())), (" header", self._header)
+        return f"template {digest}" + "".join(text for text, is_so in more if is_so)
 
     @cached_property
     def _template(self) -> Any:
         from expertmesh.text.chat_template import compiled
 
         return compiled(self.source)
+
+    @cached_property
+    def _header(self) -> str:
+        """What a template that ignores `add_generation_prompt` writes before an answer: a prompt for it, which is not learned.
+
+        "": the template asks by itself, or an answer follows with nothing but blanks before it (Mistral).
+        """
+        for talk in ([_ASKED], [_SYSTEM, _ASKED]):
+            try:
+                plain, asked = (self._render_as_it_is(talk, None, asks=a) for a in (False, True))
+                whole = self._render_as_it_is([*talk, {**_ANSWER, "content": _PROBE}], None)
+            except ConfigError:
+                continue
+            if asked == plain and whole.startswith(plain):
+                header, found, _ = whole[len(plain) :].partition(_PROBE)
+                return header if found and header.strip() else ""
+        return ""
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -295,6 +313,12 @@ class TemplateFormat:
         return [Piece(ids[:count], True), Piece(ids[count:], False)]
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False) -> str:
+        text = self._render_as_it_is(messages, tools, asks=asks)
+        return text + self._header if asks else text
+
+    def _render_as_it_is(
+        self, messages: list[dict[str, Any]], tools: Any, *, asks: bool = False
+    ) -> str:
         from jinja2 import TemplateError
 
         said = [{k: v for k, v in message.items() if k != NOT_LEARNED} for message in messages]
@@ -326,6 +350,7 @@ class _Answer(NamedTuple):
 _ASKED, _ANSWER, _SYSTEM, _TOOL = (
     {"role": role, "content": "a"} for role in ("user", "assistant", "system", "tool")
 )
+_PROBE = "8d1f answer"
 _CALL = {
     **_ANSWER,
     "content": "",
