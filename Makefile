@@ -8,13 +8,15 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo translate classify test test-fast test-all test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
+.PHONY: help install demo serve soak translate classify test test-fast test-all test-machines kernels-all gpu gpu-kernels gpu-sweep gpu-peers gpu-report gpu-site gpu-wheels check format bench bench-distributed clean
 
 help:
 	@echo "make install install into .venv, as everything below does first"
 	@echo "make demo    train a mixture-of-experts language model on real text, evaluate it, sample from it"
 	@echo "make translate  train a small encoder-decoder on parallel text, then translate and score (DATA=folder, FROM=en, TO=de)"
 	@echo "make classify  train a small vision transformer with experts on digits, then classify (IMAGES=folder, CLASSIFY_ARGS=...)"
+	@echo "make serve   OpenAI's interface over the model of \`make demo\`, and a page that shows its experts"
+	@echo "make soak    200 streaming clients on a server, for minutes"
 	@echo "make test    run the tests"
 	@echo "make test-all  run the exhaustive ones too: full sweeps of parameters, layouts and kernels (hours)"
 	@echo "make test-machines  run every test as on processors with fewer instructions, and with more threads (hours)"
@@ -59,6 +61,17 @@ classify: $(STAMP)
 	@$(BIN)/expertmesh classify $(CLASSIFY_DIR) --score
 	@for images in $(wildcard $(IMAGES)/images-idx3-ubyte*); do $(BIN)/expertmesh classify $(CLASSIFY_DIR) \
 	  $$images@8001 $$images@8002 $$images@8003 --picture $(CLASSIFY_DIR)/experts.png; done
+
+# Serves the model of RUN_DIR, which is trained first where there is none: SERVE_ARGS="--port 8001".
+SERVE_ARGS ?=
+serve: $(STAMP)
+	@test -d $(RUN_DIR)/checkpoints || $(MAKE) --no-print-directory demo
+	@$(BIN)/expertmesh serve $(RUN_DIR) $(SERVE_ARGS)
+
+# Load on a server for minutes: SOAK_ARGS="--clients 50 --seconds 10".
+SOAK_ARGS ?=
+soak: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.soak $(SOAK_ARGS)
 
 # One thread per worker: small tensors gain nothing from more, and workers would fight for the cores.
 # Bytecode is kept, whatever the environment says: many tests start a process that imports everything.

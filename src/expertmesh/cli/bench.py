@@ -40,12 +40,16 @@ def run(argv: list[str]) -> int:
     """Measures, prints a table, and keeps what `--parallel.all-to-all auto` and `--parallel.adaptive` ask for; returns 0.
 
     Args:
-        argv: words after `bench`.
+        argv: words after `bench`; of `bench serve` see `bench_serve`.
 
     Raises:
         ConfigError: a word breaks a rule, or there is one rank.
         CollectiveError: a rank is gone.
     """
+    if argv[:1] == ["serve"]:
+        from expertmesh.cli.bench_serve import run as run_serve
+
+        return run_serve(argv[1:])
     with said_once():
         options = _parser().parse_args(argv)
         if not _LEAST_MIB <= options.largest_mib <= _MOST_MIB:
@@ -92,7 +96,11 @@ def _parser() -> OptionParser:
         description="Measures the links between the ranks that torchrun started.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument("what", choices=["comm"], help="comm: bandwidth over message sizes")
+    parser.add_argument(
+        "what",
+        choices=["comm", "serve"],
+        help="comm: bandwidth over message sizes; serve: see bench serve --help",
+    )
     parser.add_argument(
         "--largest-mib",
         type=float,

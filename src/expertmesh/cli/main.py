@@ -59,7 +59,7 @@ _HELP = {
     "evaluate": "lm-evaluation-harness:        expertmesh evaluate runs/demo --tasks quiz.yaml",
     "doctor": "what this machine can do:     expertmesh doctor",
     "plan": "what a cluster would need:    expertmesh plan gpt-1.1t --cluster a100-80x512",
-    "bench": "measure links between ranks:  torchrun ... -m expertmesh bench comm",
+    "bench": "links between ranks, a server: torchrun ... -m expertmesh bench comm; expertmesh bench serve",
 }
 VERBS = {name: (partial(_run_verb, name), text) for name, text in _HELP.items()}
 """What each verb does, given its words, and a line of help."""

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from expertmesh.config.engine import EngineConfig
+from expertmesh.config.load import LoadConfig
 from expertmesh.config.run import ParallelConfig
 from expertmesh.config.server import ServerConfig
 from expertmesh.errors import Line
@@ -16,6 +17,7 @@ _OF_VERBS = {
     "translate": _DECODING | {"num_beams": "beams"},
     "evaluate": _DECODING,
     "serve": {name: name for kind in (ServerConfig, EngineConfig) for name in kind.model_fields},
+    "bench": {name: name for name in LoadConfig.model_fields},
     "classify": {
         "data.fit": "fit",
         "model.moe.eval_capacity_factor": "capacity",

@@ -38,13 +38,13 @@ def run(argv: list[str]) -> int:
         CheckpointError: the folder has no usable weights or tokenizer.
     """
     options = _parser().parse_args(argv)
-    server = _config(ServerConfig, options)
-    engine_config = _config(EngineConfig, options)
+    server = ServerConfig(**options_of(ServerConfig, options))
+    engine_config = EngineConfig(**options_of(EngineConfig, options))
     if any(find_spec(name) is None for name in _NEEDED):
         raise ConfigError(
             "serve: needs fastapi and uvicorn; install them with: pip install 'expertmesh[serve]'"
         )
-    keys = _keys(server.api_key_file)
+    keys = keys_of(server.api_key_file)
     logging.raiseExceptions = False  # a disk that is full for the log is no reason to fail
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
@@ -81,11 +81,11 @@ def _parser() -> OptionParser:
     )
     parser.add_run(what="run directory, or a folder of the hub")
     for config in (ServerConfig, EngineConfig):
-        _add_options(parser, config)
+        add_options(parser, config)
     return parser
 
 
-def _add_options(parser: OptionParser, config: type[BaseModel]) -> None:
+def add_options(parser: OptionParser, config: type[BaseModel]) -> None:
     """An option for each field, with its help."""
     for name, field in config.model_fields.items():
         kind, default = field.annotation, field.default
@@ -109,18 +109,19 @@ def _add_options(parser: OptionParser, config: type[BaseModel]) -> None:
             )
 
 
-def _config(kind: type[Any], options: Any) -> Any:
-    """The options of one group that were given."""
+def options_of(kind: type[BaseModel], options: Any) -> dict[str, Any]:
+    """The fields of a group that were given."""
     given = {name: getattr(options, name) for name in kind.model_fields}
     values = {name: value for name, value in given.items() if value is not None}
-    for name, value in values.items():
-        if isinstance(value, list):
-            values[name] = tuple(listed(value))
-    return kind(**values)
+    return {n: tuple(listed(v)) if isinstance(v, list) else v for n, v in values.items()}
 
 
-def _keys(path: str | None) -> tuple[str, ...]:
-    """The keys of a file."""
+def keys_of(path: str | None) -> tuple[str, ...]:
+    """The keys of a file, one on each line.
+
+    Raises:
+        ConfigError: it cannot be read, or has none.
+    """
     if path is None:
         return ()
     try:

@@ -83,9 +83,11 @@ class ServerApp:
     def start(self) -> None:
         """Begin to answer; in the event loop."""
         self.worker.start(asyncio.get_running_loop())
+        self._watching = asyncio.get_running_loop().create_task(self.metrics.watch_loop())
 
     def stop(self) -> None:
         """End the engine's thread."""
+        self._watching.cancel()
         self.worker.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
 

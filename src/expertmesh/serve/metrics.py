@@ -1,5 +1,6 @@
 """Numbers for Prometheus: names and meaning as vLLM's, with `expertmesh:` before them, and the load of every expert."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,7 @@ from expertmesh.serve.worker import Ticket
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0)
 _LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
+_LOOK_S = 0.05
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -40,6 +42,7 @@ class Metrics:
         self._whole = timed("e2e_request_latency_seconds", "until the last token", _LONG)
         self._step = timed("iteration_duration_seconds", "of a step of the engine", _SHORT)
         self._tokens = timed("iteration_tokens_total", "tokens drawn in a step", _TOKENS)
+        self._lag = timed("event_loop_lag_seconds", "by which the event loop is late", _SHORT)
         self._success = Counter(
             "expertmesh:request_success",
             "answers that have ended",
@@ -57,6 +60,14 @@ class Metrics:
         """A step of the engine is done."""
         self._step.observe(seconds)
         self._tokens.observe(num_tokens)
+
+    async def watch_loop(self) -> None:
+        """Measure for ever by how much the event loop is late."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + _LOOK_S
+            await asyncio.sleep(_LOOK_S)
+            self._lag.observe(max(0.0, loop.time() - due))
 
     def rejected(self, reason: str) -> None:
         """A request was not taken."""

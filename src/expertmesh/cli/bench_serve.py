@@ -1,0 +1,84 @@
+"""`expertmesh bench serve ADDRESS`: load on a server, and how long its answers took."""
+
+import asyncio
+import json
+from http.client import HTTPException
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from expertmesh.cli.config_file import read_config_file
+from expertmesh.cli.flags import OptionParser
+from expertmesh.cli.serve import add_options, keys_of, options_of
+from expertmesh.config.load import LoadConfig
+from expertmesh.errors import ConfigError
+
+_EXAMPLES = """\
+examples:
+  expertmesh bench serve http://127.0.0.1:8000
+  expertmesh bench serve http://127.0.0.1:8000 --num-requests 500 --rate 20 --prefix-tokens 64 --num-prefixes 4
+  expertmesh bench serve http://127.0.0.1:8000 --config evening.yaml  # the same options in a file
+"""
+_PATIENCE_S = 30.0
+
+
+def run(argv: list[str]) -> int:
+    """Prints throughput and times; returns 0, or 1 where a request failed.
+
+    Args:
+        argv: words after `bench serve`.
+
+    Raises:
+        ConfigError: a value breaks a rule, or there is no such server.
+    """
+    from expertmesh.serve.load import bodies, drive, table
+
+    options = _parser().parse_args(argv)
+    given = {} if options.config is None else read_config_file(options.config)[0]
+    load = LoadConfig(**{**given, **options_of(LoadConfig, options)})
+    keys = keys_of(options.api_key_file)
+    key = keys[0] if keys else None
+    place = urlsplit(options.address)
+    if place.scheme != "http" or not place.hostname:
+        raise ConfigError(
+            f"address {options.address}: must be http://HOST:PORT, as `serve` prints it"
+        )
+    address = f"http://{place.netloc}"
+    facts = _facts(address, key)
+    requests = list(bodies(load, vocab_size=facts["vocab_size"], max_len=facts["model_max_length"]))
+    outcomes, seconds = asyncio.run(drive(address, load, requests, key=key))
+    print(table(outcomes, seconds))
+    failed = [one for one in outcomes if not one.is_whole and one.status != 429]
+    if failed:
+        print(f"first failure: status {failed[0].status} {failed[0].error[:200]}")
+    return 1 if failed else 0
+
+
+def _parser() -> OptionParser:
+    parser = OptionParser(
+        prog="expertmesh bench serve",
+        description="Puts load on a server of `expertmesh serve`, and measures its answers.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument("address", metavar="ADDRESS", help="of the server, http://HOST:PORT")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with the options below")
+    parser.add_argument("--api-key-file", metavar="FILE", help="file whose first line is the key")
+    add_options(parser, LoadConfig)
+    return parser
+
+
+def _facts(address: str, key: str | None) -> dict[str, Any]:
+    """What the server says of its tokenizer."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        with urlopen(
+            Request(f"{address}/tokenizer_info", headers=headers), timeout=_PATIENCE_S
+        ) as answer:
+            facts: dict[str, Any] = json.loads(answer.read())
+    except (URLError, OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(
+            f"address {address}: gives no /tokenizer_info ({reason}); start a server with expertmesh serve"
+        ) from None
+    return facts

@@ -1,0 +1,35 @@
+"""What load `expertmesh bench serve` puts on a server."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from expertmesh.config.base import Config
+
+
+class LoadConfig(Config):
+    """Requests, when they come and how long they are; every field is an option of `expertmesh bench serve`."""
+
+    num_requests: int = Field(default=100, ge=1)
+    """Requests in all."""
+    rate: float | None = Field(default=None, gt=0)
+    """Requests per second, that come at random times (Poisson); none: as soon as concurrency allows."""
+    concurrency: int = Field(default=64, ge=1)
+    """Requests that are open at a time, at most."""
+    prompt_tokens: tuple[int, int] = (16, 128)
+    """Tokens of a prompt behind its prefix, from and to; each length is as likely."""
+    answer_tokens: tuple[int, int] = (16, 96)
+    """Tokens of an answer, from and to."""
+    prefix_tokens: int = Field(default=0, ge=0)
+    """Tokens with which a prompt begins, the same for all prompts of a prefix."""
+    num_prefixes: int = Field(default=1, ge=1)
+    """Different prefixes."""
+    seed: int = Field(default=0, ge=0)
+    """Of prompts, lengths and times."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("prompt_tokens", "answer_tokens"):
+            low, high = getattr(self, name)
+            self.require(1 <= low <= high, name, "must be two numbers, from and to", "write 16 128")
+        return self

@@ -1,0 +1,39 @@
+"""`make soak`: 200 streaming clients for a minute, three times, a third of which leave in the middle."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from tests.support.serving import make_run, served
+from tests.support.soak import lag_ms, rss, soak
+
+
+def main() -> None:
+    """Prints a line per round."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        folder = make_run(Path(place) / "tiny")
+        with served(folder, is_forked=False) as server:
+            soak(server, clients=options.clients, seconds=2)  # what is made once is made
+            print(f"memory before {rss(server) / 2**20:.0f} MiB")
+            for number in range(options.rounds):
+                one = soak(server, clients=options.clients, seconds=options.seconds, seed=number)
+                whole = sum(o.is_whole for o in one.outcomes)
+                cut = sum(o.is_cut for o in one.outcomes)
+                refused = sum(o.status == 429 for o in one.outcomes)
+                print(
+                    f"round {number}: {whole} whole, {cut} cut by the client, {refused} times 429, {len(one.strays)} else, "
+                    f"{whole / one.seconds:.1f} requests/s; held two steps later: {one.held:g}; memory "
+                    f"{one.rss_bytes / 2**20:.0f} MiB; loop late at p99 {lag_ms(server):.0f} ms; clients took "
+                    f"{one.client_s:.1f} s of CPU in {one.seconds:.1f} s",
+                    flush=True,
+                )
+                assert not one.strays and not one.held, one.strays[:3]
+
+
+if __name__ == "__main__":
+    main()
