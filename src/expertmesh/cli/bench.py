@@ -58,6 +58,11 @@ def run(argv: list[str]) -> int:
             )
         check_least(options, ranks_per_node=1)
         target = None if options.plot is None else output_file("plot", options.plot)
+        if options.cluster is not None:
+            from expertmesh.costs.hardware import find_cluster
+
+            output_file("cluster", options.cluster)
+            find_cluster(options.cluster)
     import torch
 
     from expertmesh.comm.measure import fit, measure
@@ -84,6 +89,12 @@ def run(argv: list[str]) -> int:
         path = network_path(topology)
         save_network(path, network, [asdict(point) for point in points])
         print(f"kept in {path}")
+        if options.cluster is not None:
+            from expertmesh.cli.machine import with_links, write_cluster
+
+            per = max(map(nodes.count, nodes))
+            found = with_links(options.cluster, network, per)
+            print(f"links in {write_cluster(found, options.cluster)}")
         if target is not None:
             write_whole(target, plot(points))
             print(f"plot in {target}")
@@ -109,6 +120,11 @@ def _parser() -> OptionParser:
         help="bytes for each other rank, at most",
     )
     parser.add_argument("--plot", metavar="FILE", help="write the bandwidths as an SVG picture")
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="put the links into a cluster file, which expertmesh doctor --cluster FILE has written",
+    )
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="as --parallel.ranks-per-node"
     )

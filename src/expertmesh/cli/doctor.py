@@ -23,9 +23,13 @@ from expertmesh.cli.binding import (
 )
 from expertmesh.cli.flags import OptionParser
 from expertmesh.cli.launched import said_once
+from expertmesh.cli.program import Flags
 from expertmesh.comm.bind import numa_nodes, read_text
 from expertmesh.comm.cores import allowed_cores, cpu_quota, users_threads
 from expertmesh.config.base import is_launched, launched_rank
+from expertmesh.config.output_file import output_file
+from expertmesh.errors import Line as Text
+from expertmesh.errors import command
 
 PACKAGES = {
     "torch": "",
@@ -95,8 +99,18 @@ def run(argv: list[str]) -> int:
     parser.add_argument(
         "--topology", action="store_true", help="only what is known of links and plans, by topology"
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="only measure, with all ranks that torchrun started, and write a cluster file for plan",
+    )
     with said_once():
-        only_topology = parser.parse_args(argv).topology
+        options = parser.parse_args(argv)
+        if options.cluster is not None:
+            output_file("cluster", options.cluster)
+    if options.cluster is not None:
+        return _write_cluster(options.cluster)
+    only_topology = options.topology
     sections = {"Topologies": topologies} if only_topology else dict(SECTIONS)
     if is_launched() and not only_topology:
         bindings = _gather_bindings()
@@ -104,17 +118,41 @@ def run(argv: list[str]) -> int:
     if launched_rank()[0] > 0:
         return 0
     from rich.console import Console
-    from rich.text import Text
+    from rich.text import Text as Styled
 
     console = Console(width=shutil.get_terminal_size((WIDTH, 0)).columns)
     for title, look in sections.items():
-        console.print(Text(title, "bold"))
+        console.print(Styled(title, "bold"))
         for line in lines(look(), console.width):
-            text = Text(line.text)
+            text = Styled(line.text)
             text.stylize(_COLOURS[line.mark], *line.place)
             # as it is: brackets in a path are no markup, and a word that is too long is left to the terminal, not cut
             console.print(text, highlight=False, soft_wrap=True)
         console.print()
+    return 0
+
+
+def _write_cluster(path: str) -> int:
+    """Measures this machine, or the ranks that torchrun started, and writes a cluster file."""
+    import torch
+
+    from expertmesh.cli.machine import measured_cluster, name_of, write_cluster
+    from expertmesh.parallel.ranks import open_ranks
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with open_ranks(device_type=device, timeout_s=CONNECT_TIMEOUT_S) as ranks:
+        world = ranks.world
+        nodes = [0] if world is None else world.nodes()
+        found = measured_cluster(world, nodes, name_of(path))
+        if ranks.is_leader:
+            print(f"cluster of {found.num_gpus} in {write_cluster(found, path)}")
+            links = command(f"bench comm --cluster {path}")
+            if world is not None:
+                print(
+                    Flags("doctor").spell(
+                        Text(f"its links are assumed: {links} under torchrun measures them")
+                    )
+                )
     return 0
 
 

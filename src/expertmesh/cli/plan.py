@@ -31,7 +31,7 @@ def run(argv: list[str]) -> int:
             raise ConfigError(
                 f"--validate: compares the published rows, and plans no {options.model}; leave one out"
             )
-        return _validate()
+        return _validate(options.measured)
     if options.claims:
         from expertmesh.planner.table import claims_text
 
@@ -110,6 +110,11 @@ def _parser() -> OptionParser:
         help="fit the model's constants again, and compare all published rows",
     )
     parser.add_argument(
+        "--measured",
+        metavar="FILE",
+        help="your own measurements (TOML), on which it is fitted, too",
+    )
+    parser.add_argument(
         "--claims",
         action="store_true",
         help="speed-ups that Tutel and DeepSpeed claim, beside the model's, and what they assume",
@@ -131,6 +136,7 @@ def _plan(options: Any) -> int:
         states=options.states,
         pp=options.pp,
         vpp=options.vpp,
+        measured=options.measured,
     )
     print(found.text())
     if options.page is not None:
@@ -154,9 +160,10 @@ def _serve(options: Any) -> int:
     return 0
 
 
-def _validate() -> int:
+def _validate(measured: str | None) -> int:
+    from expertmesh.planner.own import own_points
     from expertmesh.planner.table import validation_text
     from expertmesh.planner.validation import validate
 
-    print(validation_text(validate()))
+    print(validation_text(validate(() if measured is None else own_points(measured))))
     return 0

@@ -75,6 +75,23 @@ class Device(Config):
         return self.hbm_gb_per_s * GB
 
 
+class Software(Config):
+    """What software reaches of a cluster's numbers, where that was measured there; what is none is as fitted on published rows."""
+
+    dense: float | None = Field(default=None, gt=0)
+    """Of the peak, large dense products."""
+    grouped: float | None = Field(default=None, gt=0)
+    """Of the peak, products of experts whose tiles are full."""
+    network: float | None = Field(default=None, gt=0)
+    """Of the links' bandwidth."""
+    element_bytes: float | None = Field(default=None, ge=0)
+    """Moved by element-wise kernels per token, layer and element of D, forward and backward."""
+    host_s: float | None = Field(default=None, ge=0)
+    """Of the CPU per layer and micro-batch, forward and backward."""
+    hidden: float | None = Field(default=None, ge=0, le=1)
+    """Of communication that could overlap, what does."""
+
+
 class Cluster(Config):
     """Equal devices in equal nodes.
 
@@ -99,6 +116,8 @@ class Cluster(Config):
     """Between nodes, per device."""
     host: HostLink = HostLink()
     """Between a device and its host."""
+    software: Software = Software()
+    """What software reaches of all this."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -55,6 +55,17 @@ class Efficiency:
     hidden: float = 0.768
 
 
+def efficiency_of(cluster: Cluster, usual: Efficiency | None = None) -> Efficiency:
+    """What software reaches on a cluster: what was measured there, and else what is usual.
+
+    Args:
+        cluster: where.
+        usual: None: as fitted on published rows.
+    """
+    given = {k: v for k, v in vars(cluster.software).items() if v is not None}
+    return replace(usual or Efficiency(), **given)
+
+
 USUAL = Efficiency(0.6, 0.6, 0.85, 130.0, 2e-3, 0.25, 0.85, 0.6)
 """What is known of each constant apart: measured products, NCCL tables, eager layers of PyTorch. A fit begins here, and is drawn here."""
 

@@ -1,35 +1,50 @@
 """The eight constants of the time model, fitted on named rows."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 from expertmesh.costs.step_time import BOUNDS, USUAL, Efficiency, RawStep, step_seconds
 from expertmesh.planner.published import Point
 
-MOST = 0.7
-"""A row's error beyond twice counts no more: one outlier decides nothing."""
+MOST, BEYOND = 0.7, 0.1
+"""Of a row's error beyond twice a tenth counts: one outlier decides nothing, and is not lost."""
 PRIOR = 0.05
 """Weight of the distance from `USUAL`, over the width of the bounds: rows cannot tell the constants apart."""
 _FIRST_STEP, _LAST_STEP = 0.3, 0.01
 
 
+Row = tuple[RawStep, float]
+"""What the model counts for a step at the hardware's peaks, and the seconds that it took."""
+Bounds = Mapping[str, tuple[float, float]]
+
+
 def fit(points: Sequence[Point]) -> Efficiency:
+    """The constants with the least mean error of rows of training throughput, within `BOUNDS`; see `fit_rows`."""
+    return fit_rows([(point.raw(), point.measured_s) for point in points])
+
+
+def fit_rows(
+    rows: Sequence[Row], *, usual: Efficiency = USUAL, bounds: Bounds = BOUNDS
+) -> Efficiency:
     """The constants with the least mean error (absolute logarithm), within their bounds.
 
-    A pattern search from `USUAL` over single constants and pairs: deterministic, about a second for 30 rows.
+    A pattern search over single constants and pairs: deterministic, about a second for 30 rows.
 
     Args:
-        points: rows of training throughput.
+        rows: see `Row`.
+        usual: where it begins, and what constants are drawn to.
+        bounds: of the constants that are fitted; others stay as they are.
     """
-    rows = [(point.raw(), point.measured_s) for point in points]
-    best, cost, step = USUAL, _cost(rows, USUAL), _FIRST_STEP
+    best, cost, step = usual, _cost(rows, usual, usual, bounds), _FIRST_STEP
+    moves = partial(_moves, bounds)
     while step > _LAST_STEP:
         has_moved = False
-        for move in _moves(step):
-            changed = _moved(best, move)
-            found = _cost(rows, changed)
+        for move in moves(step):
+            changed = _moved(best, move, bounds)
+            found = _cost(rows, changed, usual, bounds)
             if found < cost - 1e-6:
                 best, cost, has_moved = changed, found, True
         if not has_moved:
@@ -37,26 +52,27 @@ def fit(points: Sequence[Point]) -> Efficiency:
     return best
 
 
-def _moves(step: float) -> list[dict[str, float]]:
+def _moves(bounds: Bounds, step: float) -> list[dict[str, float]]:
     both = (1 + step, 1 / (1 + step))
-    moves = [{name: factor} for name in BOUNDS for factor in both]
-    for one, other in combinations(BOUNDS, 2):
+    moves = [{name: factor} for name in bounds for factor in both]
+    for one, other in combinations(bounds, 2):
         moves += [{one: a, other: b} for a in both for b in both]
     return moves
 
 
-def _moved(e: Efficiency, move: dict[str, float]) -> Efficiency:
+def _moved(e: Efficiency, move: Mapping[str, float], bounds: Bounds) -> Efficiency:
     values = {}
     for name, factor in move.items():
-        least, most = BOUNDS[name]
+        least, most = bounds[name]
         values[name] = min(most, max(least, getattr(e, name) * factor))
     return replace(e, **values)
 
 
-def _cost(rows: Sequence[tuple[RawStep, float]], e: Efficiency) -> float:
+def _cost(rows: Sequence[Row], e: Efficiency, usual: Efficiency, bounds: Bounds) -> float:
     errors = (abs(math.log(step_seconds(raw, e).total_s / measured)) for raw, measured in rows)
-    error = sum(min(each, MOST) for each in errors) / max(len(rows), 1)
+    counted = (min(each, MOST) + BEYOND * max(each - MOST, 0.0) for each in errors)
+    error = sum(counted) / max(len(rows), 1)
     return error + PRIOR * sum(
-        (math.log(getattr(e, name) / getattr(USUAL, name)) / math.log(most / least)) ** 2
-        for name, (least, most) in BOUNDS.items()
+        (math.log(getattr(e, name) / getattr(usual, name)) / math.log(most / least)) ** 2
+        for name, (least, most) in bounds.items()
     )

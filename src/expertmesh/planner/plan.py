@@ -8,11 +8,12 @@ from expertmesh.config.cluster import Cluster, Precision
 from expertmesh.costs.hardware import find_cluster, known_devices
 from expertmesh.costs.peak_memory import GIB
 from expertmesh.costs.rank_layout import States, Workload
-from expertmesh.costs.step_time import Efficiency
+from expertmesh.costs.step_time import efficiency_of
 from expertmesh.errors import ConfigError, named
 from expertmesh.models.gpt.config import GPTRunConfig
 from expertmesh.planner.answer import Answer
 from expertmesh.planner.model import PlannedModel, planned_model
+from expertmesh.planner.own import own_points
 from expertmesh.planner.search import (
     Candidate,
     Goal,
@@ -24,6 +25,7 @@ from expertmesh.planner.search import (
     with_batch,
 )
 from expertmesh.planner.table import plan_text
+from expertmesh.planner.validation import validate
 
 IMBALANCE = 1.15
 """Rows of the fullest rank over the mean in natural routing: 1.1 to 1.25 (docs/planner.md)."""
@@ -54,6 +56,7 @@ def plan(
     states: States = "ours",
     pp: int = 1,
     vpp: int = 1,
+    measured: str | Path | None = None,
 ) -> Plan:
     """What a model costs on a cluster: the best layouts, memory and time by part, days and price. Imports no torch.
 
@@ -68,6 +71,7 @@ def plan(
         states: what is kept of each parameter; what is not "ours" cannot be run by this project.
         pp: stages of a pipeline, to reproduce published runs; this project has none.
         vpp: virtual stages of each.
+        measured: a TOML file of your own measurements, on which the constants are fitted again (docs/planner.md).
 
     Returns:
         A `Plan`; `print(plan)` shows it.
@@ -85,6 +89,9 @@ def plan(
     problem, guesses = _problem(
         found, where, tokens_per_batch, max_context, imbalance, states, pp, vpp
     )
+    if measured is not None:
+        refitted = validate(own_points(str(measured))).efficiency
+        problem = replace(problem, efficiency=efficiency_of(where, refitted))
     if goal not in get_args(Goal):
         raise ConfigError("goal", goal, f"must be one of {', '.join(get_args(Goal))}", "choose one")
     if tokens is not None:
@@ -153,7 +160,7 @@ def _problem(
             cluster,
             work,
             batch,
-            Efficiency(),
+            efficiency_of(cluster),
             num_heads=_heads(model),
             pp_degree=pp,
             virtual_stages=vpp,

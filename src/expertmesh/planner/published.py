@@ -14,10 +14,10 @@ from expertmesh.costs.sizes import ModelSizes, sizes_of_hub
 from expertmesh.costs.step_time import RawStep, raw_step
 
 _USUAL_SEQ = 4096
-_RENAMED = {"tp": "tp_degree", "pp": "pp_degree", "vpp": "virtual_stages", "cp": "cp_degree"}
-_RENAMED |= {"ep": "route_degree", "mbs": "micro_batch", "overlap": "overlap_degree"}
-_OF_LAYOUT = set(RankLayout.__dataclass_fields__) - {"num_ranks", "accumulation"}
-_OF_WORK = set(Workload.__dataclass_fields__) - {"seq_len"}
+RENAMED = {"tp": "tp_degree", "pp": "pp_degree", "vpp": "virtual_stages", "cp": "cp_degree"}
+RENAMED |= {"ep": "route_degree", "mbs": "micro_batch", "overlap": "overlap_degree"}
+OF_LAYOUT = set(RankLayout.__dataclass_fields__) - {"num_ranks", "accumulation"}
+OF_WORK = set(Workload.__dataclass_fields__) - {"seq_len"}
 
 
 @dataclass(frozen=True)
@@ -94,29 +94,32 @@ def published_serving() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def point_of(name: str, values: Mapping[str, Any]) -> Point:
+def point_of(name: str, values: Mapping[str, Any], sizes: ModelSizes | None = None) -> Point:
     """A row of the table as a point.
 
     Args:
         name: of the row.
         values: its settings.
+        sizes: of its model; None: of the model of the table that it names.
     """
     v = {**_table()["settings"][values["settings"]], **values}
-    v = {_RENAMED.get(key, key): value for key, value in v.items()}
-    model = dict(_table()["models"][v["model"]])
-    if "num_experts" in v:
-        model["num_experts"] = v["num_experts"]
+    v = {RENAMED.get(key, key): value for key, value in v.items()}
+    if sizes is None:
+        model = dict(_table()["models"][v["model"]])
+        if "num_experts" in v:
+            model["num_experts"] = v["num_experts"]
+        sizes = sizes_of_hub(model)
     cluster = find_cluster(v["cluster"])
-    given = {key: v[key] for key in _OF_LAYOUT if key in v}
+    given = {key: v[key] for key in OF_LAYOUT if key in v}
     layout = RankLayout(num_ranks=cluster.num_gpus, **given)
     per_pass = layout.dp_degree * layout.micro_batch
     layout = replace(layout, accumulation=v["gbs"] // per_pass)
-    work = Workload(v.get("seq", _USUAL_SEQ), **{key: v[key] for key in _OF_WORK if key in v})
+    work = Workload(v.get("seq", _USUAL_SEQ), **{key: v[key] for key in OF_WORK if key in v})
     return Point(
         name=name,
         source=v["source"],
         model=v["model"],
-        sizes=sizes_of_hub(model),
+        sizes=sizes,
         cluster=cluster,
         layout=layout,
         work=work,

@@ -7,6 +7,7 @@ from expertmesh.costs.peak_memory import GIB, PeakMemory
 from expertmesh.costs.step_time import StepSeconds
 from expertmesh.planner.answer import ERROR_BAR, Answer
 from expertmesh.planner.claims import claims
+from expertmesh.planner.configured import as_configured
 from expertmesh.planner.search import Candidate
 from expertmesh.planner.serve import ServePlan, Serving
 from expertmesh.planner.validation import Judged, Summary, Validation
@@ -129,6 +130,7 @@ def plan_text(plan: Answer) -> str:
         "",
         *_side_by_side(_memory_lines(best.memory), _time_lines(best.seconds)),
     ]
+    lines += _as_configured(plan)
     others = plan.front
     if len(others) > 1:
         lines += ["", "less memory takes longer:"]
@@ -138,6 +140,17 @@ def plan_text(plan: Answer) -> str:
     lines += ["", "guessed:"]
     lines += [f"  {guess}" for guess in plan.guesses]
     return "\n".join(lines)
+
+
+def _as_configured(plan: Answer) -> list[str]:
+    """What the recipe or run costs as it stands, where that is another layout."""
+    config, best = plan.model.config, plan.best
+    own = None if config is None else as_configured(config, plan.problem)
+    if own is None or own.layout == best.layout:
+        return []
+    memory = f"{own.memory.device_bytes / GIB:,.1f} GiB"
+    fits = memory if own.fits else f"{memory}, which does not fit"
+    return ["", f"as configured: {layout_text(own)}: {_seconds(own.seconds.total_s)}, {fits}"]
 
 
 def layout_text(candidate: Candidate) -> str:

@@ -17,6 +17,9 @@ from expertmesh.planner.published import (
 )
 from expertmesh.planner.serve import Serving
 
+OWN_WEIGHT = 5
+"""Times that a user's own row counts in the fit."""
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -120,7 +123,8 @@ def validate(own: Sequence[Point] = ()) -> Validation:
         True
     """
     points = (*published_points(), *own)
-    efficiency = fit([point for point in points if point.is_fitted])
+    # One's own machine counts more than others'.
+    efficiency = fit([p for p in points if p.is_fitted] + [*own] * (OWN_WEIGHT - 1))
 
     def judged(rows: Sequence[Point]) -> tuple[Judged, ...]:
         return tuple(Judged(row, predicted(row, efficiency)) for row in rows)

@@ -1,0 +1,171 @@
+"""Predictions on this machine against runs: 12 small models on 1, 2 and 4 gloo ranks, after doctor --cluster and bench comm.
+
+    python -m benchmarks.plan_here --output benchmarks/results/plan_here_cpu_202611.json
+
+Each number of ranks is measured right before its runs, because other programs may compute beside them.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+from benchmarks.markdown import markdown_table
+
+import expertmesh as em
+from expertmesh.costs.hardware import find_cluster
+from expertmesh.planner.configured import as_configured
+from expertmesh.planner.plan import plan
+
+STEPS = 14
+COMMON = {
+    "train.steps": STEPS,
+    "train.dtype": "float32",
+    "train.eval_every": 1000,
+    "train.eval_batches": 1,
+    "train.tensorboard": False,
+    "optim.name": "adamw",
+    "parallel.num_threads": 1,
+}
+MODELS = {
+    "narrow": {
+        "model.dim": 128,
+        "model.num_heads": 4,
+        "model.num_layers": 4,
+        "model.moe.hidden_dim": 128,
+        "train.batch_size": 16,
+    },
+    "wide": {
+        "model.dim": 256,
+        "model.num_heads": 4,
+        "model.num_layers": 2,
+        "model.moe.hidden_dim": 512,
+        "model.moe.num_experts": 8,
+        "train.batch_size": 16,
+    },
+    "long": {
+        "model.dim": 128,
+        "model.num_heads": 4,
+        "model.num_layers": 2,
+        "model.max_seq_len": 256,
+        "data.seq_len": 256,
+        "model.moe.num_experts": 16,
+        "model.moe.hidden_dim": 128,
+        "train.batch_size": 8,
+    },
+    "gathered": {
+        "model.dim": 192,
+        "model.num_heads": 4,
+        "model.num_layers": 3,
+        "model.moe.num_experts": 8,
+        "model.moe.hidden_dim": 192,
+        "train.batch_size": 16,
+        "parallel.route_degree": 1,
+    },
+}
+RANKS = (1, 2, 4)
+
+
+def config_of(name, folder):
+    changes = COMMON | MODELS[name] | {"train.run_dir": str(folder)}
+    return em.recipe("gpt-moe-test", changes)
+
+
+def started(number, words, **options):
+    """A program on so many ranks."""
+    launch = [sys.executable]
+    if number > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
+    done = subprocess.run([*launch, "-m", *words], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def work(path):
+    """What a rank does: a small training so that all is loaded, then the one that is measured."""
+    given = json.loads(Path(path).read_text())
+    folder = Path(given["folder"])
+    em.train(
+        config_of("narrow", folder / "first").updated({"train.steps": 2, "optim.warmup_steps": 1}),
+        quiet=True,
+    )
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    em.train(config_of(given["model"], folder / "run"), quiet=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if os.environ.get("RANK", "0") == "0":
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line) for line in lines]
+        times = [s["tokens_per_second"] for s in steps[3:]]
+        found = {"tokens_per_s": median(times), "bytes": peak - before}
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+def measured(name, number):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "case.json"
+        path.write_text(json.dumps({"model": name, "folder": folder}))
+        started(number, ["benchmarks.plan_here", "--work", str(path)])
+        return json.loads((Path(folder) / "found.json").read_text())
+
+
+def cluster_of(number, folder):
+    path = folder / f"ranks{number}.toml"
+    started(number, ["expertmesh", "doctor", "--cluster", str(path)])
+    if number > 1:
+        started(number, ["expertmesh", "bench", "comm", "--cluster", str(path)])
+    return find_cluster(str(path))
+
+
+def rows():
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in RANKS:
+            for name in MODELS:
+                cluster = cluster_of(number, Path(folder))
+                config = config_of(name, Path(folder) / "x")
+                problem = plan(config, cluster=cluster, imbalance=1.1).problem
+                said = as_configured(config, problem)
+                was = measured(name, number)
+                step = config.train.batch_size * config.data.seq_len / was["tokens_per_s"]
+                found.append(
+                    {
+                        "model": name,
+                        "ranks": number,
+                        "step ms": 1e3 * step,
+                        "predicted ms": 1e3 * said.seconds.total_s,
+                        "error": said.seconds.total_s / step - 1,
+                        "MiB": was["bytes"] / 2**20,
+                        "predicted MiB": said.memory.live_bytes / 2**20,
+                        "memory error": said.memory.live_bytes / was["bytes"] - 1,
+                    }
+                )
+                print(found[-1], file=sys.stderr, flush=True)
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--work")
+    parser.add_argument("--output")
+    options = parser.parse_args()
+    if options.work:
+        work(options.work)
+        return
+    found = rows()
+    errors = [abs(row["error"]) for row in found]
+    memory = [abs(row["memory error"]) for row in found]
+    print(markdown_table(found))
+    print(
+        f"\nmedian error of time {100 * median(errors):.0f} %, of memory {100 * median(memory):.0f} %"
+    )
+    if options.output:
+        Path(options.output).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""A cluster file of the machine that runs: what its ranks reach while all of them compute. `bench comm` fills in its links."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from expertmesh.config.base import expanded
+from expertmesh.config.cluster import GB, GIB, TERA, Cluster, Device, HostLink, LinkSpeed, Software
+from expertmesh.config.moe import MoEConfig
+from expertmesh.config.output_file import output_file, write_whole
+from expertmesh.costs.communication import Network
+from expertmesh.costs.hardware import find_cluster, known_devices
+from expertmesh.costs.rank_layout import RankLayout, Workload
+from expertmesh.costs.step_time import Efficiency, raw_step
+from expertmesh.models.gpt.config import ModelConfig
+from expertmesh.models.gpt.sizes import sizes_of
+from expertmesh.planner.fit import fit_rows
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from expertmesh.comm.world import World
+
+_PIECE_S, _STEPS = 0.2, 5
+CALIBRATION = (
+    (ModelConfig(dim=64, num_layers=2, num_heads=2, ffn_hidden_dim=128, vocab_size=512), 2, 64),
+    (ModelConfig(dim=128, num_layers=4, num_heads=4, ffn_hidden_dim=256, vocab_size=512), 8, 128),
+    (
+        ModelConfig(
+            dim=256,
+            num_layers=2,
+            num_heads=4,
+            ffn_hidden_dim=1024,
+            vocab_size=1024,
+            moe=MoEConfig(num_experts=()),
+        ),
+        8,
+        128,
+    ),
+    (
+        ModelConfig(
+            dim=256,
+            num_layers=2,
+            num_heads=4,
+            vocab_size=1024,
+            moe=MoEConfig(num_experts=(8,), hidden_dim=512),
+        ),
+        8,
+        128,
+    ),
+)
+"""Models with sequences and their length, whose steps tell what launches and element-wise work cost on this machine."""
+CPU_BOUNDS = {
+    "dense": (0.2, 1.2),
+    "grouped": (0.1, 1.2),
+    "element_bytes": (10.0, 3000.0),
+    "host_s": (1e-5, 0.2),
+}
+CPU_USUAL = Efficiency(
+    dense=0.8, grouped=0.6, network=1.0, element_bytes=200.0, host_s=2e-3, hidden=0.3
+)
+
+
+def measured_cluster(world: "World | None", nodes: list[int], name: str) -> Cluster:
+    """What the ranks of this world reach, all of them at once: of each number the least.
+
+    Args:
+        world: the ranks; None: this process alone.
+        nodes: the node of each rank.
+        name: of the cluster.
+    """
+    import torch
+
+    is_gpu = torch.cuda.is_available()
+    own = _gpu() if is_gpu else _cpu(max(map(nodes.count, nodes)))
+    own = {key: _least(world, value) for key, value in own.items()}
+    number, per_node = len(nodes), max(map(nodes.count, nodes))
+    known = _known_gpu() if is_gpu else "cpu"
+    usual = find_cluster(f"{known}x1")
+    device = usual.device.model_copy(
+        update={
+            "memory_gib": own["memory_gib"],
+            "bf16_tflops": own["bf16_tflops"],
+            "tf32_tflops": own["tf32_tflops"],
+            "hbm_gb_per_s": own["hbm_gb_per_s"],
+            "sources": ("measured by expertmesh doctor",),
+        }
+    )
+    cluster = Cluster(
+        name=name,
+        num_gpus=number,
+        device=device,
+        ranks_per_node=per_node,
+        inside=usual.inside,
+        across=usual.across,
+        host=usual.host,
+    )
+    if is_gpu:
+        return cluster
+    found = _calibrated(cluster, world)
+    return cluster.model_copy(update={"software": found})
+
+
+def _least(world: "World | None", value: float) -> float:
+    if world is None:
+        return value
+    import torch
+
+    from expertmesh.comm.collectives import all_gather
+
+    number = torch.tensor([value], dtype=torch.float64, device=world.device_type)
+    return float(all_gather(number, world.everyone(), where="what ranks reach").min())
+
+
+def _repeated(run: Callable[[], object], is_gpu: bool) -> float:
+    """The median time of some work, in seconds."""
+    import torch
+
+    times: list[float] = []
+    run()
+    ends = time.perf_counter() + _PIECE_S
+    while len(times) < 3 or time.perf_counter() < ends:
+        if is_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def _products(size: int, dtype: Any, device: str) -> float:
+    """Operations per second of a square product, in 1e12."""
+    import torch
+
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2 * size**3 / _repeated(lambda: a @ b, device == "cuda") / TERA
+
+
+def _bandwidth(num_bytes: int, device: str) -> float:
+    """Of reading two and writing one of three arrays, in 1e9 bytes per second."""
+    import torch
+
+    x, y = (torch.ones(num_bytes // 4, device=device) for _ in range(2))
+    return 3 * num_bytes / _repeated(lambda: torch.add(x, y, out=x), device == "cuda") / GB
+
+
+def _cpu(per_node: int) -> dict[str, float]:
+    import torch
+
+    text = Path("/proc/meminfo").read_text()
+    total = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("MemTotal"))
+    return {
+        "memory_gib": total / 2**20 / per_node,
+        "bf16_tflops": _products(512, torch.bfloat16, "cpu"),
+        "tf32_tflops": _products(512, torch.float32, "cpu"),
+        "hbm_gb_per_s": _bandwidth(1 << 26, "cpu"),
+    }
+
+
+def _gpu() -> dict[str, float]:
+    """Peaks are the vendor's: of these the fitted constants are shares."""
+    import torch
+
+    usual = find_cluster(f"{_known_gpu()}x1").device
+    return {
+        "memory_gib": torch.cuda.get_device_properties(0).total_memory / GIB,
+        "bf16_tflops": usual.bf16_tflops,
+        "tf32_tflops": usual.tf32_tflops,
+        "hbm_gb_per_s": usual.hbm_gb_per_s,
+    }
+
+
+def _known_gpu() -> str:
+    """The device of hardware.toml that is most like this one: by its name, and of several by its memory."""
+    import torch
+
+    name = torch.cuda.get_device_name().lower()
+    memory = torch.cuda.get_device_properties(0).total_memory / GIB
+    alike = [key for key in known_devices() if key.partition("-")[0] in name] or ["h100"]
+    return min(alike, key=lambda key: abs(known_devices()[key]["memory_gib"] - memory))
+
+
+def _calibrated(cluster: Cluster, world: "World | None") -> Software:
+    """Constants that fit the steps of some small models on one rank, while the others do the same."""
+    alone = cluster.model_copy(update={"num_gpus": 1, "ranks_per_node": 1})
+    rows = []
+    for config, sequences, length in CALIBRATION:
+        work = Workload(length, precision="float32", stack="eager")
+        layout = RankLayout(1, micro_batch=sequences)
+        raw = raw_step(sizes_of(config), layout, work, alone)
+        rows.append((raw, _least(world, _step_s(config, sequences, length))))
+    e = fit_rows(rows, usual=CPU_USUAL, bounds=CPU_BOUNDS)
+    given = {name: getattr(e, name) for name in CPU_BOUNDS}
+    return Software(**given, network=1.0, hidden=CPU_USUAL.hidden)
+
+
+def _step_s(config: ModelConfig, sequences: int, length: int) -> float:
+    """The median time of a step of a GPT with AdamW in FP32."""
+    import torch
+
+    from expertmesh.models.gpt.model import GPT
+
+    model: nn.Module = GPT(config, device="cpu", seed=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(config.vocab_size, (sequences, length + 1))
+    times = []
+    for _ in range(_STEPS + 2):
+        began = time.perf_counter()
+        logits = model(ids[:, :-1]).logits_BSV
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+    return median(times[2:])
+
+
+def with_links(path: str, network: Network, per_node: int) -> Cluster:
+    """A cluster file's cluster with measured links, those that were not measured as they were.
+
+    Args:
+        path: of the file.
+        network: measured.
+        per_node: ranks that share a node's link.
+    """
+    from expertmesh.costs.communication import assumed_links
+
+    cluster, assumed = find_cluster(path), assumed_links(network)
+    links = {
+        "inside": (network.inside.latency_s, network.inside.bytes_per_s / GB),
+        "across": (network.across.latency_s, network.across.bytes_per_s / per_node / GB),
+    }
+    measured = {
+        name: LinkSpeed(latency_s=latency, gb_per_s=rate)
+        for name, (latency, rate) in links.items()
+        if name not in assumed
+    }
+    return cluster.model_copy(update=measured)
+
+
+def write_cluster(cluster: Cluster, path: str) -> Path:
+    """Write a cluster file.
+
+    Args:
+        cluster: that it describes.
+        path: of the file.
+
+    Raises:
+        ConfigError: it cannot be a file.
+        OSError: it cannot be written.
+    """
+    target = output_file("cluster", path)
+    write_whole(target, cluster_toml(cluster))
+    return target
+
+
+def cluster_toml(cluster: Cluster) -> str:
+    """A cluster as TOML, which `find_cluster` reads."""
+    lines = [
+        f'name = "{cluster.name}"',
+        f"num_gpus = {cluster.num_gpus}",
+        f"ranks_per_node = {cluster.ranks_per_node}",
+    ]
+    for name in ("device", "inside", "across", "host", "software"):
+        section: Device | LinkSpeed | HostLink | Software = getattr(cluster, name)
+        lines += ["", f"[{name}]"]
+        for key, value in section.model_dump().items():
+            if value is not None and value != ():
+                lines.append(f"{key} = {_toml(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else f"{value:.6g}"
+
+
+def name_of(path: str) -> str:
+    """Of a cluster: its file's, without what is no name."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in expanded(path).stem)

@@ -1,0 +1,96 @@
+"""A user's own measurements, which the constants are fitted on beside the published ones."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from expertmesh.config.base import expanded
+from expertmesh.errors import ConfigError
+from expertmesh.planner.model import planned_model
+from expertmesh.planner.published import (
+    OF_LAYOUT,
+    OF_WORK,
+    RENAMED,
+    Point,
+    point_of,
+    published_models,
+)
+
+
+def own_points(path: str) -> tuple[Point, ...]:
+    """A user's measurements from a TOML file with sections `points.NAME`, which have the fields of published.toml's rows.
+
+    `model` may be a recipe, a run or a config.json, too, and `cluster` a file; `settings` may be left out. All are fitted on.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        ConfigError: it cannot be read, or a row lacks a field or has a wrong one.
+
+    Example:
+        A file with one row::
+
+            [points.mine]
+            model = "qwen3-30b"
+            cluster = "h100x8"
+            measured = 9000          # tokens per second and GPU
+            ep = 8
+            mbs = 2
+            gbs = 512
+    """
+    where = f"measured={path}"
+    try:
+        found = tomllib.loads(expanded(path).read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("measured", path, "does not exist", "check the path") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError("measured", path, f"is no TOML file ({reason})", "correct it") from None
+    rows = found.get("points")
+    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+        raise ConfigError("measured", path, "has no sections points.NAME", "write one for each row")
+    return tuple(_own_point(where, name, row) for name, row in rows.items())
+
+
+_NEEDED = ("model", "cluster", "measured", "mbs", "gbs")
+
+
+def _own_point(where: str, name: str, row: Mapping[str, Any]) -> Point:
+    for field in _NEEDED:
+        if field not in row:
+            raise ConfigError(
+                f"{where}: points.{name} has no {field}; a row needs {', '.join(_NEEDED)}"
+            )
+    own = {*_NEEDED, "source", "settings", "unit", "guess", "cause", "seq", "num_experts"}
+    allowed = {*own, *RENAMED, *(OF_LAYOUT - set(RENAMED.values())), *OF_WORK}
+    for field, value in row.items():
+        if field not in allowed:
+            near = difflib.get_close_matches(field, allowed, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(allowed))}"
+            raise ConfigError(f"{where}: points.{name} has {field}, which no row has; {hint}")
+        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+            raise ConfigError(
+                f"{where}: points.{name}, {field} {value}: must be above 0; correct it"
+            )
+    if row.get("unit", "tokens_per_s") not in ("tokens_per_s", "tflops"):
+        raise ConfigError(
+            f"{where}: points.{name}, unit {row['unit']}: must be tokens_per_s or tflops; choose one"
+        )
+    usual = {"source": "own", "settings": "automodel", "fit": True}
+    try:
+        sizes = None if row["model"] in published_models() else planned_model(row["model"]).sizes
+        point = point_of(name, {**usual, **row}, sizes)
+    except (TypeError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{where}: points.{name} has a field of a wrong type or value ({error}); correct it"
+        ) from None
+    layout = point.layout
+    if layout.accumulation < 1 or layout.stage_ranks % layout.route_degree:
+        raise ConfigError(
+            f"{where}: points.{name}: its degrees or its batch do not fit {layout.num_ranks} devices; correct them"
+        )
+    return point

@@ -1,0 +1,144 @@
+"""A user's measurements are added to the fit; what a run costs as it is configured."""
+
+import pytest
+
+import expertmesh as em
+from expertmesh.cli import main as front
+from expertmesh.cli.machine import cluster_toml, with_links
+from expertmesh.costs.communication import Link, Network
+from expertmesh.costs.hardware import find_cluster
+from expertmesh.costs.rank_layout import RankLayout
+from expertmesh.errors import ConfigError
+from expertmesh.models.registry import recipe
+from expertmesh.planner.configured import as_configured, layout_of
+from expertmesh.planner.own import own_points
+from expertmesh.planner.validation import validate
+
+ROW = """
+[points.{name}]
+model = "{model}"
+cluster = "h100x8"
+measured = {measured}
+ep = 8
+mbs = 2
+gbs = 64
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(text):
+        path = tmp_path / "own.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_own_rows_move_the_constants_towards_them(written):
+    usual = validate()
+    slow = own_points(
+        written(
+            "".join(ROW.format(name=f"a{n}", model="qwen3-30b", measured=3000) for n in range(3))
+        )
+    )
+    found = validate(slow)
+
+    def error(validation):
+        rows = [row for row in validate_rows(validation, slow) if row is not None]
+        return max(abs(r) for r in rows)
+
+    assert len(found.throughput) == len(usual.throughput) + 3
+    assert found.efficiency != usual.efficiency
+    assert error(found) < error(usual)
+
+
+def validate_rows(validation, points):
+    from expertmesh.costs.step_time import step_seconds
+
+    for point in points:
+        seconds = step_seconds(point.raw(), validation.efficiency).total_s
+        yield seconds / point.measured_s - 1
+
+
+def test_own_rows_take_recipes_and_change_plans(written, capsys):
+    path = written(
+        ROW.format(name="mine", model="gpt-moe-1b", measured=1000).replace("ep = 8", "ep = 1")
+    )
+    assert own_points(path)[0].sizes.num_parameters == 986_258_688
+    words = ["plan", "gpt-moe-1b", "--cluster", "h100x8", "--tokens-per-batch", "131072"]
+    assert front.main(words) == 0
+    usual = capsys.readouterr().out
+    assert front.main([*words, "--measured", path]) == 0
+    assert capsys.readouterr().out != usual
+    assert front.main(["plan", "--validate", "--measured", path]) == 0
+    assert "mine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "has no sections points.NAME"),
+        ("[points.a]\n", "has no model"),
+        (ROW.format(name="a", model="qwen3-30b", measured=-1), "must be above 0"),
+        (ROW.format(name="a", model="qwen", measured=1), "no recipe, run or config.json"),
+        (ROW.format(name="a", model="qwen3-30b", measured=1) + "overlaps = 8\n", "did you mean overlap?"),
+        (ROW.format(name="a", model="qwen3-30b", measured=1) + 'unit = "miles"\n', "tflops"),
+        (
+            ROW.format(name="a", model="qwen3-30b", measured=1).replace("gbs = 64", "gbs = 4"),
+            "do not fit 8 devices",
+        ),
+        (
+            ROW.format(name="a", model="qwen3-30b", measured=1).replace("mbs = 2", 'mbs = "b"'),
+            "wrong type",
+        ),
+        ("[points\n", "is no TOML file"),
+    ],
+)
+def test_a_wrong_row_is_one_line(written, text, said):
+    with pytest.raises(ConfigError) as caught:
+        own_points(written(text))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_run_as_it_is_configured():
+    config = recipe(
+        "gpt-1.3b-moe128",
+        {
+            "train.micro_batch_size": 128,
+            "parallel.route_degree": 8,
+            "parallel.zero_stage": 2,
+            "parallel.overlap_degree": 2,
+        },
+    )
+    expected = RankLayout(
+        64,
+        route_degree=8,
+        zero_stage=2,
+        overlap_degree=2,
+        checkpointing="full",
+        micro_batch=2,
+        accumulation=4,
+    )
+    assert layout_of(config, 64) == expected
+    assert layout_of(config, 48) is None
+    found = em.plan(config, cluster="h100x64")
+    own = as_configured(config, found.problem)
+    assert own.layout == expected
+    assert "as configured: zero 2, route 8, overlap 2, checkpointing, 2 x 4" in found.text()
+
+
+def test_a_cluster_file_is_read_as_it_was_written(written):
+    cluster = find_cluster("a100-80x16").model_copy(update={"name": "mine"})
+    assert find_cluster(written(cluster_toml(cluster))) == cluster
+    network = Network(Link(3e-6, 1.5e11), Link(7e-6, 8e10))
+    found = with_links(written(cluster_toml(cluster)), network, 8)
+    assert (found.inside.gb_per_s, found.across.gb_per_s) == (150, 10)
+    assert (found.inside.latency_s, found.across.latency_s) == (3e-6, 7e-6)
+
+
+def test_measured_software_replaces_the_fitted(written):
+    text = 'device = "h100"\nnum_gpus = 8\n[software]\nhost_s = 0.5\n'
+    slow = em.plan("gpt-moe-1b", cluster=written(text))
+    assert slow.best.problem.efficiency.host_s == 0.5
+    assert slow.best.tokens_per_s < em.plan("gpt-moe-1b", cluster="h100x8").best.tokens_per_s
