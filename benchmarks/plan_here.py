@@ -8,7 +8,6 @@ Each number of ranks is measured right before its runs, because other programs m
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -86,22 +85,32 @@ def started(number, words, **options):
     return done.stdout
 
 
+def most_allocated(profile):
+    """The largest number of bytes that were allocated at once, from the profiler's records of each allocation."""
+    now = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
 def work(path):
-    """What a rank does: a small training so that all is loaded, then the one that is measured."""
+    """What a rank does: a training whose shortest step counts, and a short one whose allocations are counted."""
+    import torch
+
     given = json.loads(Path(path).read_text())
-    folder = Path(given["folder"])
-    em.train(
-        config_of("narrow", folder / "first").updated({"train.steps": 2, "optim.warmup_steps": 1}),
-        quiet=True,
-    )
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    em.train(config_of(given["model"], folder / "run"), quiet=True)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    folder, name = Path(given["folder"]), given["model"]
+    em.train(config_of(name, folder / "run"), quiet=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        short = {"train.steps": 2, "optim.warmup_steps": 1}
+        em.train(config_of(name, folder / "short").updated(short), quiet=True)
     if os.environ.get("RANK", "0") == "0":
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-        steps = [json.loads(line) for line in lines]
-        times = [s["tokens_per_second"] for s in steps[3:]]
-        found = {"tokens_per_s": median(times), "bytes": peak - before}
+        rates = [json.loads(line)["tokens_per_second"] for line in lines][3:]
+        found = {"best": max(rates), "median": median(rates), "bytes": most_allocated(profile)}
         (folder / "found.json").write_text(json.dumps(found))
 
 
@@ -131,12 +140,14 @@ def rows():
                 problem = plan(config, cluster=cluster, imbalance=1.1).problem
                 said = as_configured(config, problem)
                 was = measured(name, number)
-                step = config.train.batch_size * config.data.seq_len / was["tokens_per_s"]
+                tokens = config.train.batch_size * config.data.seq_len
+                step = tokens / was["best"]
                 found.append(
                     {
                         "model": name,
                         "ranks": number,
-                        "step ms": 1e3 * step,
+                        "shortest step ms": 1e3 * step,
+                        "median step ms": 1e3 * tokens / was["median"],
                         "predicted ms": 1e3 * said.seconds.total_s,
                         "error": said.seconds.total_s / step - 1,
                         "MiB": was["bytes"] / 2**20,

@@ -82,7 +82,10 @@ def test_own_rows_take_recipes_and_change_plans(written, capsys):
         ("[points.a]\n", "has no model"),
         (ROW.format(name="a", model="qwen3-30b", measured=-1), "must be above 0"),
         (ROW.format(name="a", model="qwen", measured=1), "no recipe, run or config.json"),
-        (ROW.format(name="a", model="qwen3-30b", measured=1) + "overlaps = 8\n", "did you mean overlap?"),
+        (
+            ROW.format(name="a", model="qwen3-30b", measured=1) + "overlaps = 8\n",
+            "did you mean overlap?",
+        ),
         (ROW.format(name="a", model="qwen3-30b", measured=1) + 'unit = "miles"\n', "tflops"),
         (
             ROW.format(name="a", model="qwen3-30b", measured=1).replace("gbs = 64", "gbs = 4"),

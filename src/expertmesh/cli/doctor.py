@@ -142,7 +142,7 @@ def _write_cluster(path: str) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with open_ranks(device_type=device, timeout_s=CONNECT_TIMEOUT_S) as ranks:
         world = ranks.world
-        nodes = [0] if world is None else world.nodes()
+        nodes = [0] if world is None else list(world.nodes())
         found = measured_cluster(world, nodes, name_of(path))
         if ranks.is_leader:
             print(f"cluster of {found.num_gpus} in {write_cluster(found, path)}")
