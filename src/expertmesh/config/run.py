@@ -14,6 +14,7 @@ Frozen = Literal["experts", "router"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "wsd"]
+StateDtype = Literal["float32", "bfloat16", "int8", "fp16-scaled"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Resume = Literal["auto", "never", "required"]
 Bind = Literal["auto", "off"]
@@ -76,6 +77,8 @@ class OptimConfig(Config):
     """Decay of matrices; norms, biases and embeddings are not decayed."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm."""
+    state_dtype: StateDtype = "float32"
+    """Moments of large tensors: float32 (the parameters' own), bfloat16, int8 with a scale per block, fp16-scaled with one per tensor, as fairseq's fp16-adam-stats."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from expertmesh.config.run import Optimizer, ParallelConfig
+from expertmesh.config.run import Optimizer, ParallelConfig, StateDtype
+from expertmesh.layout.moments import moment_bytes
 from expertmesh.layout.spec import ModelSpec, Parameter
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -46,6 +47,27 @@ def num_moments(parameter: Parameter, optimizer: Optimizer) -> int:
     return 1 if optimizer == "muon" and parameter.is_matrix else 2
 
 
+def optimizer_bytes(
+    parameter: Parameter,
+    part: Sequence[int],
+    *,
+    optimizer: Optimizer,
+    state_dtype: StateDtype,
+    master: int,
+) -> int:
+    """Bytes of an optimiser's moments of a part of a parameter.
+
+    Args:
+        parameter: it.
+        part: sizes of the part.
+        optimizer: which one.
+        state_dtype: of its moments.
+        master: bytes of an element of the parameter.
+    """
+    each = moment_bytes(parameter.shape, part, state_dtype, master=master)
+    return num_moments(parameter, optimizer) * each
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of the parameters of one rank of a training run, the rank that has most.
@@ -82,11 +104,12 @@ def rank_memory(
     num_ranks: int,
     dtype: str = "float32",
     optimizer: Optimizer = "adamw",
+    state_dtype: StateDtype = "float32",
 ) -> RankMemory:
     """Memory of parameters, gradients and optimiser state on each rank (docs/parallelism.md, "Memory").
 
     With W = dp_shard x tp ranks that hold one copy, at rest in the parameters' dtype, four times (weights, gradients and two
-    moments):
+    moments, these in their own type, see `layout/moments.py`):
 
     * experts: 1 / W of all;
     * dense parameters that tensor parallelism cuts: 1 / (tp dp_shard); the others 1 / dp_shard. An axis that dp_shard
@@ -105,6 +128,7 @@ def rank_memory(
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
         optimizer: which one.
+        state_dtype: of its moments.
 
     Returns:
         Bytes by purpose.
@@ -116,11 +140,13 @@ def rank_memory(
     held, moments, outside = 0, 0, 0
     dense, experts, num_experts = Counter[int](), Counter[int](), dict[int, int]()
     for parameter in spec:
-        part = largest_part(parameter, dp_shard=dp_shard, tp=tp)
+        sizes = _largest_sizes(parameter, dp_shard=dp_shard, tp=tp)
         if parameter.is_expert:
-            part = parameter.num_elements // W
-        held += part
-        moments += num_moments(parameter, optimizer) * part
+            sizes = _sizes_of_experts(parameter, parallel, num_ranks=W)
+        held += math.prod(sizes)
+        moments += optimizer_bytes(
+            parameter, sizes, optimizer=optimizer, state_dtype=state_dtype, master=master
+        )
         if parameter.is_expert:
             assert parameter.layer is not None and parameter.expert_axis is not None
             experts[parameter.layer] += parameter.num_elements
@@ -144,7 +170,7 @@ def rank_memory(
     return RankMemory(
         parameters_bytes=held * master,
         gradients_bytes=held * master,
-        optimizer_bytes=moments * master,
+        optimizer_bytes=moments,
         gathered_dense_bytes=(outside + most) * master,
         gathered_experts_bytes=(hot + (sum(shares) if kept else _most_at_once(shares, 2)))
         * compute,
@@ -156,11 +182,13 @@ def memory_by_size(
     *,
     outside: int,
     layers: Sequence[int],
-    muon_parameters: int = 0,
     activation_elements: int,
     parallel: ParallelConfig,
     num_ranks: int,
     dtype: str,
+    spec: ModelSpec,
+    optimizer: Optimizer = "adamw",
+    state_dtype: StateDtype = "float32",
 ) -> tuple[MemoryEstimate, RankMemory | None]:
     """Memory of training a model of which the sizes alone are known.
 
@@ -168,11 +196,13 @@ def memory_by_size(
         num_parameters: of the whole model.
         outside: those outside the layers.
         layers: those of each layer without its routed experts, in their order.
-        muon_parameters: those that Muon updates, which have one moment; 0 with AdamW.
         activation_elements: that one micro-batch keeps for the backward pass.
         parallel: degrees that fit the ranks.
         num_ranks: the number of ranks of the world.
         dtype: compute dtype: float32, bfloat16, float16 or float64.
+        spec: the model's parameters, for the optimiser's part.
+        optimizer: which one.
+        state_dtype: of its moments.
 
     Returns:
         Of one process that does it alone, and of each of several ranks; None for one.
@@ -184,7 +214,12 @@ def memory_by_size(
         weights_bytes=weights,
         compute_copy_bytes=num_parameters * compute if compute < master else 0,
         gradients_bytes=weights,
-        optimizer_bytes=2 * weights - muon_parameters * master,
+        optimizer_bytes=sum(
+            optimizer_bytes(
+                one, one.shape, optimizer=optimizer, state_dtype=state_dtype, master=master
+            )
+            for one in spec
+        ),
         activations_bytes=activation_elements * compute,
     )
     if num_ranks == 1:
@@ -195,7 +230,14 @@ def memory_by_size(
     each = RankMemory(
         parameters_bytes=part,
         gradients_bytes=part,
-        optimizer_bytes=2 * part - muon_parameters * master // parts,
+        optimizer_bytes=rank_memory(
+            spec,
+            parallel,
+            num_ranks=num_ranks,
+            dtype=dtype,
+            optimizer=optimizer,
+            state_dtype=state_dtype,
+        ).optimizer_bytes,
         gathered_dense_bytes=(outside + most) * master,
         gathered_experts_bytes=0,
     )
@@ -220,9 +262,27 @@ def largest_part(parameter: Parameter, *, dp_shard: int, tp: int) -> int:
         dp_shard: ranks over which it lies.
         tp: ranks of tensor parallelism.
     """
+    return math.prod(_largest_sizes(parameter, dp_shard=dp_shard, tp=tp))
+
+
+def _sizes_of_experts(
+    parameter: Parameter, parallel: ParallelConfig, *, num_ranks: int
+) -> list[int]:
+    """Sizes of a rank's part of experts: E is cut, and where ranks are left F (of what has none, D), if they divide it."""
+    assert parameter.expert_axis is not None
+    local, axis = list(parameter.shape), parameter.expert_axis
+    slices = parallel.es_degree or num_ranks // math.gcd(local[axis], num_ranks)
+    local[axis] //= num_ranks // slices
+    sliced = parameter.axes.index("hidden") if "hidden" in parameter.axes else len(local) - 1
+    local[sliced] //= slices
+    return local
+
+
+def _largest_sizes(parameter: Parameter, *, dp_shard: int, tp: int) -> list[int]:
+    """Sizes of the part of the rank that has most."""
     taken = _tensor_axis(parameter, tp)
     local = [size // tp if axis == taken else size for axis, size in enumerate(parameter.shape)]
     free = [axis for axis in range(len(local)) if axis != taken]
     cut = next((axis for axis in free if local[axis] % dp_shard == 0), 0)
     local[cut] = -(-local[cut] // dp_shard)
-    return math.prod(local)
+    return local

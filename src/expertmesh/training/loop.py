@@ -333,8 +333,9 @@ class _Trainer:
         stop.on_ask = report.asked
         report.message(self._description(first))
         report.message(summary(self.state.model, muon=config.optim.name == "muon"))
-        if lost:
-            report.message(lost)
+        for told in (lost, self.state.loaded):
+            if told:
+                report.message(told)
         self.ends.heard(self.ranks.first(lambda: self._losses_until(first)))
         extra: dict[str, float] = {}
         if first == 0 and (before := self._evaluate(stop, report)) is not None:

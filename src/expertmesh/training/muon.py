@@ -9,7 +9,19 @@ from torch import Tensor, nn
 
 from expertmesh.ops.dtypes import accumulate_dtype
 from expertmesh.parallel.matrices import on_whole_matrices, own_part
+from expertmesh.training.compact import (
+    Compact,
+    CompactAdamW,
+    begin_step,
+    fused_adamw,
+    grow_scales,
+    keep_dtypes,
+    words_of,
+)
 from expertmesh.training.fused import Halves, on_halves, shape_of_one
+from expertmesh.training.moments import read_moment, write_moment
+from expertmesh.training.rounding import Words
+from expertmesh.training.workspace import Workspace, Workspaces
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of the quintic iteration (Jordan et al. 2024); those of `torch.optim.Muon`."""
@@ -17,6 +29,7 @@ STEPS = 5
 """Iterations."""
 EPS = 1e-7
 """Least norm that a matrix is divided by."""
+_MOMENT = "momentum_buffer"
 WIDE = 1.5
 """Matrices this many times wider than tall are iterated by their Gram matrices."""
 
@@ -83,7 +96,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         groups: of `params` with `is_matrix` and `weight_decay`; of matrices perhaps with `halves`, for each parameter how two matrices
-            lie in one, see `fused_halves`, or None.
+            lie in one, see `fused_halves`, or None; those with another
+            `state_dtype` than "float32" of named ones.
         lr: of all groups.
         momentum: m.
         betas: AdamW's.
@@ -102,24 +116,28 @@ class Muon(torch.optim.Optimizer):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.dtype = dtype
-        super().__init__(groups, {"lr": lr, "is_matrix": False, "momentum": momentum})
+        defaults = {"lr": lr, "is_matrix": False, "momentum": momentum, "state_dtype": "float32"}
+        super().__init__(groups, defaults)
         for group in self.param_groups:
             if not group["is_matrix"]:
                 group.update(betas=betas, eps=eps)
         self._adamw = self._for_others()
 
-    def _for_others(self) -> torch.optim.AdamW | None:
+    def _for_others(self) -> torch.optim.Optimizer | None:
         """AdamW of the same groups and state, so that there is one of each to save and to set rates in."""
         others = [group for group in self.param_groups if not group["is_matrix"]]
-        if not others:
-            return None
-        adamw = torch.optim.AdamW(others, fused=True)
-        adamw.state = self.state
-        return adamw
+        if all(group["state_dtype"] == "float32" for group in others):
+            return fused_adamw(self, others)
+        return CompactAdamW(others).sharing(self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy begins with."""
         return {**super().__getstate__(), "dtype": self.dtype}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups and state; torch's own would make every moment one of the parameter's type."""
+        super().load_state_dict(state_dict)
+        keep_dtypes(self, state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over a state, as `load_state_dict` does, which makes groups and state anew."""
@@ -137,31 +155,48 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            if group["is_matrix"]:
-                params = group["params"]
-                for parameter, one in zip(
-                    params, group.get("halves") or [None] * len(params), strict=True
-                ):
-                    if parameter.grad is not None:
-                        self._update(parameter, parameter.grad, group, one)
+        matrices = [group for group in self.param_groups if group["is_matrix"]]
+        compact = [group for group in matrices if group["state_dtype"] != "float32"]
+        found = begin_step(self, compact, _MOMENT)
+        grow_scales(found, {_MOMENT: lambda group: group["momentum"]})
+        words, spaces = words_of(found), Workspaces()
+        kept = {one.parameter: one for one in found}
+        for group in matrices:
+            params = group["params"]
+            halves = group.get("halves") or [None] * len(params)
+            for parameter, half in zip(params, halves, strict=True):
+                if parameter.grad is None:
+                    continue
+                gradient = own_part(parameter.grad)
+                if parameter in kept:
+                    space = spaces[gradient.device]
+                    one, drawn = kept[parameter], words.get(parameter)
+                    moment = _compact_moment(one, gradient, drawn, space)
+                else:
+                    moment = self._moment(parameter, gradient, group)
+                self._move(parameter, gradient, moment, group, half)
         if self._adamw is not None:
             self._adamw.step()
         return loss
 
-    def _update(
+    def _moment(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        """This rank's part of the momentum, with the gradient in it."""
+        state = self.state[parameter]
+        if _MOMENT not in state:
+            state[_MOMENT] = torch.zeros_like(parameter)
+        moment = own_part(state[_MOMENT])
+        return moment.lerp_(gradient, 1 - group["momentum"])
+
+    def _move(
         self,
         parameter: nn.Parameter,
         gradient: Tensor,
+        moment: Tensor,
         group: dict[str, Any],
         halves: Halves | None,
     ) -> None:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
+        """Change a parameter by its momentum."""
         lr, m = group["lr"], group["momentum"]
-        moment, gradient = own_part(state["momentum_buffer"]), own_part(gradient)
-        moment.lerp_(gradient, 1 - m)
         update = on_whole_matrices(
             partial(on_halves, partial(orthogonalized, dtype=self.dtype), halves=halves),
             gradient.lerp(moment, m),
@@ -170,3 +205,14 @@ class Muon(torch.optim.Optimizer):
         weight = own_part(parameter)
         weight.mul_(1 - lr * group["weight_decay"])
         weight.add_(update, alpha=-0.2 * lr * max(shape_of_one(parameter, halves)) ** 0.5)
+
+
+def _compact_moment(
+    one: Compact, gradient: Tensor, words: Words | None, space: Workspace
+) -> Tensor:
+    """The momentum with the gradient in it, as it is before it is rounded."""
+    scale, dtype = one.scales.get(_MOMENT), one.parameter.dtype
+    moment = read_moment(one.code, one.state, _MOMENT, dtype, space, scale=scale)
+    moment.lerp_(gradient.reshape(moment.shape), 1 - one.group["momentum"])
+    write_moment(one.code, one.state, _MOMENT, moment, words, space)
+    return moment.view(gradient.shape)

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from expertmesh.config.run import Frozen, OptimConfig
+from expertmesh.config.run import Frozen, OptimConfig, StateDtype
 from expertmesh.errors import ConfigError
+from expertmesh.layout.moments import FEWEST_ELEMENTS
 from expertmesh.moe.layer import MoELayer
+from expertmesh.training.compact import CompactAdamW
 from expertmesh.training.fused import fused_halves
+from expertmesh.training.moments import code_of
 from expertmesh.training.muon import Muon
 from expertmesh.training.roles import DECAYED, parameter_roles
 
@@ -40,7 +43,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), fused, or Muon for the matrices and AdamW for the rest.
 
-    The groups: decayed and not decayed, matrices of Muon and others (and per mesh on several ranks).
+    The groups: decayed and not decayed, matrices of Muon and others, moments of few bytes and others (and per mesh on several ranks).
 
     Args:
         model: parameters that require no gradient are left out.
@@ -49,24 +52,42 @@ def build_optimizer(
 
     Returns:
         The optimiser; its learning rate is set before each step by the loop.
+
+    Raises:
+        ConfigError: `state_dtype` would change nothing.
     """
     roles, halves = parameter_roles(model), fused_halves(model)
-    groups: dict[tuple[bool, bool, Any], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, StateDtype, Any], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # The fused update takes tensors of one mesh at a time.
             mesh = getattr(parameter, "device_mesh", None)
             is_matrix = config.name == "muon" and roles[name] == "matrix"
-            group = roles[name] in DECAYED, is_matrix, mesh
-            groups.setdefault(group, []).append(parameter)
+            is_few = code_of(parameter, config.state_dtype) is not None
+            kept: StateDtype = config.state_dtype if is_few else "float32"
+            group = roles[name] in DECAYED, is_matrix, kept, mesh
+            groups.setdefault(group, []).append((name, parameter))
+    is_compact = config.state_dtype != "float32"
+    if is_compact and all(kept == "float32" for _, _, kept, _ in groups):
+        raise ConfigError(
+            "optim.state_dtype",
+            config.state_dtype,
+            f"has no effect on this model, of which no tensor of two axes has {FEWEST_ELEMENTS:,} elements",
+            "leave it out",
+        )
     params: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
+        {
+            # the random words of rounding go by names
+            "params": parameters if is_compact else [p for _, p in parameters],
+            "weight_decay": config.weight_decay if decayed else 0.0,
+        }
         | (
-            {"is_matrix": True, "halves": [halves.get(id(p)) for p in parameters]}
+            {"is_matrix": True, "halves": [halves.get(id(p)) for _, p in parameters]}
             if is_matrix
             else {}
         )
-        for (decayed, is_matrix, _), parameters in sorted(
+        | ({"state_dtype": kept} if is_compact else {})
+        for (decayed, is_matrix, kept, _), parameters in sorted(
             groups.items(), key=lambda item: not item[0][0]
         )
     ]
@@ -80,6 +101,8 @@ def build_optimizer(
             eps=config.eps,
             dtype=torch.bfloat16 if compute_dtype == torch.bfloat16 else None,
         )
+    if is_compact:
+        return CompactAdamW(params, lr=config.lr, betas=betas, eps=config.eps)
     return torch.optim.AdamW(params, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 

@@ -18,9 +18,8 @@ from expertmesh.models.family import Family
 from expertmesh.models.registry import DEFAULT
 from expertmesh.models.task import Data
 from expertmesh.parallel.ranks import Ranks
+from expertmesh.training.moments_saved import MomentsReader
 
-_ADAMW = ("step", "exp_avg", "exp_avg_sq")
-_MUON = ("momentum_buffer",)
 _RUNS = ("distill.teacher", "train.init_from", "train.branch_from")
 """Options that name the folder of another run."""
 
@@ -84,6 +83,7 @@ class TrainState:
         scaler: loss scaler; may be switched off.
         progress: how far the run is.
         ranks: the ranks over which model and optimiser are spread.
+        loaded: what is to be said of what was loaded; empty: nothing.
     """
 
     model: nn.Module
@@ -91,6 +91,7 @@ class TrainState:
     scaler: torch.amp.GradScaler
     progress: RunProgress
     ranks: Ranks = field(default_factory=Ranks)
+    loaded: str = ""
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of a checkpoint by name: the model's, `optimizer.NAME.exp_avg` ..., random number states.
@@ -130,18 +131,11 @@ class TrainState:
             raise CheckpointError(
                 f"{path}: has a tensor {extra[0]} that the model has not; it is of another model"
             )
-        for name, parameter in self._parameters():
-            kinds = next((k for k in (_ADAMW, _MUON) if f"optimizer.{name}.{k[-1]}" in saved), ())
-            if not kinds:
-                continue
-            state = {key: torch.zeros_like(parameter) for key in kinds if key != "step"}
-            if "step" in kinds:
-                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state = {"step": step, **state}
-            self.optimizer.state[parameter] = state
-            targets |= {f"optimizer.{name}.{key}": tensor for key, tensor in state.items()}
+        moments = MomentsReader(source, self.optimizer, self._parameters(), step=progress.step)
         random = {name: t for name, t in _random_states().items() if name in saved}
-        read_into(source, targets | random)
+        read_into(source, targets | moments.targets | random)
+        moments.convert()
+        self.loaded = moments.message
         _set_random_states(random)
         if self.scaler.is_enabled() and values["scaler"]:
             self.scaler.load_state_dict(values["scaler"])

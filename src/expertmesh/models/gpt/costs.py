@@ -37,6 +37,7 @@ def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
             dtype=dtype,
             activation_checkpointing=train.activation_checkpointing,
             optimizer=config.optim.name,
+            state_dtype=config.optim.state_dtype,
         ),
         each=None
         if num_ranks == 1
@@ -46,6 +47,7 @@ def gpt_costs(config: GPTRunConfig, *, num_ranks: int, dtype: str) -> RunCosts:
             num_ranks=num_ranks,
             dtype=dtype,
             optimizer=config.optim.name,
+            state_dtype=config.optim.state_dtype,
         ),
     )
 

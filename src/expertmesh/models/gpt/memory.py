@@ -1,9 +1,9 @@
 """Memory of training a GPT on one device: exact for weights, gradients and optimiser, estimated for activations."""
 
 from expertmesh.config.attention import HALVED_SEQUENCE, SHORT_SEQUENCE
-from expertmesh.config.run import Optimizer
+from expertmesh.config.run import Optimizer, StateDtype
 from expertmesh.costs.flops import rows_per_token
-from expertmesh.costs.memory import DTYPE_BYTES, MemoryEstimate, num_moments
+from expertmesh.costs.memory import DTYPE_BYTES, MemoryEstimate, optimizer_bytes
 from expertmesh.layout.feed_forward import num_branches
 from expertmesh.models.gpt.config import ModelConfig
 from expertmesh.models.gpt.spec import gpt_spec
@@ -78,6 +78,7 @@ def estimate_memory(
     dtype: str = "float32",
     activation_checkpointing: bool = False,
     optimizer: Optimizer = "adamw",
+    state_dtype: StateDtype = "float32",
 ) -> MemoryEstimate:
     """Memory of a training step on one device.
 
@@ -88,6 +89,7 @@ def estimate_memory(
         dtype: compute dtype: float32, bfloat16, float16 or float64.
         activation_checkpointing: keep only the inputs of the layers, and one layer's activations at a time.
         optimizer: which one.
+        state_dtype: of its moments.
 
     Returns:
         Bytes by purpose. Of the temporary buffers only the gradient of the logits is counted.
@@ -109,7 +111,11 @@ def estimate_memory(
         weights_bytes=parameters * master,
         compute_copy_bytes=parameters * compute if compute < master else 0,
         gradients_bytes=parameters * master,
-        optimizer_bytes=sum(num_moments(p, optimizer) * p.num_elements for p in gpt_spec(config))
-        * master,
+        optimizer_bytes=sum(
+            optimizer_bytes(
+                one, one.shape, optimizer=optimizer, state_dtype=state_dtype, master=master
+            )
+            for one in gpt_spec(config)
+        ),
         activations_bytes=tokens * (layers + head),
     )

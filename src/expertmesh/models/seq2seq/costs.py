@@ -83,11 +83,13 @@ def seq2seq_costs(config: Seq2SeqRunConfig, *, num_ranks: int, dtype: str) -> Ru
         spec.num_parameters,
         outside=num_elements(spec.layers[None]),
         layers=spec.dense_layers,
-        muon_parameters=spec.num_of_muon if config.optim.name == "muon" else 0,
         activation_elements=samples * _activation_elements(model),
         parallel=config.parallel,
         num_ranks=num_ranks,
         dtype=dtype,
+        spec=spec,
+        optimizer=config.optim.name,
+        state_dtype=config.optim.state_dtype,
     )
     return RunCosts(
         parameters=spec.num_parameters,

@@ -1,0 +1,73 @@
+"""How many bytes an optimiser keeps of a tensor, in each of its types, without torch.
+
+A tensor keeps its moments in FP32 (FP64 in a float64 run), whatever the type, where it has one axis or few elements, and with
+int8 where a cut of the last axis over ranks falls inside a block. The rest has them in the type that is asked for.
+"""
+
+import math
+from collections.abc import Sequence
+
+from expertmesh.config.run import StateDtype
+
+FEWEST_ELEMENTS = 4096
+"""Of a whole tensor whose moments are worth less than FP32; bitsandbytes and torchao draw the line there, too."""
+BLOCK = 64
+"""Neighbours along the last axis that share a scale in int8; fewer where the axis is short."""
+_SMALLEST_BLOCK = 8
+_SCALE_BYTES = 4
+
+
+def block_size(width: int) -> int:
+    """Elements along the last axis that share a scale: a quarter of the axis as a power of two, 8 to 64.
+
+    It depends on the whole tensor alone, so that every layout over ranks has the same blocks.
+
+    Args:
+        width: length of the whole last axis.
+
+    Example:
+        >>> from expertmesh.layout.moments import block_size
+        >>> block_size(4096), block_size(128), block_size(3)
+        (64, 32, 8)
+    """
+    quarter = max(width // 4, 1)
+    return min(max(1 << (quarter.bit_length() - 1), _SMALLEST_BLOCK), BLOCK)
+
+
+def is_compact(shape: Sequence[int], part: Sequence[int], state_dtype: StateDtype) -> bool:
+    """Whether a tensor has its moments in the type that is asked for.
+
+    Args:
+        shape: of the whole tensor.
+        part: of what one rank has of it.
+        state_dtype: the type.
+    """
+    if state_dtype == "float32" or len(shape) < 2 or math.prod(shape) < FEWEST_ELEMENTS:
+        return False
+    is_cut = part[-1] != shape[-1]
+    return state_dtype != "int8" or not is_cut or part[-1] % block_size(shape[-1]) == 0
+
+
+def moment_bytes(
+    shape: Sequence[int], part: Sequence[int], state_dtype: StateDtype, *, master: int = 4
+) -> int:
+    """Bytes of one moment of one rank's part of a tensor.
+
+    Args:
+        shape: of the whole tensor.
+        part: of what the rank has of it.
+        state_dtype: the type that is asked for.
+        master: bytes of an element of the parameter.
+
+    Example:
+        >>> from expertmesh.layout.moments import moment_bytes
+        >>> moment_bytes((64, 4096), (64, 4096), "int8")  # 1 for each element, 4 for each block of 64
+        278528
+    """
+    elements = math.prod(part)
+    if not is_compact(shape, part, state_dtype):
+        return elements * master
+    if state_dtype == "int8":
+        blocks = math.prod(part[:-1]) * -(-part[-1] // block_size(shape[-1]))
+        return elements + _SCALE_BYTES * blocks
+    return 2 * elements + (_SCALE_BYTES if state_dtype == "fp16-scaled" else 0)
