@@ -51,6 +51,22 @@ def test_the_loss_is_that_of_the_predicted_tokens_and_of_the_routers(model):
     numerics.assert_close_fp64(sum(p.loss for p in parts), text + own, what="loss of two parts")
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("vocab", "dim"), [(97, 100), (251, 36), (300, 64)])
+def test_loaded_weights_lie_as_those_that_were_saved(vocab, dim, tied, tmp_path):
+    """Mapped from a file they begin anywhere, and products of one row round by that."""
+    gpt = ModelConfig(**config_of().gpt).updated(
+        {"vocab_size": vocab, "dim": dim, "tie_embeddings": tied}
+    )
+    torch.manual_seed(0)
+    model = ExpertMeshForCausalLM(ExpertMeshConfig(gpt=gpt, eos_token_id=0, pad_token_id=0)).eval()
+    model.save_pretrained(tmp_path)
+    again, _ = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert {p.data_ptr() % 64 for p in again.parameters()} == {0}
+    ids = torch.randint(1, 90, (2, 1))
+    assert torch.equal(model(ids).logits, again(ids).logits)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_saved_and_loaded_to_the_bit(model, dtype, tmp_path):
     model.save_pretrained(tmp_path)

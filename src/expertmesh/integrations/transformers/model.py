@@ -91,6 +91,10 @@ class ExpertMeshOutput(ModelOutput):
     aux_loss: Tensor | None = None
 
 
+_ALIGNED_BYTES = 64
+"""Of the memory that torch gives tensors on CPUs."""
+
+
 class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
     """A GPT of ours behind the interface of transformers' models.
 
@@ -326,6 +330,20 @@ class ExpertMeshForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         """As `set_input_embeddings`."""
         self.set_input_embeddings(new_embeddings)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own; weights on CPUs lie as those of a new model do.
+
+        transformers maps files into memory, where a weight begins at any byte, and products round by where their
+        operands begin: the model would differ by a last bit from the one that was saved.
+        """
+        found = super().from_pretrained(*args, **kwargs)
+        model = found[0] if isinstance(found, tuple) else found
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNED_BYTES:
+                tensor.data = tensor.data.clone()
+        return found
 
     def resize_token_embeddings(
         self,
