@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.engine.test_engine import PROMPTS, ROUTERS, gpt
-from tests.oracle.numerics import assert_close_fp64
+from tests.oracle.numerics import FLOOR_ULPS, TWO, assert_close_fp64, magnitude
 
 from expertmesh.engine.engine import Engine
 from expertmesh.engine.on_policy import token_logprobs
@@ -38,6 +39,102 @@ def test_gradients_are_those_of_the_ordinary_forward():
     assert len(results[0]) == len(results[1]) > 10
     for place, (ours, plain) in enumerate(zip(*results, strict=True)):
         assert_close_fp64(ours.detach(), plain.detach(), what=f"result {place}")
+
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def with_weights(seed, dtype, **options):
+    """A model with drawn weights that BF16 holds, so that they are the same in every precision."""
+    model = gpt(dtype, **options)
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                drawn = 0.3 * torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+                parameter.copy_(drawn.bfloat16())
+    return model
+
+
+def gradients(model, routing):
+    """Logprobs, and all gradients of a loss that is smooth in them, by name, in FP64."""
+    scores = torch.cat(token_logprobs(model, PROMPTS, routing=routing)).double()
+    scores.sin().sum().backward()
+    grads = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    return {"logprobs": scores.detach(), **grads}
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("router", ["softmax", "sigmoid", "shared", "residual", "pyramid"])
+def test_gradients_are_as_exact_as_those_of_the_ordinary_forward(router, dtype):
+    """The two-times rule over several weights, as one alone may be lucky; experts are those of the oracle in all precisions."""
+    moe = ROUTERS[router]
+    params = SamplingParams(max_tokens=1, return_routed_experts=True, seed=0)
+    squares = {}
+    for seed in range(4):
+        whole = with_weights(seed, torch.float64, moe=moe)
+        outputs = Engine(whole).generate(PROMPTS, params)
+        routing = [o.routed_experts[: len(o.prompt_ids) - 1] for o in outputs]
+        oracle = gradients(whole, routing)
+        ours = gradients(with_weights(seed, dtype, moe=moe, batch_invariant=True), routing)
+        plain = gradients(with_weights(seed, dtype, moe=moe), routing)
+        assert set(ours) == set(plain) == set(oracle) and len(ours) > 10
+        for name, exact in oracle.items():
+            both = squares.setdefault(name, torch.zeros(2, dtype=torch.float64))
+            both += torch.stack(
+                [((one[name] - exact) / magnitude(exact)).square().mean() for one in (ours, plain)]
+            )
+    for name, both in squares.items():
+        mine, others = (both / 4).sqrt().tolist()
+        assert mine <= TWO * others + FLOOR_ULPS * torch.finfo(dtype).eps, name
+
+
+ALL_ROUTERS = {name: moe for name, moe in ROUTERS.items() if name != "hash"}
+
+
+@pytest.mark.parametrize("router", ALL_ROUTERS.values(), ids=ALL_ROUTERS)
+def test_experts_of_the_engine_are_replayed(router):
+    """Weights have changed so much that routers would choose others; all layers compute what they are told, and learn."""
+    params = SamplingParams(seed=2, n=2, max_tokens=7, return_routed_experts=True)
+    outputs = Engine(gpt(moe=router)).generate(PROMPTS, params)
+    ids = [[*o.prompt_ids, *o.token_ids] for o in outputs]
+    routing = [o.routed_experts for o in outputs]
+    model = gpt(moe=router).train()
+    layers = [block.moe for block in model.layers]
+    own = token_logprobs(model, ids)
+    for mine, replayed in zip(own, token_logprobs(model, ids, routing=routing), strict=True):
+        assert_close_fp64(replayed.detach(), mine.detach(), what="the same experts")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "router" in name:
+                weight.copy_(weight.flip(0))
+    seen = []
+    for layer in layers:
+        layer.register_forward_hook(lambda _, __, out: seen.append(out[1].topk_expert_ids_TK))
+    scores = token_logprobs(model, ids, routing=routing)
+    found = torch.stack([F.pad(one, (0, seen[0].shape[1] - one.shape[1])) for one in seen], 1)
+    for row, chosen in zip(found.unflatten(0, (len(ids), -1)), routing, strict=True):
+        assert torch.equal(row[: len(chosen)], chosen)
+    others = token_logprobs(model, ids)
+    assert any(not torch.equal(a, b) for a, b in zip(scores, others, strict=True))
+    sum(one.sum() for one in scores).backward()
+    assert all(p.grad is not None and p.grad.any() for n, p in model.named_parameters())
+    assert all(layer.training and not layer._forward_pre_hooks for layer in layers)
+
+
+WRONG_ROUTING = {
+    "too few": ([], "0 for 1 sequences"),
+    "another sequence": ([torch.zeros(3, 2, 2, dtype=torch.int64)], r"must be \(2, 2, K\)"),
+    "another depth": ([torch.zeros(2, 1, 2, dtype=torch.int64)], r"must be \(2, 2, K\)"),
+    "no tensor": ([[[0]]], "is list"),
+    "another number of experts": ([torch.full((2, 2, 2), 5)], r"not in 0 \.\.\. 3"),
+}
+
+
+@pytest.mark.parametrize(("routing", "line"), WRONG_ROUTING.values(), ids=WRONG_ROUTING)
+def test_routing_of_others_is_refused(routing, line):
+    with pytest.raises(ConfigError, match=line):
+        token_logprobs(gpt(), [[1, 2, 3]], routing=routing)
 
 
 def test_wrong_sequences_are_refused():

@@ -1,32 +1,40 @@
 """Logprobs of given tokens with gradients: the same bits that the engine gave when it drew them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import evaluating
+from expertmesh.moe.types import Routing
 from expertmesh.ops.sampling import logprobs
 
 
-def token_logprobs(model: Any, ids: Sequence[Sequence[int]]) -> list[Tensor]:
+def token_logprobs(
+    model: Any, ids: Sequence[Sequence[int]], *, routing: Sequence[Tensor] | None = None
+) -> list[Tensor]:
     """The logprob of every token behind the first one, given those before it; differentiable.
 
     The model computes as in evaluation: nothing is dropped and nothing is drawn. With batch_invariant in its config these are,
     to the bit, the logprobs that `Engine(model, deterministic=True)` returns for the same tokens, whatever batch they were
     drawn in; the gradients are ordinary ones. So the ratio of a policy to the one that has just written is exactly 1.
+    Without it they are equal to rounding, which may send a token to other experts than the engine did, unless `routing` is given.
 
     Args:
         model: a GPT, in training or evaluation mode, which is put back.
         ids: token ids of each sequence, prompt and answer; two or more each, of any lengths.
+        routing: for each sequence (length - 1, layers, K) expert ids to replay, as `RequestOutput.routed_experts` has them; weights
+            are computed anew at these, so that routers learn. None: the routers choose.
 
     Returns:
         For each sequence (length - 1,) logprobs: log-softmax of raw logits, FP32 (FP64 of an FP64 model).
 
     Raises:
-        ConfigError: a sequence of fewer than two tokens, or longer than the model's.
+        ConfigError: a sequence of fewer than two tokens, or longer than the model's; routing of another model or other sequences.
 
     Example:
         >>> model = em.GPT(em.recipe("gpt-moe-test").model, seed=0)
@@ -41,6 +49,8 @@ def token_logprobs(model: Any, ids: Sequence[Sequence[int]]) -> list[Tensor]:
         raise ConfigError(
             f"a sequence of {length} tokens: must be at most max_seq_len={model.max_seq_len}; shorten it"
         )
+    if routing is not None:
+        _check_routing(model, ids, routing)
     if not ids:
         return []
     ids_BS = torch.zeros(len(ids), length, dtype=torch.int64, device=model.device)
@@ -49,7 +59,7 @@ def token_logprobs(model: Any, ids: Sequence[Sequence[int]]) -> list[Tensor]:
         ids_BS[row, : len(one)] = torch.tensor(list(one), device=model.device)
         mask_BS[row, : len(one)] = True
     whole = bool(mask_BS.all())
-    with evaluating(model):
+    with evaluating(model), _replayed(model, routing, length):
         output = model(
             ids_BS,
             token_mask_BS=None if whole else mask_BS,
@@ -58,3 +68,59 @@ def token_logprobs(model: Any, ids: Sequence[Sequence[int]]) -> list[Tensor]:
     scores_BSV = logprobs(output.logits_BSV[:, :-1])
     scores_BS = scores_BSV.gather(-1, ids_BS[:, 1:, None])[..., 0]
     return [scores_BS[row, : len(one) - 1] for row, one in enumerate(ids)]
+
+
+def _check_routing(model: Any, ids: Sequence[Sequence[int]], routing: Sequence[Tensor]) -> None:
+    if len(routing) != len(ids):
+        raise ConfigError(
+            f"routing: {len(routing)} for {len(ids)} sequences; give one for each, as answers have it in routed_experts"
+        )
+    counts = [num for num in model.config.experts_per_layer() if num]
+    for place, (one, chosen) in enumerate(zip(ids, routing, strict=True)):
+        wanted = len(one) - 1, len(counts)
+        if not isinstance(chosen, Tensor) or chosen.ndim != 3 or chosen.shape[:2] != wanted:
+            given = tuple(chosen.shape) if isinstance(chosen, Tensor) else type(chosen).__name__
+            raise ConfigError(
+                f"routing[{place}]: is {given}, must be ({wanted[0]}, {wanted[1]}, K) expert ids of a sequence of {len(one)} "
+                "tokens; give routed_experts of the answer whose tokens these are"
+            )
+        for layer, num in enumerate(counts):
+            own = chosen[:, layer]
+            if bool(((own < -1) | (own > num)).any()):
+                raise ConfigError(
+                    f"routing[{place}]: an expert id of layer {layer} is not in 0 ... {num - 1}; give routed_experts of this model"
+                )
+
+
+@contextmanager
+def _replayed(model: Any, routing: Sequence[Tensor] | None, length: int) -> Iterator[None]:
+    """Layers with experts are told which ones they choose; tokens of which nothing is said get none."""
+    handles = []
+    if routing is not None:
+        layers = [block.moe for block in model.layers if block.moe is not None]
+        counts = [num for num in model.config.experts_per_layer() if num]
+        for place, (layer, num) in enumerate(zip(layers, counts, strict=True)):
+            choice = Routing(_choice(routing, place, length, none=num).to(model.device))
+            hook = partial(_with_routing, choice)
+            handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _choice(routing: Sequence[Tensor], layer: int, length: int, *, none: int) -> Tensor:
+    """(B * S, K) expert ids of a layer, whose own K may be smaller than the largest of all layers."""
+    own = [one[:, layer] for one in routing]
+    width = max(int((one >= 0).any(0).sum()) for one in own)
+    ids_BSK = torch.full((len(own), length, width), none, dtype=torch.int64)
+    for row, one in enumerate(own):
+        ids_BSK[row, : len(one)] = one[:, :width]
+    return ids_BSK.flatten(0, 1)
+
+
+def _with_routing(
+    routing: Routing, layer: nn.Module, args: tuple[Any, ...], call: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, call | {"routing": routing}
