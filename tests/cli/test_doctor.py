@@ -8,6 +8,7 @@ import torch
 
 from expertmesh.cli import doctor
 from expertmesh.cli.main import main
+from expertmesh.costs.hardware import find_cluster
 from expertmesh.ops.cpu import compiled_products
 from expertmesh.ops.cpu import products as cpu_products
 from expertmesh.ops.cpu.compiled_products import Loop
@@ -128,3 +129,20 @@ def test_a_compiler_is_tried(monkeypatch, problem, said):
     assert finding.mark == ("no" if problem else "yes")
     assert said in finding.detail
     assert ("install" in finding.detail) == ("install" in said)
+
+
+@pytest.mark.slow
+def test_a_cluster_file_is_written_and_planned_on(tmp_path, capsys):
+    path = tmp_path / "here.toml"
+    assert main(["doctor", "--cluster", str(path)]) == 0
+    assert "cluster of 1" in capsys.readouterr().out
+    cluster = find_cluster(str(path))
+    assert cluster.name == "here" and cluster.num_gpus == 1
+    assert cluster.software.host_s > 0
+    assert main(["plan", "gpt-moe-test", "--cluster", str(path)]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_a_cluster_file_that_cannot_be_is_one_line(tmp_path, capsys):
+    assert main(["doctor", "--cluster", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

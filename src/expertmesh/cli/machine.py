@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from expertmesh.comm.cores import allowed_cores
 from expertmesh.config.base import expanded
 from expertmesh.config.cluster import GB, GIB, TERA, Cluster, Device, HostLink, LinkSpeed, Software
 from expertmesh.config.moe import MoEConfig
@@ -114,7 +116,7 @@ def _least(world: "World | None", value: float) -> float:
 
 
 def _repeated(run: Callable[[], object], is_gpu: bool) -> float:
-    """The shortest time of some work, in seconds: what others do meanwhile is none of it."""
+    """The median time of some work, in seconds of its device or, on a CPU, of this process' cores."""
     import torch
 
     times: list[float] = []
@@ -123,12 +125,26 @@ def _repeated(run: Callable[[], object], is_gpu: bool) -> float:
     while len(times) < 3 or time.perf_counter() < ends:
         if is_gpu:
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        began = time.perf_counter() if is_gpu else _cpu_s()
         run()
         if is_gpu:
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return min(times)
+        times.append((time.perf_counter() if is_gpu else _cpu_s()) - began)
+    return median(times)
+
+
+def _cpu_s() -> float:
+    """Seconds of this process, each of its threads having a core: what others compute meanwhile is none of it."""
+    import torch
+
+    return time.process_time() / torch.get_num_threads()
+
+
+def _share(per_node: int) -> float:
+    """Part of a core that each thread has where the ranks of a node have more threads than cores."""
+    import torch
+
+    return min(1.0, len(allowed_cores()) / (per_node * torch.get_num_threads()))
 
 
 def _products(size: int, dtype: Any, device: str) -> float:
@@ -151,12 +167,13 @@ def _cpu(per_node: int) -> dict[str, float]:
     import torch
 
     text = Path("/proc/meminfo").read_text()
+    share = _share(per_node)
     total = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("MemTotal"))
     return {
         "memory_gib": total / 2**20 / per_node,
-        "bf16_tflops": _products(512, torch.bfloat16, "cpu"),
-        "tf32_tflops": _products(512, torch.float32, "cpu"),
-        "hbm_gb_per_s": _bandwidth(1 << 26, "cpu"),
+        "bf16_tflops": share * _products(512, torch.bfloat16, "cpu"),
+        "tf32_tflops": share * _products(512, torch.float32, "cpu"),
+        "hbm_gb_per_s": share * _bandwidth(1 << 26, "cpu"),
     }
 
 
@@ -191,14 +208,15 @@ def _calibrated(cluster: Cluster, world: "World | None") -> Software:
         work = Workload(length, precision="float32", stack="eager")
         layout = RankLayout(1, micro_batch=sequences)
         raw = raw_step(sizes_of(config), layout, work, alone)
-        rows.append((raw, _least(world, _step_s(config, sequences, length))))
+        seconds = _step_s(config, sequences, length) / _share(cluster.ranks_per_node)
+        rows.append((raw, -_least(world, -seconds)))
     e = fit_rows(rows, usual=CPU_USUAL, bounds=CPU_BOUNDS)
     given = {name: getattr(e, name) for name in CPU_BOUNDS}
     return Software(**given, network=1.0, hidden=CPU_USUAL.hidden)
 
 
 def _step_s(config: ModelConfig, sequences: int, length: int) -> float:
-    """The shortest time of a step of a GPT with AdamW in FP32."""
+    """The median time of a step of a GPT with AdamW in FP32."""
     import torch
 
     from expertmesh.models.gpt.model import GPT
@@ -208,14 +226,14 @@ def _step_s(config: ModelConfig, sequences: int, length: int) -> float:
     ids = torch.randint(config.vocab_size, (sequences, length + 1))
     times = []
     for _ in range(_STEPS + 2):
-        began = time.perf_counter()
+        began = _cpu_s()
         logits = model(ids[:, :-1]).logits_BSV
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter() - began)
-    return min(times[2:])
+        times.append(_cpu_s() - began)
+    return median(times[2:])
 
 
 def with_links(path: str, network: Network, per_node: int) -> Cluster:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from expertmesh.cli.flags import OptionParser, check_least
+from expertmesh.cli.layout import fitted
 from expertmesh.errors import ConfigError, command
 
 _EXAMPLES = """\
@@ -138,7 +139,8 @@ def _plan(options: Any) -> int:
         vpp=options.vpp,
         measured=options.measured,
     )
-    print(found.text())
+    for line in found.text().split("\n"):
+        print(fitted(line) if line.lstrip().startswith("torchrun ") else line)
     if options.page is not None:
         from expertmesh.planner.page import write_page
 

@@ -130,6 +130,8 @@ def plan_text(plan: Answer) -> str:
         "",
         *_side_by_side(_memory_lines(best.memory), _time_lines(best.seconds)),
     ]
+    if plan.flags and plan.model.config is not None:
+        lines += ["", f"  {_command(plan)}"]
     lines += _as_configured(plan)
     others = plan.front
     if len(others) > 1:
@@ -140,6 +142,13 @@ def plan_text(plan: Answer) -> str:
     lines += ["", "guessed:"]
     lines += [f"  {guess}" for guess in plan.guesses]
     return "\n".join(lines)
+
+
+def _command(plan: Answer) -> str:
+    """What starts the best layout on each node."""
+    cluster = plan.problem.cluster
+    launch = f"torchrun --nnodes={cluster.num_nodes} --nproc-per-node={cluster.node_size}"
+    return " ".join([launch, "-m expertmesh train", plan.model.name, *plan.flags])
 
 
 def _as_configured(plan: Answer) -> list[str]:
@@ -200,12 +209,12 @@ def _totals(plan: Answer) -> list[str]:
     if plan.usd:
         low, high = plan.usd[0] * fast, plan.usd[-1] * slow
         lines.append(f"price        {_usd(low)} to {_usd(high)} USD, at prices of 2026")
-    if plan.flags:
-        lines.append("flags        " + " ".join(plan.flags))
-    else:
+    if not plan.flags:
         lines.append(
             "flags        none: this project has no pipeline and no other optimiser states"
         )
+    elif plan.model.config is None:
+        lines.append("flags        " + " ".join(plan.flags))
     if best.memory.host_bytes:
         lines.append(f"host         {best.memory.host_bytes / GIB:,.1f} GiB per device")
     return lines
