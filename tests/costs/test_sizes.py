@@ -69,6 +69,129 @@ def test_published_counts(name, billions, gflops):
     assert sizes.training_flops(4096) / 1e9 == pytest.approx(gflops, rel=2e-2)
 
 
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_act": "silu",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
+}
+V2_LITE = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "topk_method": "greedy",
+}
+KIMI = {
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GLM = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 92,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active"),
+    [
+        (DEEPSEEK, 671.0, 37.6),  # "37B": the embedding's 0.9 are in ours
+        (DEEPSEEK | V2_LITE, 15.7, 2.66),  # "2.4B"
+        (DEEPSEEK | KIMI, 1026.4, 32.9),  # as its files say; "1.04T" in its report
+        (GLM, 352.8, 33.6),  # 355 with the layer that predicts a further token
+    ],
+    ids=["V3", "V2-Lite", "Kimi-K2", "GLM-4.5"],
+)
+def test_published_models_that_are_ours(config, billions, active):
+    count, sizes = count_parameters(model_config(config)), sizes_of_hub(config)
+    assert count.total / 1e9 == pytest.approx(billions, rel=5e-3)
+    assert count.active / 1e9 == pytest.approx(active, rel=5e-3)
+    assert sizes.num_parameters == pytest.approx(count.total, rel=1e-4)
+
+
+LLAMA4 = {
+    "model_type": "llama4_text",
+    "vocab_size": 202048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active"),
+    [(LLAMA4, 107.8, 17.2), (GPT_OSS, 20.9, 4.19)],  # Scout's text; "3.6B" without embedding
+    ids=["Llama-4 Scout", "gpt-oss-20b"],
+)
+def test_published_models_of_others(config, billions, active):
+    sizes = sizes_of_hub(config)
+    assert sizes.num_parameters / 1e9 == pytest.approx(billions, rel=5e-3)
+    assert sizes.active_parameters / 1e9 == pytest.approx(active, rel=5e-3)
+
+
 def test_a_window_is_seen_in_part():
     wide, narrow = sorted(
         published_models()["gpt-oss-120b"].blocks, key=lambda b: b.window or 10**9, reverse=True

@@ -165,7 +165,9 @@ def _sizes_of_hub(v: _Values) -> ModelSizes:
     blocks, dense_of = [], {}
     for (is_moe, limit), count in sorted(kinds.items(), key=str):
         F = _first(v, "moe_intermediate_size", "intermediate_size") if is_moe else 0
-        dense_hidden = v["intermediate_size"] if not is_moe else _shared(v, F)
+        dense_hidden = _shared(v, F)
+        if not is_moe:
+            dense_hidden = _first(v, "intermediate_size_mlp") or v["intermediate_size"]
         dense = matrices * D * dense_hidden
         small = 2 * D + (D * experts if is_moe else 0)
         blocks.append(
@@ -199,6 +201,10 @@ def _first(v: _Values, *names: str) -> Any:
 def _shared(v: _Values, hidden_dim: int) -> int:
     if "shared_expert_intermediate_size" in v:
         return int(v["shared_expert_intermediate_size"])
+    if (
+        "intermediate_size_mlp" in v
+    ):  # Llama 4 has one beside the routed experts, and no option for it
+        return hidden_dim
     return int(_first(v, "n_shared_experts", "num_shared_experts") * hidden_dim)
 
 
