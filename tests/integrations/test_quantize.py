@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.runs import train_quietly
 
 import expertmesh as em
 from expertmesh.checkpoints.store import CheckpointStore
@@ -225,3 +226,17 @@ def test_the_verb_makes_what_answers(place, tmp_path, capsys):
     assert "in int8" in capsys.readouterr().out
     assert main(["generate", made, "def main(", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out.startswith("def main(")
+
+
+def test_a_report_says_bytes_and_what_they_cost(tmp_path, capsys):
+    config = RECIPES["gpt-moe-test"]().updated(
+        {"train.run_dir": str(tmp_path / "run"), "train.steps": 2, "train.dtype": "float32"}
+    )
+    train_quietly(config)
+    quantize(tmp_path / "run", tmp_path / "made", format="int4", group_size=32)
+    assert main(["report", str(tmp_path / "made")]) == 0
+    said = capsys.readouterr().out
+    assert "int4 in groups of 32" in said and "bits per byte" in said and "it cost " in said
+    shutil.rmtree(tmp_path / "run")
+    assert main(["report", str(tmp_path / "made")]) == 0
+    assert "not measured beside what it was made of" in capsys.readouterr().out
