@@ -230,7 +230,7 @@ def test_the_verb_makes_what_answers(place, tmp_path, capsys):
 
 def test_a_report_says_bytes_and_what_they_cost(tmp_path, capsys):
     config = RECIPES["gpt-moe-test"]().updated(
-        {"train.run_dir": str(tmp_path / "run"), "train.steps": 2, "train.dtype": "float32"}
+        {"train.run_dir": str(tmp_path / "run"), "train.steps": 2, "train.dtype": "float32", "optim.warmup_steps": 1}
     )
     train_quietly(config)
     quantize(tmp_path / "run", tmp_path / "made", format="int4", group_size=32)

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from expertmesh.cli.flags import OptionParser, check_least, listed
 from expertmesh.cli.news import loading, told_of_data
+from expertmesh.cli.quantized_report import is_quantized, report_quantized
 from expertmesh.cli.samples import measure, prompts_of, sample, shortened
+from expertmesh.config.base import expanded
 from expertmesh.data.news import notes_known
 from expertmesh.errors import CheckpointError, ConfigError, command
 from expertmesh.models.family import Family
@@ -126,7 +128,13 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"no run given; write one: {command('report runs/demo')} (see {command('report --help')})"
         )
+    quantized = [name for name in options.run if is_quantized(name)]
+    options.run = [name for name in options.run if name not in quantized]
     with told_of_data():
+        for name in quantized:
+            report_quantized(expanded(name))
+        if not options.run:
+            return 0
         with loading():
             runs = _Runs(options.family, keeps_models=len(options.run) == 1)
             told = _write_page(options, runs)  # first, for runs without a checkpoint have one, too

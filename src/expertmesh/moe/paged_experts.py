@@ -1,0 +1,204 @@
+"""Routed experts that lie in files or in the host's memory, and come into a few slots on the device when tokens choose them.
+
+A step waits once for its choice, copies what is missing together, and computes on the slots: with the bits of experts that are all
+there, where the same backend computes. A step that needs more experts than there are slots, as long prompts do, goes past them: its
+experts are copied for this step alone, and the slots stay as they are. While a layer computes, the experts that the next one will
+ask for are fetched ahead: its router is run on this layer's tokens, which differ little from those that it will see (Eliseev and
+Mazur 2023, arXiv 2312.17238).
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from expertmesh.moe.expert_slots import ExpertSlots, PagingCounts
+from expertmesh.moe.experts import ExpertParameters, GroupedExperts
+from expertmesh.moe.quantized_experts import QuantizedExperts
+from expertmesh.ops.experts.call import ExpertsCall
+from expertmesh.ops.experts.moe_mlp import compute
+from expertmesh.ops.experts.weights import ExpertWeights
+from expertmesh.ops.route_metadata import check_range
+
+Read = Callable[[str, int, Tensor], None]
+"""(name, expert, into): copy what one expert has of a tensor, by its name in the state dict of the experts."""
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    """The thread that fetches ahead: one, as it is the disk or the bus that it waits for."""
+    return ThreadPoolExecutor(1, thread_name_prefix="expertmesh-fetch")
+
+
+class PagedExperts(nn.Module):
+    """E experts of which `num_slots` are on the device. Nothing is in the state dict; for inference alone.
+
+    Args:
+        like: the experts in whose place these come, on the meta device as a rule; sizes, types and options are read.
+        num_slots: on the device.
+        read: brings an expert.
+        device: of the slots.
+
+    Attributes:
+        counts: what the slots have seen.
+        ahead: the next layer's router and experts, for which these fetch ahead; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        like: GroupedExperts | QuantizedExperts,
+        *,
+        num_slots: int,
+        read: Read,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.activation, self.backend = (
+            like.num_experts,
+            like.activation,
+            like.backend,
+        )
+        self.arithmetic = like.arithmetic
+        self.format = getattr(like, "format", "dense")
+        self.num_slots, self._read = num_slots, read
+        self.slots, self.counts = ExpertSlots(num_slots), PagingCounts()
+        self.ahead: tuple[Callable[[Tensor], object], int, PagedExperts] | None = None
+        self._coming: tuple[Future[None], frozenset[int]] | None = None
+        self._shapes = {name: (t.shape[1:], t.dtype) for name, t in like.state_dict().items()}
+        self._tensors = self._empty(num_slots, device)
+        sizes = (t[0].nbytes for t in self._tensors.values())
+        self.bytes_of_expert = sum(sizes)
+
+    def _empty(self, count: int, device: torch.device | str) -> dict[str, Tensor]:
+        return {
+            name: torch.empty(count, *shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in self._shapes.items()
+        }
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x_TD: Tensor,
+        expert_ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        max_rows: int | None,
+        parameters: ExpertParameters | None = None,
+    ) -> Tensor:
+        """As `GroupedExperts.forward`, for inference alone; waits for the device once."""
+        assert parameters is None, "experts in slots are not spread over ranks"
+        coming = self._arrived()
+        E = self.num_experts
+        found: list[int] = expert_ids_TK.unique().tolist()  # the one wait
+        if found:
+            check_range(found[0], found[-1], E)
+        needed = [e for e in found if e < E]
+        self.counts.useful += len(coming.intersection(needed))
+        if len(needed) > self.num_slots:
+            weights = self._past_the_slots(needed)
+        else:
+            weights = self._in_slots(needed)
+        self._fetch_ahead(x_TD)
+        call = ExpertsCall(
+            x_TD,
+            weights_TK,
+            weights,
+            self.backend,
+            expert_ids_TK,
+            batch_invariant=self.arithmetic.in_mode(self.training).batch_invariant,
+        )
+        return compute(call, max_rows=max_rows)
+
+    def _in_slots(self, needed: list[int]) -> ExpertWeights:
+        missing = self.slots.place(needed)
+        self.counts.hits += len(needed) - len(missing)
+        self.counts.misses += len(missing)
+        self._copy(missing)
+        return self._weights(self._tensors, {e: self.slots.slot_of(e) for e in needed})
+
+    def _past_the_slots(self, needed: list[int]) -> ExpertWeights:
+        """Copy the experts of one step; those that have a slot are taken from there."""
+        self.counts.bypasses += 1
+        tensors = self._empty(len(needed), self._device)
+        for place, e in enumerate(needed):
+            if e in self.slots:
+                self.counts.hits += 1
+                for name, tensor in tensors.items():
+                    tensor[place].copy_(self._tensors[name][self.slots.slot_of(e)])
+                continue
+            self.counts.misses += 1
+            self.counts.bytes_copied += self.bytes_of_expert
+            for name, tensor in tensors.items():
+                self._read(name, e, tensor[place])
+        return self._weights(tensors, {e: place for place, e in enumerate(needed)})
+
+    def _copy(self, placed: Sequence[tuple[int, int]]) -> None:
+        """Bring experts into their slots; where that fails, none of them counts as there."""
+        try:
+            for e, slot in placed:
+                for name, tensor in self._tensors.items():
+                    self._read(name, e, tensor[slot])
+        except BaseException:
+            for e, _ in placed:
+                self.slots.forget(e)
+            raise
+        self.counts.bytes_copied += len(placed) * self.bytes_of_expert
+
+    def _weights(self, tensors: dict[str, Tensor], slot_of: dict[int, int]) -> ExpertWeights:
+        slots = [slot_of.get(e, 0) for e in range(self.num_experts)]
+        b_in, b_out = tensors.get("b_in"), tensors.get("b_out")
+        scales = [
+            (tensors[name],) if name in tensors else () for name in ("w_in_scale", "w_out_scale")
+        ]
+        return ExpertWeights(
+            (tensors["w_in"],),
+            (tensors["w_out"],),
+            self.activation,
+            () if b_in is None else (b_in,),
+            b_out,
+            self.format,
+            scales[0],
+            scales[1],
+            torch.tensor(slots, device=self._device),
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return self._tensors["w_in"].device
+
+    def _fetch_ahead(self, x_TD: Tensor) -> None:
+        """Have the next layer's experts copied while this one computes."""
+        if self.ahead is None:
+            return
+        router, top_k, experts = self.ahead
+        if x_TD.shape[0] * top_k > experts.num_slots:
+            return
+        logits_TE = router(x_TD)
+        if isinstance(logits_TE, Tensor):
+            experts.fetch(logits_TE.topk(top_k, dim=-1).indices.unique().tolist())
+
+    def fetch(self, guessed: list[int]) -> None:
+        """Begin to copy experts that the next call may ask for; it waits until they are there."""
+        self._arrived()
+        missing = self.slots.place(guessed[: self.num_slots])
+        if not missing:
+            return
+        self.counts.fetched_ahead += len(missing)
+        self._coming = (
+            _worker().submit(self._copy_quietly, missing),
+            frozenset(e for e, _ in missing),
+        )
+
+    @torch.no_grad()
+    def _copy_quietly(self, missing: list[tuple[int, int]]) -> None:
+        self._copy(missing)
+
+    def _arrived(self) -> frozenset[int]:
+        """Wait for what was fetched ahead, and say what that is; an error of its files is raised here."""
+        coming, self._coming = self._coming, None
+        if coming is None:
+            return frozenset()
+        coming[0].result()
+        return coming[1]
