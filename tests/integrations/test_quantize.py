@@ -14,7 +14,6 @@ from expertmesh.cli.main import main
 from expertmesh.errors import CheckpointError, ConfigError
 from expertmesh.integrations.hub import convert, quantize
 from expertmesh.models.gpt.model import GPT
-from expertmesh.models.gpt.recipes import RECIPES
 from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.runs.open import open_model
 from expertmesh.runs.run_dir import RunDir
@@ -26,7 +25,7 @@ OPTIONS = {"model.moe.weight_scale": 2.0}
 
 
 def make_run(place, **changes):
-    config = RECIPES["gpt-moe-test"]().updated(
+    config = em.recipe("gpt-moe-test").updated(
         {"train.dtype": "float32", "model.init_std": 0.2, **changes}
     )
     texts = ["def main():\n    return 'é'\n", "import os\n"] * 30
@@ -229,8 +228,13 @@ def test_the_verb_makes_what_answers(place, tmp_path, capsys):
 
 
 def test_a_report_says_bytes_and_what_they_cost(tmp_path, capsys):
-    config = RECIPES["gpt-moe-test"]().updated(
-        {"train.run_dir": str(tmp_path / "run"), "train.steps": 2, "train.dtype": "float32", "optim.warmup_steps": 1}
+    config = em.recipe("gpt-moe-test").updated(
+        {
+            "train.run_dir": str(tmp_path / "run"),
+            "train.steps": 2,
+            "train.dtype": "float32",
+            "optim.warmup_steps": 1,
+        }
     )
     train_quietly(config)
     quantize(tmp_path / "run", tmp_path / "made", format="int4", group_size=32)

@@ -200,6 +200,10 @@ class QuantizedModel:
         self._pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
         for piece in pieces:
             self._pieces[piece.ours].append(piece)
+        self._of_expert: dict[tuple[str, int], list[Piece]] = {}
+        for piece in pieces:
+            if is_expert(piece.ours):
+                self._of_expert.setdefault((piece.ours, piece.ours_at[0].start), []).append(piece)
         self._check(pieces)
 
     def _check(self, pieces: list[Piece]) -> None:
@@ -290,10 +294,12 @@ class QuantizedModel:
         if not self._pieces.get(ours):
             into.zero_()  # a buffer of ours, which begins so
             return
+        if is_expert(ours):
+            for e in range(box[0].start, box[0].stop):
+                for piece in self._of_expert[ours, e]:
+                    self._read_expert(piece, into[e - box[0].start], is_scale=is_scale)
+            return
         for piece in self._pieces[ours]:
-            if is_expert(ours):
-                self._read_expert(piece, box, into, is_scale=is_scale)
-                continue
             shared = overlap(box, piece.ours_at)
             if shared is None:
                 continue
@@ -302,13 +308,9 @@ class QuantizedModel:
             part = self._wide(piece.theirs)[piece.theirs_at].reshape(sizes)[theirs]
             into[at].copy_(part.to(self._plain[ours].dtype))
 
-    def _read_expert(self, piece: Piece, box: Box, into: Tensor, *, is_scale: bool) -> None:
-        e, *rest = piece.ours_at
-        if not box[0].start <= e.start < box[0].stop:
-            return
-        target = into[e.start - box[0].start]
-        if len(piece.ours_at) == 4:
-            target = target[rest[0].start]
+    def _read_expert(self, piece: Piece, into: Tensor, *, is_scale: bool) -> None:
+        """Fill an expert's part of a tensor, or one of its branches."""
+        target = into[piece.ours_at[1].start] if len(piece.ours_at) == 4 else into
         module = piece.theirs.removesuffix("weight")
         source = self._files.tensor(f"{module}weight_scale") if is_scale else self._bytes(module)
         target.copy_(source[..., : target.shape[-1]])

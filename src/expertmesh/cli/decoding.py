@@ -46,6 +46,8 @@ def open_decoder(
         CheckpointError: the run has no usable checkpoint or tokenizer.
         PeerError: another rank failed, or failed alike and says so.
     """
+    if getattr(options, "expert_slots", None) is not None and options.expert_slots < 1:
+        raise ConfigError("expert_slots", options.expert_slots, "must be at least 1", "use 8")
     is_alone = launched_rank()[1] == 1
     if is_alone and options.es_degree is not None:
         raise ConfigError(
@@ -55,7 +57,7 @@ def open_decoder(
     with ExitStack() as stack:
         with loading():
             from expertmesh.parallel.ranks import Ranks, open_ranks
-            from expertmesh.runs.open import device_of, find_model, open_model
+            from expertmesh.runs.open import Slots, device_of, find_model, open_model
             from expertmesh.training.threads import threads_of_calls
 
             with said_once():
@@ -67,7 +69,9 @@ def open_decoder(
                 ranks = stack.enter_context(
                     open_ranks(device_type=device.type, timeout_s=timeout_s)
                 )
-            place = {"ranks": ranks, "es_degree": options.es_degree}
+            count = getattr(options, "expert_slots", None)
+            slots = None if count is None else Slots(count)
+            place = {"ranks": ranks, "es_degree": options.es_degree, "slots": slots}
             opened = open_model(found, device=options.device, for_autocast=True, **place)
             ranks.each(lambda: opened.decoder)  # a family that writes no text says so here
             precision = opened.precision

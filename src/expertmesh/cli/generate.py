@@ -269,6 +269,12 @@ def _parser() -> OptionParser:
         "--batch-size", type=int, default=32, metavar="N", help="prompts at a time (32)"
     )
     add_place(parser)
+    parser.add_argument(
+        "--expert-slots",
+        type=int,
+        metavar="N",
+        help="experts of each layer in memory at a time, for models larger than it; the others stay in the files (all)",
+    )
     return parser
 
 

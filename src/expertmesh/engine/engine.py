@@ -22,8 +22,10 @@ from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import EncoderDecoder
 from expertmesh.moe.init import draw_seed
+from expertmesh.moe.expert_slots import PagingCounts
 from expertmesh.ops.dtypes import autocast_dtype
-from expertmesh.runs.open import find_model, open_model
+from expertmesh.runs.open import Slots, find_model, open_model
+from expertmesh.runs.paged import paged_layers
 from expertmesh.text.format import TextFormat, text_format
 
 Prompt = str | Seq[int]
@@ -117,7 +119,7 @@ class Engine:
             model, text = _opened(model, tokenizer, self.config)
             tokenizer = text.tokenizer
         else:
-            for name in ("device", "dtype"):
+            for name in ("device", "dtype", "expert_slots"):
                 if getattr(self.config, name) is not None:
                     raise ConfigError(
                         name,
@@ -372,6 +374,10 @@ class Engine:
         """Tokens that each expert has served so far, layer by layer of those with experts."""
         return [load[:-1].tolist() for load in self._runner.expert_load]
 
+    def expert_paging(self) -> list[PagingCounts]:
+        """What the slots of each layer have seen so far; empty where all experts are on the device."""
+        return [replace(layer.counts) for layer in paged_layers(self.model)]
+
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return [int(i) if isinstance(i, int) or hasattr(i, "__index__") else i for i in prompt]
@@ -532,7 +538,10 @@ def _opened(
     if config.deterministic:
         run = replace(run, config=run.config.updated({"model.batch_invariant": True}))
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    opened = open_model(run, device=config.device, dtype=dtype)
+    slots = None
+    if config.expert_slots is not None:
+        slots = Slots(config.expert_slots, config.expert_fetch_ahead)
+    opened = open_model(run, device=config.device, dtype=dtype, slots=slots)
     return opened.model, opened.text
 
 

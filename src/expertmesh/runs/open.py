@@ -27,6 +27,7 @@ from expertmesh.moe.experts import GroupedExperts
 from expertmesh.parallel.inference import spread_for_inference
 from expertmesh.parallel.ranks import Ranks
 from expertmesh.runs.arithmetic import Arithmetic
+from expertmesh.runs.paged import put_slots
 from expertmesh.runs.precision import Precision, resolve_device, resolve_precision
 from expertmesh.runs.quantized import arrange, put_quantized
 from expertmesh.runs.room import check_weights
@@ -110,6 +111,7 @@ def open_model(
     es_degree: int | None = None,
     for_autocast: bool = False,
     is_placed: bool = False,
+    slots: "Slots | None" = None,
 ) -> LoadedModel:
     """Build the model of a folder and load its weights, whose bytes are compared with their checksums by all ranks together.
 
@@ -124,6 +126,7 @@ def open_model(
         for_autocast: the model will only be used under `precision.autocast()`, which casts the weights of all experts in
             each call, for one token, too: they are kept in that type, with the same results.
         is_placed: spread it over the ranks as its configuration's `parallel` says, as training does; its tokenizer is not read.
+        slots: let the experts stay in the files, and copy those that tokens choose; None: all are on the device.
 
     Raises:
         ConfigError: this is no such folder, the device or type is not to be had here, or the ranks do not fit its layers.
@@ -139,8 +142,8 @@ def open_model(
         tokenizer = run.load_tokenizer() if has_text and not is_placed else None
         return run, tokenizer, device_of(run, device)
 
-    found, tokenizer, place = ranks.each(find)
-    run = found.with_weights(ranks)
+    sought, tokenizer, place = ranks.each(find)
+    run = sought.with_weights(ranks)
 
     def choose() -> Arithmetic:
         train = run.config.train
@@ -150,13 +153,17 @@ def open_model(
 
     def build() -> LoadedModel:
         weights = run.open_weights(dtype)
-        if isinstance(weights, QuantizedModel):
-            return _open_quantized(run, weights, tokenizer, precision, ranks, dtype=dtype)
+        narrow = weights.scale_dtype if isinstance(weights, QuantizedModel) else None
+        found = narrow if dtype is None else dtype
         used = (
             _of_stored(weights, precision)
-            if dtype is None
-            else replace(precision, compute_dtype=dtype, master_dtype=dtype)
+            if found is None
+            else replace(precision, compute_dtype=found, master_dtype=found)
         )
+        if narrow is not None or slots is not None:
+            return _open_empty(
+                run, weights, tokenizer, used, ranks, slots=slots, for_autocast=for_autocast
+            )
         task: Task = run.family.open_task(_told(run, tokenizer))
         check_weights(run.family, run.config, used.device, num_ranks=ranks.size)
         if is_placed:
@@ -170,29 +177,60 @@ def open_model(
     return ranks.each(build)
 
 
-def _open_quantized(
+@dataclass(frozen=True)
+class Slots:
+    """How experts that stay in their files come to the device.
+
+    Attributes:
+        count: experts of each layer that are there at a time.
+        fetch_ahead: whether a layer has the next one's experts fetched.
+    """
+
+    count: int
+    fetch_ahead: bool = True
+
+
+def _open_empty(
     run: Run,
-    weights: QuantizedModel,
+    weights: TensorSource,
     tokenizer: Tokenizer | None,
     precision: Precision,
     ranks: Ranks,
     *,
-    dtype: torch.dtype | None,
+    slots: Slots | None,
+    for_autocast: bool,
 ) -> LoadedModel:
-    """A model of quantised weights, which never has its experts' matrices any wider."""
+    """A model whose experts are quantised or in slots: it never has memory for their matrices as they are trained."""
+    what = "quantised" if isinstance(weights, QuantizedModel) else "given expert slots"
     if ranks.size > 1:
         raise ConfigError(
-            f"{run.path}: is quantised, and quantised experts are on one process; start one, or give the model that it was made of"
+            f"{run.path}: is {what}, and such experts are on one process; start one, or open the model as it was trained"
         )
-    dtype = weights.scale_dtype if dtype is None else dtype
-    used = replace(precision, compute_dtype=dtype, master_dtype=dtype)
     task: Task = run.family.open_task(_told(run, tokenizer))
-    model = task.build(device=torch.device("meta"), dtype=dtype)
-    put_quantized(model, weights)
-    model.to_empty(device=used.device)
+    model = task.build(device=torch.device("meta"), dtype=precision.master_dtype)
+    if for_autocast:
+        _keep_narrow(model, precision)
+    if isinstance(weights, QuantizedModel):
+        put_quantized(model, weights)
+    if slots is not None:
+        put_slots(
+            model,
+            weights,
+            num_slots=slots.count,
+            fetch_ahead=slots.fetch_ahead,
+            device=precision.device,
+        )
+    model.to_empty(device=precision.device)
     read_into(weights, model.state_dict())
     arrange(model)
-    return LoadedModel(run, task, model.eval(), tokenizer, used, ranks)
+    return LoadedModel(run, task, model.eval(), tokenizer, precision, ranks)
+
+
+def _keep_narrow(model: nn.Module, precision: Precision) -> None:
+    """Keep experts in the type that autocast casts them to."""
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            module.to(precision.compute_dtype)
 
 
 def device_of(run: Run, device: str | torch.device | None) -> torch.device:
@@ -216,9 +254,8 @@ def _built(
     world = ranks.world
 
     def prepare(model: nn.Module) -> None:
-        for module in model.modules():
-            if for_autocast and isinstance(module, GroupedExperts):
-                module.to(precision.compute_dtype)
+        if for_autocast:
+            _keep_narrow(model, precision)
         if world is not None:
             spread_for_inference(model, world, es_degree=es_degree)
 

@@ -35,18 +35,23 @@ def put_slots(
     """
     layers = list(_layers(model))
     if not layers:
-        raise ConfigError("expert_slots", num_slots, "the model has no routed experts", "leave it out")
+        raise ConfigError(
+            "expert_slots", num_slots, "the model has no routed experts", "leave it out"
+        )
     fewest = min(layer.num_experts for _, layer, _ in layers)
     if num_slots > fewest:
         raise ConfigError(
-            "expert_slots", num_slots, f"a layer has {fewest} experts", f"use at most {fewest}, or leave it out"
+            "expert_slots",
+            num_slots,
+            f"a layer has {fewest} experts",
+            f"use at most {fewest}, or leave it out",
         )
     made: list[tuple[MoELayer, PagedExperts]] = []
     for name, layer, experts in layers:
         paged = PagedExperts(
             experts, num_slots=num_slots, read=_Reader(source, f"{name}.experts."), device=device
         )
-        layer.experts = paged
+        setattr(layer, "experts", paged)  # noqa: B010 - a module of another class
         made.append((layer, paged))
     if not fetch_ahead:
         return

@@ -74,7 +74,7 @@ def forward(c: ExpertsCall, _: list[Tensor]) -> Tensor | None:
     """
     assert c.ids_TK is not None
     experts = c.experts.slices()[0]
-    E, _, _, D = experts.shape
+    E, D = experts.shape[0], experts.shape[3]
     (T, K), ids = c.ids_TK.shape, c.ids_TK.flatten().tolist()
     check_range(min(ids), max(ids), E)
     slots = sorted((i for i, e in enumerate(ids) if e < E), key=ids.__getitem__)
