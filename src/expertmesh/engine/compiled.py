@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from expertmesh.moe.experts import GroupedExperts
+from expertmesh.moe.paged_experts import PagedExperts
+from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.activation import inner_name, pointwise
 from expertmesh.ops.cpu.compiled import DTYPES
 from expertmesh.ops.cpu.packed_linear import PackedWeights
@@ -321,4 +323,6 @@ def why_not_compiled(model: Any) -> str:
         module._forward_hooks or module._forward_pre_hooks for module in model.modules()
     ):
         return "is for plain models: no parameter of another class, no hook"
+    if any(isinstance(module, QuantizedExperts | PagedExperts) for module in model.modules()):
+        return "is for experts that are neither quantised nor in slots"
     return ""

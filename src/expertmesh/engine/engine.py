@@ -21,8 +21,8 @@ from expertmesh.engine.scheduler import Scheduler, Step
 from expertmesh.engine.stops import AnswerText
 from expertmesh.errors import ConfigError
 from expertmesh.models.decoder import EncoderDecoder
-from expertmesh.moe.init import draw_seed
 from expertmesh.moe.expert_slots import PagingCounts
+from expertmesh.moe.init import draw_seed
 from expertmesh.ops.dtypes import autocast_dtype
 from expertmesh.runs.open import Slots, find_model, open_model
 from expertmesh.runs.paged import paged_layers
