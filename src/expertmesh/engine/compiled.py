@@ -20,6 +20,7 @@ from expertmesh.moe.experts import GroupedExperts
 from expertmesh.moe.paged_experts import PagedExperts
 from expertmesh.moe.quantized_experts import QuantizedExperts
 from expertmesh.ops.activation import inner_name, pointwise
+from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.cpu.compiled import DTYPES
 from expertmesh.ops.cpu.packed_linear import PackedWeights
 from expertmesh.ops.cpu.pieces import Rewrite, in_pieces, traced
@@ -38,13 +39,21 @@ _aten = torch.ops.aten
 
 
 @torch.library.custom_op("expertmesh::attend", mutates_args=())
-def _attend(q_THd: Tensor, k_Thd: Tensor, v_Thd: Tensor, layer_index: int) -> Tensor:
+def _attend(
+    q_THd: Tensor,
+    k_Thd: Tensor,
+    v_Thd: Tensor,
+    sinks_H: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    layer_index: int,
+) -> Tensor:
     """Stands in a trace for what a context does."""
     raise NotImplementedError("only in a trace")
 
 
 @_attend.register_fake
-def _(q_THd: Tensor, k_Thd: Tensor, v_Thd: Tensor, layer_index: int) -> Tensor:
+def _(q_THd: Tensor, k_Thd: Tensor, v_Thd: Tensor, *rest: Any) -> Tensor:
     return q_THd.new_empty(q_THd.shape[0], q_THd.shape[1] * v_Thd.shape[2])
 
 
@@ -57,14 +66,32 @@ class _TracedContext:
         self.positions = positions
 
     def attend(
-        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, *, arithmetic: Any
+        self,
+        layer_index: int,
+        q_THd: Tensor,
+        k_Thd: Tensor,
+        v_Thd: Tensor,
+        *,
+        arithmetic: Any,
+        rule: ScoreRule = PLAIN,
     ) -> Tensor:
-        y: Tensor = torch.ops.expertmesh.attend(q, k, v, layer_index)
+        words = rule.sinks_H, rule.window, rule.softcap, layer_index
+        y: Tensor = torch.ops.expertmesh.attend(q_THd, k_Thd, v_Thd, *words)
         return y
 
 
-def _attend_now(context: Any, q: Tensor, k: Tensor, v: Tensor, layer_index: int) -> Tensor:
-    y: Tensor = context.attend(layer_index, q, k, v, arithmetic=ORDINARY)
+def _attend_now(
+    context: Any,
+    q_THd: Tensor,
+    k_Thd: Tensor,
+    v_Thd: Tensor,
+    sinks_H: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    layer_index: int,
+) -> Tensor:
+    rule = ScoreRule(window, softcap, sinks_H)
+    y: Tensor = context.attend(layer_index, q_THd, k_Thd, v_Thd, arithmetic=ORDINARY, rule=rule)
     return y
 
 

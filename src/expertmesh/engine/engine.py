@@ -177,6 +177,11 @@ class Engine:
         """Tokens that the cache has room for."""
         return self._scheduler.pool.num_blocks * self.config.block_size
 
+    def warm_up(self) -> None:
+        """Compile now what would be compiled in the background (`compile` in `EngineConfig`), and wait for it; else do nothing."""
+        if self._runner.compiled is not None:
+            self._runner.compiled.compile_all()
+
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended."""

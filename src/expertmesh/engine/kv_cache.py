@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.ops.attention import blockwise
+from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import Visible, visible
 from expertmesh.ops.row_arithmetic import RowArithmetic
 
@@ -108,6 +110,7 @@ class PagedContext:
         v_Thd: Tensor,
         *,
         arithmetic: RowArithmetic,
+        rule: ScoreRule = PLAIN,
     ) -> Tensor:
         """See `AttentionContext.attend`; each sequence by itself, so that none sees how many others there are."""
         k_all, v_all = self.cache.k[layer_index], self.cache.v[layer_index]
@@ -116,6 +119,7 @@ class PagedContext:
             v_all.index_copy_(0, self.places_T, v_Thd.to(v_all.dtype))
         # the query heads of a key head are its queries where there is one row
         q_T1hGd = q_THd.reshape(len(q_THd), 1, k_all.shape[1], -1, q_THd.shape[2]).unbind(0)
+        is_plain = rule.is_plain and rule.window is None
         parts = []
         for span in self.spans:
             if span.pieces_L is not None:
@@ -125,11 +129,16 @@ class PagedContext:
                 k, v = (
                     t.index_select(0, span.places_L).transpose(0, 1)[None] for t in (k_all, v_all)
                 )
-            if span.count == 1 and not arithmetic.batch_invariant:
+            if span.count == 1 and rule.is_plain and not arithmetic.batch_invariant:
+                if rule.window is not None and rule.window < span.num_keys:
+                    k, v = (t[:, :, -rule.window :] for t in (k, v))
                 parts.append(F.scaled_dot_product_attention(q_T1hGd[span.first], k, v))
             else:
                 q = q_THd.narrow(0, span.first, span.count).transpose(0, 1)[None]
-                y = arithmetic.attention(q, k, v, span.seen)
+                if is_plain and not arithmetic.batch_invariant and blockwise.serves(q, k):
+                    y = blockwise.causal_attention(q, k, v)
+                else:
+                    y = arithmetic.attention(q, k, v, span.seen, rule)
                 parts.append(y[0].transpose(0, 1).view(span.count, *q_T1hGd[0].shape[1:]))
         return torch.cat(parts).flatten(1)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from expertmesh.config.latent import RopeScalingConfig
 from expertmesh.models.layers import RMSNorm
 from expertmesh.moe.dense_parts import Linear
+from expertmesh.ops.attention.scores import PLAIN, ScoreRule
 from expertmesh.ops.attention.visible import Visible, visible
 from expertmesh.ops.row_arithmetic import ORDINARY, RowArithmetic
 
@@ -40,6 +41,7 @@ class AttentionContext(Protocol):
         v_Thd: Tensor,
         *,
         arithmetic: RowArithmetic,
+        rule: ScoreRule = PLAIN,
     ) -> Tensor:
         """Keep the keys and values of these tokens, and let the queries look at what they may see.
 
@@ -49,6 +51,7 @@ class AttentionContext(Protocol):
             k_Thd: (T, heads, head_dim) rotated keys; heads divides H.
             v_Thd: (T, heads, head_dim) values.
             arithmetic: the operations of the module in its mode.
+            rule: the window, the cap and the sinks of the layer.
 
         Returns:
             (T, H * head_dim), or the same as (B, S, H * head_dim).
@@ -125,6 +128,7 @@ class DenseContext:
         v_Thd: Tensor,
         *,
         arithmetic: RowArithmetic,
+        rule: ScoreRule = PLAIN,
     ) -> Tensor:
         """See `AttentionContext.attend`."""
         S, head_dim = self.visible.num_queries, q_THd.shape[-1]
@@ -139,7 +143,7 @@ class DenseContext:
                 for t, own in zip((q, k), self.places, strict=True)
             )
             v = F.pad(v, (0, head_dim))
-        y = arithmetic.attention(q, k, v, self.visible)
+        y = arithmetic.attention(q, k, v, self.visible, rule)
         return y[..., :head_dim].transpose(1, 2).flatten(2)
 
 

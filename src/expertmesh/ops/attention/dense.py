@@ -3,11 +3,20 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from expertmesh.ops.attention import masked, short
+from expertmesh.ops.attention import blockwise, masked, short
+from expertmesh.ops.attention.scores import (
+    PLAIN,
+    ScoreRule,
+    as_mask,
+    attention_by_products,
+    in_window,
+)
 from expertmesh.ops.attention.visible import Visible
 
 
-def attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible) -> Tensor:
+def attention(
+    q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible, rule: ScoreRule = PLAIN
+) -> Tensor:
     """Softmax attention with scale 1 / sqrt(d); bits may depend on the batch.
 
     Args:
@@ -15,16 +24,24 @@ def attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible) 
         k_BHLd: (B, heads, L, d) keys; heads divides H.
         v_BHLd: values, like the keys.
         visible: which keys each query may look at.
+        rule: a window, a cap and sinks.
 
     Returns:
         (B, H, S, d) in the type of q; differentiable.
     """
+    L, device = k_BHLd.shape[2], k_BHLd.device
+    visible = in_window(visible, rule.window, num_keys=L, device=device)
+    if not rule.is_plain:
+        seen = as_mask(visible, num_keys=L, device=device)
+        return attention_by_products(q_BHSd, k_BHLd, v_BHLd, seen, rule)
     mask = visible.mask
     # One new token may look at everything so far, so it needs no mask at all.
     # By a branch: with dynamic shapes the condition is a symbol, which the operator refuses.
     causal = False
     if mask is None and visible.is_causal and q_BHSd.shape[2] > 1:
         causal = True
+    if causal and blockwise.serves(q_BHSd, k_BHLd):
+        return blockwise.causal_attention(q_BHSd, k_BHLd, v_BHLd)
     if causal and short.serves(q_BHSd, k_BHLd):
         return short.causal_attention(q_BHSd, k_BHLd, v_BHLd)
     if mask is not None and masked.serves(q_BHSd, k_BHLd):

@@ -12,6 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expertmesh.ops.attention.scores import (
+    PLAIN,
+    ScoreRule,
+    as_mask,
+    attention_by_products,
+    in_window,
+)
 from expertmesh.ops.attention.visible import Visible
 from expertmesh.ops.dtypes import accumulate_dtype, without_autocast
 from expertmesh.ops.invariant import operators as invariant
@@ -21,7 +28,9 @@ BLOCK_KEYS = 64
 """Keys of one block."""
 
 
-def attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible) -> Tensor:
+def attention(
+    q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible, rule: ScoreRule = PLAIN
+) -> Tensor:
     """Softmax attention with scale 1 / sqrt(d), in FP32 (FP64 for FP64) inside.
 
     Args:
@@ -29,25 +38,33 @@ def attention(q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, visible: Visible) 
         k_BHLd: (B, heads, L, d) keys; heads divides H.
         v_BHLd: values, like the keys.
         visible: which keys each query may look at, in the causal order.
+        rule: a window, a cap and sinks.
 
     Returns:
         (B, H, S, d) in the type of q; queries that may look nowhere get 0. Differentiable (ordinary gradients).
     """
     B, _, S, _ = q_BHSd.shape
-    L = k_BHLd.shape[2]
-    mask, first_B = visible.mask, visible.first_B
-    if mask is None:
-        query = torch.arange(L - S, L, device=q_BHSd.device)
-        mask = (torch.arange(L, device=q_BHSd.device) <= query[:, None]).expand(1, 1, S, L)
+    L, device = k_BHLd.shape[2], q_BHSd.device
+    visible = in_window(visible, rule.window, num_keys=L, device=device)
+    mask = as_mask(visible, num_keys=L, device=device)[:, 0].expand(B, S, L)
+    first_B = visible.first_B
     if first_B is None:
-        first_B = torch.zeros(B, dtype=torch.int64, device=q_BHSd.device)
-    y: Tensor = _attention(q_BHSd, k_BHLd, v_BHLd, mask[:, 0].expand(B, S, L), first_B.expand(B))
+        first_B = torch.zeros(B, dtype=torch.int64, device=device)
+    y: Tensor = _attention(
+        q_BHSd, k_BHLd, v_BHLd, rule.sinks_H, mask, first_B.expand(B), rule.softcap
+    )
     return y
 
 
 @torch.library.custom_op("expertmesh::invariant_attention", mutates_args=())
 def _attention(
-    q_BHSd: Tensor, k_BHLd: Tensor, v_BHLd: Tensor, mask_BSL: Tensor, first_B: Tensor
+    q_BHSd: Tensor,
+    k_BHLd: Tensor,
+    v_BHLd: Tensor,
+    sinks_H: Tensor | None,
+    mask_BSL: Tensor,
+    first_B: Tensor,
+    softcap: float | None,
 ) -> Tensor:
     B, H, S, d = q_BHSd.shape
     heads, L = k_BHLd.shape[1:3]
@@ -70,14 +87,24 @@ def _attention(
                 k_Ld = k_BHLd[b, head].index_select(0, column_BL[b]).to(dtype)
                 v_Ld = v_BHLd[b, head].index_select(0, column_BL[b]).to(dtype)
                 q_Rd = q.reshape(S * group, d).to(dtype)
-                y_Rd = _one_head(q_Rd, k_Ld, v_Ld, mask_RL, (L - S, group))
+                sinks_R1 = None
+                if sinks_H is not None:
+                    own = sinks_H[head * group : (head + 1) * group].to(dtype)
+                    sinks_R1 = own.repeat(S)[:, None]
+                y_Rd = _one_head(q_Rd, k_Ld, v_Ld, mask_RL, (L - S, group), sinks_R1, softcap)
                 y = y_Rd.view(S, group, d).transpose(0, 1)
                 y_BHSd[b, head * group : (head + 1) * group].copy_(y)
     return y_BHSd
 
 
 def _one_head(
-    q_Rd: Tensor, k_Ld: Tensor, v_Ld: Tensor, mask_RL: Tensor, causal: tuple[int, int]
+    q_Rd: Tensor,
+    k_Ld: Tensor,
+    v_Ld: Tensor,
+    mask_RL: Tensor,
+    causal: tuple[int, int],
+    sinks_R1: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """Attention of the queries that share one head of keys; L is a whole number of blocks.
 
@@ -92,11 +119,18 @@ def _one_head(
     for start, tail in zip(starts, tails, strict=True):
         keys = slice(start, start + BLOCK_KEYS)
         BlockProduct.of(k_Ld[keys].clone()).into(q_Rd[tail:], s_RL[tail:, keys])
-    s_RL.mul_(d**-0.5).masked_fill_(~mask_RL, -torch.inf)
+    s_RL.mul_(d**-0.5)
+    if softcap is not None:
+        s_RL = softcap * invariant.pointwise(s_RL / softcap, "tanh")
+    s_RL.masked_fill_(~mask_RL, -torch.inf)
     largest = s_RL.amax(1, keepdim=True)
+    if sinks_R1 is not None:
+        largest = torch.maximum(largest, sinks_R1)
     largest = largest.masked_fill(largest == -torch.inf, 0.0)
     p_RL = invariant.pointwise(s_RL - largest, "exp")
     total = q_Rd.new_zeros(R, 1)
+    if sinks_R1 is not None:
+        total += invariant.pointwise(sinks_R1 - largest, "exp")
     y_Rd = q_Rd.new_zeros(R, d)
     part = torch.empty_like(y_Rd)
     for start, tail in zip(starts, tails, strict=True):
@@ -113,23 +147,31 @@ _attention.register_fake(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
+    ctx.save_for_backward(*inputs[:5])
+    ctx.softcap = inputs[6]
 
 
 def _backward(ctx: Any, grad_BHSd: Tensor) -> tuple[Tensor | None, ...]:
-    """Run PyTorch's attention under autograd: its gradients are those of the same function."""
+    """Run ordinary attention under autograd: its gradients are those of the same function."""
     *inputs, mask_BSL = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
+    needs = ctx.needs_input_grad[:4]
     with torch.enable_grad(), without_autocast(grad_BHSd.device):
-        q, k, v = (
-            t.detach().requires_grad_(needed) for t, needed in zip(inputs, needs, strict=True)
-        )
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask_BSL[:, None], enable_gqa=q.shape[1] > k.shape[1]
-        )
-        wanted = [t for t, needed in zip((q, k, v), needs, strict=True) if needed]
+        own: list[Any] = [
+            None if t is None else t.detach().requires_grad_(needed)
+            for t, needed in zip(inputs, needs, strict=True)
+        ]
+        q, k, v, sinks = own
+        rule = ScoreRule(softcap=ctx.softcap, sinks_H=sinks)
+        mask = mask_BSL[:, None]
+        if rule.is_plain:
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, enable_gqa=q.shape[1] > k.shape[1]
+            )
+        else:
+            y = attention_by_products(q, k, v, mask, rule)
+        wanted = [t for t, needed in zip(own, needs, strict=True) if needed]
         found = iter(torch.autograd.grad(y, wanted, grad_BHSd))
-    return *(next(found) if needed else None for needed in needs), None, None
+    return *(next(found) if needed else None for needed in needs), None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_save)

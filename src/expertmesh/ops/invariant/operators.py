@@ -40,6 +40,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "erf": torch.erf,
     "cos": torch.cos,
     "sin": torch.sin,
+    "tanh": torch.tanh,
 }
 
 
@@ -214,6 +215,7 @@ def _pointwise_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         "erf": lambda: (-x * x).exp() * (2 / torch.pi**0.5),
         "cos": lambda: -x.sin(),
         "sin": lambda: x.cos(),
+        "tanh": lambda: 1 - y * y,
     }
     return grad * slopes[ctx.function_name](), None
 
@@ -222,7 +224,7 @@ _pointwise.register_autograd(_pointwise_backward, setup_context=_save_pointwise)
 
 
 def pointwise(x: Tensor, name: str) -> Tensor:
-    """exp, erf, cos or sin of FP32 or FP64 elements, whatever their place; differentiable; does not synchronise."""
+    """exp, erf, cos, sin or tanh of FP32 or FP64 elements, whatever their place; differentiable; does not synchronise."""
     y: Tensor = _pointwise(x, name)
     return y
 

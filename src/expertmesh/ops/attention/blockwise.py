@@ -1,0 +1,54 @@
+"""Causal attention of many queries on a CPU without gradients, a block of queries at a time as batched matrix products.
+
+There PyTorch's fused attention takes twice as long in BF16 without AMX (docs/log.md). All query heads of a key head are rows of one
+product, and a block's scores stay in the cache.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+BLOCK_ROWS = 128
+"""Of a product: queries times the query heads of a key head. With more, PyTorch's batched product takes another, slower way."""
+
+
+def serves(q_BHSd: Tensor, k_BhLd: Tensor) -> bool:
+    """Whether `causal_attention` is the way to go."""
+    return (
+        q_BHSd.device.type == "cpu"
+        and q_BHSd.dtype == torch.bfloat16
+        and q_BHSd.shape[0] == 1
+        and q_BHSd.shape[2] > 1
+        and not torch.compiler.is_compiling()
+        and not (torch.is_grad_enabled() and (q_BHSd.requires_grad or k_BhLd.requires_grad))
+    )
+
+
+def causal_attention(q_BHSd: Tensor, k_BhLd: Tensor, v_BhLd: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d), each query over its key and those before it) v; not differentiable.
+
+    Args:
+        q_BHSd: (1, H, S, d) queries, the last S of L tokens.
+        k_BhLd: (1, h, L, d) keys; h divides H.
+        v_BhLd: (1, h, L, d) values.
+
+    Returns:
+        (1, H, S, d) in the type of q; scores and softmax are FP32.
+    """
+    (_, H, S, d), (_, h, L, _) = q_BHSd.shape, k_BhLd.shape
+    q_hGSd = q_BHSd[0].unflatten(0, (h, -1))
+    # in one piece per head, since a batched product is half as fast with strides between
+    k_hdL, v_hLd = k_BhLd[0].contiguous().mT, v_BhLd[0].contiguous()
+    y_hGSd = q_hGSd.new_empty(h, H // h, S, v_hLd.shape[2])
+    size = max(BLOCK_ROWS * h // H, 16)
+    hides = torch.full((size, size), -math.inf, device=q_BHSd.device).triu_(1)
+    for start in range(0, S, size):
+        stop = min(start + size, S)
+        count, seen = stop - start, L - S + stop
+        q_hRd = q_hGSd[:, :, start:stop].flatten(1, 2)
+        s_hRL = torch.bmm(q_hRd, k_hdL[:, :, :seen]).float()
+        s_hRL.mul_(d**-0.5).unflatten(1, (-1, count))[..., seen - count :] += hides[:count, :count]
+        p_hRL = torch.softmax(s_hRL, -1).to(v_hLd.dtype)
+        y_hGSd[:, :, start:stop] = torch.bmm(p_hRL, v_hLd[:, :seen]).unflatten(1, (-1, count))
+    return y_hGSd.flatten(0, 1)[None]
