@@ -200,6 +200,10 @@ def test_tokens_there_and_back(client):
         assert (
             client.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == prompt
         )
+    end = {"prompt": "<|endoftext|>", "add_special_tokens": False}
+    assert client.post("/tokenize", json=end).json()["tokens"] == [0]
+    inside = {"prompt": "a<|endoftext|>", "add_special_tokens": False}
+    assert 0 not in client.post("/tokenize", json=inside).json()["tokens"]
     talk = client.post("/tokenize", json={"messages": SAID}).json()["tokens"]
     usage = client.post(CHAT, json=chat()).json()["usage"]
     assert len(talk) == usage["prompt_tokens"]

@@ -25,6 +25,8 @@ examples:
 """
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 MOST_KEY_BYTES = 2**20
+_SWITCH_S = 0.001
+"""The engine's thread gives way to the event loop after so long (Python's default is 5 ms, which every event waits for)."""
 
 
 def run(argv: list[str]) -> int:
@@ -62,6 +64,7 @@ def run(argv: list[str]) -> int:
         except BaseException:
             place.close()
             raise
+    sys.setswitchinterval(_SWITCH_S)
     name = server.model_name or Path(expanded(options.run)).resolve().name
     app = ServerApp(engine, server, model_name=name, keys=keys, version=__version__)
 

@@ -60,6 +60,8 @@ class RequestReader:
         self.max_len, self.vocab_size = engine.max_len, engine.model.vocab_size
         self._config, self._name = config, model_name
         self._held = engine.num_tokens_held
+        added = self.text.tokenizer.get_added_tokens_decoder()
+        self._specials = {token.content: i for i, token in added.items() if token.special}
 
     @property
     def can_chat(self) -> bool:
@@ -164,12 +166,16 @@ class RequestReader:
     def tokenize(self, request: TokenizeText | TokenizeChat) -> list[int]:
         """Tokens of a text or of a conversation.
 
+        The name of a special token alone is that token, as programs ask for its id; inside a text it is text, as everywhere.
+
         Raises:
             RequestError: see `chat_ids`, `check_model`.
         """
         self.check_model(request.model)
         if isinstance(request, TokenizeChat):
             return self.chat_ids(request.messages)
+        if request.add_special_tokens is False and request.prompt in self._specials:
+            return [self._specials[request.prompt]]
         if request.add_special_tokens is not False:
             return self.prompt_ids(request.prompt)
         ids: list[int] = self.text.tokenizer.encode(request.prompt, add_special_tokens=False).ids
